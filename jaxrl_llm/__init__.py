@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models on GPU meshes, in JAX: one program, one mesh."""

@@ -1,0 +1,1 @@
+"""Advantages, losses and KL terms: pure functions of arrays."""

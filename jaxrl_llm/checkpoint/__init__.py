@@ -1,0 +1,1 @@
+"""Resumable checkpoints, and Hugging Face import and export."""

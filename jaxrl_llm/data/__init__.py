@@ -1,0 +1,1 @@
+"""Where prompts and examples come from, and how they become token batches."""

@@ -1,0 +1,1 @@
+"""In-graph continuous batching and the sampler."""

@@ -1,0 +1,1 @@
+"""Hot operations: one dispatching function a file, each beside its plain reference."""

@@ -1,0 +1,1 @@
+"""Train state, forward passes and the one train step."""

@@ -1,0 +1,1 @@
+"""Metrics, trackers, timing and the console."""

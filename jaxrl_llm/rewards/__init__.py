@@ -1,0 +1,1 @@
+"""Graders, and the user's own reward functions."""

@@ -1,0 +1,1 @@
+"""The dataflow, its planner, the compiled programs and the loop."""

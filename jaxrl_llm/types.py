@@ -1,0 +1,89 @@
+"""The records that cross a boundary between rooms.
+
+Shape letters: B samples, P prompt tokens (padded), R response tokens (padded), T tokens of a whole
+row (padded). Every row is padded on the right, so positions are 0, 1, 2, ... with no offset.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int, UInt32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt on the host, tokenised, with every other column of its row."""
+
+    token_ids: tuple[int, ...]
+    text: str  # as rendered by the chat template, what the trace shows
+    messages: tuple[dict[str, Any], ...] | None = None  # None for a prompt that is a plain string
+    data_source: str = "default"
+    ground_truth: Any = None
+    columns: dict[str, Any] = field(default_factory=dict)  # the rest of the row, for reward functions
+    row: int = 0  # position in its source, 0-based
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One response on the host; `tokens` includes the stop token when the model produced one."""
+
+    tokens: tuple[int, ...]
+    text: str  # without special tokens
+    logprobs: tuple[float, ...]
+    finished: bool  # False when the response was cut at the maximum length
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+    """Samples of one iteration. Sample i answers prompt i // n: group order never changes.
+
+    The fields after `sample_ids` start as None; a stage of the dataflow writes each.
+    A stage and a loss name the fields that they read, so these names are the vocabulary of
+    `algorithms/`.
+    """
+
+    prompts: Int[Array, "B P"]
+    prompt_lengths: Int[Array, "B"]
+    sample_ids: UInt32[Array, "B"]  # counter of the sample in its step: the key of its random draws
+
+    responses: Int[Array, "B R"] | None = None
+    mask: Float[Array, "B R"] | None = None  # 1 for a token that the policy produced, its EOS included
+    rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
+    old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update
+    reference_logprobs: Float[Array, "B R"] | None = None
+    values: Float[Array, "B R"] | None = None
+    scores: Float[Array, "B"] | None = None  # one float32 reward a sample, before any KL term
+    rewards: Float[Array, "B R"] | None = None  # per token: the score at the last token, less KL
+    advantages: Float[Array, "B R"] | None = None
+    returns: Float[Array, "B R"] | None = None
+    importance_weights: Float[Array, "B R"] | None = None  # rollout correction, truncated
+
+    def replace(self, **changes: Any) -> "RolloutBatch":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch))
+INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Rows for supervised training: the loss falls on tokens whose loss_mask is 1."""
+
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    loss_mask: Float[Array, "B T"]  # 1 where the token is to be predicted; position 0 is always 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatch:
+    """Pairs of whole rows (prompt and completion) of which `chosen` was preferred."""
+
+    chosen: TokenBatch
+    rejected: TokenBatch
+    margin: Float[Array, "B"]  # 0 where the data give none

@@ -1,0 +1,223 @@
+"""The configuration of a run: frozen dataclasses whose sizes are checked before jax is imported.
+
+A config file holds `get_config() -> Config`. Every default is written once, here or in the
+function that a `FunctionConfig` names. Names are verl's and TRL's where they have one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionConfig:
+    """A function by path, `package.module:name` or `file.py:name`, and its keyword settings.
+
+    The legal settings are the function's keyword-only parameters; those left out keep the
+    default that its signature gives.
+    """
+
+    path: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each mesh axis; the product is the number of devices used."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ways a batch is split."""
+        return self.data * self.fsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A procedural task of `data/tasks.py` and its settings, e.g. chain_sum of 3 terms of 1 digit."""
+
+    name: str = "chain_sum"
+    settings: dict[str, Any] = field(default_factory=dict)
+    size: int = 0  # rows drawn; 0 takes every problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from. Files and tasks may be mixed."""
+
+    train_files: tuple[str, ...] = ()  # .parquet, .jsonl, or Hugging Face dataset folders
+    val_files: tuple[str, ...] = ()
+    train_tasks: tuple[TaskConfig, ...] = ()
+    val_tasks: tuple[TaskConfig, ...] = ()
+    tokenizer: str = ""  # "char", or a Hugging Face directory; empty takes the actor's
+    prompt_style: str = "plain"  # how tasks ask: "plain" ("7+2+5=") or "chat" (messages)
+    train_batch_size: int = 128  # prompts an iteration
+    val_batch_size: int = 512  # prompts a validation call
+    max_prompt_length: int = 512  # tokens
+    max_response_length: int = 512  # tokens
+    truncation: str = "error"  # error | left | right | middle
+    filter_overlong_prompts: bool = False
+    shuffle: bool = True
+    num_workers: int = 0  # reader processes; 0 reads in a thread
+    prefetch: int = 2  # batches
+    max_bad_fraction: float = 0.0  # rows that may be set aside before a run refuses to start
+    dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a global-norm clip and a schedule over optimizer steps."""
+
+    learning_rate: float = 1e-6
+    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
+    warmup_steps: int = 0
+    total_steps: int = 0  # where linear and cosine end; 0 takes the run's own number
+    min_learning_rate_ratio: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """A role's model: a directory to import, or a Hugging Face config to initialise at random."""
+
+    path: str = ""  # Hugging Face directory or a checkpoint of ours; empty builds hf_config
+    hf_config: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"  # of computation: float32 | bfloat16
+    param_dtype: str = "float32"  # of the stored (master) weights
+    attention: str = "auto"  # auto | cudnn | xla
+    remat: bool = False  # recompute each block in the backward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(ModelSettings):
+    """The policy and its update."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ppo_mini_batch_size: int = 128  # prompts an optimizer step
+    ppo_epochs: int = 1
+    micro_batch_size: int = 0  # samples a device and forward pass; 0 takes the whole mini-batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(ModelSettings):
+    """The value model. An empty path starts it from the actor's weights, after the warm-up."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    ppo_epochs: int = 1
+    micro_batch_size: int = 0
+    warmup_steps: int = 0  # iterations in which only the critic learns
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig:
+    """A supervised training: the SFT warm-up, or the reward model's."""
+
+    steps: int = 100
+    batch_size: int = 256  # rows an optimizer step
+    micro_batch_size: int = 0  # rows a device and forward pass; 0 takes the whole batch
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    files: tuple[str, ...] = ()
+    tasks: tuple[TaskConfig, ...] = ()  # empty files and tasks take the run's training data
+    eval_every: int = 0  # steps between held-out evaluations; 0 only at the end
+    stop_at: float = 0.0  # end early once held-out accuracy reaches this; 0 never
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(ModelSettings):
+    """A scalar model whose score at the last token is the reward."""
+
+    training: SupervisedConfig | None = None  # train it in the run, on preference pairs
+    center: float = 0.0  # coefficient of the squared sum of scores (centring)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation for training."""
+
+    n: int = 1  # samples a prompt
+    temperature: float = 1.0
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    num_slots: int = 0  # sequences decoded at once a device; 0 takes all of its samples
+    stop_token_ids: tuple[int, ...] = ()  # beside the tokenizer's own
+    dtype: str = ""  # of generation; empty takes the actor's
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Held-out evaluation: greedy by default."""
+
+    before_train: bool = True
+    every: int = 20  # steps; 0 only before and after
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Reward functions and how they are run."""
+
+    functions: tuple[FunctionConfig, ...] = ()
+    weights: tuple[float, ...] = ()  # empty is 1 each
+    num_workers: int = 2  # processes for user functions
+    timeout_s: float = 30.0  # a call
+    failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
+    model: RewardModelConfig | None = None  # a model reward; with functions empty, the only one
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What the user sees."""
+
+    console_every: int = 1  # steps between progress lines
+    samples_every: int = 20  # steps between tables of samples; 0 never
+    num_samples: int = 4
+    tensorboard: bool = True
+    trace: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    keep_latest: int = 2
+    keep_best: int = 1  # by best_metric
+    best_metric: str = ""  # empty takes the first val-core metric
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    name: str = "run"
+    seed: int = 0
+    run_dir: str = ""  # empty is runs/<name>
+    total_steps: int = 100
+    save_every: int = 50  # steps; 0 only at the end
+    resume: str = "auto"  # auto | never | the path of a checkpoint
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: FunctionConfig = FunctionConfig(path="jaxrl_llm.algorithms.alias:ppo")
+    reward: RewardConfig = RewardConfig()
+    validation: ValidationConfig = ValidationConfig()
+    warmup: SupervisedConfig | None = None  # supervised training of the actor before RL
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    compile_cache: str = ""  # folder of compiled programs; empty is <run_dir>/compile_cache
+    nan_stop: bool = True  # end the run at the first gradient that is not finite, naming it

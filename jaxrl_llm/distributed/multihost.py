@@ -1,0 +1,114 @@
+"""Several processes, one program: joining, bounded barriers, and values that all of them hold.
+
+Every function also works in a lone process that never joined anything.
+"""
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+
+# jax has no public bounded barrier: multihost_utils.sync_global_devices waits for ever.
+from jax._src import distributed
+from jax.experimental import multihost_utils
+
+DEFAULT_TIMEOUT_S = 300.0
+
+_barrier_uses: Counter[str] = Counter()
+
+
+class BarrierTimeout(RuntimeError):
+    """Some processes did not reach a barrier in time; `missing` are their ids as far as known."""
+
+    def __init__(self, name: str, timeout_s: float, missing: tuple[int, ...], detail: str):
+        who = f"process {', '.join(map(str, missing))}" if missing else "at least one process"
+        super().__init__(
+            f"barrier {name!r}: {who} of {jax.process_count()} did not arrive within "
+            f"{timeout_s:g} s. Look at the log of {who}: it died, is stuck, or took another path. "
+            f"The coordination service said: {detail}"
+        )
+        self.missing = missing
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Join the other processes; call it before anything touches a device.
+
+    With no address, jax detects Slurm and Open MPI. Raises within about `timeout_s` seconds when
+    the coordinator (process 0 listens on `coordinator_address`, "host:port") is not reached.
+    """
+    jax.distributed.initialize(
+        coordinator_address=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        initialization_timeout=max(1, round(timeout_s)),
+    )
+
+
+def is_main() -> bool:
+    """True in the one process that writes files and talks to the user."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Wait until every process calls this with the same `name`; BarrierTimeout names who did not.
+
+    It uses the coordination service, not the devices: pending computations are not waited for.
+    """
+    client = distributed.global_state.client
+    if client is None:
+        return
+    # Each use has its own id, so a late process never meets the next use of the same name.
+    _barrier_uses[name] += 1
+    try:
+        client.wait_at_barrier(f"{name}#{_barrier_uses[name]}", round(timeout_s * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        detail = str(error)
+        if "DEADLINE_EXCEEDED" not in detail:
+            raise
+        raise BarrierTimeout(name, timeout_s, _task_ids(detail), detail) from None
+
+
+def _task_ids(message: str) -> tuple[int, ...]:
+    """The process ids that the coordination service lists, one a line; of many, the first few."""
+    listed = message.partition("timed out task names:")[2].partition("\n\n")[0]
+    return tuple(sorted(int(number) for number in re.findall(r"(\d+)\s*$", listed, re.MULTILINE)))
+
+
+def make_global(tree: Any, shardings: Any) -> Any:
+    """Device arrays of the whole `tree` of numpy arrays, which every process holds alike.
+
+    `shardings` is one Sharding or a tree of them that is a prefix of `tree`. A process copies only
+    the parts that its own devices hold.
+    """
+
+    def put(sharding: Any, array: Any) -> jax.Array:
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, jax.tree.broadcast(shardings, tree), tree)
+
+
+def fetch(tree: Any) -> Any:
+    """numpy arrays of the whole global value of every leaf, on every process.
+
+    A collective when a leaf lies on other processes' devices too: all of them must call it, with
+    the same tree. What is fetched is first replicated on the devices, so fetch large trees leaf by
+    leaf.
+    """
+
+    def leaf(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return np.asarray(x)
+        if x.is_fully_replicated:
+            return np.asarray(x.addressable_data(0))
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(leaf, tree)

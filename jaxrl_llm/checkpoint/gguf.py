@@ -1,0 +1,369 @@
+"""GGUF file -> Hugging Face directory, with numpy only.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; block layouts: ggml-quants.c.
+Only what a packaged Llama model holds is read: architecture "llama" with a byte-level BPE
+tokenizer, and the tensor types of `_DEQUANTIZERS`. Anything else is refused by name.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from jaxrl_llm.checkpoint.safetensors_writer import LazyTensor, float_dtype, write_model_files
+
+_SCALAR_FORMATS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
+_MAX_SHARD_BYTES = 5_000_000_000
+
+
+# Each function takes raw blocks [num_blocks, block_bytes] (uint8) and returns
+# float32 [num_blocks, block_elements].
+
+
+def _float32(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f4")
+
+
+def _float16(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def _bfloat16(blocks: np.ndarray) -> np.ndarray:
+    return blocks.view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """[n, 16] bytes -> [n, 32] values 0..15: the low halves come first, then the high halves."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1).astype(np.float32)
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    scale = _float16(blocks[:, :2].copy())
+    return (_nibbles(blocks[:, 2:]) - 8.0) * scale
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
+    scale, minimum = _float16(blocks[:, :2].copy()), _float16(blocks[:, 2:4].copy())
+    return _nibbles(blocks[:, 4:]) * scale + minimum
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    scale = _float16(blocks[:, :2].copy())
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * scale
+
+
+@dataclass(frozen=True)
+class _BlockType:
+    name: str
+    elements: int  # of one block
+    nbytes: int  # of one block
+    dequantize: Callable[[np.ndarray], np.ndarray]
+
+
+_BLOCK_TYPES = {
+    0: _BlockType("F32", 1, 4, _float32),
+    1: _BlockType("F16", 1, 2, _float16),
+    2: _BlockType("Q4_0", 32, 18, _q4_0),
+    3: _BlockType("Q4_1", 32, 20, _q4_1),
+    8: _BlockType("Q8_0", 32, 34, _q8_0),
+    30: _BlockType("BF16", 1, 2, _bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Place of one tensor; `shape` is row-major, the reverse of the order in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    block_type: _BlockType
+    offset: int  # bytes from the start of the file
+
+
+class _Cursor:
+    """Reads the little-endian header front to back."""
+
+    def __init__(self, data: np.ndarray):
+        self._view = data.data
+        self.position = 0
+
+    def take(self, count: int) -> memoryview:
+        piece = self._view[self.position : self.position + count]
+        if len(piece) != count:
+            raise ValueError("the GGUF file ends inside its header; fetch it again")
+        self.position += count
+        return piece
+
+    def number(self, fmt: str) -> Any:
+        return struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt)))[0]
+
+    def string(self) -> str:
+        return bytes(self.take(self.number("Q"))).decode("utf-8")
+
+    def value(self, type_id: int) -> Any:
+        if type_id == _STRING:
+            return self.string()
+        if type_id == _ARRAY:
+            item_type, count = self.number("I"), self.number("Q")
+            if item_type in _SCALAR_FORMATS:  # one unpack, not one call an item
+                fmt = f"{count}{_SCALAR_FORMATS[item_type]}"
+                return list(struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt))))
+            return [self.value(item_type) for _ in range(count)]
+        if type_id not in _SCALAR_FORMATS:
+            raise ValueError(f"GGUF metadata value of unknown type {type_id}")
+        return self.number(_SCALAR_FORMATS[type_id])
+
+
+class GgufFile:
+    """A GGUF file opened for reading: `metadata`, `tensors` by name, and `read(name)`.
+
+    ValueError when it is no GGUF file of version 2 or 3, or holds a tensor type that is not known.
+    """
+
+    def __init__(self, path: str | Path):
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        cursor = _Cursor(self._bytes)
+        if bytes(cursor.take(4)) != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file")
+        version = cursor.number("I")
+        if version not in (2, 3):
+            raise ValueError(f"{path} has GGUF version {version}; versions 2 and 3 are read")
+        num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.number("I"))
+        entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        data_start = math.ceil(cursor.position / alignment) * alignment
+        self.tensors = {
+            name: GgufTensor(name, shape, block_type, data_start + offset)
+            for name, shape, block_type, offset in entries
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32, row-major."""
+        tensor = self.tensors[name]
+        kind = tensor.block_type
+        num_blocks = math.prod(tensor.shape) // kind.elements
+        raw = self._bytes[tensor.offset : tensor.offset + num_blocks * kind.nbytes]
+        if raw.size != num_blocks * kind.nbytes:
+            raise ValueError(f"the GGUF file ends inside tensor {name!r}; fetch it again")
+        blocks = np.array(raw).reshape(num_blocks, kind.nbytes)
+        return kind.dequantize(blocks).reshape(tensor.shape)
+
+
+def _read_tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], _BlockType, int]:
+    name = cursor.string()
+    dims = [cursor.number("Q") for _ in range(cursor.number("I"))]
+    type_id, offset = cursor.number("I"), cursor.number("Q")
+    if type_id not in _BLOCK_TYPES:
+        known = ", ".join(t.name for t in _BLOCK_TYPES.values())
+        raise ValueError(f"tensor {name!r} has GGML type {type_id}; the types read are {known}")
+    kind = _BLOCK_TYPES[type_id]
+    if dims and dims[0] % kind.elements:
+        raise ValueError(
+            f"tensor {name!r}: its rows of {dims[0]} values are no whole number of {kind.name} "
+            f"blocks of {kind.elements}; the file is damaged, fetch it again"
+        )
+    return name, tuple(reversed(dims)), kind, offset
+
+
+def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Query or key weight [heads * head_dim, D] from GGUF's order of rows to Hugging Face's.
+
+    llama.cpp rotates neighbouring pairs of a head, Hugging Face rotates the two halves, so the
+    conversion to GGUF interleaved the halves of every head of a Llama model.
+    """
+    rows, width = weight.shape
+    pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, width)
+    return pairs.swapaxes(1, 2).reshape(rows, width)
+
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _require(metadata: Mapping[str, Any], key: str) -> Any:
+    if key not in metadata:
+        raise ValueError(f"the GGUF file has no {key!r}, which a Hugging Face directory needs")
+    return metadata[key]
+
+
+def _check_supported(metadata: Mapping[str, Any]) -> None:
+    """Refuse what would convert without an error into a wrong model."""
+    architecture = _require(metadata, "general.architecture")
+    if architecture != "llama":
+        raise ValueError(f"GGUF architecture {architecture!r} is not supported; only 'llama' is")
+    scaled = sorted(key for key in metadata if key.startswith("llama.rope.scaling."))
+    if scaled:
+        raise ValueError(f"GGUF rope scaling ({', '.join(scaled)}) is not supported")
+    tokenizer = _require(metadata, "tokenizer.ggml.model")
+    if tokenizer != "gpt2":
+        raise ValueError(f"GGUF tokenizer {tokenizer!r} is not supported; only 'gpt2' (BPE) is")
+
+
+def hf_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
+    """The content of config.json for a Llama GGUF file."""
+    metadata = gguf.metadata
+    _check_supported(metadata)
+    hidden = _require(metadata, "llama.embedding_length")
+    heads = _require(metadata, "llama.attention.head_count")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": _require(metadata, "llama.feed_forward_length"),
+        "num_hidden_layers": _require(metadata, "llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
+        "head_dim": metadata.get("llama.attention.key_length", hidden // heads),
+        "hidden_act": "silu",
+        "max_position_embeddings": _require(metadata, "llama.context_length"),
+        # GGUF holds float32, so 1e-5 comes out as 9.99999974e-06
+        "rms_norm_eps": round(_require(metadata, "llama.attention.layer_norm_rms_epsilon"), 9),
+        "rope_theta": float(metadata.get("llama.rope.freq_base", 10000.0)),
+        "rope_scaling": None,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _require(metadata, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "torch_dtype": dtype,
+    }
+
+
+def hf_tensors(gguf: GgufFile) -> list[LazyTensor]:
+    """Every tensor under its Hugging Face name, to be dequantised when it is written."""
+    heads = _require(gguf.metadata, "llama.attention.head_count")
+    kv_heads = gguf.metadata.get("llama.attention.head_count_kv", heads)
+    permuted_heads = {"attn_q": heads, "attn_k": kv_heads}
+
+    def lazy(name: str) -> LazyTensor:
+        shape = gguf.tensors[name].shape
+        if name in _TOP_NAMES:
+            return LazyTensor(_TOP_NAMES[name], shape, lambda: gguf.read(name))
+        block, layer, part, suffix = (name.split(".") + [""] * 4)[:4]
+        if block != "blk" or suffix != "weight" or part not in _LAYER_NAMES:
+            raise ValueError(f"GGUF tensor {name!r} has no place in a Llama model")
+        hf_name = f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
+        if part in permuted_heads:
+            return LazyTensor(
+                hf_name, shape, lambda: unpermute(gguf.read(name), permuted_heads[part])
+            )
+        return LazyTensor(hf_name, shape, lambda: gguf.read(name))
+
+    return [lazy(name) for name in gguf.tensors]
+
+
+def bpe_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The byte-level BPE tokenizer of a GGUF file.
+
+    GGUF names the pre-tokenizer and does not hold it. "smollm" splits every digit off before the
+    byte level; without that, numbers become other tokens than the model was trained on.
+    """
+    name = _require(metadata, "tokenizer.ggml.pre")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    known = {
+        "smollm": pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), byte_level]
+        ),
+        "gpt-2": byte_level,
+    }
+    if name not in known:
+        raise ValueError(f"GGUF pre-tokenizer {name!r} is not supported; known: {', '.join(known)}")
+    tokens = _require(metadata, "tokenizer.ggml.tokens")
+    merges = [tuple(m.split(" ", 1)) for m in _require(metadata, "tokenizer.ggml.merges")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    tokenizer.pre_tokenizer = known[name]
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind == _CONTROL_TOKEN
+        ]
+    )
+    return tokenizer
+
+
+def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of tokenizer_config.json, chat template included."""
+    tokens = _require(metadata, "tokenizer.ggml.tokens")
+    config: dict[str, Any] = {
+        # The general class: a named one would rebuild its own pre-tokenizer and lose ours.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": _require(metadata, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+    }
+    for word, key in [("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")]:
+        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            config[f"{word}_token"] = tokens[token_id]
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config
+
+
+def convert(
+    gguf_path: str | Path, output: str | Path, *, dtype: str = "bfloat16", model_card: str = ""
+) -> Path:
+    """Write `output` as a Hugging Face directory with the model of `gguf_path`.
+
+    Tensors pass through memory one at a time. config.json is written last: a directory without it
+    was interrupted. ValueError names whatever the file holds that is not supported.
+    """
+    target_dtype = float_dtype(dtype)
+    gguf = GgufFile(gguf_path)
+    config = hf_config(gguf, dtype)
+    tensors = hf_tensors(gguf)
+    tokenizer = bpe_tokenizer(gguf.metadata)
+    directory = Path(output)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").unlink(missing_ok=True)
+    write_model_files(directory, tensors, target_dtype, _MAX_SHARD_BYTES)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config(gguf.metadata))
+    special_ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(
+        directory / "generation_config.json",
+        {k: v for k, v in special_ids.items() if v is not None},
+    )
+    if model_card:
+        (directory / "README.md").write_text(model_card)
+    _write_json(directory / "config.json", config)
+    return directory
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

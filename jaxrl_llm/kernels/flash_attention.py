@@ -1,0 +1,162 @@
+"""Attention of whole rows: cuDNN's on an NVIDIA GPU, XLA's elsewhere, one function before both.
+
+Shape letters: B batch, T query tokens, S key tokens (T == S), N query heads, K KV heads,
+G = N / K query heads a KV head, H head dim.
+
+Rows are padded on the right, so under a causal mask no real token sees padding and `lengths` is
+needed only without one.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Implementation = Literal["auto", "cudnn", "xla"]
+
+
+def attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T N H"]:
+    """softmax(q k^T / sqrt(H)) v with grouped KV heads, in the dtype of q.
+
+    `window` lets a token see the last `window` positions, its own included; it needs `causal`.
+    `lengths` (int32, tokens) hides keys at or past a row's length; outputs of queries there are 0.
+    "auto" takes cuDNN where it can run the call: an NVIDIA GPU, bf16 or float16, H a multiple of 8
+    and at most 256. Raises ValueError for shapes that do not fit together.
+    """
+    _check(q_BTNH, k_BTKH, v_BTKH, causal, window)
+    if implementation == "auto":
+        implementation = "cudnn" if _cudnn_fits(q_BTNH) else "xla"
+    if implementation == "cudnn":
+        return _attention_cudnn(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
+    if implementation == "xla":
+        return _attention_xla(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
+    raise ValueError(f"attention implementation {implementation!r}: use auto, cudnn or xla")
+
+
+def attention_reference(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """The same in float32, KV heads repeated: what every implementation is compared with."""
+    _check(q_BTNH, k_BTKH, v_BTKH, causal, window)
+    groups = q_BTNH.shape[2] // k_BTKH.shape[2]
+    q = q_BTNH.astype(jnp.float32)
+    k = jnp.repeat(k_BTKH.astype(jnp.float32), groups, axis=2)
+    v = jnp.repeat(v_BTKH.astype(jnp.float32), groups, axis=2)
+    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
+    visible = visible_keys(q.shape[1], causal, window, lengths)[:, None]
+    weights = jnp.exp(scores - scores.max(-1, where=visible, initial=-1e30, keepdims=True))
+    weights = jnp.where(visible, weights, 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    out = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+    return _zero_padding(out, lengths)
+
+
+def visible_keys(
+    length: int, causal: bool, window: int | None, lengths: Int[Array, " B"] | None
+) -> Array:
+    """Which key each query sees: bool [B or 1, T, S]."""
+    t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    visible = jnp.ones((1, length, length), bool)
+    if causal:
+        visible &= s <= t
+    if window is not None:
+        visible &= s > t - window
+    if lengths is not None:
+        visible = visible & (s < lengths[:, None, None])
+    return visible
+
+
+def _attention_xla(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+) -> Array:
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    visible = visible_keys(T, causal, window, lengths)[:, None, None]
+    # Not -inf: a row with no visible key would turn into NaN, and its gradient with it.
+    scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
+    return _zero_padding(out_BTKGH.reshape(B, T, N, H), lengths)
+
+
+def _attention_cudnn(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+) -> Array:
+    # A dense mask would be materialised as a bias: causality, window and lengths go in by name.
+    if lengths is not None:
+        lengths = lengths.astype(jnp.int32)
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        is_causal=causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+
+
+def _zero_padding(out_BTNH: Array, lengths: Array | None) -> Array:
+    if lengths is None:
+        return out_BTNH
+    real = jnp.arange(out_BTNH.shape[1])[None, :] < lengths[:, None]
+    return jnp.where(real[:, :, None, None], out_BTNH, 0)
+
+
+def _cudnn_fits(q_BTNH: Array) -> bool:
+    head_dim = q_BTNH.shape[-1]
+    return (
+        q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and _on_nvidia_gpu()
+    )
+
+
+def _on_nvidia_gpu() -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    return "cuda" in jax.devices()[0].client.platform_version
+
+
+def _check(q_BTNH: Array, k: Array, v: Array, causal: bool, window: int | None) -> None:
+    B, T, N, H = q_BTNH.shape
+    K = k.shape[2]
+    if k.shape != (B, T, K, H) or v.shape != k.shape:
+        raise ValueError(
+            f"q {q_BTNH.shape} needs k and v of shape [{B}, {T}, KV heads, {H}], "
+            f"not {k.shape} and {v.shape}"
+        )
+    if N % K:
+        raise ValueError(f"{N} query heads cannot share {K} KV heads: give a divisor of {N}")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window {window} with causal={causal}: a window is at least 1 and causal")

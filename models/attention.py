@@ -1,0 +1,68 @@
+"""The attention layer: projections, q/k norm and rope around an attention given by the caller.
+
+Shape letters: B batch, T tokens, D hidden, N query heads, K KV heads, H head dim.
+"""
+
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.layers import Projection, RMSNorm, apply_rope
+
+
+class Attend(Protocol):
+    """What the caller of a model supplies: full attention in training, a KV cache in generation.
+
+    q and k come after rope and q/k norm; the scale H**-0.5 is the callee's part. `layer_cache` is
+    any pytree, or None without a cache; `window` counts positions, the query's own included.
+    """
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        layer_cache: Any,
+        /,
+        *,
+        window: int | None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns the attention output [B, T, N, H] and the layer's new cache."""
+        ...
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention of one layer."""
+
+    def __init__(self, config: ModelConfig, *, window: int | None, dtype: DTypeLike) -> None:
+        D, H = config.hidden_size, config.head_dim
+        N, K = config.num_heads, config.num_kv_heads
+        bias = config.attention_bias
+        kv_axes = ("embed", "kv_heads", "head_dim")
+        self.window = window
+        self.q = Projection((D, N, H), ("embed", "q_heads", "head_dim"), bias=bias, dtype=dtype)
+        self.k = Projection((D, K, H), kv_axes, bias=bias, dtype=dtype)
+        self.v = Projection((D, K, H), kv_axes, bias=bias, dtype=dtype)
+        self.o = Projection((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
+        eps = config.rms_norm_eps
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(H, axis="head_dim", eps=eps, dtype=dtype)
+            self.k_norm = RMSNorm(H, axis="head_dim", eps=eps, dtype=dtype)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        layer_cache: Any,
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        q_BTNH, k_BTKH, v_BTKH = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        q_BTNH, k_BTKH = apply_rope(q_BTNH, *rope), apply_rope(k_BTKH, *rope)
+        out_BTNH, new_cache = attend(q_BTNH, k_BTKH, v_BTKH, layer_cache, window=self.window)
+        return self.o(out_BTNH), new_cache

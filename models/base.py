@@ -1,0 +1,138 @@
+"""From a ModelConfig to parameters and back to a module.
+
+One abstract description of a model (`ModelSpec`) gives shapes, dtypes and logical axes, and with
+them initialisation, sharding, restore and count. At a jit boundary only `params` passes, a nested
+dict with str keys and array leaves:
+params["decoder"]["layers"]["0"]["attention"]["q"]["kernel"] has shape [D, N, H].
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
+from jaxrl_llm.models.families import check_family
+from jaxrl_llm.models.heads import CausalLM, ScalarModel
+
+__all__ = [
+    "Kind",
+    "ModelConfig",
+    "ModelSpec",
+    "Params",
+    "RopeScaling",
+    "bind",
+    "init_params",
+    "model_spec",
+    "scalar_params_from",
+]
+
+Params = dict[str, Any]  # nested, str keys, array leaves
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model without its values. Equal and hashable by config, kind and dtype: a static argument.
+
+    `params`, `axes` and `init` have the same structure; a leaf of `axes` is a tuple of logical
+    axis names, one a dim, and of `init` "normal", "ones" or "zeros".
+    """
+
+    config: ModelConfig
+    kind: Kind
+    dtype: str
+    graphdef: Any = field(compare=False, repr=False)
+    params: Params = field(compare=False, repr=False)  # leaves jax.ShapeDtypeStruct
+    axes: Params = field(compare=False, repr=False)
+    init: Params = field(compare=False, repr=False)
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, a tied table counted once."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+
+def model_spec(config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "float32") -> ModelSpec:
+    """Describes a model of `config` without allocating it.
+
+    Raises ValueError where the family has no such model (see each family's `check`).
+    """
+    check_family(config)
+    name = jnp.dtype(dtype).name
+    modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
+    if kind not in modules:
+        raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
+    abstract = nnx.eval_shape(lambda: modules[kind](config, dtype=name))
+    graphdef, state = nnx.split(abstract)
+
+    def metadata(key: str) -> Params:
+        tree: Params = {}
+        for path, variable in state.flat_state():
+            _put(tree, tuple(str(part) for part in path), variable.get_metadata()[key])
+        return tree
+
+    return ModelSpec(
+        config=config,
+        kind=kind,
+        dtype=name,
+        graphdef=graphdef,
+        params=nnx.to_pure_dict(state),
+        axes=metadata("axes"),
+        init=metadata("init"),
+    )
+
+
+def init_params(spec: ModelSpec, key: jax.Array) -> Params:
+    """Fresh parameters: normal(0.02) weights, norms one, biases and a scalar head zero.
+
+    A pure function of the key. Each parameter draws from the key folded with its own path, so its
+    values do not depend on the other parameters or on the layout.
+    """
+    return _init(spec.params, spec.init, key, ())
+
+
+def bind(spec: ModelSpec, params: Params) -> Any:
+    """The module (CausalLM or ScalarModel) with these values; call it inside jit."""
+    return nnx.merge(spec.graphdef, params)
+
+
+def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Params:
+    """Parameters of a scalar model whose decoder is a copy of a language model's.
+
+    A true copy, in the dtype of `spec`: the two may then be trained and donated apart.
+    """
+    if spec.kind != "scalar":
+        raise ValueError(f"the spec is a {spec.kind}: make it with model_spec(config, 'scalar')")
+    decoder = jax.tree.map(
+        lambda abstract, value: jnp.array(value, dtype=abstract.dtype, copy=True),
+        spec.params["decoder"],
+        lm_params["decoder"],
+    )
+    score = _init(spec.params["score"], spec.init["score"], key, ("score",))
+    return {"decoder": decoder, "score": score}
+
+
+def _init(abstract: Any, init: Any, key: jax.Array, path: tuple[str, ...]) -> Any:
+    if isinstance(abstract, dict):
+        return {
+            name: _init(child, init[name], key, (*path, name)) for name, child in abstract.items()
+        }
+    if init == "normal":
+        leaf_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
+        # Drawn in float32 so that a bf16 model starts from the rounded float32 one.
+        values = INIT_STD * jax.random.normal(leaf_key, abstract.shape, jnp.float32)
+        return values.astype(abstract.dtype)
+    return jnp.full(abstract.shape, 1.0 if init == "ones" else 0.0, abstract.dtype)
+
+
+def _put(tree: Params, path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value

@@ -1,0 +1,76 @@
+"""What a decoder is made of: plain data, hashable, without jax."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["causal_lm", "scalar"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for longer contexts.
+
+    "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595).
+    "llama3" divides only the slow ones and interpolates between (Llama 3.1, arXiv:2407.21783);
+    the last three fields belong to it alone, lengths are in tokens.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope scaling {self.kind!r} is not supported: use linear or llama3")
+        if self.factor < 1.0:
+            raise ValueError(f"rope scaling factor is {self.factor}: it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and features of a decoder of any family.
+
+    `sliding_window` has one entry a layer: the number of positions that a token attends to, itself
+    included, or None for all before it. An empty tuple means None for every layer.
+    """
+
+    family: str  # a module of this package: "llama", "mistral", "qwen2", "qwen3"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # on the q, k and v projections; never on the output
+    qk_norm: bool = False  # RMS norm of each q and k head before rope
+    sliding_window: tuple[int | None, ...] = ()
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*sizes, "num_kv_heads", "head_dim", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}: every KV head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rope rotates pairs, make it even")
+        if not self.sliding_window:
+            object.__setattr__(self, "sliding_window", (None,) * self.num_layers)
+        if len(self.sliding_window) != self.num_layers:
+            raise ValueError(
+                f"sliding_window has {len(self.sliding_window)} entries for {self.num_layers} "
+                "layers: give one a layer, None for full attention"
+            )
+        if any(window is not None and window < 1 for window in self.sliding_window):
+            raise ValueError(f"sliding_window {self.sliding_window}: a window must be at least 1")

@@ -1,0 +1,77 @@
+"""A decoder with a head: the language model, and the scalar model of critics and rewards.
+
+Shape letters: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Constrain, Decoder
+from jaxrl_llm.models.layers import Embedding, Projection
+
+
+class _WithDecoder(nnx.Module):
+    """Calling a model runs its decoder: heads are applied apart, on the tokens that need them."""
+
+    decoder: Decoder
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        attend: Attend,
+        cache: tuple[Any, ...] | None = None,
+        remat: bool = False,
+        constrain: Constrain | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Hidden states [B, T, D] and the new cache; see `Decoder.__call__`."""
+        return self.decoder(
+            tokens_BT,
+            positions_BT,
+            attend=attend,
+            cache=cache,
+            remat=remat,
+            constrain=constrain,
+        )
+
+
+class CausalLM(_WithDecoder):
+    """A decoder whose head gives the logits of the next token; `head` is None when tied."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
+        self.decoder = Decoder(config, dtype=dtype)
+        self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
+
+    def unembedding(self) -> jax.Array:
+        """The weights of the head [V, D]: the embedding table itself when they are tied."""
+        source = self.decoder.embed if self.head is None else self.head
+        return source.table[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 logits [..., V] of hidden states [..., D]."""
+        return jnp.einsum(
+            "...D,VD->...V", hidden, self.unembedding(), preferred_element_type=jnp.float32
+        )
+
+
+class ScalarModel(_WithDecoder):
+    """A decoder with one number a token: the value of a critic, the score of a reward model."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
+        self.decoder = Decoder(config, dtype=dtype)
+        # From zero, so that a new critic predicts 0 everywhere and not noise.
+        shape, axes = (config.hidden_size, 1), ("embed", "value")
+        self.score = Projection(shape, axes, init="zeros", dtype=dtype)
+
+    def scores(self, hidden_BTD: jax.Array) -> jax.Array:
+        """float32 score of every token [B, T]."""
+        kernel = self.score.kernel[...]
+        scores = jnp.einsum("...D,DS->...S", hidden_BTD, kernel, preferred_element_type=jnp.float32)
+        return scores[..., 0]

@@ -1,0 +1,290 @@
+"""Reading and writing what Hugging Face's Llama-like families have in common.
+
+A family file calls these and adds what is its own. Nothing here reads a file or imports
+transformers: dicts come in, dicts go out.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
+
+Path = tuple[str, ...]  # of a leaf in the nested dict of parameters
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """Where one of our parameters lies in a Hugging Face checkpoint, and how.
+
+    Theirs is `shape`; ours is theirs, transposed when `transpose`, then reshaped to `our_shape`.
+    Both ways only move elements: a round trip is exact in any dtype. The array may be numpy's or
+    jax's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    our_shape: tuple[int, ...]
+    transpose: bool = False
+
+    def to_ours(self, array: Any) -> Any:
+        """From their layout to ours; raises ValueError when the shape is not theirs."""
+        if tuple(array.shape) != self.shape:
+            raise ValueError(
+                f"tensor {self.name} has shape {tuple(array.shape)}, the config says {self.shape}: "
+                "config.json and the weights are not of the same model"
+            )
+        return (array.T if self.transpose else array).reshape(self.our_shape)
+
+    def to_hf(self, array: Any) -> Any:
+        """From our layout to theirs."""
+        if not self.transpose:
+            return array.reshape(self.shape)
+        return array.reshape(self.shape[::-1]).T
+
+
+def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+    """Every parameter's path and its Hugging Face tensor, for a Llama-like layout.
+
+    A tied model has no head of its own, so `lm_head.weight` is absent.
+    """
+    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    names: dict[Path, HFTensor] = {
+        ("decoder", "embed", "table"): HFTensor("model.embed_tokens.weight", (V, D), (V, D)),
+        ("decoder", "norm", "scale"): HFTensor("model.norm.weight", (D,), (D,)),
+    }
+    for i in range(config.num_layers):
+        layer, prefix = ("decoder", "layers", str(i)), f"model.layers.{i}"
+        for ours, theirs in (
+            ("attention_norm", "input_layernorm"),
+            ("mlp_norm", "post_attention_layernorm"),
+        ):
+            names[*layer, ours, "scale"] = HFTensor(f"{prefix}.{theirs}.weight", (D,), (D,))
+        for name in ("gate", "up"):
+            names[*layer, "mlp", name, "kernel"] = HFTensor(
+                f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+            )
+        names[*layer, "mlp", "down", "kernel"] = HFTensor(
+            f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
+        )
+        names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
+    if kind == "scalar":
+        names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
+    elif not config.tie_word_embeddings:
+        names["head", "table"] = HFTensor("lm_head.weight", (V, D), (V, D))
+    return names
+
+
+def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path, HFTensor]:
+    D, H = config.hidden_size, config.head_dim
+    names: dict[Path, HFTensor] = {}
+    for name, heads in (
+        ("q", config.num_heads),
+        ("k", config.num_kv_heads),
+        ("v", config.num_kv_heads),
+    ):
+        names[*path, name, "kernel"] = HFTensor(
+            f"{prefix}.{name}_proj.weight", (heads * H, D), (D, heads, H), transpose=True
+        )
+        if config.attention_bias:
+            names[*path, name, "bias"] = HFTensor(
+                f"{prefix}.{name}_proj.bias", (heads * H,), (heads, H)
+            )
+    N = config.num_heads
+    names[*path, "o", "kernel"] = HFTensor(
+        f"{prefix}.o_proj.weight", (D, N * H), (N, H, D), transpose=True
+    )
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            names[*path, name, "scale"] = HFTensor(f"{prefix}.{name}.weight", (H,), (H,))
+    return names
+
+
+def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[str, Any]:
+    """The ModelConfig fields that all families read alike, as keyword arguments.
+
+    `defaults` are the family's own values of optional keys, under their Hugging Face names: a
+    config.json leaves out what equals them. Raises ValueError for a missing size or a feature
+    that no family here has.
+    """
+    refuse_unless(hf, family, hidden_act="silu", quantization_config=None)
+    for key in ("vocab_size", "hidden_size", "intermediate_size"):
+        _require(hf, key, family)
+    heads = _require(hf, "num_attention_heads", family)
+    kv_heads = hf.get("num_key_value_heads", defaults.get("num_key_value_heads")) or heads
+    head_dim = hf.get("head_dim", defaults.get("head_dim")) or hf["hidden_size"] // heads
+    max_positions = hf.get("max_position_embeddings", defaults["max_position_embeddings"])
+    theta, scaling = rope_from_hf(hf, max_positions)
+    return {
+        "family": family,
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "intermediate_size": hf["intermediate_size"],
+        "num_layers": _require(hf, "num_hidden_layers", family),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "max_position_embeddings": max_positions,
+    }
+
+
+def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, str]) -> dict:
+    """The keys of config.json that all families write alike."""
+    hf = {
+        "architectures": [architectures[kind]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "initializer_range": 0.02,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        **rope_to_hf(config),
+    }
+    if kind == "scalar":
+        # One label makes transformers build a head of one output, the shape of ours.
+        hf |= {
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "problem_type": "regression",
+        }
+    return hf
+
+
+def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`.
+
+    Raises ValueError for a rope type that is not implemented.
+    """
+    # The precedence of transformers: a legacy rope_scaling wins over rope_parameters.
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(
+            f"rope parameters by layer type ({', '.join(rope)}) are not supported: "
+            "one set for all layers is"
+        )
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(f"partial_rotary_factor {partial} is not supported: only 1.0 is")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            kind="llama3",
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=int(
+                rope.get("original_max_position_embeddings", max_positions)
+            ),
+        )
+    raise ValueError(
+        f"rope type {kind!r} is not supported (supported: default, linear, llama3): a model whose "
+        "scaling is optional, as Qwen's YaRN is, works within its trained length without it"
+    )
+
+
+def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """`rope_parameters` for transformers 5, and the older two keys for everything else."""
+    scaling = config.rope_scaling
+    described: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        described = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+                described[key] = getattr(scaling, key)
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else dict(described),
+        "rope_parameters": {**described, "rope_theta": config.rope_theta},
+    }
+
+
+def windows_from_hf(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's window of each layer: `layer_types`, or the layers from `max_window_layers` on.
+
+    `sliding_window` counts only with `use_sliding_window`.
+    """
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    first = hf.get("max_window_layers", 28)
+    types = hf.get("layer_types") or [
+        "sliding_attention" if window is not None and i >= first else "full_attention"
+        for i in range(num_layers)
+    ]
+    known = ("full_attention", "sliding_attention")
+    if unknown := sorted(set(types) - set(known)):
+        raise ValueError(f"layer types {', '.join(unknown)} are not supported: {known} are")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Qwen's four window keys; raises ValueError when layers have windows of several sizes."""
+    window = single_window(config)
+    windowed = [i for i, size in enumerate(config.sliding_window) if size is not None]
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": min(windowed, default=config.num_layers),
+        "layer_types": [
+            "full_attention" if size is None else "sliding_attention"
+            for size in config.sliding_window
+        ],
+    }
+
+
+def single_window(config: ModelConfig) -> int | None:
+    """The size of the windows of those layers that have one; raises ValueError for two sizes."""
+    sizes = sorted({size for size in config.sliding_window if size is not None})
+    if len(sizes) > 1:
+        raise ValueError(f"{config.family} has one window size, not {sizes}: give one size")
+    return sizes[0] if sizes else None
+
+
+def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:
+    """Raises ValueError naming a key whose value is not the one that is implemented."""
+    for key, value in allowed.items():
+        if key in hf and hf[key] is not None and hf[key] != value:
+            raise ValueError(f"{family} with {key}={hf[key]!r} is not supported: only {value!r} is")
+
+
+def check_features(config: ModelConfig, **allowed: Any) -> None:
+    """Raises ValueError naming a field of the config that its family cannot have."""
+    for name, value in allowed.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{config.family} has {name}={value}, not {getattr(config, name)}: "
+                "change it or take the family that has it"
+            )
+
+
+def check_head_size(config: ModelConfig) -> None:
+    """Raises ValueError when the hidden size is no multiple of the number of heads."""
+    if config.hidden_size % config.num_heads:
+        nearest = config.num_heads * math.ceil(config.hidden_size / config.num_heads)
+        raise ValueError(
+            f"hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}, "
+            f"which transformers requires of {config.family}: take {nearest}"
+        )
+
+
+def _require(hf: Mapping[str, Any], key: str, family: str) -> Any:
+    if hf.get(key) is None:
+        raise ValueError(f"config.json of a {family} model lacks {key}: take a complete one")
+    return hf[key]

@@ -1,0 +1,124 @@
+"""Layers that every family shares.
+
+Shape letters: B batch, T tokens, D hidden (embed), F feed-forward (mlp), V vocabulary,
+N query heads, K KV heads, H head dim.
+
+Modules are built with zeros: they declare shape, dtype, logical axes and how the parameter starts
+(`init`, one of "normal", "ones", "zeros"); `base.init_params` fills them. Every layer computes in
+the dtype of its parameters, statistics in float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models.config import ModelConfig
+
+AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value")
+
+
+def parameter(
+    shape: tuple[int, ...], axes: tuple[str, ...], init: str, dtype: DTypeLike
+) -> nnx.Param:
+    """A parameter with one logical axis name a dim; `base.init_params` gives it its values."""
+    assert len(shape) == len(axes), (shape, axes)
+    assert all(axis in AXES for axis in axes), axes
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
+
+
+class Projection(nnx.Module):
+    """Contracts the last `contract` dims of x with the first of the kernel; bias if asked for."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        *,
+        contract: int = 1,
+        bias: bool = False,
+        init: str = "normal",
+        dtype: DTypeLike,
+    ) -> None:
+        self.contract = contract
+        self.kernel = parameter(shape, axes, init, dtype)
+        self.bias = parameter(shape[contract:], axes[contract:], "zeros", dtype) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tensordot(x, self.kernel[...], axes=self.contract)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last dim, statistics in float32 (arXiv:1910.07467)."""
+
+    def __init__(self, size: int, *, axis: str = "norm", eps: float, dtype: DTypeLike) -> None:
+        self.eps = eps
+        self.scale = parameter((size,), (axis,), "ones", dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        # Rounded to x's dtype before the scale, as transformers does: bf16 results then agree.
+        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype) * self.scale[...]
+
+
+class Embedding(nnx.Module):
+    """A table of token vectors. A token id outside the table gives NaN, not another token."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return jnp.take(self.table[...], tokens_BT, axis=0)
+
+
+class MLP(nnx.Module):
+    """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate = Projection((D, F), ("embed", "mlp"), dtype=dtype)
+        self.up = Projection((D, F), ("embed", "mlp"), dtype=dtype)
+        self.down = Projection((F, D), ("mlp", "embed"), dtype=dtype)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angle per position of each pair of a head, radians, float32 [H/2] (arXiv:2104.09864).
+
+    Computed in float32 like transformers: a more exact table would turn by another angle than the
+    one that the weights were trained with, and at long positions the difference shows.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    stretched = frequencies / np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return stretched
+    length = scaling.original_max_position_embeddings
+    turns = length * frequencies / np.float32(2 * math.pi)  # of the pair over the old context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return ((1 - smooth) * stretched + smooth * frequencies).astype(np.float32)
+
+
+def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position and pair, float32 [B, T, 1, H/2]."""
+    angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates pair (i, i + H/2) of each head by its angle, in float32; the dtype of x is kept."""
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTNH.dtype)

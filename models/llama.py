@@ -1,0 +1,37 @@
+"""Llama 1 to 3.x and what shares its architecture, SmolLM2 among them.
+
+Llama: arXiv:2302.13971. Llama 3: arXiv:2407.21783.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models import hf as common
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.hf import hf_names
+
+__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+
+ARCHITECTURES: dict[Kind, str] = {
+    "causal_lm": "LlamaForCausalLM",
+    "scalar": "LlamaForSequenceClassification",
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    common.refuse_unless(hf, "llama", attention_bias=False, mlp_bias=False)
+    return ModelConfig(**common.common_from_hf(hf, "llama", max_position_embeddings=2048))
+
+
+def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
+    """The keys of config.json, without those that belong to the tokenizer."""
+    hf = common.common_to_hf(config, kind, ARCHITECTURES)
+    return {**hf, "attention_bias": False, "mlp_bias": False}
+
+
+def check(config: ModelConfig) -> None:
+    """Raises ValueError where Llama has no such model."""
+    full = (None,) * config.num_layers
+    common.check_features(config, attention_bias=False, qk_norm=False, sliding_window=full)
+    common.check_head_size(config)

@@ -1,0 +1,36 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v (arXiv:2407.10671, arXiv:2412.15115)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models import hf as common
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.hf import hf_names
+
+__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+
+ARCHITECTURES: dict[Kind, str] = {
+    "causal_lm": "Qwen2ForCausalLM",
+    "scalar": "Qwen2ForSequenceClassification",
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    fields = common.common_from_hf(
+        hf, "qwen2", max_position_embeddings=32768, num_key_value_heads=32
+    )
+    windows = common.windows_from_hf(hf, fields["num_layers"])
+    return ModelConfig(**fields, attention_bias=True, sliding_window=windows)
+
+
+def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
+    """The keys of config.json, without those that belong to the tokenizer."""
+    hf = common.common_to_hf(config, kind, ARCHITECTURES)
+    return {**hf, **common.windows_to_hf(config)}
+
+
+def check(config: ModelConfig) -> None:
+    """Raises ValueError where Qwen2 has no such model."""
+    common.check_features(config, attention_bias=True, qk_norm=False)
+    common.single_window(config)

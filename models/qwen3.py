@@ -1,0 +1,37 @@
+"""Qwen3, dense: a norm on each q and k head, no biases (arXiv:2505.09388)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models import hf as common
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.hf import hf_names
+
+__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+
+ARCHITECTURES: dict[Kind, str] = {
+    "causal_lm": "Qwen3ForCausalLM",
+    "scalar": "Qwen3ForSequenceClassification",
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    common.refuse_unless(hf, "qwen3", attention_bias=False)
+    fields = common.common_from_hf(
+        hf, "qwen3", max_position_embeddings=32768, num_key_value_heads=32, head_dim=128
+    )
+    windows = common.windows_from_hf(hf, fields["num_layers"])
+    return ModelConfig(**fields, qk_norm=True, sliding_window=windows)
+
+
+def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
+    """The keys of config.json, without those that belong to the tokenizer."""
+    hf = common.common_to_hf(config, kind, ARCHITECTURES)
+    return {**hf, **common.windows_to_hf(config), "attention_bias": False}
+
+
+def check(config: ModelConfig) -> None:
+    """Raises ValueError where Qwen3 has no such model."""
+    common.check_features(config, attention_bias=False, qk_norm=True)
+    common.single_window(config)

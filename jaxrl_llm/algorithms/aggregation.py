@@ -1,0 +1,117 @@
+"""From one value a token to one number.
+
+Every function is f(x, mask, *, global_tokens, global_sequences) and returns the CONTRIBUTION of
+these rows to the number of the whole mini-batch: it divides by counts of the mini-batch, not of
+the rows at hand. So the results of micro-batches, of any sizes, just add up, and gradient
+accumulation equals the full batch. `global_counts` gives the counts.
+
+A sequence with no token in the mask adds 0 and is not counted.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.numerics import masked_count, masked_mean, masked_sum, safe_divide
+
+Scalar = Float[Array, ""]
+
+
+def global_counts(mask: Float[Array, "B R"]) -> tuple[Scalar, Scalar]:
+    """(tokens, sequences with a token) of the mask of a whole mini-batch, as float32."""
+    return masked_count(mask), masked_count(jnp.max(mask, axis=1, initial=0.0))
+
+
+def token_mean(
+    x: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    global_tokens: Scalar,
+    global_sequences: Scalar,
+) -> Scalar:
+    """Mean over all tokens: long responses weigh more. The default, and DAPO's choice."""
+    return safe_divide(masked_sum(x, mask), global_tokens)
+
+
+def token_sum(
+    x: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    global_tokens: Scalar,
+    global_sequences: Scalar,
+) -> Scalar:
+    """Sum over all tokens, not normalised: the step grows with the batch."""
+    return masked_sum(x, mask)
+
+
+def seq_mean_token_sum(
+    x: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    global_tokens: Scalar,
+    global_sequences: Scalar,
+) -> Scalar:
+    """Mean over sequences of the sum over their tokens: the log-likelihood of whole responses."""
+    return safe_divide(masked_sum(x, mask), global_sequences)
+
+
+def seq_mean_token_mean(
+    x: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    global_tokens: Scalar,
+    global_sequences: Scalar,
+) -> Scalar:
+    """Mean over sequences of the mean over their tokens: every response weighs the same (GRPO)."""
+    return safe_divide(jnp.sum(masked_mean(x, mask, axis=1)), global_sequences)
+
+
+def seq_mean_token_sum_norm(
+    x: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    global_tokens: Scalar,
+    global_sequences: Scalar,
+    scale: int | None = None,
+) -> Scalar:
+    """Mean over sequences of the sum over their tokens divided by a constant length (Dr.GRPO).
+
+    `scale` is that length in tokens; None takes the padded width R, which must then be the same in
+    every batch for the constant to be one. Liu et al. 2025, arXiv:2503.20783.
+    """
+    return safe_divide(masked_sum(x, mask), global_sequences * (scale or mask.shape[1]))
+
+
+# The names that verl's users write in a config; code refers to the functions.
+AGGREGATIONS: dict[str, Callable[..., Scalar]] = {
+    "token-mean": token_mean,
+    "token-sum": token_sum,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+}
+
+
+def aggregation(name: str, *, scale: int | None = None) -> Callable[..., Scalar]:
+    """The aggregation of that name; `scale` is the length of `seq-mean-token-sum-norm`.
+
+    Raises ValueError for an unknown name, and for a scale that is not positive or that the named
+    aggregation does not use.
+    """
+    if name not in AGGREGATIONS:
+        near = difflib.get_close_matches(name, AGGREGATIONS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ValueError(
+            f"no loss aggregation '{name}'{hint} The names are: {', '.join(AGGREGATIONS)}"
+        )
+    if scale is None:
+        return AGGREGATIONS[name]
+    if name != "seq-mean-token-sum-norm" or scale <= 0:
+        raise ValueError(
+            f"a loss scale of {scale} with '{name}': it is the positive length, in tokens, by "
+            "which seq-mean-token-sum-norm alone divides; leave it None otherwise"
+        )
+    return functools.partial(seq_mean_token_sum_norm, scale=scale)

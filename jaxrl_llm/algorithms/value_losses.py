@@ -1,0 +1,32 @@
+"""Value losses, one value a token: aggregation over tokens is `aggregation.py`'s."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def clipped_value_loss(
+    new_values: Float[Array, "B R"],
+    values: Float[Array, "B R"],
+    returns: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    cliprange: float = 0.5,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """PPO's value loss: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
+
+    The clip keeps the critic near what it said at the time of the rollout; its size is in units of
+    the return, so a reward of another scale wants another `cliprange`. Tokens outside the mask have
+    loss and metric 0. Metric: `critic/vf_clipfrac`, where the clipped side was the larger.
+
+    As in verl and OpenAI's baselines. Raises ValueError unless cliprange is over 0.
+    """
+    if cliprange <= 0.0:
+        raise ValueError(f"cliprange is {cliprange}; it must be over 0 (inf turns the clip off)")
+    keep = mask != 0
+    new_values, values = jnp.where(keep, new_values, 0.0), jnp.where(keep, values, 0.0)
+    returns = jnp.where(keep, returns, 0.0)
+    unclipped = jnp.square(new_values - returns)
+    clipped = jnp.square(jnp.clip(new_values, values - cliprange, values + cliprange) - returns)
+    clipfrac = jax.lax.stop_gradient((clipped > unclipped).astype(jnp.float32))
+    return 0.5 * jnp.maximum(unclipped, clipped), {"critic/vf_clipfrac": clipfrac}

@@ -1,0 +1,224 @@
+"""Log-probabilities of chosen tokens straight from hidden states: the logits never exist whole.
+
+Shape letters: N tokens (possibly several axes), D model width, V vocabulary, K chunks, C tokens of
+a chunk. For 16k tokens and a vocabulary of 152k, float32 logits are 10 GB, and their gradient as
+much again; here only one chunk of them exists at a time, forward and backward.
+
+The backward pass is written by hand (`jax.custom_vjp`) instead of left to `jax.checkpoint`, for two
+reasons: it accumulates the weight's gradient over chunks in float32 also when the weight is bf16,
+and it reuses the saved log-sum-exp, so a chunk costs one matmul to recompute and nothing else.
+"""
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+DEFAULT_CHUNK = 2048  # tokens, over all devices
+
+Saved = tuple[Array, Array, Array, Array, Array | None]
+
+
+@overload
+def linear_logprob(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    targets_N: Int[Array, " *N"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = DEFAULT_CHUNK,
+    with_entropy: Literal[False] = False,
+) -> tuple[Float[Array, " *N"], None]: ...
+
+
+@overload
+def linear_logprob(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    targets_N: Int[Array, " *N"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = DEFAULT_CHUNK,
+    with_entropy: Literal[True],
+) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]: ...
+
+
+@overload
+def linear_logprob(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    targets_N: Int[Array, " *N"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = DEFAULT_CHUNK,
+    with_entropy: bool,
+) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]: ...
+
+
+def linear_logprob(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    targets_N: Int[Array, " *N"],
+    *,
+    temperature: float = 1.0,
+    chunk: int = DEFAULT_CHUNK,
+    with_entropy: bool = False,
+) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]:
+    """(log p(target), entropy or None) under softmax(hidden @ weight.T / temperature), in float32.
+
+    Accepts [N, D] with [N], and [B, T, D] with [B, T]; `chunk` is the number of tokens whose logits
+    exist at once, over all devices. The last axis before D is what gets split, so under a mesh give
+    [B, T, D] with B sharded: each chunk then holds tokens of every row, every device works on every
+    chunk and no hidden state moves. The weight may be sharded over V. Its gradient is reduced
+    across devices once a chunk, so there prefer few, large chunks. The entropy, in nats, costs two
+    passes over the logits only when asked for. Reverse-mode gradients flow into hidden and weight
+    through both outputs; the gradient into the weight is accumulated in float32.
+
+    Raises ValueError for a temperature or chunk that is not positive, and for shapes that differ.
+    """
+    if temperature <= 0.0 or chunk < 1:
+        raise ValueError(
+            f"temperature {temperature} and chunk {chunk} must be positive; the log-probabilities "
+            "of greedy decoding are those of temperature 1"
+        )
+    if hidden_ND.shape[:-1] != targets_N.shape or hidden_ND.shape[-1:] != weight_VD.shape[1:]:
+        raise ValueError(
+            f"hidden {hidden_ND.shape}, weight {weight_VD.shape} and targets {targets_N.shape} "
+            "do not belong together: they should be [..., D], [V, D] and [...]"
+        )
+    tokens = targets_N.shape[-1]
+    rows = targets_N.size // max(tokens, 1)
+    num_chunks = _num_chunks(tokens, max(1, chunk // max(rows, 1)))
+    hidden_KCD = _split(hidden_ND, targets_N.ndim - 1, num_chunks)
+    targets_KC = _split(targets_N, targets_N.ndim - 1, num_chunks)
+    logprobs_KC, entropy_KC = _scan(hidden_KCD, weight_VD, targets_KC, temperature, with_entropy)
+    logprobs_N = _join(logprobs_KC, tokens)
+    return logprobs_N, None if entropy_KC is None else _join(entropy_KC, tokens)
+
+
+def linear_logprob_reference(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    targets_N: Int[Array, " *N"],
+    *,
+    temperature: float = 1.0,
+) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]:
+    """The same two numbers with whole logits, in plain float32: what the tests compare with."""
+    hidden_ND, weight_VD = hidden_ND.astype(jnp.float32), weight_VD.astype(jnp.float32)
+    logits_NV = jnp.einsum("...d,vd->...v", hidden_ND, weight_VD) / temperature
+    logprobs_NV = jax.nn.log_softmax(logits_NV)
+    chosen_N = jnp.take_along_axis(logprobs_NV, targets_N[..., None], axis=-1)[..., 0]
+    return chosen_N, -jnp.sum(jnp.exp(logprobs_NV) * logprobs_NV, axis=-1)
+
+
+def _num_chunks(tokens: int, per_chunk: int) -> int:
+    """Chunks of at most per_chunk tokens; up to twice as many if that avoids a padded remainder."""
+    fewest = max(1, -(-tokens // per_chunk))
+    exact = (k for k in range(fewest, 2 * fewest) if tokens % k == 0)
+    return next(exact, fewest)
+
+
+def _split(x: Array, axis: int, num_chunks: int) -> Array:
+    """x with `axis` dealt out over a new first axis: chunk k gets tokens k, k + K, k + 2K, ...
+
+    Dealt, not cut: if the axis is sharded, each chunk still has an equal part on every device.
+    """
+    size = x.shape[axis]
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, -size % num_chunks)
+    x = jnp.pad(x, padding)
+    shape = (*x.shape[:axis], x.shape[axis] // num_chunks, num_chunks, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+
+
+def _join(x_KC: Array, tokens: int) -> Array:
+    """The inverse of _split on the last axis, without the padding."""
+    x = jnp.moveaxis(x_KC, 0, -1)
+    return x.reshape(*x.shape[:-2], -1)[..., :tokens]
+
+
+def _chunk_logits(hidden_CD: Array, weight_VD: Array, temperature: float) -> Array:
+    logits = jnp.einsum("...d,vd->...v", hidden_CD, weight_VD, preferred_element_type=jnp.float32)
+    return logits / temperature
+
+
+def _is_target(targets_C: Array, vocab: int) -> Array:
+    # A comparison, not a gather: on logits sharded over the vocabulary a gather moves them all.
+    return targets_C[..., None] == jnp.arange(vocab, dtype=targets_C.dtype)
+
+
+def _forward(
+    hidden_KCD: Array, weight_VD: Array, targets_KC: Array, temperature: float, with_entropy: bool
+) -> tuple[Array, Array, Array | None]:
+    """(logprobs, log-sum-exp, entropy or None), each [K, C]."""
+
+    def body(_, chunk):
+        hidden_CD, targets_C = chunk
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+        is_target = _is_target(targets_C, weight_VD.shape[0])
+        chosen_C = jnp.sum(jnp.where(is_target, logits_CV, 0.0), axis=-1)
+        entropy_C = None
+        if with_entropy:
+            probs_CV = jnp.exp(logits_CV - lse_C[..., None])
+            entropy_C = lse_C - jnp.sum(probs_CV * logits_CV, axis=-1)
+        return None, (chosen_C - lse_C, lse_C, entropy_C)
+
+    return jax.lax.scan(body, None, (hidden_KCD, targets_KC))[1]
+
+
+def _primal(
+    hidden_KCD: Array, weight_VD: Array, targets_KC: Array, temperature: float, with_entropy: bool
+) -> tuple[Array, Array | None]:
+    logprobs, _, entropy = _forward(hidden_KCD, weight_VD, targets_KC, temperature, with_entropy)
+    return logprobs, entropy
+
+
+def _scan_fwd(
+    hidden_KCD: Array, weight_VD: Array, targets_KC: Array, temperature: float, with_entropy: bool
+) -> tuple[tuple[Array, Array | None], Saved]:
+    out = _forward(hidden_KCD, weight_VD, targets_KC, temperature, with_entropy)
+    logprobs, lse, entropy = out
+    return (logprobs, entropy), (hidden_KCD, weight_VD, targets_KC, lse, entropy)
+
+
+def _scan_bwd(
+    temperature: float, with_entropy: bool, saved: Saved, grads: tuple[Array, Array | None]
+) -> tuple[Array, Array, None]:
+    """With z the logits over the temperature, p = softmax(z) and H the entropy:
+
+    d logprob / dz = onehot - p;  dH / dz = -p (z - lse + H).
+    """
+    hidden_KCD, weight_VD, targets_KC, lse_KC, entropy_KC = saved
+    grad_logprobs_KC, grad_entropy_KC = grads
+
+    def body(grad_weight_VD, chunk):
+        hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C = chunk
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logprobs_CV = logits_CV - lse_C[..., None]
+        weights_CV = grad_C[..., None]
+        if with_entropy:
+            weights_CV = weights_CV + grad_entropy_C[..., None] * (
+                logprobs_CV + entropy_C[..., None]
+            )
+        is_target = _is_target(targets_C, weight_VD.shape[0])
+        grad_logits_CV = jnp.where(is_target, grad_C[..., None], 0.0)
+        grad_logits_CV = (grad_logits_CV - jnp.exp(logprobs_CV) * weights_CV) / temperature
+        grad_logits_CV = grad_logits_CV.astype(hidden_CD.dtype)
+        grad_hidden_CD = jnp.einsum(
+            "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
+        )
+        grad_weight_VD += jnp.einsum(
+            "...v,...d->vd", grad_logits_CV, hidden_CD, preferred_element_type=jnp.float32
+        )
+        return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
+
+    chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
+    zero = jnp.zeros(weight_VD.shape, jnp.float32)
+    grad_weight_VD, grad_hidden_KCD = jax.lax.scan(body, zero, chunks)
+    return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None
+
+
+_scan = jax.custom_vjp(_primal, nondiff_argnums=(3, 4))
+_scan.defvjp(_scan_fwd, _scan_bwd)

@@ -1,0 +1,79 @@
+"""Masked statistics, log-probabilities and entropy: each written in one place.
+
+A mask is 1 (or True) where a token counts and 0 elsewhere. Every function reads `x` only where the
+mask counts, so whatever stands in the padding, an infinity or a NaN included, changes nothing; and
+a selection that is empty gives 0 instead of a division by zero.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Mask = Float[Array, "..."] | Bool[Array, "..."] | Int[Array, "..."]
+
+WHITEN_EPS = 1e-8  # added to the variance, as verl does
+
+
+def safe_divide(total: Float[Array, "..."], count: Float[Array, "..."]) -> Float[Array, "..."]:
+    """total / count, and 0 where count is 0. Its gradient is finite there too."""
+    return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0)
+
+
+def masked_sum(x: Float[Array, "..."], mask: Mask, axis: int | None = None) -> Float[Array, "..."]:
+    """Sum of x over the mask, in float32."""
+    return jnp.sum(jnp.where(mask != 0, x.astype(jnp.float32), 0.0), axis=axis)
+
+
+def masked_count(mask: Mask, axis: int | None = None) -> Float[Array, "..."]:
+    """How many entries the mask selects, as float32."""
+    return jnp.sum(mask != 0, axis=axis, dtype=jnp.float32)
+
+
+def masked_mean(x: Float[Array, "..."], mask: Mask, axis: int | None = None) -> Float[Array, "..."]:
+    """Mean of x over the mask; 0 where nothing is selected."""
+    return safe_divide(masked_sum(x, mask, axis), masked_count(mask, axis))
+
+
+def masked_var(x: Float[Array, "..."], mask: Mask, *, unbiased: bool = True) -> Float[Array, ""]:
+    """Variance of x over the mask: with n - 1 as torch and verl have it, or with n.
+
+    0 for fewer than two entries, where verl raises: a run must live through a batch of one token.
+    """
+    squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
+    count = masked_count(mask)
+    return safe_divide(squares, count - 1.0 if unbiased else count)
+
+
+def masked_whiten(
+    x: Float[Array, "*shape"], mask: Mask, *, shift_mean: bool = True
+) -> Float[Array, "*shape"]:
+    """x scaled to unit variance over the mask and shifted to mean 0 (or left at its mean).
+
+    (x - mean) / sqrt(var + 1e-8) with the unbiased variance; 0 outside the mask. The statistics
+    are of the whole array: on a sharded batch they are global.
+    """
+    mean = masked_mean(x, mask)
+    whitened = (x - mean) * jax.lax.rsqrt(masked_var(x, mask) + WHITEN_EPS)
+    if not shift_mean:
+        whitened += mean
+    return jnp.where(mask != 0, whitened, 0.0)
+
+
+def chosen_logprobs(
+    logits: Float[Array, "*batch vocab"], ids: Int[Array, "*batch"]
+) -> Float[Array, "*batch"]:
+    """Log-probability of each id under the softmax of its logits, in float32.
+
+    For whole logits, which only a decoding step has; a training batch goes through
+    `kernels.linear_logprob`.
+    """
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def entropy_from_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
+    """Entropy of the softmax of the logits, in nats, in float32; logits of -inf have weight 0."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    probs = jnp.exp(logprobs)
+    return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)

@@ -1,0 +1,177 @@
+"""Resumable checkpoints with Orbax: everything that a step depends on, kept latest and best.
+
+Layout of `DIR/checkpoints`: `global_step_N/` with one item for each role's parameters, one for each
+optimizer, and `loop` (step, data position, controllers); `frozen/` with the roles that never
+change, written once; `huggingface/` with what an export needs beside the weights.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from jaxrl_llm.distributed.multihost import barrier, is_main
+
+STEP_PREFIX = "global_step"
+FROZEN = "frozen"
+HUGGINGFACE = "huggingface"
+LOOP = "loop"
+SCORE = "score"  # entry of the loop state: the metric by which the best is kept
+
+
+class CheckpointManager:
+    """Saves and restores a dict of pytrees (`items`) with a JSON-able `loop` beside it."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_latest: int,
+        keep_best: int,
+        best_metric: str,
+        asynchronous: bool,
+    ):
+        """`best_metric` names the entry of the metrics given to `save`; larger is better."""
+        self.directory = Path(directory).absolute()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if is_main():
+            self._remove_unfinished()
+        barrier("checkpoint_directory")
+        self._best = _KeepBest(keep_best, self._stored_scores())
+        policies = [checkpoint_managers.LatestN(keep_latest), self._best]
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                step_prefix=STEP_PREFIX,
+                enable_async_checkpointing=asynchronous,
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            ),
+        )
+        self._best_metric = best_metric
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return self._manager.latest_step()
+
+    def save(
+        self, step: int, items: Mapping[str, Any], loop: dict[str, Any], metrics: dict[str, float]
+    ) -> None:
+        """Start saving; the arrays are copied off the devices before this returns.
+
+        The step counts as complete only when all of it is on disk, whatever kills the process.
+        """
+        loop = dict(loop)
+        if self._best_metric in metrics:
+            loop[SCORE] = self._best.scores[step] = metrics[self._best_metric]
+        args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+        args[LOOP] = ocp.args.JsonSave(loop)
+        self._manager.save(step, args=ocp.args.Composite(**args))
+
+    def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
+        """The items of `step`, laid out as the ShapeDtypeStructs say, and the loop state."""
+        return restore(self.directory / f"{STEP_PREFIX}_{step}", abstract)
+
+    def wait(self) -> None:
+        """Return once every started save is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish pending saves and let go of the directory."""
+        self._manager.close()
+
+    def _stored_scores(self) -> dict[int, float]:
+        """The score of each checkpoint on disk, so that the best one survives a restart."""
+        scores = {}
+        for path in self.directory.glob(f"{STEP_PREFIX}_*"):
+            _, loop = restore(path, {})
+            if SCORE in loop:
+                scores[int(path.name.rpartition("_")[2])] = loop[SCORE]
+        return scores
+
+    def _remove_unfinished(self) -> None:
+        """Folders of saves that were cut off; Orbax would refuse to write the step again."""
+        for path in self.directory.glob(f"{STEP_PREFIX}_*"):
+            finished = path.name.removeprefix(f"{STEP_PREFIX}_").isdigit() and is_complete(path)
+            if not finished:
+                shutil.rmtree(path)
+
+
+class _KeepBest(checkpoint_managers.PreservationPolicy):
+    """Preserves the `number` steps of the highest score; the later of two equal ones."""
+
+    def __init__(self, number: int, scores: dict[int, float]):
+        self.number = number
+        self.scores = scores
+
+    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+        steps = [info.step for info in checkpoints]
+        scored = [step for step in steps if step in self.scores]
+        ranked = sorted(scored, key=lambda step: (self.scores[step], step), reverse=True)
+        return [step in ranked[: self.number] for step in steps]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint folder was written to its end."""
+    return (path / "_CHECKPOINT_METADATA").exists() and (path / LOOP).exists()
+
+
+def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
+    """Items and loop state of the checkpoint folder `path` (`.../global_step_N`).
+
+    ValueError when it is no finished checkpoint, or lacks an item that `abstract` asks for.
+    """
+    path = Path(path).absolute()
+    if not is_complete(path):
+        raise ValueError(
+            f"{path} is not a finished checkpoint; give a folder such as "
+            f"RUN_DIR/checkpoints/{STEP_PREFIX}_100"
+        )
+    missing = [name for name in abstract if not (path / name).exists()]
+    if missing:
+        held = sorted(p.name for p in path.iterdir() if p.is_dir())
+        raise ValueError(
+            f"{path} holds {', '.join(held)} but not {', '.join(missing)}: it was saved by a run "
+            "with other roles; use the config it was made with"
+        )
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        args = {name: ocp.args.StandardRestore(item) for name, item in abstract.items()}
+        args[LOOP] = ocp.args.JsonRestore()
+        out = checkpointer.restore(path, args=ocp.args.Composite(**args))
+    return {name: out[name] for name in abstract}, out[LOOP]
+
+
+def save_frozen(directory: str | Path, items: Mapping[str, Any]) -> None:
+    """Write the roles that never change, once a run."""
+    path = Path(directory).absolute() / FROZEN
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, dict(items), force=True)
+
+
+def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
+    """The frozen roles of a run's checkpoint directory; ValueError when they are not there."""
+    path = Path(directory).absolute() / FROZEN
+    if not path.exists():
+        raise ValueError(
+            f"{path} is missing: it holds {', '.join(abstract)}, which every checkpoint of the "
+            "run needs; copy it along with the checkpoint"
+        )
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, dict(abstract))
+
+
+def abstract_item(path: str | Path, name: str) -> Any:
+    """Shapes and dtypes of one item, on the first device: enough to export it from anywhere."""
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        tree = checkpointer.metadata(Path(path).absolute() / name).item_metadata
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), _plain(tree.tree)
+    )
+
+
+def _plain(tree: Any) -> Any:
+    return {k: _plain(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree

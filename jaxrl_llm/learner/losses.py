@@ -1,0 +1,177 @@
+"""Losses over parameters: a forward pass joined to a function of `algorithms/`.
+
+Each maker returns a `Loss` for the train step. Counts (`tokens`, `sequences`) are those of the
+whole global mini-batch and travel in the batch as arrays with one entry a row, because a
+micro-batch must see the same counts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms.alias import Algorithm
+from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.preference_losses import bradley_terry
+from jaxrl_llm.learner.forward import (
+    ForwardSettings,
+    response_logprobs,
+    response_values,
+    row_logprobs,
+    row_scores,
+)
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.learner.train_step import Loss, Metrics
+from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.types import PreferenceBatch, TokenBatch
+
+Fields = dict[str, Array]
+
+
+def with_counts(fields: Fields, first: Array) -> Fields:
+    """`fields` with the mini-batch's own counts beside every row; call it once a mini-batch.
+
+    `first` says that the parameters are still those that computed `old_logprobs`.
+    """
+    mask = fields["mask"]
+    rows = mask.shape[0]
+    return fields | {
+        "num_tokens": jnp.full((rows,), mask.sum()),
+        "num_sequences": jnp.full((rows,), (mask.sum(axis=1) > 0).sum().astype(jnp.float32)),
+        "unchanged": jnp.full((rows, 1), first),
+    }
+
+
+def _counts(fields: Fields) -> dict[str, Array]:
+    return {
+        "global_tokens": fields["num_tokens"][0],
+        "global_sequences": fields["num_sequences"][0],
+    }
+
+
+def _token_means(metrics: Metrics, mask: Float[Array, "B R"], tokens: Array) -> Metrics:
+    """Each per-token array summed over the mask and divided by the global token count."""
+    return {name: (x * mask).sum() / jnp.maximum(tokens, 1) for name, x in metrics.items()}
+
+
+def policy_loss(
+    algorithm: Algorithm, *, spec: ModelSpec, settings: ForwardSettings, temperature: float
+) -> Loss:
+    """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way."""
+    reads = field_names(algorithm.policy_loss)
+    with_entropy = algorithm.entropy_coef != 0.0 or "entropy" in reads
+
+    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
+        logprobs, entropy = response_logprobs(
+            params,
+            fields["prompts"],
+            fields["prompt_lengths"],
+            fields["responses"],
+            spec=spec,
+            settings=settings,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        current = fields | {"logprobs": logprobs}
+        if entropy is not None:
+            current["entropy"] = entropy
+        if "old_logprobs" in reads:
+            # Before the first update old and current log-probs are the same function of the same
+            # parameters. Two compilations of it may differ in the last bit; the ratio must not.
+            current["old_logprobs"] = jnp.where(
+                fields["unchanged"], jax.lax.stop_gradient(logprobs), fields["old_logprobs"]
+            )
+        counts, mask = _counts(fields), fields["mask"]
+        per_token, parts = algorithm.policy_loss(*(current[name] for name in reads))
+        total = algorithm.aggregate(per_token, mask, **counts)
+        metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
+        if entropy is not None:
+            bonus = algorithm.aggregate(entropy, mask, **counts)
+            total = total - algorithm.entropy_coef * bonus
+            metrics["actor/entropy_loss"] = bonus
+        if algorithm.kl_loss is not None:
+            kl = algorithm.kl_loss(logprobs, fields["reference_logprobs"])
+            term = algorithm.aggregate(kl, mask, **counts)
+            total = total + algorithm.kl_loss_coef * term
+            metrics["actor/kl_loss"] = term
+        return total, metrics
+
+    return loss
+
+
+def value_loss(algorithm: Algorithm, *, spec: ModelSpec, settings: ForwardSettings) -> Loss:
+    """The critic's loss, aggregated as the policy's is."""
+    assert algorithm.value_loss is not None
+    fn, reads = algorithm.value_loss, field_names(algorithm.value_loss)
+
+    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
+        new_values = response_values(
+            params,
+            fields["prompts"],
+            fields["prompt_lengths"],
+            fields["responses"],
+            spec=spec,
+            settings=settings,
+        )
+        current = fields | {"new_values": new_values}
+        counts, mask = _counts(fields), fields["mask"]
+        per_token, parts = fn(*(current[name] for name in reads))
+        total = algorithm.aggregate(per_token, mask, **counts)
+        means = _token_means(parts, mask, counts["global_tokens"])
+        return total, {"critic/vf_loss": total} | means
+
+    return loss
+
+
+def supervised_loss(*, spec: ModelSpec, settings: ForwardSettings) -> Loss:
+    """Mean negative log-likelihood of the tokens whose loss_mask is 1."""
+
+    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
+        logprobs = row_logprobs(params, fields["tokens"], spec=spec, settings=settings)
+        total = -(logprobs * fields["mask"]).sum() / jnp.maximum(fields["num_tokens"][0], 1)
+        return total, {}
+
+    return loss
+
+
+def supervised_fields(batch: TokenBatch) -> Fields:
+    """A TokenBatch as the fields of `supervised_loss`."""
+    return {"tokens": batch.tokens, "mask": batch.loss_mask}
+
+
+def reward_model_loss(*, spec: ModelSpec, settings: ForwardSettings, center: float) -> Loss:
+    """Bradley-Terry on pairs; a micro-batch holds whole pairs."""
+
+    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
+        tokens = jnp.concatenate([fields["chosen"], fields["rejected"]])
+        lengths = jnp.concatenate([fields["chosen_lengths"], fields["rejected_lengths"]])
+        scores = row_scores(params, tokens, lengths, spec=spec, settings=settings)
+        chosen, rejected = jnp.split(scores, 2)
+        per_pair, parts = bradley_terry(chosen, rejected, fields["margin"], center=center)
+        pairs = fields["num_sequences"][0]
+        return per_pair.sum() / pairs, {name: x.sum() / pairs for name, x in parts.items()}
+
+    return loss
+
+
+def preference_fields(batch: PreferenceBatch) -> Fields:
+    """A PreferenceBatch as the fields of `reward_model_loss`."""
+    return {
+        "chosen": batch.chosen.tokens,
+        "chosen_lengths": batch.chosen.lengths,
+        "rejected": batch.rejected.tokens,
+        "rejected_lengths": batch.rejected.lengths,
+        "margin": batch.margin,
+        "mask": jnp.ones((batch.margin.shape[0], 1), jnp.float32),
+    }
+
+
+def tree_names(params: Params) -> tuple[str, ...]:
+    """Dotted names of the leaves of a parameter tree, in tree order."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return tuple(".".join(_key(entry) for entry in path) for path, _ in paths)
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, "key", entry))

@@ -1,0 +1,57 @@
+"""What one role owns on the device: parameters, optimizer state and its step."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+Params = Any  # nested dict of arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """A trained role. `step` counts optimizer steps, those that were skipped excluded."""
+
+    params: Params
+    opt_state: optax.OptState
+    step: Int[Array, ""]
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """A fresh state around `params`; pure, so it can be traced and sharded."""
+    return TrainState(
+        params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
+    )
+
+
+def state_shardings(
+    abstract_params: Params,
+    param_shardings: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> TrainState:
+    """Shardings of a TrainState: moments lie as their parameters do, scalars are replicated."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    opt_state = jax.eval_shape(optimizer.init, abstract_params)
+    opt_shardings = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        opt_state,
+        param_shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Parameters in the dtype of computation; gradients flow back in the stored dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)

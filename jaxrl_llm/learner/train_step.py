@@ -1,0 +1,136 @@
+"""The one train step: gradients accumulated over micro-batches, clipped, applied.
+
+SFT, reward modelling and RL differ only in the loss that they give. A loss returns its
+contribution to the mean over the whole global mini-batch (it is given that batch's counts), so
+contributions add and accumulation equals the full batch to rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from jaxrl_llm.learner.forward import split_micro_batches
+from jaxrl_llm.learner.train_state import Params, TrainState
+
+Metrics = dict[str, Array]
+Loss = Callable[[Params, Any], tuple[Array, Metrics]]
+NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
+
+
+def accumulate(
+    loss: Loss,
+    params: Params,
+    batch: Any,
+    *,
+    num_micro_batches: int,
+    shard: Callable[[Any], Any],
+) -> tuple[Params, Metrics]:
+    """Sum of gradients and of metrics over the micro-batches of `batch`.
+
+    Gradients are summed in float32 whatever the parameters' dtype.
+    """
+    grad = jax.value_and_grad(loss, has_aux=True)
+
+    def step(carry: tuple[Params, Metrics], micro_batch: Any):
+        (value, metrics), grads = grad(params, micro_batch)
+        metrics = metrics | {"loss": value}
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        return jax.tree.map(jnp.add, carry, (grads, metrics)), None
+
+    if num_micro_batches == 1:
+        (value, metrics), grads = grad(params, batch)
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        return grads, metrics | {"loss": value}
+    stacked = shard(split_micro_batches(batch, num_micro_batches))
+    first = jax.tree.map(lambda x: x[0], stacked)
+    shapes = jax.eval_shape(lambda: grad(params, first))
+    (value, metrics), grads = shapes
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.float32), (grads, metrics | {"loss": value})
+    )
+    total, _ = jax.lax.scan(step, zeros, stacked)
+    return total
+
+
+def apply_gradients(
+    state: TrainState,
+    grads: Params,
+    *,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    max_grad_norm: float,
+) -> tuple[TrainState, Metrics]:
+    """Clip by the global norm and apply. A gradient that is not finite leaves the state as it was.
+
+    The metrics name the guilty parameters (one flag a leaf, in tree order), so that the run
+    stops with the last good state in hand.
+    """
+    norm = optax.global_norm(grads)
+    finite = jnp.isfinite(norm)
+    scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
+    scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
+    updates, opt_state = optimizer.update(scaled, state.opt_state, state.params)
+    updated = TrainState(
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        step=state.step + 1,
+    )
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    flags = jnp.stack([~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
+    metrics = {"grad_norm": norm, "lr": learning_rate(state.step), NONFINITE: flags}
+    return kept, metrics
+
+
+def train_step(
+    state: TrainState,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    max_grad_norm: float,
+    num_micro_batches: int,
+    shard: Callable[[Any], Any],
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step on a global mini-batch whose rows are the leading axis of every array."""
+    grads, metrics = accumulate(
+        loss, state.params, batch, num_micro_batches=num_micro_batches, shard=shard
+    )
+    state, norms = apply_gradients(
+        state,
+        grads,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        max_grad_norm=max_grad_norm,
+    )
+    return state, metrics | norms
+
+
+def over_mini_batches(
+    state: TrainState,
+    batch: Any,
+    *,
+    step: Callable[[TrainState, Any, Array], tuple[TrainState, Metrics]],
+    num_mini_batches: int,
+    num_epochs: int,
+    shard: Callable[[Any], Any],
+) -> tuple[TrainState, Metrics]:
+    """`num_epochs` passes over consecutive mini-batches; metrics [epochs * mini-batches] each.
+
+    `step(state, mini_batch, first)` is told with a bool array whether the parameters are still
+    those that the iteration began with.
+    """
+    if num_mini_batches == 1 and num_epochs == 1:
+        state, metrics = step(state, batch, jnp.bool_(True))
+        return state, jax.tree.map(lambda x: x[None], metrics)
+    stacked = shard(split_micro_batches(batch, num_mini_batches))
+
+    def body(state: TrainState, position: Array):
+        mini_batch = jax.tree.map(lambda x: x[position % num_mini_batches], stacked)
+        return step(state, mini_batch, position == 0)
+
+    return jax.lax.scan(body, state, jnp.arange(num_mini_batches * num_epochs))

@@ -1,0 +1,107 @@
+"""The roles of a run placed on its mesh: model, layouts, optimizer, forward settings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
+from jaxrl_llm.learner.forward import ForwardSettings
+from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
+from jaxrl_llm.models.base import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One model of the dataflow. `optimizer` is None for a role that never learns."""
+
+    name: str
+    spec: ModelSpec
+    forward: ForwardSettings
+    param_shardings: Params  # storage: the training layout
+    use_shardings: Params  # gathered over fsdp: the generation layout
+    optimizer: optax.GradientTransformation | None = None
+    learning_rate: optax.Schedule | None = None
+    max_grad_norm: float = 1.0
+    mesh: Mesh
+
+    @property
+    def shardings(self) -> Any:
+        """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
+        if self.optimizer is None:
+            return self.param_shardings
+        return state_shardings(self.spec.params, self.param_shardings, self.optimizer, self.mesh)
+
+    def abstract(self) -> Any:
+        """Shape, dtype and sharding of what the role keeps, without any array."""
+        if self.optimizer is None:
+            shapes = self.spec.params
+        else:
+            shapes = jax.eval_shape(self._init, self.spec.params)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings
+        )
+
+    def state(self, params: Params) -> Any:
+        """What the role keeps, from its parameters; the parameters' buffers are not shared."""
+        if self.optimizer is None:
+            return jax.jit(_copy, out_shardings=self.param_shardings)(params)
+        init = jax.jit(lambda p: _copy(self._init(p)), out_shardings=self.shardings)
+        return init(params)
+
+    def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
+        """The role with another optimizer, e.g. that of a supervised warm-up."""
+        return replace(
+            self,
+            optimizer=make_optimizer(config, total_steps),
+            learning_rate=schedule(config, total_steps),
+            max_grad_norm=config.max_grad_norm,
+        )
+
+    def _init(self, params: Params) -> TrainState:
+        assert self.optimizer is not None
+        return init_state(params, self.optimizer)
+
+
+def make_role(name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh) -> Role:
+    """Place a model on the mesh; ValueError when a dim does not divide its mesh axes."""
+    use = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
+    return Role(
+        name=name,
+        spec=spec,
+        forward=ForwardSettings(
+            dtype=settings.dtype,
+            attention=settings.attention,
+            remat=settings.remat,
+            gather=gather_to(use, mesh),
+        ),
+        param_shardings=shardings(spec.axes, spec.params, mesh, TRAIN_RULES),
+        use_shardings=use,
+        mesh=mesh,
+    )
+
+
+def gather_to(use_shardings: Params, mesh: Mesh) -> Callable[[Params], Params]:
+    """How stored weights become usable ones: gathered over fsdp, as ZeRO stage 3 does.
+
+    Saying so keeps the partitioner from splitting the contraction instead, which would move
+    activations; its transpose scatters the gradients back to the stored layout.
+    """
+    if mesh.size == 1:
+        return lambda params: params
+    return lambda params: jax.lax.with_sharding_constraint(params, use_shardings)
+
+
+def params_of(state: Any) -> Params:
+    """The parameters in what a role keeps."""
+    return state.params if isinstance(state, TrainState) else state
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)

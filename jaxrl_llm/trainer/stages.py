@@ -1,0 +1,320 @@
+"""The stages of online RL: what each reads, writes, and which role runs it.
+
+Nothing here knows an algorithm's name: which fields a stage reads comes from the signatures of
+the functions that the `Algorithm` holds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.algorithms.advantages import score_to_rewards
+from jaxrl_llm.algorithms.alias import Algorithm
+from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
+from jaxrl_llm.algorithms.importance import mismatch_metrics
+from jaxrl_llm.distributed.mesh import REPLICA_AXES
+from jaxrl_llm.generation.engine import SamplingParams, generate_on_mesh
+from jaxrl_llm.learner.forward import (
+    in_micro_batches,
+    response_logprobs,
+    response_scores,
+    response_values,
+)
+from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
+from jaxrl_llm.learner.train_state import TrainState, cast
+from jaxrl_llm.learner.train_step import NONFINITE, over_mini_batches, train_step
+from jaxrl_llm.numerics import masked_mean
+from jaxrl_llm.observability.metrics import batch_metrics
+from jaxrl_llm.trainer.dataflow import HOST, Stage, StageOutput
+from jaxrl_llm.trainer.roles import Role, params_of
+
+ROW = ("prompts", "prompt_lengths", "responses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSizes:
+    """How an update walks through the samples of an iteration; all counts are global."""
+
+    num_mini_batches: int
+    num_epochs: int
+    num_micro_batches: int  # of one mini-batch
+    num_forward_micro_batches: int  # of the whole batch, in passes without gradient
+
+
+def shard_stacked(mesh: Mesh) -> Callable[[Any], Any]:
+    """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
+    if mesh.size == 1:
+        return lambda tree: tree
+    sharding = NamedSharding(mesh, PartitionSpec(None, REPLICA_AXES))
+    return lambda tree: jax.lax.with_sharding_constraint(tree, sharding)
+
+
+def generate_stage(
+    role: Role,
+    *,
+    sampling: SamplingParams,
+    num_slots: int,
+    dtype: str,
+    seed: int,
+) -> Stage:
+    """Samples responses from the actor in its generation layout."""
+
+    def fn(state: Any, step: jax.Array, prompts: Any, lengths: Any, sample_ids: Any) -> StageOutput:
+        params = role.forward.gather(cast(params_of(state), dtype))
+        out = generate_on_mesh(
+            role.spec,
+            params,
+            prompts,
+            lengths,
+            sample_ids,
+            jax.random.fold_in(jax.random.key(seed), step),
+            sampling=sampling,
+            num_slots=num_slots,
+            mesh=role.mesh,
+            attention=role.forward.attention,
+        )
+        metrics = {"rollout/decode_steps": out.steps.max(), "rollout/refills": out.refills.max()}
+        return StageOutput(writes=(out.tokens, out.mask, out.logprobs), metrics=metrics)
+
+    return Stage(
+        name="gen",
+        fn=fn,
+        reads=("prompts", "prompt_lengths", "sample_ids"),
+        writes=("responses", "mask", "rollout_logprobs"),
+        role=role.name,
+    )
+
+
+def old_logprob_stage(
+    role: Role, algorithm: Algorithm, sizes: UpdateSizes, *, temperature: float
+) -> Stage:
+    """Log-probs of the policy before its update, and how far the sampler's are from them."""
+    importance = algorithm.importance
+    shard = shard_stacked(role.mesh)
+
+    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
+        prompts, lengths, responses, mask, rollout = fields
+        forward = partial(
+            response_logprobs,
+            params_of(state),
+            spec=role.spec,
+            settings=role.forward,
+            temperature=temperature,
+            with_entropy=True,
+        )
+        old, entropy = in_micro_batches(
+            forward, sizes.num_forward_micro_batches, prompts, lengths, responses, shard=shard
+        )
+        metrics = mismatch_metrics(old, rollout, mask)
+        metrics["actor/entropy"] = masked_mean(entropy, mask)
+        if importance is None:
+            return StageOutput(writes=(old,), metrics=metrics)
+        known = {"old_logprobs": old, "rollout_logprobs": rollout, "mask": mask}
+        weights = importance(*(known[name] for name in field_names(importance)))
+        metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
+        return StageOutput(writes=(old, weights), metrics=metrics)
+
+    return Stage(
+        name="old_log_prob",
+        fn=fn,
+        reads=(*ROW, "mask", "rollout_logprobs"),
+        writes=("old_logprobs", "importance_weights") if importance else ("old_logprobs",),
+        role=role.name,
+    )
+
+
+def reference_stage(role: Role, sizes: UpdateSizes, *, temperature: float) -> Stage:
+    """Log-probs of the frozen reference model."""
+    shard = shard_stacked(role.mesh)
+
+    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
+        forward = partial(
+            response_logprobs,
+            params_of(state),
+            spec=role.spec,
+            settings=role.forward,
+            temperature=temperature,
+        )
+        logprobs, _ = in_micro_batches(
+            forward, sizes.num_forward_micro_batches, *fields, shard=shard
+        )
+        return StageOutput(writes=(logprobs,), metrics={})
+
+    return Stage(name="ref", fn=fn, reads=ROW, writes=("reference_logprobs",), role=role.name)
+
+
+def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
+    """The critic's values before its update."""
+    shard = shard_stacked(role.mesh)
+
+    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
+        forward = partial(
+            response_values, params_of(state), spec=role.spec, settings=role.forward
+        )
+        values = in_micro_batches(forward, sizes.num_forward_micro_batches, *fields, shard=shard)
+        return StageOutput(writes=(values,), metrics={})
+
+    return Stage(name="values", fn=fn, reads=ROW, writes=("values",), role=role.name)
+
+
+def reward_model_stage(role: Role, sizes: UpdateSizes) -> Stage:
+    """A model's score of each sample, on the device."""
+    shard = shard_stacked(role.mesh)
+
+    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
+        forward = partial(
+            response_scores, params_of(state), spec=role.spec, settings=role.forward
+        )
+        scores = in_micro_batches(forward, sizes.num_forward_micro_batches, *fields, shard=shard)
+        return StageOutput(writes=(scores,), metrics={})
+
+    return Stage(name="reward", fn=fn, reads=(*ROW, "mask"), writes=("scores",), role=role.name)
+
+
+def reward_function_stage(fn: Callable[..., StageOutput]) -> Stage:
+    """Python rewards on the host: fn(context, step, responses, mask, rollout_logprobs)."""
+    return Stage(
+        name="reward",
+        fn=fn,
+        reads=("responses", "mask", "rollout_logprobs"),
+        writes=("scores",),
+        role=HOST,
+    )
+
+
+def token_reward_stage(algorithm: Algorithm) -> Stage:
+    """Scores to rewards a token; with KL in the reward, less coef * KL, and the controller moves."""
+    if algorithm.kl_reward is None:
+
+        def place(state: Any, step: jax.Array, scores: Any, mask: Any) -> StageOutput:
+            return StageOutput(writes=(score_to_rewards(scores, mask),), metrics={})
+
+        return Stage(
+            name="kl", fn=place, reads=("scores", "mask"), writes=("rewards",), role="algorithm"
+        )
+    kl_reward, controller = algorithm.kl_reward, algorithm.kl_controller
+
+    def penalise(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
+        mask = fields[1]
+        rewards, kl = kl_reward(*fields, coef=state)
+        # verl's current_kl: the mean over samples of each sample's token mean.
+        per_sample = (kl * mask).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+        current = per_sample.mean()
+        metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": state}
+        moved = controller.update(state, current, mask.shape[0])
+        return StageOutput(writes=(rewards,), metrics=metrics, state=moved)
+
+    return Stage(
+        name="kl",
+        fn=penalise,
+        reads=field_names(kl_reward),
+        writes=("rewards",),
+        role="algorithm",
+        updates=True,
+    )
+
+
+def advantage_stage(algorithm: Algorithm, *, max_response_length: int) -> Stage:
+    """Advantages and returns, and the metrics of the whole batch."""
+    reads = field_names(algorithm.advantage)
+    measured = ("prompt_lengths", "mask", "scores", "rewards")
+    fields = tuple(dict.fromkeys((*reads, *measured)))
+
+    def fn(state: Any, step: jax.Array, *values: jax.Array) -> StageOutput:
+        known = dict(zip(fields, values, strict=True))
+        advantages, returns = algorithm.advantage(*(known[name] for name in reads))
+        known |= {"advantages": advantages, "returns": returns}
+        metrics = batch_metrics(**known, max_response_length=max_response_length)
+        return StageOutput(writes=(advantages, returns), metrics=metrics)
+
+    return Stage(
+        name="adv", fn=fn, reads=fields, writes=("advantages", "returns"), role="algorithm"
+    )
+
+
+def update_actor_stage(
+    role: Role,
+    algorithm: Algorithm,
+    sizes: UpdateSizes,
+    *,
+    temperature: float,
+    critic_warmup: int = 0,
+) -> Stage:
+    """All epochs and mini-batches of the policy update. It rests while only the critic warms up."""
+    loss = policy_loss(algorithm, spec=role.spec, settings=role.forward, temperature=temperature)
+    reads = _update_reads(algorithm.policy_loss, algorithm.kl_loss)
+
+    def fn(state: TrainState, step: jax.Array, *values: jax.Array) -> StageOutput:
+        update = _updater(role, loss, sizes, dict(zip(reads, values, strict=True)), "actor")
+        if critic_warmup == 0:
+            state, metrics = update(state)
+        else:
+            _, shapes = jax.eval_shape(update, state)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            state, metrics = jax.lax.cond(
+                step > critic_warmup, update, lambda state: (state, zeros), state
+            )
+        return StageOutput(metrics=metrics, state=state)
+
+    return Stage(name="update_actor", fn=fn, reads=reads, role=role.name, updates=True)
+
+
+def update_critic_stage(role: Role, algorithm: Algorithm, sizes: UpdateSizes) -> Stage:
+    """All epochs and mini-batches of the value update."""
+    assert algorithm.value_loss is not None
+    loss = value_loss(algorithm, spec=role.spec, settings=role.forward)
+    reads = _update_reads(algorithm.value_loss)
+
+    def fn(state: TrainState, step: jax.Array, *values: jax.Array) -> StageOutput:
+        update = _updater(role, loss, sizes, dict(zip(reads, values, strict=True)), "critic")
+        state, metrics = update(state)
+        return StageOutput(metrics=metrics, state=state)
+
+    return Stage(name="update_critic", fn=fn, reads=reads, role=role.name, updates=True)
+
+
+def _update_reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
+    """What an update takes from the batch: its rows, and the fields that its functions name."""
+    named = [name for fn in functions if fn is not None for name in field_names(fn)]
+    return tuple(dict.fromkeys((*ROW, "mask", *(n for n in named if n not in UPDATE_FIELDS))))
+
+
+def _updater(
+    role: Role, loss: Any, sizes: UpdateSizes, fields: dict[str, jax.Array], prefix: str
+) -> Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]:
+    """state -> (state, metrics averaged over optimizer steps), named `prefix/...`."""
+    assert role.optimizer is not None and role.learning_rate is not None
+    shard = shard_stacked(role.mesh)
+    step = partial(
+        train_step,
+        loss=loss,
+        optimizer=role.optimizer,
+        learning_rate=role.learning_rate,
+        max_grad_norm=role.max_grad_norm,
+        num_micro_batches=sizes.num_micro_batches,
+        shard=shard,
+    )
+
+    def update(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
+        state, steps = over_mini_batches(
+            state,
+            fields,
+            step=lambda state, batch, first: step(state, with_counts(batch, first)),
+            num_mini_batches=sizes.num_mini_batches,
+            num_epochs=sizes.num_epochs,
+            shard=shard,
+        )
+        flags = steps.pop(NONFINITE).any(axis=0)
+        steps.pop("loss")
+        metrics = {
+            name if "/" in name else f"{prefix}/{name}": x.astype(jnp.float32).mean()
+            for name, x in steps.items()
+        }
+        return state, metrics | {f"{prefix}/{NONFINITE}": flags}
+
+    return update

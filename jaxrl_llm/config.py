@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class ConfigError(ValueError):
+    """A mistake of the user's that one message explains: what is wrong, and what would work.
+
+    Scripts print it without a traceback and end with exit code 2.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class FunctionConfig:
     """A function by path, `package.module:name` or `file.py:name`, and its keyword settings.
@@ -40,7 +47,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A procedural task of `data/tasks.py` and its settings, e.g. chain_sum of 3 terms of 1 digit."""
+    """A procedural task, a function of `data/tasks.py`, and its settings."""
 
     name: str = "chain_sum"
     settings: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,357 @@
+"""What a config must satisfy before a run starts, checked without jax, in milliseconds.
+
+Types are checked by `overrides.coerce`; here are the sizes, words and files. Every message names
+the key, its value, and a value that works.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    ModelSettings,
+    OptimizerConfig,
+    SupervisedConfig,
+)
+from jaxrl_llm.signatures import find_definition, nearest, nearest_file
+
+WORDS = {
+    "data.prompt_style": ("plain", "chat"),
+    "data.truncation": ("error", "left", "right", "middle"),
+    "rollout.dtype": ("", "float32", "bfloat16"),
+}
+MODEL_WORDS = {
+    "dtype": ("float32", "bfloat16"),
+    "param_dtype": ("float32", "bfloat16"),
+    "attention": ("auto", "cudnn", "xla"),
+}
+SCHEDULES = ("constant", "linear", "cosine")
+AT_LEAST_ONE = (
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "data.train_batch_size",
+    "data.val_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.prefetch",
+    "actor.ppo_mini_batch_size",
+    "actor.ppo_epochs",
+    "critic.ppo_epochs",
+    "rollout.n",
+    "validation.n",
+    "reward.num_workers",
+    "checkpoint.keep_latest",
+)
+AT_LEAST_ZERO = (
+    "seed",
+    "total_steps",
+    "save_every",
+    "data.num_workers",
+    "actor.micro_batch_size",
+    "critic.micro_batch_size",
+    "critic.warmup_steps",
+    "rollout.temperature",
+    "rollout.top_k",
+    "rollout.num_slots",
+    "validation.every",
+    "validation.temperature",
+    "log.console_every",
+    "log.samples_every",
+    "log.num_samples",
+    "checkpoint.keep_best",
+)
+FRACTIONS = ("data.max_bad_fraction", "rollout.min_p")  # from 0 to 1
+PROBABILITIES = ("rollout.top_p", "validation.top_p")  # above 0, up to 1
+
+
+def validate(config: Config) -> None:
+    """Raise ConfigError for the first thing in `config` that cannot work."""
+    _check_numbers(config)
+    _check_words(config)
+    _check_batches(config)
+    _check_data(config)
+    _check_rewards(config)
+    for key, model in _models(config):
+        _check_model(key, model, config)
+    if config.resume not in ("auto", "never") and not Path(config.resume).exists():
+        raise ConfigError(
+            f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
+            f"{nearest_file(Path(config.resume))}"
+        )
+
+
+# ------------------------------------------------------------------------- numbers and words
+
+
+def _check_numbers(config: Config) -> None:
+    for key in AT_LEAST_ONE:
+        _at_least(config, key, 1)
+    for key in AT_LEAST_ZERO:
+        _at_least(config, key, 0)
+    for key in FRACTIONS:
+        if not 0 <= _get(config, key) <= 1:
+            raise ConfigError(f"config.{key}={_get(config, key)}: must be from 0 to 1; 0 works")
+    for key in PROBABILITIES:
+        if not 0 < _get(config, key) <= 1:
+            raise ConfigError(
+                f"config.{key}={_get(config, key)}: must be above 0 and at most 1; 1.0 works"
+            )
+    if config.reward.timeout_s <= 0:
+        raise ConfigError(
+            f"config.reward.timeout_s={config.reward.timeout_s}: must be above 0; 30 works"
+        )
+    for key, training in _trainings(config):
+        for name in ("steps", "micro_batch_size", "eval_every"):
+            if getattr(training, name) < 0:
+                value = getattr(training, name)
+                raise ConfigError(f"config.{key}.{name}={value}: must be 0 or more; 0 works")
+        if training.batch_size < 1:
+            raise ConfigError(
+                f"config.{key}.batch_size={training.batch_size}: must be 1 or more; 256 works"
+            )
+        if not 0 <= training.stop_at <= 1:
+            raise ConfigError(
+                f"config.{key}.stop_at={training.stop_at}: an accuracy from 0 to 1; 0 works"
+            )
+    for key, optimizer in _optimizers(config):
+        _check_optimizer(key, optimizer)
+
+
+def _check_optimizer(key: str, optimizer: OptimizerConfig) -> None:
+    def bad(name: str, what: str) -> ConfigError:
+        return ConfigError(f"config.{key}.{name}={getattr(optimizer, name)}: {what}")
+
+    for name in ("learning_rate", "warmup_steps", "total_steps", "weight_decay"):
+        if getattr(optimizer, name) < 0:
+            raise bad(name, "must be 0 or more; 0 works")
+    for name in ("b1", "b2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            raise bad(name, "must be from 0 to below 1; 0.9 works")
+    if optimizer.eps <= 0:
+        raise bad("eps", "must be above 0; 1e-8 works")
+    if optimizer.max_grad_norm <= 0:
+        raise bad("max_grad_norm", "must be above 0; 1.0 works, 1e9 never clips")
+    if not 0 <= optimizer.min_learning_rate_ratio <= 1:
+        raise bad("min_learning_rate_ratio", "must be from 0 to 1; 0 works")
+    _word(f"{key}.schedule", optimizer.schedule, SCHEDULES)
+
+
+def _check_words(config: Config) -> None:
+    for key, words in WORDS.items():
+        _word(key, _get(config, key), words)
+    for key, model in _models(config):
+        for name, words in MODEL_WORDS.items():
+            _word(f"{key}.{name}", getattr(model, name), words)
+
+
+# ------------------------------------------------------------------------- sizes
+
+
+def _check_batches(config: Config) -> None:
+    replicas = config.mesh.num_replicas
+    split = (
+        f"the {replicas} replicas of the mesh (data {config.mesh.data} × fsdp {config.mesh.fsdp})"
+    )
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    mini = config.actor.ppo_mini_batch_size
+    if (prompts * n) % replicas:
+        better = _nearest(
+            [p for p in range(1, 2 * prompts + replicas) if p * n % replicas == 0], prompts
+        )
+        raise ConfigError(
+            f"config.data.train_batch_size={prompts}: with config.rollout.n={n} that is "
+            f"{prompts * n} samples, which {split} do not divide; {better} works"
+        )
+    if prompts % mini:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * n % replicas == 0]
+        raise ConfigError(
+            f"config.actor.ppo_mini_batch_size={mini}: must divide "
+            f"config.data.train_batch_size={prompts}; {_nearest(divisors, mini)} works"
+        )
+    if (mini * n) % replicas:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * n % replicas == 0]
+        raise ConfigError(
+            f"config.actor.ppo_mini_batch_size={mini}: with config.rollout.n={n} that is "
+            f"{mini * n} samples, which {split} do not divide; {_nearest(divisors, mini)} works"
+        )
+    for role in ("actor", "critic"):
+        micro = _get(config, f"{role}.micro_batch_size")
+        _check_micro(f"{role}.micro_batch_size", micro, mini * n, replicas, "mini-batch")
+    for key, training in _trainings(config):
+        size = training.batch_size
+        if size % replicas:
+            up = -(-size // replicas) * replicas
+            raise ConfigError(
+                f"config.{key}.batch_size={size}: {split} do not divide it; {up} works"
+            )
+        _check_micro(f"{key}.micro_batch_size", training.micro_batch_size, size, replicas, "batch")
+
+
+def _check_micro(key: str, micro: int, samples: int, replicas: int, what: str) -> None:
+    each = samples // replicas
+    if micro and each % micro:
+        better = _nearest([d for d in range(1, each + 1) if each % d == 0], micro)
+        raise ConfigError(
+            f"config.{key}={micro}: must divide the {each} samples of a {what} that each of "
+            f"{replicas} replicas holds; {better} works, 0 takes all at once"
+        )
+
+
+def _check_model(key: str, model: ModelSettings, config: Config) -> None:
+    if model.path and not Path(model.path).is_dir():
+        raise ConfigError(
+            f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}"
+        )
+    sizes = _hf_config(key, model)
+    tensor, fsdp = config.mesh.tensor, config.mesh.fsdp
+    heads = sizes.get("num_attention_heads")
+    named = {
+        "num_attention_heads": ("tensor", tensor, heads),
+        "num_key_value_heads": ("tensor", tensor, sizes.get("num_key_value_heads", heads)),
+        "intermediate_size": ("tensor", tensor, sizes.get("intermediate_size")),
+        "vocab_size": ("tensor", tensor, sizes.get("vocab_size")),
+        "hidden_size": ("fsdp", fsdp, sizes.get("hidden_size")),
+    }
+    for name, (axis, parts, size) in named.items():
+        if not isinstance(size, int) or size == 0:
+            continue  # not given: the model's own check speaks later
+        if size < 0:
+            raise ConfigError(f"config.{key}: {name}={size} must be positive")
+        if size % parts:
+            better = max(d for d in range(1, parts + 1) if size % d == 0)
+            raise ConfigError(
+                f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
+                f"config.{key}; config.mesh.{axis}={better} works"
+            )
+
+
+def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:
+    if not model.path:
+        return model.hf_config
+    file = Path(model.path) / "config.json"
+    if not file.is_file():
+        return {}  # one of our checkpoints, which describes itself
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"config.{key}.path={model.path}: {file} is not JSON: {error}") from None
+
+
+# ------------------------------------------------------------------------- files and functions
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if not data.train_files and not data.train_tasks and not data.dataset_class:
+        raise ConfigError(
+            "config.data has no training data: set --config.data.train_files=[FILE] or "
+            "--config.data.train_tasks=[chain_sum]"
+        )
+    _files_exist("data.train_files", data.train_files)
+    _files_exist("data.val_files", data.val_files)
+    for key, training in _trainings(config):
+        _files_exist(f"{key}.files", training.files)
+    if data.tokenizer and data.tokenizer != "char" and not Path(data.tokenizer).exists():
+        raise ConfigError(
+            f"config.data.tokenizer={data.tokenizer}: expected char or a Hugging Face folder"
+            f"{nearest_file(Path(data.tokenizer))}"
+        )
+    if not config.actor.path and not config.actor.hf_config:
+        raise ConfigError(
+            "config.actor has no model: set --config.actor.path=HF_DIR, or hf_config in the file"
+        )
+    if not data.tokenizer and not config.actor.path:
+        raise ConfigError(
+            "config.data.tokenizer is empty and config.actor.path, whose tokenizer would be taken, "
+            "too; --config.data.tokenizer=char works"
+        )
+    if data.dataset_class:
+        _function_exists("data.dataset_class", data.dataset_class)
+
+
+def _check_rewards(config: Config) -> None:
+    reward = config.reward
+    for i, function in enumerate(reward.functions):
+        _function_exists(f"reward.functions.{i}.path", function.path)
+    _function_exists("algorithm.path", config.algorithm.path)
+    if not reward.functions and reward.model is None:
+        raise ConfigError(
+            "config.reward has neither functions nor a model: set "
+            "--config.reward.functions=[my_rewards.py:my_function]"
+        )
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        ones = ",".join(["1"] * len(reward.functions))
+        raise ConfigError(
+            f"config.reward.weights={list(reward.weights)}: {len(reward.weights)} weights for "
+            f"{len(reward.functions)} functions; [{ones}] works"
+        )
+    model = reward.model
+    if model is not None and not model.path and model.training is None:
+        raise ConfigError(
+            "config.reward.model has no path and no training: set --config.reward.model.path=DIR, "
+            "or --config.reward.model.training={} to train it in the run"
+        )
+
+
+def _files_exist(key: str, files: Sequence[str]) -> None:
+    for file in files:
+        if not Path(file).exists():
+            raise ConfigError(f"config.{key}: {file} does not exist{nearest_file(Path(file))}")
+
+
+def _function_exists(key: str, path: str) -> None:
+    try:
+        find_definition(path)
+    except ConfigError as error:
+        raise ConfigError(f"config.{key}={path}: {error}") from None
+
+
+# ------------------------------------------------------------------------- small helpers
+
+
+def _models(config: Config) -> Iterator[tuple[str, ModelSettings]]:
+    yield "actor", config.actor
+    yield "critic", config.critic
+    if config.reward.model is not None:
+        yield "reward.model", config.reward.model
+
+
+def _trainings(config: Config) -> Iterator[tuple[str, SupervisedConfig]]:
+    if config.warmup is not None:
+        yield "warmup", config.warmup
+    if config.reward.model is not None and config.reward.model.training is not None:
+        yield "reward.model.training", config.reward.model.training
+
+
+def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig]]:
+    yield "actor.optimizer", config.actor.optimizer
+    yield "critic.optimizer", config.critic.optimizer
+    for key, training in _trainings(config):
+        yield f"{key}.optimizer", training.optimizer
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _at_least(config: Config, key: str, least: int) -> None:
+    value = _get(config, key)
+    if value < least:
+        raise ConfigError(f"config.{key}={value}: must be {least} or more; {least} works")
+
+
+def _word(key: str, value: str, words: Sequence[str]) -> None:
+    if value not in words:
+        shown = ", ".join(word or "''" for word in words)
+        hint = nearest(value, [word for word in words if word])
+        raise ConfigError(f"config.{key}={value}: expected one of {shown}{hint}")
+
+
+def _nearest(choices: Sequence[int], value: int) -> int:
+    return min(choices, key=lambda choice: (abs(choice - value), -choice))

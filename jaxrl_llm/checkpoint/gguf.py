@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxrl_llm.checkpoint.safetensors_writer import LazyTensor, float_dtype, write_model_files
+from jaxrl_llm.checkpoint.safetensors_files import LazyTensor, float_dtype, write_model_files
 
 _SCALAR_FORMATS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {
     10: "Q",

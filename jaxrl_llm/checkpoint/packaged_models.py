@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_llm.checkpoint.gguf import convert
-from jaxrl_llm.checkpoint.safetensors_writer import float_dtype
+from jaxrl_llm.checkpoint.safetensors_files import float_dtype
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,379 @@
+"""Hugging Face directories in and out, without torch.
+
+Import reads one tensor at a time and places it as the shardings say, so host memory stays under
+one weight file plus the largest tensor. Export fetches one tensor at a time from wherever the
+devices hold it. What a family's tensors are called is said in its file in `models/`.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.checkpoint.safetensors_files import (
+    LazyTensor,
+    StoredTensor,
+    float_dtype,
+    read_tensors,
+    stored_tensors,
+    write_model_files,
+)
+from jaxrl_llm.distributed import multihost
+from jaxrl_llm.models.base import ModelSpec, Params
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.families import (
+    config_from_hf,
+    find_architecture,
+    hf_names,
+    ignored_tensor,
+    to_hf_config,
+)
+from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.tokenizer import Tokenizer
+
+MAX_SHARD_BYTES = 5_000_000_000
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_READABLE = ("F64", "F32", "F16", "BF16")
+
+
+def model_directory(path: str | Path) -> Path:
+    """The directory at `path`, or the download of the model of that name ("owner/name") on a hub.
+
+    ValueError with the remedy when it is neither.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) or directory.parent.is_dir():
+        raise ValueError(
+            f"there is no model directory {str(path)!r}; give a directory with config.json and "
+            f"model.safetensors, or the owner/name of a model on a hub"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=_HUB_PATTERNS))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{str(path)!r} is no directory, and no such model could be fetched from the hub: "
+            f"{reason} Give the path of a model directory on disk."
+        ) from error
+
+
+def load_model_config(directory: str | Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face directory.
+
+    ValueError when there is none, or it names an architecture or a feature that is not supported.
+    """
+    return config_from_hf(_read_hf_config(Path(directory)))
+
+
+def load_model_kind(directory: str | Path) -> Kind:
+    """Whether a Hugging Face directory holds a language model or a scalar model."""
+    return find_architecture(_read_hf_config(Path(directory)))[1]
+
+
+def import_params(
+    directory: str | Path,
+    spec: ModelSpec,
+    shardings: Any = None,
+    *,
+    dtype: str | None = None,
+) -> Params:
+    """Parameters of `spec` from a Hugging Face directory, as device arrays.
+
+    `shardings` is a tree like `spec.params` of jax.sharding.Sharding; None puts everything on one
+    device. Values are cast to `dtype`, by default that of the spec. A scalar model comes from a
+    sequence-classification directory with one label, or from a language model with a head of
+    zeros. ValueError names what is missing, unexpected, misshapen or quantised, before any weight
+    is read.
+    """
+    directory = Path(directory)
+    names = hf_names(spec.config, spec.kind)
+    stored = stored_tensors(directory)
+    new_head = _check_kind(directory, spec)
+    wanted = {t.name: path for path, t in names.items() if not (new_head and path[0] == "score")}
+    _check_tensors(directory, spec, stored, {name: names[path] for name, path in wanted.items()})
+
+    target = float_dtype(dtype or spec.dtype)
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def place(path: tuple[str, ...], value: np.ndarray) -> None:
+        sharding = one_device if shardings is None else _get(shardings, path)
+        _put(params, path, _place(value, sharding, target))
+
+    params: Params = {}
+    for name, value in read_tensors([stored[name] for name in wanted]):
+        path = wanted[name]
+        place(path, names[path].to_ours(value))
+    for path, tensor in names.items():
+        if tensor.name not in wanted:
+            place(path, np.zeros(tensor.our_shape, target))
+    # The order of `spec.params`, so that the two trees print and iterate alike.
+    return jax.tree.map(lambda _, value: value, spec.params, params)
+
+
+def export(
+    directory: str | Path,
+    spec: ModelSpec,
+    params: Params,
+    *,
+    tokenizer_files_from: str | Path | Tokenizer,
+    generation_config: Mapping[str, Any] | None = None,
+    model_card: str = "",
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write a directory that `from_pretrained` opens; returns its path.
+
+    The tokenizer's files are copied from a directory or saved by a Tokenizer. Without a
+    `generation_config` that directory's own is kept, or one is made from the tokenizer's ids; its
+    token ids also go into config.json. Values are cast to `dtype`, by default that of the spec.
+    Under several processes all must call this; process 0 writes. config.json is written last: a
+    directory without it was interrupted.
+    """
+    directory = Path(directory)
+    target = float_dtype(dtype or spec.dtype)
+    source = _check_tokenizer_source(tokenizer_files_from, directory)
+    tensors = _export_tensors(spec, params)
+    if not multihost.is_main():
+        for tensor in tensors:
+            tensor.fetch()  # fetching from several processes is a collective
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").unlink(missing_ok=True)
+        write_model_files(directory, tensors, target, max_shard_bytes)
+        _write_tokenizer(source, directory)
+        if generation_config is None:
+            generation_config = _generation_config(source)
+        _write_json(directory / "generation_config.json", generation_config)
+        (directory / "README.md").write_text(model_card or default_model_card(spec))
+        special_ids = {
+            key: value for key, value in generation_config.items() if key.endswith("_token_id")
+        }
+        config = to_hf_config(spec.config, spec.kind) | special_ids | {"torch_dtype": target.name}
+        _write_json(directory / "config.json", config)
+    multihost.barrier(f"export {directory}")
+    return directory
+
+
+def default_model_card(
+    spec: ModelSpec,
+    *,
+    base_model: str | None = None,
+    license_id: str | None = None,
+    description: str = "",
+    facts: Mapping[str, object] | None = None,
+) -> str:
+    """A model card: front matter that a hub reads, then `description` and a table of `facts`.
+
+    `base_model` is a hub name and `license_id` an SPDX-like id ("apache-2.0"); both are left out
+    when not known.
+    """
+    task = "text-generation" if spec.kind == "causal_lm" else "text-classification"
+    front = {"library_name": "transformers", "pipeline_tag": task}
+    if license_id:
+        front["license"] = license_id
+    if base_model:
+        front["base_model"] = base_model
+    what = "language model" if spec.kind == "causal_lm" else "scalar model (one score a token)"
+    description = description or "Trained by reinforcement learning with jaxrl_llm."
+    rows = {
+        "architecture": to_hf_config(spec.config, spec.kind)["architectures"][0],
+        "parameters": f"{spec.num_params:,}",
+    } | dict(facts or {})
+    lines = [
+        "---",
+        *(f"{key}: {value}" for key, value in front.items()),
+        "tags:\n- reinforcement-learning\n- jaxrl_llm",
+        "---",
+        f"# A {spec.config.family} {what}\n",
+        f"{description}\n",
+        "| | |\n|---|---|",
+        *(f"| {key} | {value} |" for key, value in rows.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _read_hf_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; a model directory has config.json beside its weights (an "
+            f"export without it was interrupted: export again)"
+        )
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+
+
+def _check_kind(directory: Path, spec: ModelSpec) -> bool:
+    """Whether the score head must be made; ValueError when the directory is another model."""
+    family, kind = find_architecture(_read_hf_config(directory))
+    if family != spec.config.family:
+        raise ValueError(
+            f"{directory} holds a {family} model and the spec is a {spec.config.family}; make the "
+            f"spec from load_model_config({str(directory)!r})"
+        )
+    if kind == "scalar" and spec.kind == "causal_lm":
+        raise ValueError(
+            f"{directory} holds a sequence-classification model, which has no language-model head; "
+            f"load it as a critic or a reward model, or give the language model's directory"
+        )
+    return kind == "causal_lm" and spec.kind == "scalar"
+
+
+def _check_tensors(
+    directory: Path,
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor],
+    wanted: Mapping[str, HFTensor],
+) -> None:
+    missing = [name for name in wanted if name not in stored]
+    unexpected = [
+        name
+        for name in stored
+        if name not in wanted and not ignored_tensor(spec.config, spec.kind, name)
+    ]
+    if missing or unexpected:
+        parts = [
+            f"{w} {_some(n)}" for w, n in [("lacks", missing), ("also holds", unexpected)] if n
+        ]
+        raise ValueError(
+            f"{directory} {' and '.join(parts)}; its weights are not those of a "
+            f"{spec.config.family} {spec.kind} model as its config.json describes it"
+        )
+    for name, tensor in wanted.items():
+        found = stored[name]
+        if name == "score.weight" and found.shape[0] != 1:
+            raise ValueError(
+                f"{directory} classifies into {found.shape[0]} labels; a critic or reward model "
+                f"has one (num_labels=1)"
+            )
+        if found.shape != tensor.shape:
+            raise ValueError(
+                f"tensor {name!r} of {directory} has shape {found.shape} where the model has "
+                f"{tensor.shape}; make the spec from load_model_config({str(directory)!r})"
+            )
+        if found.dtype not in _READABLE:
+            raise ValueError(
+                f"tensor {name!r} of {directory} is stored as {found.dtype}; quantised weights "
+                f"are not supported, give a directory in bfloat16, float16 or float32"
+            )
+
+
+def _some(names: Sequence[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(repr(name) for name in names[:limit]) + more
+
+
+def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
+    """`value` (often a transposed view) cast and copied shard by shard to its devices."""
+    pieces: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def piece(index: Any) -> np.ndarray:
+        key = tuple((part.start, part.stop) for part in index)
+        if key not in pieces:  # replicas share one host copy
+            pieces[key] = np.ascontiguousarray(value[index], dtype=dtype)
+        return pieces[key]
+
+    # Copies to a GPU are asynchronous: without waiting, the host copies of many tensors pile up.
+    return jax.make_array_from_callback(value.shape, sharding, piece).block_until_ready()
+
+
+def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
+    def lazy(path: tuple[str, ...], tensor: HFTensor) -> LazyTensor:
+        return LazyTensor(
+            tensor.name, tensor.shape, lambda: tensor.to_hf(_fetch(_get(params, path)))
+        )
+
+    return [lazy(path, tensor) for path, tensor in hf_names(spec.config, spec.kind).items()]
+
+
+def _fetch(value: Any) -> np.ndarray:
+    """The whole array on the host, without leaving a copy of it behind in `value`."""
+    if isinstance(value, jax.Array):
+        # A jax.Array keeps the numpy value that was once asked of it: the whole model would pile
+        # up on the host. A second array over the same buffers takes that copy with it.
+        shards = [shard.data for shard in value.addressable_shards]
+        value = jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
+    return multihost.fetch(value)
+
+
+def _check_tokenizer_source(source: str | Path | Tokenizer, directory: Path) -> Path | Tokenizer:
+    """`source` as a Path or Tokenizer; ValueError before anything is written over."""
+    if not isinstance(source, str | Path):
+        return source
+    path = Path(source)
+    if not any((path / name).is_file() for name in _VOCABULARY_FILES):
+        raise ValueError(
+            f"{path} holds no tokenizer ({', '.join(_VOCABULARY_FILES)}); give the directory of "
+            f"the model that training started from"
+        )
+    if directory.exists() and directory.samefile(path):
+        raise ValueError(
+            f"the export would overwrite {path}, the model that it takes the tokenizer from; "
+            f"give another output directory"
+        )
+    return path
+
+
+def _write_tokenizer(source: Path | Tokenizer, directory: Path) -> None:
+    if not isinstance(source, Path):
+        source.save(directory)
+        return
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    templates = "additional_chat_templates"
+    if (source / templates).is_dir():
+        shutil.copytree(source / templates, directory / templates, dirs_exist_ok=True)
+
+
+def _generation_config(source: Path | Tokenizer) -> dict[str, Any]:
+    if isinstance(source, Path):
+        path = source / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+    stop_ids = list(source.stop_ids)
+    config: dict[str, Any] = {
+        "eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids,
+        "pad_token_id": source.pad_id,
+    }
+    if source.bos_id is not None:
+        config["bos_token_id"] = source.bos_id
+    return config
+
+
+def _get(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def _put(tree: Params, path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

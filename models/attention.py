@@ -3,6 +3,7 @@
 Shape letters: B batch, T tokens, D hidden, N query heads, K KV heads, H head dim.
 """
 
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -47,11 +48,9 @@ class Attention(nnx.Module):
         self.k = Projection((D, K, H), kv_axes, bias=bias, dtype=dtype)
         self.v = Projection((D, K, H), kv_axes, bias=bias, dtype=dtype)
         self.o = Projection((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
-        eps = config.rms_norm_eps
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(H, axis="head_dim", eps=eps, dtype=dtype)
-            self.k_norm = RMSNorm(H, axis="head_dim", eps=eps, dtype=dtype)
+        norm = partial(RMSNorm, H, axis="head_dim", eps=config.rms_norm_eps, dtype=dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
 
     def __call__(
         self,

@@ -74,7 +74,7 @@ def model_spec(config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "floa
 
     def metadata(key: str) -> Params:
         tree: Params = {}
-        for path, variable in state.flat_state():
+        for path, variable in nnx.to_flat_state(state):
             _put(tree, tuple(str(part) for part in path), variable.get_metadata()[key])
         return tree
 

@@ -50,8 +50,8 @@ def decode_attention_reference(
     v = jnp.repeat(v_cache_BKSH.astype(jnp.float32), groups, axis=1)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k) / jnp.sqrt(k.shape[-1])
     visible = _visible(k.shape[2], lengths_B, window)[:, None]
-    weights = jnp.exp(scores - scores.max(-1, where=visible, initial=-1e30, keepdims=True))
-    weights = jnp.where(visible, weights, 0.0)
+    scores = jnp.where(visible, scores, -1e30)
+    weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     return jnp.einsum("BNS,BNSH->BNH", weights, v)
 

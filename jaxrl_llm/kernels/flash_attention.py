@@ -60,8 +60,8 @@ def attention_reference(
     v = jnp.repeat(v_BTKH.astype(jnp.float32), groups, axis=2)
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
     visible = visible_keys(q.shape[1], causal, window, lengths)[:, None]
-    weights = jnp.exp(scores - scores.max(-1, where=visible, initial=-1e30, keepdims=True))
-    weights = jnp.where(visible, weights, 0.0)
+    scores = jnp.where(visible, scores, -1e30)
+    weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     out = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
     return _zero_padding(out, lengths)

@@ -1,0 +1,166 @@
+"""Writes the golden logits of tiny random models, one .npz a case, beside this file.
+
+    python tests/golden/make_goldens.py
+
+Needs torch (a CPU build does) and transformers; the tests that read the files need neither. Each
+file holds the config.json as text, every weight under its Hugging Face name, token ids [2, 14] and
+transformers' float32 logits, computed with its plain ("eager") attention.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,  # short enough that 14 positions feel the scaling
+}
+
+
+def sizes(hidden: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    """A two-layer config.json with a vocabulary of 40."""
+    return {
+        "vocab_size": 40,
+        "hidden_size": hidden,
+        "intermediate_size": 36,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+def case(model_type: str, architecture: str, **config: Any) -> dict[str, Any]:
+    """One config.json."""
+    return {"model_type": model_type, "architectures": [architecture], **config}
+
+
+# Between them: grouped and odd head counts, each rope type in the old and the new spelling, windows
+# shorter than the row, tied and untied tables, a head dim that is not hidden / heads.
+CASES: dict[str, dict[str, Any]] = {
+    "llama_gqa_llama3": case(
+        "llama",
+        "LlamaForCausalLM",
+        **sizes(32, 4, 2, rope_theta=500000.0, rope_scaling=LLAMA3, rms_norm_eps=1e-5),
+    ),
+    "llama_9_3_tied": case(
+        "llama",
+        "LlamaForCausalLM",
+        **sizes(36, 9, 3, rope_theta=100000.0, tie_word_embeddings=True),
+    ),
+    "llama_5_5_linear": case(
+        "llama",
+        "LlamaForCausalLM",
+        **sizes(
+            20,
+            5,
+            5,
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+    ),
+    "llama_scalar": case(
+        "llama",
+        "LlamaForSequenceClassification",
+        **sizes(24, 3, 1, id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0}, pad_token_id=0),
+    ),
+    "mistral_window": case(
+        "mistral", "MistralForCausalLM", **sizes(24, 3, 1, sliding_window=5, head_dim=8)
+    ),
+    "mistral_full": case(
+        "mistral", "MistralForCausalLM", **sizes(32, 4, 2, sliding_window=None, head_dim=6)
+    ),
+    "qwen2_tied": case(
+        "qwen2", "Qwen2ForCausalLM", **sizes(24, 6, 2, tie_word_embeddings=True, rope_theta=1e6)
+    ),
+    "qwen2_window": case(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        **sizes(20, 5, 5, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    ),
+    "qwen3_gqa": case(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        **sizes(24, 4, 2, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    ),
+    "qwen3_9_3_tied_llama3": case(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        **sizes(
+            18,
+            9,
+            3,
+            head_dim=4,
+            tie_word_embeddings=True,
+            rope_parameters={**LLAMA3, "rope_theta": 10000.0},
+        ),
+    ),
+}
+
+
+def build(config: dict[str, Any], seed: int) -> Any:
+    """transformers' model of a config.json with random weights, norms and biases included."""
+    import torch
+    import transformers
+
+    hf_config = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    hf_config._attn_implementation = "eager"
+    model = getattr(transformers, config["architectures"][0])(hf_config).eval().float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1.0 + 0.2 * noise if "norm" in name else 0.25 * noise)
+    return model
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """float32 logits of every token, [B, T, V]; of a scalar model its score, [B, T, 1]."""
+    import torch
+
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.from_numpy(tokens).long()).last_hidden_state
+        head = model.score if hasattr(model, "score") else model.lm_head
+        return head(hidden).numpy()
+
+
+def weights(model: Any) -> dict[str, np.ndarray]:
+    """Every stored tensor by name; a tied head is not stored."""
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    return {
+        name: tensor.detach().numpy()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+
+
+def tokens_for(config: dict[str, Any], seed: int) -> np.ndarray:
+    """Two rows of 14 random tokens, int32."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, config["vocab_size"], (2, 14)).astype(np.int32)
+
+
+def main() -> None:
+    """Writes every case."""
+    for seed, (name, config) in enumerate(CASES.items()):
+        model, tokens = build(config, seed), tokens_for(config, seed)
+        stored = {f"weights/{key}": value for key, value in weights(model).items()}
+        path = Path(__file__).parent / f"{name}.npz"
+        np.savez_compressed(
+            path,
+            config=np.array(json.dumps(config)),
+            tokens=tokens,
+            logits=logits(model, tokens),
+            **stored,
+        )
+        print(f"{path.name}: {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

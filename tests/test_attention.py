@@ -1,0 +1,124 @@
+"""Attention of whole rows and of one decoded token, against float32 references and each other."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.kernels.decode_attention import decode_attention, decode_attention_reference
+from jaxrl_llm.kernels.flash_attention import attention, attention_reference
+
+HEADS = [(4, 2), (9, 3), (3, 1), (5, 5)]
+WINDOWS = [None, 1, 3, 50]
+
+
+def random_qkv(heads: int, kv_heads: int, *, length: int = 7, dtype: str = "float32"):
+    keys = jax.random.split(jax.random.key(heads), 3)
+    shapes = [(2, length, n, 8) for n in (heads, kv_heads, kv_heads)]
+    return [
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def by_hand(q, k, v, *, window=None, causal=True, lengths=None):
+    """Token by token in numpy float64, no mask arrays: an answer independent of the references."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, N, H = q.shape
+    out = np.zeros_like(q)
+    for b, t, n in itertools.product(range(B), range(T), range(N)):
+        real = T if lengths is None else int(lengths[b])
+        if t >= real:
+            continue
+        stop = min(t + 1, real) if causal else real
+        start = 0 if window is None else max(0, t + 1 - window)
+        kv_head = n // (N // k.shape[2])
+        scores = k[b, start:stop, kv_head] @ q[b, t, n] / np.sqrt(H)
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = (weights / weights.sum()) @ v[b, start:stop, kv_head]
+    return out
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_attention_equals_the_sum_by_hand(heads, window):
+    q, k, v = random_qkv(*heads)
+    expected = by_hand(q, k, v, window=window)
+    np.testing.assert_allclose(attention(q, k, v, window=window), expected, atol=2e-6)
+    np.testing.assert_allclose(attention_reference(q, k, v, window=window), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_hide_padding_and_zero_its_output(causal):
+    q, k, v = random_qkv(4, 2)
+    lengths = jnp.array([3, 0], jnp.int32)
+    expected = by_hand(q, k, v, causal=causal, lengths=lengths)
+    for function in (attention, attention_reference):
+        out = function(q, k, v, causal=causal, lengths=lengths)
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_gradients_equal_the_reference_and_are_finite_for_an_empty_row():
+    q, k, v = random_qkv(4, 2)
+    lengths = jnp.array([4, 0], jnp.int32)
+
+    def loss(function, *qkv):
+        return jnp.sum(function(*qkv, window=3, lengths=lengths) ** 2)
+
+    ours = jax.grad(lambda *qkv: loss(attention, *qkv), argnums=(0, 1, 2))(q, k, v)
+    expected = jax.grad(lambda *qkv: loss(attention_reference, *qkv), argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(ours, expected, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_bf16_keeps_its_dtype_and_stays_near_float32():
+    q, k, v = random_qkv(4, 2, dtype="bfloat16")
+    out = attention(q, k, v)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), by_hand(q, k, v), atol=0.03)
+
+
+def test_causal_output_does_not_depend_on_later_tokens():
+    q, k, v = random_qkv(9, 3)
+    changed = [x.at[:, 4:].set(9.0) for x in (q, k, v)]
+    np.testing.assert_array_equal(attention(q, k, v)[:, :4], attention(*changed)[:, :4])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_decoding_the_last_token_equals_attention_there(heads, window):
+    q, k, v = random_qkv(*heads)
+    lengths = jnp.array([7, 4], jnp.int32)
+    last = q[jnp.arange(2), lengths - 1]
+    # Entries past the length hold another row's leftovers: they must not show.
+    caches = [
+        jnp.where((jnp.arange(9) < lengths[:, None])[:, None, :, None], padded, 1e4)
+        for padded in (jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, 2), (0, 0))) for x in (k, v))
+    ]
+    expected = by_hand(q, k, v, window=window)[np.arange(2), np.asarray(lengths) - 1]
+    for function in (decode_attention, decode_attention_reference):
+        out = function(last, *caches, lengths, window=window)
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_decoding_an_empty_row_gives_zero():
+    q, k, v = random_qkv(4, 2)
+    caches = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+    out = decode_attention(q[:, 0], *caches, jnp.array([0, 3], jnp.int32))
+    assert (out[0] == 0).all() and (out[1] != 0).all()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    q, k, v = random_qkv(4, 2)
+    with pytest.raises(ValueError, match="divisor of 4"):
+        attention(q, *[jnp.zeros((2, 7, 3, 8))] * 2)
+    with pytest.raises(ValueError, match="needs k and v of shape"):
+        attention(q, k[:, :5], v[:, :5])
+    with pytest.raises(ValueError, match="causal"):
+        attention(q, k, v, causal=False, window=2)
+    with pytest.raises(ValueError, match="auto, cudnn or xla"):
+        attention(q, k, v, implementation="triton")  # pyright: ignore
+    with pytest.raises(ValueError, match="one length a row"):
+        decode_attention(q[:, 0], k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.array([3]))

@@ -1,0 +1,364 @@
+"""One row to one record: verl and TRL columns, told apart by which of them are filled.
+
+| format | columns | serves |
+|---|---|---|
+| verl | prompt, reward_model {ground_truth} | prompts |
+| prompt | prompt | prompts |
+| prompt_completion | prompt, completion | prompts, examples |
+| unpaired_preference | prompt, completion, label (true or false) | prompts |
+| preference | prompt, chosen, rejected | prompts, preferences |
+| implicit_preference | chosen, rejected, which begin alike | preferences |
+| messages | messages | examples |
+| text | text | examples |
+
+prompt, completion, chosen and rejected are strings or lists of messages. Every function here raises
+ValueError with the reason for which a row is set aside.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.tokenizer import Message, Tokenizer
+from jaxrl_llm.types import Prompt
+
+SERVES = {
+    "verl": ("prompts",),
+    "prompt": ("prompts",),
+    "prompt_completion": ("prompts", "examples"),
+    "unpaired_preference": ("prompts",),
+    "preference": ("prompts", "preferences"),
+    "implicit_preference": ("preferences",),
+    "messages": ("examples",),
+    "text": ("examples",),
+}
+COLUMNS = {
+    "verl": ("prompt", "reward_model"),
+    "prompt": ("prompt",),
+    "prompt_completion": ("prompt", "completion"),
+    "unpaired_preference": ("prompt", "completion", "label"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "implicit_preference": ("chosen", "rejected"),
+    "messages": ("messages",),
+    "text": ("text",),
+}
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenExample:
+    """A row for supervised training. `loss_mask[i]` is 1 where token i is to be predicted."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    data_source: str = "default"
+    row: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePair:
+    """Two answers to one prompt, of which `chosen` was preferred, by `margin` where it is known."""
+
+    chosen: TokenExample
+    rejected: TokenExample
+    margin: float = 0.0
+
+
+class Overlong(ValueError):
+    """A row is longer than its limit and may not be truncated. The row itself is not bad."""
+
+
+def detect_format(row: Mapping[str, Any]) -> str | None:
+    """The format whose columns this row fills; None for none of them. A null is not filled."""
+    filled = {name for name, value in row.items() if value is not None}
+    if {"chosen", "rejected"} <= filled:
+        return "preference" if "prompt" in filled else "implicit_preference"
+    if {"prompt", "completion"} <= filled:
+        return "unpaired_preference" if isinstance(row.get("label"), bool) else "prompt_completion"
+    if "prompt" in filled:
+        return "verl" if isinstance(row.get("reward_model"), dict) else "prompt"
+    return next((name for name in ("messages", "text") if name in filled), None)
+
+
+def prompt_of(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
+) -> Prompt:
+    """A prompt for RL. `data_source` is used where the row names none."""
+    _require(row, kind)
+    value = _text_or_messages(row["prompt"], "prompt")
+    text, ids = _render_prompt(value, tokenizer, _tools(row))
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    return Prompt(
+        token_ids=tuple(ids),
+        text=text,
+        messages=None if isinstance(value, str) else tuple(value),
+        data_source=_data_source(row, data_source),
+        ground_truth=_ground_truth(row, kind),
+        columns={name: column for name, column in row.items() if name != "prompt"},
+        row=index,
+    )
+
+
+def example_of(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
+) -> TokenExample:
+    """A row for supervised training: the loss is on completions, the end token included.
+
+    For `messages` it is on the assistant's turns, for `text` on everything after the first token.
+    """
+    _require(row, kind)
+    if kind == "text":
+        start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        ids = start + _ended(tokenizer.encode(_text(row["text"], "text")), tokenizer)
+        parts = [(ids[:1], 0), (ids[1:], 1)]
+    elif kind == "messages":
+        parts = _turns(_messages(row["messages"], "messages"), tokenizer, _tools(row))
+    else:
+        prompt = _text_or_messages(row["prompt"], "prompt")
+        completion = _text_or_messages(row["completion"], "completion")
+        parts = _prompt_and_completion(prompt, completion, tokenizer, _tools(row))
+    return _example(parts, _data_source(row, data_source), index)
+
+
+def pair_of(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
+) -> PreferencePair:
+    """A preference pair; the masks cover the answers. `margin` is read where the row has it."""
+    _require(row, kind)
+    chosen = _text_or_messages(row["chosen"], "chosen")
+    rejected = _text_or_messages(row["rejected"], "rejected")
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are the same")
+    if kind == "preference":
+        prompt = _text_or_messages(row["prompt"], "prompt")
+    else:
+        prompt, chosen, rejected = _split_common(chosen, rejected)
+    name = _data_source(row, data_source)
+    examples = [
+        _example(_prompt_and_completion(prompt, answer, tokenizer, _tools(row)), name, index)
+        for answer in (chosen, rejected)
+    ]
+    return PreferencePair(chosen=examples[0], rejected=examples[1], margin=_margin(row))
+
+
+def kept_positions(length: int, limit: int, truncation: str) -> range | list[int]:
+    """Which positions of a row of `length` tokens stay within `limit`: verl's four modes.
+
+    left drops the beginning, right the end, middle keeps both ends; error raises Overlong.
+    """
+    if length <= limit:
+        return range(length)
+    if truncation == "left":
+        return range(length - limit, length)
+    if truncation == "right":
+        return range(limit)
+    if truncation == "middle":
+        head = limit // 2
+        return [*range(head), *range(length - (limit - head), length)]
+    raise Overlong(
+        f"{length} tokens are more than the limit of {limit}: raise the limit, set truncation to "
+        "left, right or middle, or filter overlong rows"
+    )
+
+
+def _require(row: Mapping[str, Any], kind: str) -> None:
+    for column in COLUMNS[kind]:
+        if row.get(column) is None:
+            state = "is null" if column in row else "is missing"
+            raise ValueError(f"column {column!r} {state}")
+
+
+def _text(value: Any, column: str, *, may_be_empty: bool = False) -> str:
+    if isinstance(value, bytes):  # parquet files of older writers keep strings as binary
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"column {column!r} is not UTF-8: {error.reason}") from None
+    if not isinstance(value, str):
+        raise ValueError(
+            f"column {column!r} holds {type(value).__name__}, not a string or a list of messages"
+        )
+    if not value.strip() and not may_be_empty:
+        raise ValueError(f"column {column!r} is empty")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"column {column!r} holds half of a surrogate pair, not valid Unicode")
+    return value
+
+
+def _text_or_messages(value: Any, column: str) -> str | list[dict[str, Any]]:
+    return _messages(value, column) if isinstance(value, list | tuple) else _text(value, column)
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"column {column!r} holds {type(value).__name__}, not a list of messages")
+    if not value:
+        raise ValueError(f"column {column!r} is empty")
+    messages = []
+    for i, message in enumerate(value):
+        where = f"{column}[{i}]"
+        if not isinstance(message, dict):
+            raise ValueError(f"{where} holds {type(message).__name__}, not a message")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} has no role")
+        # Arrow fills the keys that only other messages have with nulls; templates test for keys.
+        message = {key: part for key, part in message.items() if part is not None}
+        if "content" in message or "tool_calls" not in message:
+            # An empty system message is how a template's default one is switched off.
+            may_be_empty = message["role"] == "system" or "tool_calls" in message
+            message["content"] = _text(
+                message.get("content"), f"{where}.content", may_be_empty=may_be_empty
+            )
+        messages.append(message)
+    return messages
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """The column `tools`: a list of JSON schemas, or that list as JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"column 'tools' is not JSON: {error.msg}") from None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"column 'tools' holds {type(tools).__name__}, not a list")
+    return tools
+
+
+def _render_prompt(
+    value: str | list[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Any] | None
+) -> tuple[str, list[int]]:
+    """The text that the model continues, and its ids."""
+    if isinstance(value, str):
+        start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        return value, start + tokenizer.encode(value)
+    unfinished = value[-1]["role"] == "assistant"
+    text = tokenizer.apply_chat_template(
+        value,
+        add_generation_prompt=not unfinished,
+        continue_final_message=unfinished,
+        tools=tools,
+    )
+    return text, tokenizer.encode(text)
+
+
+def _prompt_and_completion(
+    prompt: str | list[dict[str, Any]],
+    completion: str | list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    tools: Sequence[Any] | None,
+) -> list[tuple[list[int], int]]:
+    """(ids, loss mask) of the prompt exactly as RL gives it, then of the completion."""
+    text, ids = _render_prompt(prompt, tokenizer, tools)
+    if isinstance(prompt, str):
+        if not isinstance(completion, str):
+            raise ValueError("the prompt is a string and its completion a list of messages")
+        return [(ids, 0), (_ended(tokenizer.encode(completion), tokenizer), 1)]
+    answer: list[Message] = (
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else list(completion)
+    )
+    whole = tokenizer.apply_chat_template(
+        [*prompt, *answer], add_generation_prompt=False, tools=tools
+    )
+    rest = _after(whole, text)
+    return [(ids, 0), (_cut_at_end(tokenizer.encode(rest), tokenizer), 1)]
+
+
+def _turns(
+    messages: list[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Any] | None
+) -> list[tuple[list[int], int]]:
+    """(ids, loss mask) of a conversation, piece by piece: 1 on the assistant's turns."""
+    parts: list[tuple[list[int], int]] = []
+    done = ""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:i], tools=tools)
+        after = tokenizer.apply_chat_template(
+            messages[: i + 1], add_generation_prompt=False, tools=tools
+        )
+        parts.append((tokenizer.encode(_after(before, done)), 0))
+        turn = tokenizer.encode(_after(after, before))
+        ended = _cut_at_end(turn, tokenizer)
+        parts.extend([(ended, 1), (turn[len(ended) :], 0)])
+        done = after
+    if not parts:
+        raise ValueError("column 'messages' has no assistant turn to learn from")
+    return parts
+
+
+def _after(whole: str, start: str) -> str:
+    if not whole.startswith(start):
+        raise ValueError(
+            "the chat template rewrites earlier turns when a turn is added, so the completion's "
+            "tokens cannot be told apart: give prompt and completion, with one assistant turn"
+        )
+    return whole[len(start) :]
+
+
+def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids with an end token behind them."""
+    return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.eos_id]
+
+
+def _cut_at_end(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids of a rendered turn through its last end token; one is added where there is none.
+
+    Templates write a newline behind the end token, where generation has already stopped.
+    """
+    ends = [i for i, token in enumerate(ids) if token in tokenizer.stop_ids]
+    return ids[: ends[-1] + 1] if ends else [*ids, tokenizer.eos_id]
+
+
+def _example(parts: list[tuple[list[int], int]], data_source: str, index: int) -> TokenExample:
+    return TokenExample(
+        token_ids=tuple(i for ids, _ in parts for i in ids),
+        loss_mask=tuple(mask for ids, mask in parts for _ in ids),
+        data_source=data_source,
+        row=index,
+    )
+
+
+def _split_common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The prompt that two whole texts or conversations share, and what follows it in each."""
+    if type(chosen) is not type(rejected):
+        raise ValueError("chosen and rejected are not both strings or both lists of messages")
+    pairs = zip(chosen, rejected, strict=False)
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+        shared -= 1  # a space belongs to the word behind it, as TRL has it
+    parts = chosen[:shared], chosen[shared:], rejected[shared:]
+    for name, part in zip(("common beginning", "chosen", "rejected"), parts, strict=True):
+        if not part:
+            raise ValueError(f"no prompt can be split off: {name} is empty")
+    return parts
+
+
+def _ground_truth(row: Mapping[str, Any], kind: str) -> Any:
+    """verl's reward_model.ground_truth, else the column ground_truth, answer or solution."""
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
+        return reward_model["ground_truth"]
+    if kind == "verl":
+        raise ValueError("column 'reward_model' has no ground_truth")
+    names = ("ground_truth", "answer", "solution")
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _data_source(row: Mapping[str, Any], default: str) -> str:
+    value = row.get("data_source")
+    return default if value is None else _text(value, "data_source")
+
+
+def _margin(row: Mapping[str, Any]) -> float:
+    value = row.get("margin")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or value - value != 0:
+        raise ValueError(f"column 'margin' holds {value!r}, not a finite number")
+    return float(value)

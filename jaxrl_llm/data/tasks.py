@@ -1,0 +1,224 @@
+"""Procedural tasks: problems by index, with the right answer, and a split that cannot leak.
+
+A problem is held out when a hash of its own text says so, whatever the task's settings, seed or
+size. So no text is ever both a training and a held-out problem, also across two configurations.
+(`2+7=` may be held out while `7+2=` is not: they are two texts.)
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HELD_OUT_SHARE = 10  # one problem in this many is held out
+MAX_WHOLE_SPACE = 200_000  # problems; a larger space must be given a size
+PROMPT_STYLES = ("plain", "chat")
+SPLITS = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`plain` is what a character model continues; `question` is what a chat model is asked."""
+
+    plain: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class ProblemSpace:
+    """Every problem of a task: `problem(i)` for i in [0, size) gives distinct texts."""
+
+    name: str
+    size: int
+    problem: Callable[[int], Problem]
+
+
+def chain_sum(*, num_terms: int = 3, num_digits: int = 1, operators: str = "+-") -> ProblemSpace:
+    """Sums and differences in a row, as reasoning-gym's chain_sum: `7+2-5=`.
+
+    Terms have exactly num_digits digits, no leading zero (0 to 9 for one digit). 2 terms of 1 digit
+    are 200 problems, 3 terms 4,000; with operators="+" 100 and 1,000.
+    """
+    _check_range("num_terms", num_terms, 2, 100)
+    _check_range("num_digits", num_digits, 1, 18)
+    if operators not in ("+", "-", "+-"):
+        raise ValueError(f"operators={operators!r} must be '+', '-' or '+-'")
+    first, count = _numbers(num_digits)
+
+    def problem(index: int) -> Problem:
+        index, term = divmod(index, count)
+        total = first + term
+        text = str(total)
+        for _ in range(num_terms - 1):
+            index, operator = divmod(index, len(operators))
+            index, term = divmod(index, count)
+            term += first
+            total += term if operators[operator] == "+" else -term
+            text += f" {operators[operator]} {term}"
+        question = f"What is {text}? Answer with the number only."
+        return Problem(text.replace(" ", "") + "=", question, str(total))
+
+    size = count**num_terms * len(operators) ** (num_terms - 1)
+    return ProblemSpace(f"chain_sum_{num_terms}x{num_digits}", size, problem)
+
+
+def products(*, first_digits: int = 1, second_digits: int = 1) -> ProblemSpace:
+    """Products of two numbers with the given digits: `12*7=`."""
+    _check_range("first_digits", first_digits, 1, 18)
+    _check_range("second_digits", second_digits, 1, 18)
+    first_low, first_count = _numbers(first_digits)
+    second_low, second_count = _numbers(second_digits)
+
+    def problem(index: int) -> Problem:
+        high, low = divmod(index, second_count)
+        a, b = first_low + high, second_low + low
+        question = f"What is {a} * {b}? Answer with the number only."
+        return Problem(f"{a}*{b}=", question, str(a * b))
+
+    name = f"products_{first_digits}x{second_digits}"
+    return ProblemSpace(name, first_count * second_count, problem)
+
+
+def spell_backward(*, num_letters: int = 4) -> ProblemSpace:
+    """Strings of lower-case letters to be reversed: `abcd=` gives `dcba`."""
+    _check_range("num_letters", num_letters, 1, 100)
+
+    def problem(index: int) -> Problem:
+        word = ""
+        for _ in range(num_letters):
+            index, letter = divmod(index, 26)
+            word += chr(ord("a") + letter)
+        question = f'Spell "{word}" backward. Answer with the letters only.'
+        return Problem(f"{word}=", question, word[::-1])
+
+    return ProblemSpace(f"spell_backward_{num_letters}", 26**num_letters, problem)
+
+
+# Names come from outside (config files), so this is a table.
+TASKS: dict[str, Callable[..., ProblemSpace]] = {
+    "chain_sum": chain_sum,
+    "products": products,
+    "spell_backward": spell_backward,
+}
+
+
+def problem_space(name: str, settings: dict[str, Any] | None = None) -> ProblemSpace:
+    """The task of that name; ValueError for an unknown task or setting, with the known ones."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}: it is one of {', '.join(TASKS)}")
+    legal = list(inspect.signature(TASKS[name]).parameters)
+    unknown = sorted(set(settings or {}) - set(legal))
+    if unknown:
+        raise ValueError(f"task {name!r} has no setting {unknown[0]!r}: it has {', '.join(legal)}")
+    return TASKS[name](**(settings or {}))
+
+
+def is_held_out(problem: Problem) -> bool:
+    """The split of a problem, from its text alone."""
+    digest = hashlib.blake2b(problem.plain.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % HELD_OUT_SHARE == 0
+
+
+def task_rows(
+    name: str,
+    *,
+    split: str,
+    size: int = 0,
+    prompt_style: str = "plain",
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of a task: data_source, prompt, completion, ground_truth, extra_info.
+
+    Args:
+        split: "train" or "held_out"; the two never share a problem.
+        size: rows, drawn in the order of a seeded permutation of the space; 0 takes every problem.
+            Training rows start over where the space has fewer, so that a small task can be
+            weighted up; held-out rows never repeat.
+        prompt_style: "plain" gives strings, "chat" lists of messages.
+
+    Raises:
+        ValueError: unknown names, or a size that the space does not allow.
+    """
+    space = problem_space(name, settings)
+    _check_choice("split", split, SPLITS)
+    _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
+    if size < 0:
+        raise ValueError(f"size={size} of task {space.name!r} must not be negative")
+    if not size and space.size > MAX_WHOLE_SPACE:
+        raise ValueError(f"task {space.name!r} has {space.size:,} problems: set its size")
+    rows = []
+    for problem in _drawn(space, split, seed):
+        if size and len(rows) == size:
+            break
+        rows.append(_row(problem, space.name, split, len(rows), prompt_style))
+    if not rows:
+        raise ValueError(
+            f"task {space.name!r} has only {space.size} problems, none of them {split}: "
+            "take more terms or digits"
+        )
+    if len(rows) < size:
+        if split == "held_out":
+            raise ValueError(
+                f"task {space.name!r} has {len(rows)} held-out problems, not {size}: lower size, "
+                "or set 0 to take them all"
+            )
+        rows = [rows[i % len(rows)] for i in range(size)]
+    return rows
+
+
+def _drawn(space: ProblemSpace, split: str, seed: int) -> Iterator[Problem]:
+    """The problems of a split, each once, in a seeded order."""
+    for i in range(space.size):
+        problem = space.problem(_permute(i, space.size, seed))
+        if is_held_out(problem) == (split == "held_out"):
+            yield problem
+
+
+def _permute(index: int, size: int, seed: int) -> int:
+    """A bijection of [0, size) for any size: a four-round Feistel network, walked back into range.
+
+    Luby and Rackoff (1988). The walk ends because the network permutes a power of 4 that is less
+    than 4 * size, and `index` itself is in range.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            key = f"{seed}/{turn}/{right}".encode()
+            noise = int.from_bytes(hashlib.shake_256(key).digest(half // 8 + 1))
+            left, right = right, left ^ (noise & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def _row(problem: Problem, name: str, split: str, index: int, style: str) -> dict[str, Any]:
+    plain = style == "plain"
+    return {
+        "data_source": name,
+        "prompt": problem.plain if plain else [{"role": "user", "content": problem.question}],
+        "completion": (
+            problem.answer if plain else [{"role": "assistant", "content": problem.answer}]
+        ),
+        "ground_truth": problem.answer,
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def _numbers(digits: int) -> tuple[int, int]:
+    """The smallest number with that many digits, and how many there are; 0 has one digit."""
+    return (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} must be between {low} and {high}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")

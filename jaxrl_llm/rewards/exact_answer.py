@@ -1,0 +1,50 @@
+"""Reward for an answer that equals the ground truth."""
+
+import re
+from decimal import Decimal
+from typing import Any, Literal
+
+# A minus after a digit is a subtraction, not a sign: the last number of "5-3" is 3.
+NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, thousands commas removed; None when there is none."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def exact_answer(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    extract: Literal["whole", "last_number"] = "last_number",
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """`score` when the completion's answer equals `ground_truth`, else 0 and the reason.
+
+    extract="whole" compares the whole completion as text, spaces at its ends aside;
+    "last_number" compares the last number in it by value, so "= 12" and "12.0" answer 12.
+    Raises ValueError for a row whose ground truth is missing or, by number, is no number.
+    """
+    if ground_truth is None:
+        raise ValueError("the row has no ground truth: exact_answer needs one in every row")
+    expected = str(ground_truth).strip()
+    if extract == "whole":
+        answer = solution_str.strip()
+        return _result(answer == expected, answer, expected, score)
+    if extract != "last_number":
+        raise ValueError(f"extract={extract!r}: choose 'whole' or 'last_number'")
+    number = last_number(expected)
+    if number is None:
+        raise ValueError(f"the ground truth {expected!r} has no number: use extract='whole'")
+    answer = last_number(solution_str)
+    if answer is None:
+        return {"score": 0.0, "reason": "no number in the completion"}
+    return _result(answer == number, str(answer), expected, score)
+
+
+def _result(correct: bool, answer: str, expected: str, score: float) -> dict[str, Any]:
+    if correct:
+        return {"score": score}
+    return {"score": 0.0, "reason": f"answered {answer[:40]!r}, not {expected[:40]!r}"}

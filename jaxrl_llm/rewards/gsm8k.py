@@ -1,0 +1,46 @@
+"""The GSM8K reward with the rules of verl's `utils/reward_score/gsm8k.py`."""
+
+import re
+from typing import Any, Literal
+
+TAIL = 300  # characters: verl looks at the end only, where the answer is
+
+
+def extract_answer(solution_str: str, method: str) -> str | None:
+    """The answer as text, or None.
+
+    strict: the number after the last "#### ", commas removed. flexible: the last run of digits,
+    dots and commas, as it stands (verl keeps its commas).
+    """
+    tail = solution_str[-TAIL:]
+    if method == "strict":
+        found = re.findall(r"#### (-?[0-9.,]+)", tail)
+        return found[-1].replace(",", "") if found else None
+    found = re.findall(r"(-?[0-9.,]+)", tail)
+    numbers = [text for text in found if text not in ("", ".")]
+    # Where every run is a lone dot, verl ends on the first one: a wrong answer, but an answer.
+    return (numbers or found[:1] or [None])[-1]
+
+
+def gsm8k(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """`score` for the right answer, `format_score` for a wrong one, 0 when there is none.
+
+    The comparison is of text, as in verl: "18." is not "18". `ground_truth` is the number after
+    "#### " in the data set, commas removed.
+    """
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method={method!r}: choose 'strict' or 'flexible'")
+    answer = extract_answer(solution_str, method)
+    if answer is None:
+        looked_for = "'#### <number>'" if method == "strict" else "number"
+        return {"score": 0.0, "reason": f"no {looked_for} in the last {TAIL} characters"}
+    if answer == str(ground_truth):
+        return {"score": score}
+    return {"score": format_score, "reason": f"answered {answer!r}, not {str(ground_truth)!r}"}

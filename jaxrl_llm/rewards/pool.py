@@ -1,0 +1,284 @@
+"""The process pool in which user reward functions run.
+
+Every call has a time limit. A worker that runs past it, or dies, is replaced, and the caller gets
+a `Reply` with the error: nothing that a user function does can stop or hang the trainer.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrl_llm.rewards.function import FunctionInfo
+from jaxrl_llm.rewards.invoke import CallError, Reply, timeout_error
+
+LOAD_LIMIT = 120.0  # seconds for importing a user's module; libraries such as torch are slow
+GRACE = 1.0  # seconds an async call may take to notice its own limit before its worker is killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Calls of one function that one worker makes."""
+
+    function: int
+    calls: Sequence[Any]  # BatchCall or SampleCall
+    # "run": one after the other, each answered at once; "gather": awaited together.
+    operation: Literal["run", "gather"] = "run"
+
+
+class Hopeless:
+    """Counts lost calls, so that a function that always hangs costs minutes and not hours.
+
+    After `limit` crashes and time-outs with no good call, the calls left are not made.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lost = 0
+        self._worked = False
+        self._lock = threading.Lock()
+
+    def note(self, reply: Reply) -> None:
+        """Count one answer."""
+        lost = reply.error is not None and reply.error.kind in ("crash", "timeout")
+        with self._lock:
+            self._lost += lost
+            self._worked |= not lost
+
+    def error(self) -> CallError | None:
+        """The error of a call that is not to be made, or None."""
+        with self._lock:
+            if self._worked or self._lost < self._limit:
+                return None
+        message = f"not called: all {self._limit} calls before it crashed or ran out of time"
+        return CallError(kind="not run", message=message)
+
+
+class WorkerPool:
+    """Worker processes, started when first needed and replaced when lost.
+
+    `references` are (path, settings) of the functions; tasks name them by index.
+    """
+
+    def __init__(
+        self,
+        references: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        num_workers: int,
+        timeout: float,
+        max_concurrency: int = 64,
+    ) -> None:
+        self.num_workers = num_workers
+        self._timeout = timeout
+        self._max_concurrency = max_concurrency
+        greeting = (list(references), max_concurrency)
+        self._workers = [_Worker(greeting) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+
+    def load(self, function: int) -> FunctionInfo:
+        """Import a function in a worker and describe it; ValueError when that fails."""
+        worker = self._idle.get()
+        try:
+            return worker.load(function)
+        finally:
+            self._idle.put(worker)
+
+    def submit(self, task: Task, hopeless: Hopeless) -> "Future[list[Reply]]":
+        """Make the calls of a task in a free worker: one `Reply` a call, in order."""
+        return self._threads.submit(self._perform, task, hopeless)
+
+    def _perform(self, task: Task, hopeless: Hopeless) -> list[Reply]:
+        worker = self._idle.get()  # never waits: there are as many threads as workers
+        try:
+            if task.operation == "gather":
+                return self._gather(worker, task, hopeless)
+            replies: list[Reply] = []
+            while len(replies) < len(task.calls):
+                error = hopeless.error()
+                if error is not None:
+                    return replies + [Reply(error=error)] * (len(task.calls) - len(replies))
+                # A lost call ends the stream; the next turn goes on after it with a new worker.
+                rest = task.calls[len(replies) :]
+                for reply in worker.stream(task.function, rest, self._timeout):
+                    hopeless.note(reply)
+                    replies.append(reply)
+            return replies
+        finally:
+            self._idle.put(worker)
+
+    def _gather(self, worker: "_Worker", task: Task, hopeless: Hopeless) -> list[Reply]:
+        turns = -(-len(task.calls) // self._max_concurrency)
+        result = worker.gather(task.function, task.calls, self._timeout, turns)
+        if isinstance(result, CallError):  # the event loop itself was blocked or lost
+            return [Reply(error=replace(result, shared=True))] * len(task.calls)
+        for reply in result:
+            hopeless.note(reply)
+        return result
+
+    def close(self) -> None:
+        """End the workers, also those in the middle of a call."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown(wait=True)
+
+
+class _Worker:
+    """The trainer's end of one worker process."""
+
+    def __init__(self, greeting: tuple[Any, ...]) -> None:
+        self._greeting = greeting
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._infos: dict[int, FunctionInfo] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        script = str(Path(__file__).with_name("worker.py"))
+        with self._lock:
+            if self._closed:
+                raise _Lost(CallError(kind="not run", message="the reward pool was closed"))
+            self._process = subprocess.Popen(
+                # -P: this folder has names, such as `format`, that must not be importable bare.
+                [sys.executable, "-P", script, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                # Its own session: Ctrl-C is the trainer's to handle, and a kill reaches the
+                # processes that a user function started.
+                start_new_session=True,
+                # A user module that imports jax must not take the accelerator from the trainer.
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+        theirs.close()
+        self._connection = ours
+        self._infos = {}
+        self._send([path or os.getcwd() for path in sys.path])
+        self._send(self._greeting)
+
+    def _send(self, message: Any) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            raise _Lost(self._crash()) from None
+
+    def _receive(self, limit: float, timeout: CallError) -> Any:
+        """The next message; on a crash or after `limit` seconds the worker is gone."""
+        assert self._connection is not None
+        try:
+            if self._connection.poll(limit):
+                return self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise _Lost(self._crash()) from None
+        self._kill()
+        raise _Lost(timeout)
+
+    def load(self, function: int) -> FunctionInfo:
+        """Start the process if need be, and import the function in it; ValueError if it fails."""
+        if self._process is not None and self._process.poll() is not None:
+            self._kill()  # lost while idle, to the memory killer perhaps: no sample is to blame
+        if self._process is not None and function in self._infos:
+            return self._infos[function]
+        path = self._greeting[0][function][0]
+        slow = CallError(kind="timeout", message=f"importing it took over {LOAD_LIMIT:g} s")
+        try:
+            if self._process is None:
+                self._start()
+            self._send(("load", function, (), LOAD_LIMIT, LOAD_LIMIT))
+            answer = self._receive(LOAD_LIMIT, slow)
+        except _Lost as lost:
+            message = f"Importing the reward function {path} failed: {lost.error.message}."
+            raise ValueError(message) from None
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        self._infos[function] = answer
+        return answer
+
+    def stream(self, function: int, calls: Sequence[Any], timeout: float) -> list[Reply]:
+        """Make calls one by one; the list ends early, with the error, when one is lost."""
+        replies: list[Reply] = []
+        try:
+            info = self._ready(function)
+            limit = timeout + (GRACE if info.is_async else 0.0)
+            self._send(("run", function, calls, timeout, limit))
+            for _ in calls:
+                replies.append(self._receive(limit, timeout_error(info, timeout)))
+        except _Lost as lost:
+            replies.append(Reply(error=lost.error))
+        return replies
+
+    def gather(
+        self, function: int, calls: Sequence[Any], timeout: float, turns: int
+    ) -> list[Reply] | CallError:
+        """Await calls together, in so many turns; an error when the whole is lost."""
+        try:
+            info = self._ready(function)
+            limit = timeout * turns + GRACE
+            self._send(("gather", function, calls, timeout, limit))
+            return self._receive(limit, timeout_error(info, timeout))
+        except _Lost as lost:
+            return lost.error
+
+    def _ready(self, function: int) -> FunctionInfo:
+        try:
+            return self.load(function)
+        except ValueError as error:
+            raise _Lost(CallError(kind="crash", message=str(error))) from None
+
+    def _crash(self) -> CallError:
+        """Say how the process ended, and forget it."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=GRACE)
+            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        except subprocess.TimeoutExpired:
+            how = "it closed its connection"
+        self._kill()
+        return CallError(kind="crash", message=f"the worker process ended ({how})")
+
+    def _kill(self) -> None:
+        with self._lock:
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
+        if process is not None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # ended by itself, and nothing of its session is left
+            process.wait()
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """End the process; a thread that waits for its answer sees the end of the connection."""
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+class _Lost(Exception):
+    """The worker is gone; `error` says why."""
+
+    def __init__(self, error: CallError) -> None:
+        super().__init__(error.message)
+        self.error = error

@@ -161,8 +161,9 @@ def _forward(
         chosen_C = jnp.sum(jnp.where(is_target, logits_CV, 0.0), axis=-1)
         entropy_C = None
         if with_entropy:
-            probs_CV = jnp.exp(logits_CV - lse_C[..., None])
-            entropy_C = lse_C - jnp.sum(probs_CV * logits_CV, axis=-1)
+            # Of log-probs, not lse - sum(p * logits): that is a small difference of large numbers.
+            logprobs_CV = logits_CV - lse_C[..., None]
+            entropy_C = -jnp.sum(jnp.exp(logprobs_CV) * logprobs_CV, axis=-1)
         return None, (chosen_C - lse_C, lse_C, entropy_C)
 
     return jax.lax.scan(body, None, (hidden_KCD, targets_KC))[1]

@@ -1,0 +1,47 @@
+"""What every test shares: the CPU, and shapes checked while a function runs."""
+
+import functools
+import inspect
+import os
+import typing
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest  # noqa: E402
+from jaxtyping import AbstractArray, jaxtyped  # noqa: E402
+
+
+@pytest.fixture
+def checked() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wrap a function so that its jaxtyping annotations, results included, hold on every call."""
+
+    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(fn, eval_str=True)
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            with jaxtyped("context"):  # one binding of the dimension names for the whole call
+                for name, value in bound.arguments.items():
+                    _check(value, signature.parameters[name].annotation, f"argument {name}")
+                result = fn(*args, **kwargs)
+                _check(result, signature.return_annotation, "result")
+            return result
+
+        return call
+
+    return wrap
+
+
+def _check(value: Any, annotation: Any, what: str) -> None:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+        assert isinstance(value, annotation), f"{what}: {value} is no {annotation.__name__}"
+    elif origin is tuple:
+        for i, (item, kind) in enumerate(zip(value, arguments, strict=True)):
+            _check(item, kind, f"{what}[{i}]")
+    elif origin is dict:
+        for key, item in value.items():
+            _check(item, arguments[1], f"{what}[{key!r}]")

@@ -1,0 +1,87 @@
+"""Masked statistics against numpy on the selected entries; log-probs against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.numerics import (
+    chosen_logprobs,
+    entropy_from_logits,
+    masked_count,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    safe_divide,
+)
+
+X = np.array([[1.0, 2.0, 4.0], [7.0, 3.0, 5.0]], np.float32)
+MASK = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]], np.float32)  # selects 1, 2, 7
+
+
+def test_statistics_of_the_selected_entries(checked):
+    x, mask = jnp.array(X), jnp.array(MASK)
+    assert checked(masked_sum)(x, mask) == 10.0
+    assert checked(masked_count)(mask) == 3.0
+    np.testing.assert_allclose(checked(masked_mean)(x, mask), 10 / 3, rtol=1e-6)
+    np.testing.assert_allclose(checked(masked_mean)(x, mask, 1), [1.5, 7.0])
+    np.testing.assert_allclose(checked(masked_mean)(x, mask, 0), [4.0, 2.0, 0.0])
+    np.testing.assert_allclose(checked(masked_var)(x, mask), np.var([1, 2, 7], ddof=1), rtol=1e-6)
+    np.testing.assert_allclose(masked_var(x, mask, unbiased=False), np.var([1, 2, 7]), rtol=1e-6)
+
+
+def test_whiten_by_hand(checked):
+    # mean 10/3, unbiased variance 31/3
+    expected = (np.array([1.0, 2.0, 7.0]) - 10 / 3) / np.sqrt(31 / 3)
+    white = checked(masked_whiten)(jnp.array(X), jnp.array(MASK))
+    np.testing.assert_allclose(
+        white, [[expected[0], expected[1], 0], [expected[2], 0, 0]], atol=1e-6
+    )
+    kept = masked_whiten(jnp.array(X), jnp.array(MASK), shift_mean=False)
+    np.testing.assert_allclose(kept, np.where(MASK > 0, white + 10 / 3, 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_padding_changes_nothing(bad):
+    x = jnp.array(np.where(MASK > 0, X, bad))
+    mask = jnp.array(MASK)
+    for fn in (masked_sum, masked_mean, masked_var, masked_whiten):
+        np.testing.assert_array_equal(fn(x, mask), fn(jnp.array(X), mask))
+
+
+def test_empty_and_single_selections_are_zero_and_finite():
+    x, none = jnp.array(X), jnp.zeros((2, 3))
+    one = none.at[0, 1].set(1.0)
+    assert masked_mean(x, none) == 0.0
+    assert masked_var(x, none) == 0.0
+    assert masked_var(x, one) == 0.0
+    np.testing.assert_array_equal(masked_whiten(x, none), np.zeros((2, 3)))
+    np.testing.assert_array_equal(masked_whiten(x, one), np.zeros((2, 3)))
+    assert np.isfinite(jax.grad(lambda x: masked_mean(x, none))(x)).all()
+    assert np.isfinite(jax.grad(safe_divide, argnums=(0, 1))(1.0, 0.0)).all()
+
+
+def test_boolean_and_bfloat16_inputs():
+    mask = jnp.array(MASK) > 0
+    assert masked_mean(jnp.array(X, jnp.bfloat16), mask).dtype == jnp.float32
+    # 4096 ones: a bfloat16 sum would stop at 256
+    assert masked_sum(jnp.ones(4096, jnp.bfloat16), jnp.ones(4096, bool)) == 4096.0
+
+
+def test_chosen_logprobs_and_entropy(checked):
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5)) * 4
+    ids = np.array([[0, 4, 2], [1, 1, 3]])
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.log(np.take_along_axis(probs, ids[..., None], -1)[..., 0])
+    got = checked(chosen_logprobs)(jnp.array(logits, jnp.float32), jnp.array(ids))
+    np.testing.assert_allclose(got, chosen, atol=1e-5)
+    entropy = checked(entropy_from_logits)(jnp.array(logits, jnp.float32))
+    np.testing.assert_allclose(entropy, -(probs * np.log(probs)).sum(-1), atol=1e-5)
+
+
+def test_entropy_of_uniform_and_of_masked_logits():
+    np.testing.assert_allclose(entropy_from_logits(jnp.zeros(8)), np.log(8), rtol=1e-6)
+    np.testing.assert_allclose(
+        entropy_from_logits(jnp.array([0.0, 0.0, -jnp.inf])), np.log(2), rtol=1e-6
+    )

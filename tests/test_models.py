@@ -1,6 +1,7 @@
 """Every family against transformers' stored logits; parameters, names and configs of the models."""
 
 import json
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -45,12 +46,19 @@ def full_attention(q, k, v, layer_cache, /, *, window):
     return attention(q, k, v, window=window), layer_cache
 
 
+@partial(jax.jit, static_argnames=("spec", "remat", "constrain"))
 def head_output(spec, params, tokens, **options):
     """Logits or scores [B, T, ...] of whole rows, float32."""
     model = bind(spec, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = model(tokens, positions, attend=full_attention, **options)
     return model.logits(hidden) if spec.kind == "causal_lm" else model.scores(hidden)[..., None]
+
+
+@lru_cache
+def fresh(spec, seed=0):
+    """Initial parameters; tests share them and must not donate them."""
+    return jax.jit(lambda key: init_params(spec, key))(jax.random.key(seed))
 
 
 def leaves(tree):
@@ -81,9 +89,7 @@ def test_logits_equal_those_of_transformers(path):
 
     spec = model_spec(config, kind)
     params = params_from_hf(names, weights)
-    output = jax.jit(lambda params, tokens: head_output(spec, params, tokens))(
-        params, golden["tokens"]
-    )
+    output = head_output(spec, params, golden["tokens"])
     np.testing.assert_allclose(output, golden["logits"], atol=1e-4)
 
     flat = leaves(params)
@@ -153,7 +159,7 @@ def test_init_is_a_pure_function_of_the_key():
 
 def test_logits_are_causal_and_remat_changes_nothing():
     spec = model_spec(TINY)
-    params = init_params(spec, jax.random.key(0))
+    params = fresh(spec)
     tokens = jnp.arange(10).reshape(2, 5)
     plain = head_output(spec, params, tokens)
     changed = head_output(spec, params, tokens.at[:, 3:].set(7))
@@ -181,7 +187,7 @@ def test_decoding_with_a_cache_equals_whole_rows():
     )
     assert config.sliding_window == (None, 3)
     spec = model_spec(config)
-    params = init_params(spec, jax.random.key(0))
+    params = fresh(spec)
     tokens = jnp.arange(12).reshape(2, 6) % 11
     cache = tuple((jnp.zeros((2, 1, 6, 4)),) * 2 for _ in range(2))
 
@@ -209,7 +215,7 @@ def test_decoding_with_a_cache_equals_whole_rows():
 
 def test_bf16_model_computes_in_bf16_and_gives_float32_logits():
     spec = model_spec(TINY, dtype="bfloat16")
-    params = init_params(spec, jax.random.key(0))
+    params = fresh(spec)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     tokens = jnp.arange(5)[None]
     hidden, _ = bind(spec, params)(tokens, tokens, attend=full_attention)
@@ -223,7 +229,7 @@ def test_bf16_model_computes_in_bf16_and_gives_float32_logits():
 
 def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
     config = families.config_from_hf({**LLAMA, "tie_word_embeddings": True})
-    lm = init_params(model_spec(config), jax.random.key(0))
+    lm = fresh(model_spec(config))
     spec = model_spec(config, "scalar")
     params = scalar_params_from(lm, spec, jax.random.key(1))
     assert jax.tree.structure(params) == jax.tree.structure(spec.params)
@@ -243,7 +249,7 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
 
 def test_constrain_sees_the_embedding_and_every_block():
     spec = model_spec(TINY)
-    params = init_params(spec, jax.random.key(0))
+    params = fresh(spec)
     seen = []
 
     def constrain(x):

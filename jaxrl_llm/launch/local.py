@@ -1,0 +1,196 @@
+"""Several processes of one program on this machine, joined by jax.distributed over loopback.
+
+    python -m jaxrl_llm.launch.local --processes=2 -- scripts/train.py --config=configs/ppo.py
+
+Each line of output carries the number of its process. When one process fails, the others are
+ended and its exit code is returned. Ctrl-C and SIGTERM reach every process; a second one kills.
+On a machine with GPUs each process gets an equal share of them (or --devices-per-process); on a
+CPU it gets one device, or as many as --devices-per-process says.
+"""
+
+import argparse
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+
+GRACE_S = 10.0  # between asking the others to end, after a failure, and killing them
+POLL_S = 0.05
+
+_PR_SET_PDEATHSIG = 1  # Linux prctl: a signal to the child when its parent is gone
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the arguments, run the gang, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_llm.launch.local",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--devices-per-process", type=int, default=0, help="0 shares GPUs equally")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py and its arguments")
+    arguments = parser.parse_args(argv)
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        parser.error("the program is missing: … --processes=2 -- scripts/train.py --config=…")
+    if arguments.processes < 1:
+        parser.error(f"--processes={arguments.processes}: must be 1 or more")
+    if command[0].endswith(".py") and not Path(command[0]).is_file():
+        parser.error(f"{command[0]} does not exist")
+    try:
+        environments = process_environments(
+            arguments.processes, arguments.devices_per_process, dict(os.environ), visible_gpus()
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return run_gang([sys.executable, *command], environments)
+
+
+def process_environments(
+    processes: int, devices_per_process: int, environment: dict[str, str], gpus: Sequence[str]
+) -> list[dict[str, str]]:
+    """The environment of each process; `gpus` are the ids to share out, empty on a CPU machine."""
+    use_gpus = bool(gpus) and environment.get("JAX_PLATFORMS", "").lower() != "cpu"
+    each = devices_per_process or (max(1, len(gpus) // processes) if use_gpus else 1)
+    if use_gpus and each * processes > len(gpus):
+        raise ValueError(
+            f"{processes} processes with {each} GPUs each need {each * processes}, but there are "
+            f"{len(gpus)}; use --processes={max(1, len(gpus) // each)}, or JAX_PLATFORMS=cpu"
+        )
+    # A forced number of CPU devices in XLA_FLAGS would win over ours.
+    flags = environment.get("XLA_FLAGS", "")
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", flags).strip()
+    shared = {
+        **environment,
+        "XLA_FLAGS": flags,
+        COORDINATOR: f"127.0.0.1:{free_port()}",
+        NUM_PROCESSES: str(processes),
+        "PYTHONUNBUFFERED": "1",
+    }
+    result = []
+    for rank in range(processes):
+        own = {**shared, PROCESS_ID: str(rank)}
+        if use_gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * each : (rank + 1) * each])
+        else:
+            own["JAX_NUM_CPU_DEVICES"] = str(each)
+        result.append(own)
+    return result
+
+
+def visible_gpus() -> list[str]:
+    """The ids of the NVIDIA GPUs that a program started from here would see."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu and gpu != "-1"]
+    numbers = [re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*")]
+    return sorted((match[1] for match in numbers if match), key=int)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> int:
+    """Run `command` once in each environment; 0, or the exit code of the first that failed.
+
+    A process ended by signal n counts as 128 + n, as in a shell.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    received: list[int] = []
+    lock = threading.Lock()
+
+    def forward(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        signal_all(processes, number if len(received) == 1 else signal.SIGKILL)
+
+    previous = {
+        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        for environment in environments:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # Its own group: the terminal's Ctrl-C comes once, from `forward`.
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+            processes.append(process)
+        # Threads only after the last fork.
+        for rank, process in enumerate(processes):
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                assert source is not None
+                reader = threading.Thread(target=_copy_lines, args=(rank, source, target, lock))
+                reader.start()
+                readers.append(reader)
+        return _wait(processes, received)
+    finally:
+        signal_all(processes, signal.SIGKILL)
+        for reader in readers:
+            reader.join()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+    """Wait for all; after the first failure, end the others and return its code."""
+    first_failure = 0
+    deadline = float("inf")
+    while True:
+        codes = [process.poll() for process in processes]
+        if not first_failure and any(codes):
+            first_failure = next(code for code in codes if code)
+            if not received:  # after Ctrl-C the others are already ending, perhaps saving
+                signal_all(processes, signal.SIGTERM)
+                deadline = time.monotonic() + GRACE_S
+        if None not in codes:
+            return first_failure if first_failure >= 0 else 128 - first_failure
+        if time.monotonic() > deadline:
+            signal_all(processes, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to every process that still runs, and to what it started."""
+    for process in processes:
+        if process.poll() is None:
+            try:
+                os.killpg(process.pid, number)
+            except ProcessLookupError:
+                pass  # it ended between the two calls
+
+
+def _copy_lines(rank: int, source: IO[bytes], target: IO[str], lock: threading.Lock) -> None:
+    for line in source:
+        with lock:
+            target.write(f"[{rank}] {line.decode(errors='replace').rstrip()}\n")
+            target.flush()
+
+
+def _die_with_parent() -> None:
+    # In the child, before it runs: a killed launcher must not leave its gang behind.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

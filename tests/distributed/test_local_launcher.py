@@ -1,0 +1,141 @@
+"""Several processes on this machine: output, exit codes, signals, and a real jax.distributed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.launch.local import process_environments
+
+LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
+
+
+def write(folder: Path, source: str) -> str:
+    script = folder / "program.py"
+    script.write_text(source)
+    return str(script)
+
+
+def launch(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [*LAUNCH, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_output_carries_the_rank(tmp_path):
+    script = write(
+        tmp_path,
+        "import os, sys\n"
+        "print('of', os.environ['JAXRL_NUM_PROCESSES'], sys.argv[1])\n"
+        "print('aside', file=sys.stderr)\n",
+    )
+    result = launch("--processes=2", "--", script, "--flag=x")
+    assert result.returncode == 0
+    assert sorted(result.stdout.splitlines()) == ["[0] of 2 --flag=x", "[1] of 2 --flag=x"]
+    assert sorted(result.stderr.splitlines()) == ["[0] aside", "[1] aside"]
+
+
+def test_one_failure_ends_the_gang(tmp_path):
+    script = write(
+        tmp_path,
+        "import os, sys, time\n"
+        "if os.environ['JAXRL_PROCESS_ID'] == '1':\n"
+        "    sys.exit(7)\n"
+        "time.sleep(60)\n",
+    )
+    start = time.monotonic()
+    assert launch("--processes=3", "--", script).returncode == 7
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_every_process(tmp_path, number):
+    script = write(
+        tmp_path,
+        "import signal, sys, time\n"
+        "def end(number, frame):\n"
+        "    print('saved', number, flush=True)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "signal.signal(signal.SIGINT, end)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n",
+    )
+    command = [*LAUNCH, "--processes=2", "--", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gang:
+        assert gang.stdout is not None
+        assert sorted(gang.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+        gang.send_signal(number)
+        rest = gang.stdout.read()
+    assert sorted(rest.splitlines()) == [f"[0] saved {int(number)}", f"[1] saved {int(number)}"]
+    assert gang.returncode == 0
+
+
+def test_killed_launcher_leaves_nothing_behind(tmp_path):
+    script = write(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    command = [*LAUNCH, "--processes=1", "--", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gang:
+        assert gang.stdout is not None
+        child = int(gang.stdout.readline().split()[1])
+        gang.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}/cmdline").exists() and time.monotonic() < deadline:
+        if not Path(f"/proc/{child}/cmdline").read_bytes():
+            return  # dead, and not yet collected by init
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
+def test_mistakes_have_one_message(tmp_path):
+    for arguments, message in [
+        (["--processes=2"], "the program is missing"),
+        (["--processes=0", "--", "x"], "must be 1 or more"),
+        (["--processes=2", "--", str(tmp_path / "none.py")], "does not exist"),
+    ]:
+        result = launch(*arguments)
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_gpus_are_shared_out():
+    gpus = ["0", "1", "2", "3"]
+    environments = process_environments(2, 0, {}, gpus)
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == ["0,1", "2,3"]
+    assert "JAX_NUM_CPU_DEVICES" not in environments[0]
+    with pytest.raises(ValueError, match="--processes=2"):
+        process_environments(4, 2, {}, gpus)
+    on_cpu = process_environments(4, 2, {"JAX_PLATFORMS": "cpu"}, gpus)
+    assert [e["JAX_NUM_CPU_DEVICES"] for e in on_cpu] == ["2"] * 4
+
+
+PROGRAM = """
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxrl_llm.config import *
+from jaxrl_llm.distributed import mesh, multihost
+from jaxrl_llm.launch import runtime
+
+config = Config(
+    run_dir=RUN_DIR,
+    data=DataConfig(train_tasks=(TaskConfig(),), tokenizer="char"),
+    actor=ActorConfig(hf_config={"hidden_size": 8}),
+    reward=RewardConfig(functions=(FunctionConfig(path="jaxrl_llm.launch.runtime:start"),)),
+)
+config = runtime.start(config)
+devices = mesh.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+x = multihost.make_global(np.arange(8.0), NamedSharding(devices, PartitionSpec("data")))
+print(jax.process_count(), config.mesh.data, float(multihost.fetch(jax.jit(lambda x: x.sum())(x))))
+"""
+
+
+def test_processes_join_and_compute_together(tmp_path):
+    script = write(tmp_path, PROGRAM.replace("RUN_DIR", repr(str(tmp_path))))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = launch("--processes=2", "--devices-per-process=2", "--", script, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "[Gloo]" not in line]
+    assert sorted(lines) == ["[0] 2 4 28.0", "[1] 2 4 28.0"]

@@ -124,6 +124,7 @@ def import_params(
     for name, value in read_tensors([stored[name] for name in wanted]):
         path = wanted[name]
         place(path, names[path].to_ours(value))
+        del value  # before the next one is read
     for path, tensor in names.items():
         if tensor.name not in wanted:
             place(path, np.zeros(tensor.our_shape, target))

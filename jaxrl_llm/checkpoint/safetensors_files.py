@@ -65,7 +65,8 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], dtype: np.dtype
         for tensor in tensors:
             value = np.ascontiguousarray(tensor.fetch(), dtype=dtype)
             assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
-            file.write(value.view(np.uint8).data if value.ndim else value.tobytes())
+            file.write(value.view(np.uint8).data)
+            del value  # before the next one is fetched
 
 
 def split_into_shards(

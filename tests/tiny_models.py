@@ -1,0 +1,77 @@
+"""Tiny random Hugging Face directories, written without the code under test."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
+from jaxrl_llm.models.families import hf_names, to_hf_config
+from jaxrl_llm.tokenizer import CharTokenizer
+
+NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def tiny_config(family: str = "llama", **changes) -> ModelConfig:
+    sizes = dict(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    return ModelConfig(**(sizes | {"family": family} | changes))
+
+
+# Every family, and between them tied and untied tables, biases, norms on q and k, windows, rope
+# scaling, grouped and odd head counts, and a head dim that is not hidden / heads.
+CONFIGS = {
+    "llama": tiny_config(
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=32),
+    ),
+    "llama_tied": tiny_config(
+        tie_word_embeddings=True, hidden_size=36, num_heads=9, num_kv_heads=3, head_dim=4
+    ),
+    "mistral": tiny_config("mistral", sliding_window=(4, 4), head_dim=6),
+    "qwen2": tiny_config("qwen2", attention_bias=True, tie_word_embeddings=True),
+    "qwen2_window": tiny_config("qwen2", attention_bias=True, sliding_window=(None, 4)),
+    "qwen3": tiny_config("qwen3", qk_norm=True, head_dim=10, num_heads=5, num_kv_heads=1),
+}
+
+
+def random_tensors(
+    config: ModelConfig, kind: Kind = "causal_lm", dtype: str = "float32", seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Values for every tensor of a Hugging Face file, norms near one."""
+    rng = np.random.default_rng(seed)
+    return {
+        tensor.name: (
+            0.2 * rng.normal(size=tensor.shape) + tensor.name.endswith("norm.weight")
+        ).astype(NUMPY_DTYPES[dtype])
+        for tensor in hf_names(config, kind).values()
+    }
+
+
+def write_directory(
+    directory: Path,
+    config: ModelConfig,
+    kind: Kind = "causal_lm",
+    dtype: str = "float32",
+    tensors: dict[str, np.ndarray] | None = None,
+    **config_changes,
+) -> Path:
+    """A whole model directory; `config_changes` go into config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors(config, kind, dtype) if tensors is None else tensors
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    hf = to_hf_config(config, kind) | {"torch_dtype": dtype} | config_changes
+    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    CharTokenizer().save(directory)
+    return directory

@@ -20,6 +20,7 @@ EOS_TOKEN = "<|eos|>"
 # Printable ASCII and the newline, less "|" and "`". Without "|" no text can spell a special token,
 # and the vocabulary is 96 = 2^5 * 3, which divides over any usual tensor axis.
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127) if chr(code) not in "|`")
+BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level tokenizers spell the two
 TEMPLATE_DATE = "26 Jul 2024"  # Llama 3 templates write the date; today's would break exact resume
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that tells our export
 
@@ -129,13 +130,16 @@ class CharTokenizer:
 
     def save(self, directory: str | Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json, which AutoTokenizer opens."""
-        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
 
-        # A word-level model without an unknown token refuses an unknown character; BPE drops it.
-        fast = FastTokenizer(models.WordLevel(self._ids))
-        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        fast.decoder = decoders.Fuse()
+        # Byte-level BPE without merges: for some model types (qwen2) transformers keeps nothing of
+        # a tokenizer.json but its vocabulary and builds this pipeline itself. An unknown token that
+        # does not exist makes an unknown character an error; BPE would drop it silently.
+        vocabulary = {BYTE_LEVEL.get(text, text): i for text, i in self._ids.items()}
+        fast = FastTokenizer(models.BPE(vocabulary, [], unk_token="<|unknown|>"))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
         special = [AddedToken(text, special=True, normalized=False) for text in self._texts[:2]]
         fast.add_special_tokens(special)
         folder = Path(directory)
@@ -145,6 +149,7 @@ class CharTokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS_TOKEN,
             "pad_token": PAD_TOKEN,
+            "unk_token": None,  # else transformers adds one to the vocabulary of a qwen2 model
             "clean_up_tokenization_spaces": False,
             CHAR_MARK: "char",
         }

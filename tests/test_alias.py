@@ -1,0 +1,217 @@
+"""What ppo() composes, what it reads from the batch, and that docs/add-an-algorithm.md holds."""
+
+import inspect
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms import advantages, aggregation, kl, policy_losses
+from jaxrl_llm.algorithms.alias import Algorithm, ppo
+from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
+from jaxrl_llm.config import Config
+
+DOCS = Path(__file__).parent.parent / "docs" / "add-an-algorithm.md"
+
+
+def reads(algorithm):
+    """Every batch field that some function of the algorithm asks for."""
+    fns = (
+        algorithm.advantage,
+        algorithm.policy_loss,
+        algorithm.value_loss,
+        algorithm.kl_reward,
+        algorithm.kl_loss,
+        algorithm.importance,
+    )
+    return {name for fn in fns if fn is not None for name in field_names(fn)}
+
+
+def test_default_ppo():
+    algorithm = ppo()
+    assert field_names(algorithm.advantage) == ("rewards", "values", "mask")
+    assert field_names(algorithm.policy_loss) == (
+        "logprobs",
+        "old_logprobs",
+        "advantages",
+        "mask",
+    )
+    assert field_names(algorithm.value_loss) == ("new_values", "values", "returns", "mask")
+    assert algorithm.aggregate is aggregation.token_mean
+    assert algorithm.importance is None and algorithm.entropy_coef == 0.0
+    assert reads(algorithm) - set(UPDATE_FIELDS) == {
+        "rewards",
+        "values",
+        "mask",
+        "old_logprobs",
+        "advantages",
+        "returns",
+    }
+
+
+def test_settings_are_keyword_only_with_plain_defaults():
+    settings = inspect.signature(ppo).parameters.values()
+    assert all(s.kind is inspect.Parameter.KEYWORD_ONLY for s in settings)
+    assert all(isinstance(s.default, bool | int | float | str | None) for s in settings)
+    defaults = {s.name: s.default for s in settings}
+    expected = {"gamma": 1.0, "lam": 1.0, "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
+    expected |= {"cliprange_value": 0.5, "entropy_coef": 0.0, "kl_coef": 0.001}
+    expected |= {"kl_horizon": 10000.0, "kl_target": 0.1, "kl_loss_coef": 0.001}
+    expected |= {"loss_aggregation": "token-mean", "kl_loss_type": "low_var_kl"}
+    assert expected.items() <= defaults.items()
+
+
+def test_the_reference_is_asked_for_only_when_a_kl_term_counts():
+    assert "reference_logprobs" in reads(ppo(use_kl_loss=True))
+    assert "reference_logprobs" in reads(ppo(use_kl_in_reward=True))
+    for settings in (
+        {},
+        {"use_kl_loss": True, "kl_loss_coef": 0.0},
+        {"use_kl_in_reward": True, "kl_coef": 0.0},
+        {"use_kl_in_reward": True, "kl_coef": 0.0, "kl_controller": "adaptive"},
+    ):
+        assert "reference_logprobs" not in reads(ppo(**settings))
+
+
+def test_kl_in_the_reward_and_its_controller():
+    algorithm = ppo(
+        use_kl_in_reward=True, kl_reward_type="k2", kl_controller="adaptive", kl_coef=0.2
+    )
+    assert algorithm.kl_controller == kl.AdaptiveKL(0.2, horizon=10000.0, target=0.1)
+    names = field_names(algorithm.kl_reward)
+    assert names == ("scores", "mask", "old_logprobs", "reference_logprobs")
+    mask = jnp.ones((1, 2))
+    rewards, penalty = algorithm.kl_reward(
+        jnp.array([1.0]), mask, -mask, -2 * mask, coef=algorithm.kl_controller.init()
+    )
+    np.testing.assert_allclose(penalty, [[0.5, 0.5]])
+    np.testing.assert_allclose(rewards, [[-0.1, 0.9]], rtol=1e-6)
+    assert ppo(kl_coef=0.2).kl_controller.init() == 0.0
+
+
+def test_kl_in_the_loss_by_name():
+    algorithm = ppo(use_kl_loss=True, kl_loss_type="k1", kl_loss_coef=0.02)
+    assert algorithm.kl_loss is kl.kl_k1 and algorithm.kl_loss_coef == 0.02
+
+
+def test_importance_correction_adds_the_field():
+    algorithm = ppo(importance_threshold=3.0)
+    assert field_names(algorithm.importance) == ("old_logprobs", "rollout_logprobs", "mask")
+    assert field_names(algorithm.policy_loss)[-1] == "importance_weights"
+    ones = jnp.ones((1, 1))
+    np.testing.assert_allclose(algorithm.importance(8 * ones, ones, ones), [[3.0]])
+    half, _ = algorithm.policy_loss(ones, ones, ones, ones, 0.5 * ones)
+    np.testing.assert_allclose(half, [[-0.5]])
+
+
+def test_settings_reach_the_functions():
+    algorithm = ppo(
+        lam=0.0,
+        clip_high=0.5,
+        cliprange_value=9.0,
+        loss_aggregation="seq-mean-token-sum-norm",
+        loss_scale=10,
+    )
+    ones = jnp.ones((1, 2))
+    _, returns = algorithm.advantage(jnp.zeros((1, 2)), jnp.array([[1.0, 3.0]]), ones)
+    np.testing.assert_allclose(returns, [[3.0, 0.0]])  # lam 0: the return is V of the next token
+    ratio = jnp.log(jnp.array([[1.4, 1.6]]))
+    loss, _ = algorithm.policy_loss(ratio, 0 * ones, ones, ones)
+    np.testing.assert_allclose(loss, [[-1.4, -1.5]], rtol=1e-6)
+    loss, _ = algorithm.value_loss(8 * ones, 0 * ones, 0 * ones, ones)
+    np.testing.assert_allclose(loss, [[32.0, 32.0]])
+    total = algorithm.aggregate(loss, ones, global_tokens=2.0, global_sequences=1.0)
+    np.testing.assert_allclose(total, 6.4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_c": 0.5}, "clip_c is 0.5"),
+        ({"gamma": 2.0}, "gamma is 2.0"),
+        ({"cliprange_value": -1.0}, "cliprange is -1.0"),
+        ({"importance_threshold": 0.0}, "importance threshold"),
+        ({"kl_controller": "adaptve"}, "fixed, adaptive"),
+        ({"use_kl_loss": True, "kl_loss_type": "k4"}, "no KL estimator 'k4'"),
+        ({"loss_aggregation": "token-men"}, "did you mean 'token-mean'"),
+    ],
+)
+def test_bad_settings_are_refused_when_composed(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ppo(**settings)
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name():
+    def misspelt(logprobs, old_logprob, advantages, mask): ...
+
+    parts = {"advantage": advantages.gae, "aggregate": aggregation.token_mean}
+    with pytest.raises(ValueError, match="'old_logprob'.* did you mean old_logprobs"):
+        Algorithm(policy_loss=misspelt, **parts)
+    with pytest.raises(ValueError, match="new_values"):  # no advantage may read the update's
+        Algorithm(policy_loss=policy_losses.ppo_clip, **parts | {"advantage": lambda new_values: 0})
+    with pytest.raises(ValueError, match="give both"):
+        Algorithm(policy_loss=policy_losses.ppo_clip, kl_loss=kl.kl_k3, **parts)
+
+
+def test_one_update_of_a_batch_in_micro_batches_equals_the_whole():
+    """Policy, KL and value terms together, in float32, to 1e-6 of the gradient's size."""
+    algorithm = ppo(use_kl_loss=True, kl_loss_type="k2", kl_loss_coef=0.1, importance_threshold=2.0)
+    rng = np.random.default_rng(0)
+    names = ("logprobs", "old_logprobs", "advantages", "reference_logprobs", "importance_weights")
+    fields = {name: jnp.array(rng.normal(size=(8, 5)), jnp.float32) for name in names}
+    lengths = np.array([5, 1, 0, 3, 4, 2, 5, 1])
+    fields["mask"] = jnp.array(np.arange(5) < lengths[:, None], jnp.float32)
+    tokens, sequences = aggregation.global_counts(fields["mask"])
+    aggregate = partial(algorithm.aggregate, global_tokens=tokens, global_sequences=sequences)
+
+    def loss(scale, fields):
+        fields = fields | {"logprobs": scale * fields["logprobs"]}
+        per_token, _ = algorithm.policy_loss(
+            *(fields[n] for n in field_names(algorithm.policy_loss))
+        )
+        penalty = algorithm.kl_loss(*(fields[n] for n in field_names(algorithm.kl_loss)))
+        terms = aggregate(per_token, fields["mask"]), aggregate(penalty, fields["mask"])
+        return terms[0] + algorithm.kl_loss_coef * terms[1]
+
+    gradient = jax.grad(loss)(1.0, fields)
+    for size in (1, 2, 4):
+        parts = [{k: v[i : i + size] for k, v in fields.items()} for i in range(0, 8, size)]
+        total = sum(jax.grad(loss)(1.0, part) for part in parts)
+        np.testing.assert_allclose(total, gradient, rtol=1e-6)
+
+
+def doc_blocks():
+    return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+
+def test_the_page_on_adding_an_algorithm_works(monkeypatch):
+    function, alias, config, test = doc_blocks()
+    first = {}
+    exec(function, first)
+    monkeypatch.setattr(advantages, "rloo", first["rloo"], raising=False)
+    exec(test, first)
+    first["test_rloo_by_hand"]()
+    with pytest.raises(ValueError, match="give 2 or more"):
+        first["rloo"](jnp.ones((2, 2)), jnp.ones((2, 2)), group_size=1)
+
+    second = {}
+    exec(alias, second)
+    assert "values" not in reads(second["rloo"](group_size=3))
+    assert "reference_logprobs" in reads(second["rloo"](group_size=3))
+    assert "reference_logprobs" not in reads(second["rloo"](group_size=3, kl_loss_coef=0.0))
+
+    # The page builds on the default run; any Config stands in for it here.
+    monkeypatch.setitem(
+        sys.modules, "jaxrl_llm.configs.ppo", SimpleNamespace(get_config=lambda: Config())
+    )
+    third = {}
+    exec(config, third)
+    made = third["get_config"]()
+    assert made.rollout.n == made.algorithm.settings["group_size"] == 4
+    assert second["rloo"](**made.algorithm.settings).value_loss is None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from jaxrl_llm.config import ConfigError, FunctionConfig, TaskConfig
-from jaxrl_llm.signatures import REQUIRED, Setting, dict_keys, nearest, settings_of
+from jaxrl_llm.signatures import Setting, dict_keys, nearest, settings_of
 
 TASKS_MODULE = "jaxrl_llm.data.tasks"  # a task's name is a key of TASKS and a function there
 
@@ -169,10 +169,6 @@ def _coerce_settings(node: FunctionConfig | TaskConfig, key: str) -> dict[str, A
                 f"unknown key {key}.settings.{name}{nearest(name, list(known))}\n"
                 f"settings of {key}: {', '.join(known) or 'none'}"
             )
-    for name, setting in known.items():
-        if setting.default is REQUIRED and name not in node.settings:
-            kind = describe(setting.annotation)
-            raise ConfigError(f"{key}.settings.{name} is missing; set it ({kind})")
     return {
         name: coerce(value, known[name].annotation, f"{key}.settings.{name}")
         for name, value in node.settings.items()

@@ -63,9 +63,10 @@ def read_arguments(argv: Sequence[str], flags: Mapping[str, Any] | None = None) 
     given: dict[str, Any] = {}
     words = list(argv)
     while words:
-        name, equals, value = words.pop(0).partition("=")
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
         if not name.startswith("--"):
-            raise ConfigError(f"{name!r} is no flag; write --config.key=value or --flag=value")
+            raise ConfigError(f"{word!r} is no flag; write --config.key=value or --flag=value")
         is_config = name == "--config" or name.startswith("--config.")
         if not is_config and name[2:] not in flags:
             known = ["--config", *(f"--{flag}" for flag in flags)]

@@ -4,19 +4,23 @@ Types are checked by `overrides.coerce`; here are the sizes, words and files. Ev
 the key, its value, and a value that works.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.coercion import describe, function_settings
 from jaxrl_llm.config import (
     Config,
     ConfigError,
+    FunctionConfig,
     ModelSettings,
     OptimizerConfig,
     SupervisedConfig,
+    TaskConfig,
 )
-from jaxrl_llm.signatures import find_definition, nearest, nearest_file
+from jaxrl_llm.signatures import REQUIRED, find_definition, nearest, nearest_file
 
 WORDS = {
     "data.prompt_style": ("plain", "chat"),
@@ -75,6 +79,7 @@ def validate(config: Config) -> None:
     _check_batches(config)
     _check_data(config)
     _check_rewards(config)
+    _check_settings(config)
     for key, model in _models(config):
         _check_model(key, model, config)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
@@ -207,26 +212,24 @@ def _check_model(key: str, model: ModelSettings, config: Config) -> None:
             f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}"
         )
     sizes = _hf_config(key, model)
-    tensor, fsdp = config.mesh.tensor, config.mesh.fsdp
-    heads = sizes.get("num_attention_heads")
-    named = {
-        "num_attention_heads": ("tensor", tensor, heads),
-        "num_key_value_heads": ("tensor", tensor, sizes.get("num_key_value_heads", heads)),
-        "intermediate_size": ("tensor", tensor, sizes.get("intermediate_size")),
-        "vocab_size": ("tensor", tensor, sizes.get("vocab_size")),
-        "hidden_size": ("fsdp", fsdp, sizes.get("hidden_size")),
+    names = {
+        "tensor": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+        "fsdp": ("hidden_size",),
     }
-    for name, (axis, parts, size) in named.items():
-        if not isinstance(size, int) or size == 0:
-            continue  # not given: the model's own check speaks later
-        if size < 0:
-            raise ConfigError(f"config.{key}: {name}={size} must be positive")
-        if size % parts:
-            better = max(d for d in range(1, parts + 1) if size % d == 0)
-            raise ConfigError(
-                f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
-                f"config.{key}; config.mesh.{axis}={better} works"
-            )
+    for axis, of_axis in names.items():
+        parts = getattr(config.mesh, axis)
+        # One that is not given, or 0, is settled later: by the family's default, the tokenizer.
+        given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
+        given = {name: size for name, size in given.items() if size}
+        for name, size in given.items():
+            if size < 0:
+                raise ConfigError(f"config.{key}.hf_config.{name}={size}: must be positive")
+            if size % parts:
+                fitting = [d for d in range(1, parts) if not any(s % d for s in given.values())]
+                raise ConfigError(
+                    f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
+                    f"config.{key}; config.mesh.{axis}={fitting[-1]} works"
+                )
 
 
 def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:
@@ -275,9 +278,6 @@ def _check_data(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     reward = config.reward
-    for i, function in enumerate(reward.functions):
-        _function_exists(f"reward.functions.{i}.path", function.path)
-    _function_exists("algorithm.path", config.algorithm.path)
     if not reward.functions and reward.model is None:
         raise ConfigError(
             "config.reward has neither functions nor a model: set "
@@ -295,6 +295,15 @@ def _check_rewards(config: Config) -> None:
             "config.reward.model has no path and no training: set --config.reward.model.path=DIR, "
             "or --config.reward.model.training={} to train it in the run"
         )
+
+
+def _check_settings(config: Config) -> None:
+    """Settings without a default must be given; unknown ones and types are checked on reading."""
+    for key, node in _functions(config, "config"):
+        for name, setting in function_settings(node, key).items():
+            if setting.default is REQUIRED and name not in node.settings:
+                kind = describe(setting.annotation)
+                raise ConfigError(f"{key}.settings.{name} is missing; set it ({kind})")
 
 
 def _files_exist(key: str, files: Sequence[str]) -> None:
@@ -332,6 +341,18 @@ def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig]]:
     yield "critic.optimizer", config.critic.optimizer
     for key, training in _trainings(config):
         yield f"{key}.optimizer", training.optimizer
+
+
+def _functions(node: Any, key: str) -> Iterator[tuple[str, FunctionConfig | TaskConfig]]:
+    """(key, entry) of every function and task that the config names."""
+    if isinstance(node, FunctionConfig | TaskConfig):
+        yield key, node
+    elif isinstance(node, tuple):
+        for i, entry in enumerate(node):
+            yield from _functions(entry, f"{key}.{i}")
+    elif dataclasses.is_dataclass(node):
+        for entry in dataclasses.fields(node):
+            yield from _functions(getattr(node, entry.name), f"{key}.{entry.name}")
 
 
 def _get(config: Any, key: str) -> Any:

@@ -1,0 +1,417 @@
+"""Config files, overrides of every kind, and what each mistake is answered."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    RewardConfig,
+    RewardModelConfig,
+    SupervisedConfig,
+    TaskConfig,
+)
+from jaxrl_llm.overrides import (
+    apply_override,
+    config_from_arguments,
+    from_json,
+    load_config,
+    read_arguments,
+    resolve,
+    to_json,
+)
+from jaxrl_llm.signatures import REQUIRED, settings_of
+from jaxrl_llm.validation import validate
+
+CONFIG_FILE = """
+from jaxrl_llm.config import *
+
+def get_config():
+    return Config(
+        data=DataConfig(train_tasks=(TaskConfig(),), tokenizer="char"),
+        actor=ActorConfig(
+            hf_config={"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
+                       "intermediate_size": 128, "vocab_size": 64},
+        ),
+        reward=RewardConfig(functions=(FunctionConfig(path="REWARDS:exact"),)),
+    )
+"""
+REWARDS = """
+from typing import Literal
+import a_module_that_does_not_exist  # read, never imported
+
+LIMIT = 8
+
+def exact(prompts, completions, *, strict=True, limit: int = LIMIT, scale: float | None = None,
+          kind: Literal["soft", "hard"] = "soft", words: tuple[str, ...] = (),
+          table=dict(), **kwargs):
+    return [0.0]
+
+async def slow(prompts, completions, *, seconds: float, **kwargs):
+    return [0.0]
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path) -> str:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    file = tmp_path / "tiny.py"
+    file.write_text(CONFIG_FILE.replace("REWARDS", str(rewards)))
+    return str(file)
+
+
+def load(config_file: str, *flags: str) -> Config:
+    config, _ = config_from_arguments([f"--config={config_file}", *flags])
+    return config
+
+
+# ------------------------------------------------------------------------- values that work
+
+
+@pytest.mark.parametrize(
+    ("flag", "key", "expected"),
+    [
+        ("--config.seed=7", "seed", 7),
+        ("--config.actor.optimizer.learning_rate=1e-6", "actor.optimizer.learning_rate", 1e-6),
+        ("--config.rollout.temperature=2", "rollout.temperature", 2.0),
+        ("--config.data.shuffle=false", "data.shuffle", False),
+        ("--config.actor.remat=True", "actor.remat", True),
+        ("--config.run_dir=/data/a=b c", "run_dir", "/data/a=b c"),
+        ("--config.name='quoted'", "name", "quoted"),
+        ("--config.name=", "name", ""),
+        ("--config.rollout.stop_token_ids=[1, 2]", "rollout.stop_token_ids", (1, 2)),
+        ("--config.rollout.stop_token_ids=(1,)", "rollout.stop_token_ids", (1,)),
+        ("--config.rollout.stop_token_ids=[]", "rollout.stop_token_ids", ()),
+        ("--config.warmup=None", "warmup", None),
+        ("--config.warmup.steps=5", "warmup", SupervisedConfig(steps=5)),
+        (
+            "--config.warmup={steps: 5, stop_at: 0.5}",
+            "warmup",
+            SupervisedConfig(steps=5, stop_at=0.5),
+        ),
+        ("--config.warmup={}", "warmup", SupervisedConfig()),
+        ("--config.algorithm.clip_low=0.1", "algorithm.settings", {"clip_low": 0.1}),
+        ("--config.algorithm.settings.gamma=1", "algorithm.settings", {"gamma": 1.0}),
+        ("--config.data.train_tasks=[chain_sum]", "data.train_tasks", (TaskConfig(),)),
+        (
+            "--config.data.train_tasks=[{name: products, settings: {first_digits: 2}}]",
+            "data.train_tasks",
+            (TaskConfig(name="products", settings={"first_digits": 2}),),
+        ),
+        (
+            "--config.data.train_tasks.0.num_terms=2",
+            "data.train_tasks",
+            (TaskConfig(settings={"num_terms": 2}),),
+        ),
+    ],
+)
+def test_override(config_file, flag, key, expected):
+    value = load(config_file, flag)
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+def test_value_as_the_next_word(config_file):
+    assert load(config_file, "--config.seed", "3", "--config.rollout.n", "2").seed == 3
+    assert read_arguments(["--config", "x.py"]).config_path == "x.py"
+
+
+def test_later_overrides_win(config_file):
+    assert load(config_file, "--config.seed=1", "--config.seed=2").seed == 2
+
+
+def test_file_lists_need_no_quotes(config_file, tmp_path):
+    names = [tmp_path / name for name in ("a b.jsonl", "c,d.jsonl", "e.jsonl")]
+    for name in names:
+        name.write_text("")
+    flag = f"--config.data.train_files=[{names[0]}, '{names[1]}',{names[2]}]"
+    assert load(config_file, flag).data.train_files == tuple(map(str, names))
+    alone = load(config_file, f"--config.data.train_files={names[0]}")
+    assert alone.data.train_files == (str(names[0]),)
+
+
+def test_free_form_dict(config_file):
+    config = load(
+        config_file,
+        "--config.actor.hf_config.hidden_size=192",
+        "--config.actor.hf_config.rope_scaling.factor=8.0",
+        "--config.actor.hf_config.architectures=[LlamaForCausalLM]",
+    )
+    assert config.actor.hf_config["hidden_size"] == 192
+    assert config.actor.hf_config["num_attention_heads"] == 6
+    assert config.actor.hf_config["rope_scaling"] == {"factor": 8.0}
+    assert config.actor.hf_config["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_settings_of_a_user_function(config_file):
+    config = load(
+        config_file,
+        "--config.reward.functions.0.strict=false",
+        "--config.reward.functions.0.settings.scale=0.5",
+        "--config.reward.functions.0.kind=hard",
+        "--config.reward.functions.0.words=[a,1]",
+    )
+    expected = {"strict": False, "scale": 0.5, "kind": "hard", "words": ("a", "1")}
+    assert config.reward.functions[0].settings == expected
+
+
+def test_flags_of_the_script():
+    arguments = read_arguments(["--devices=4", "--quiet", "--name", "x"], FLAGS)
+    assert arguments.flags == {"devices": 4, "quiet": True, "name": "x"}
+    with pytest.raises(ConfigError, match="--devices=four: expected an integer"):
+        read_arguments(["--devices=four"], FLAGS)
+
+
+FLAGS = {"devices": int, "quiet": bool, "name": str}
+
+
+def test_types_of_the_file_are_checked_and_completed(config_file):
+    file = Path(config_file)
+    file.write_text(file.read_text().replace("return Config(", "return Config(seed='1',"))
+    with pytest.raises(ConfigError, match="config.seed='1': expected an integer"):
+        load(config_file)
+    file.write_text(file.read_text().replace("seed='1'", "save_every=1.0"))
+    with pytest.raises(ConfigError, match="config.save_every=1.0: expected an integer"):
+        load(config_file)
+
+
+# ------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--config.sed=1", ["config.sed", "did you mean 'config.seed'", "total_steps"]),
+        ("--config.learning_rate=1", ["'config.actor.optimizer.learning_rate'"]),
+        ("--config.actor.optimizer.lerning_rate=1", ["'config.actor.optimizer.learning_rate'"]),
+        ("--config.algorithm.clip_lo=1", ["did you mean 'config.algorithm.clip_low'", "gamma"]),
+        ("--config.algorithm.clip_low=x", ["clip_low=x", "expected a number"]),
+        ("--config.algorithm.path=jaxrl_llm.algorithms.alias:pop", ["did you mean 'ppo'"]),
+        ("--config.algorithm.path=jaxrl_llm.algorithm.alias:ppo", ["did you mean 'algorithms'"]),
+        ("--config.algorithm.path=ppo", ["expected the path of a function"]),
+        (
+            "--config.reward.functions.0.strct=1",
+            ["'config.reward.functions.0.strict'"],
+        ),
+        ("--config.reward.functions.0.kind=sft", ["one of soft, hard"]),
+        ("--config.reward.functions.0.limit=1.5", ["limit=1.5", "expected an integer"]),
+        ("--config.reward.functions.1.strict=1", ["valid indices: 0 to 0"]),
+        ("--config.reward.functions.x.strict=1", ["valid indices: 0 to 0"]),
+        ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
+        ("--config.reward.functions=[]", ["neither functions nor a model"]),
+        ("--config.reward.model.dtype=bfloat16", ["reward.model has no path and no training"]),
+        ("--config.seed=1.5", ["config.seed=1.5", "expected an integer"]),
+        ("--config.seed=None", ["expected an integer"]),
+        ("--config.actor.remat=maybe", ["expected true or false"]),
+        ("--config.rollout.stop_token_ids=[1,x]", ["stop_token_ids.1=x", "expected an integer"]),
+        ("--config.rollout.stop_token_ids=[1", ["not closed"]),
+        ("--config.seed.x=1", ["config.seed is an integer and has no keys below it"]),
+        ("--config.warmup.step=1", ["'config.warmup.steps'"]),
+        ("--config.actor.optimizer=3", ["{key: value"]),
+        ("--config.data.train_tasks=[chain_sm]", ["did you mean 'chain_sum'", "spell_backward"]),
+        ("--config.data.train_tasks.0.terms=2", ["num_terms"]),
+        ("--config.data.train_files=[/nowhere/x.jsonl]", ["/nowhere/x.jsonl does not exist"]),
+        ("--config.data.train_tasks=[]", ["no training data"]),
+        ("--config.data.tokenizer=", ["--config.data.tokenizer=char works"]),
+        ("--config.data.truncation=lft", ["did you mean 'left'", "middle"]),
+        ("--config.actor.dtype=float23", ["did you mean 'float32'"]),
+        ("--config.actor.attention=flash", ["auto, cudnn, xla"]),
+        ("--config.critic.optimizer.schedule=cos", ["constant, linear, cosine"]),
+        ("--config.critic.optimizer.learning_rate=-1", ["must be 0 or more"]),
+        ("--config.actor.optimizer.b1=1", ["from 0 to below 1"]),
+        ("--config.actor.path=/nowhere", ["/nowhere: no such folder"]),
+        ("--config.resume=/nowhere", ["expected auto, never, or the folder"]),
+        ("--config.rollout.n=0", ["rollout.n=0", "1 works"]),
+        ("--config.rollout.top_p=0", ["1.0 works"]),
+        ("--config.total_steps=-1", ["must be 0 or more"]),
+        ("--config.mesh.data=0", ["1 works"]),
+        ("--config.mesh.data=3", ["train_batch_size=128", "129 works"]),
+        ("--config.mesh.tensor=4", ["num_attention_heads=6", "config.mesh.tensor=2 works"]),
+        ("--config.mesh.tensor=3", ["num_key_value_heads=2", "config.mesh.tensor=2 works"]),
+        ("--config.mesh.fsdp=64", ["hidden_size=96", "config.mesh.fsdp=48 works"]),
+        ("--config.data.train_batch_size=96", ["ppo_mini_batch_size=128", "96 works"]),
+        ("--config.actor.ppo_mini_batch_size=60", ["must divide", "64 works"]),
+        ("--config.actor.micro_batch_size=30", ["128 samples", "32 works"]),
+        ("--config.warmup={batch_size: 100, micro_batch_size: 40}", ["50 works"]),
+        ("--seed=1", ["unknown flag --seed", "did you mean --config.seed"]),
+        ("--confg.seed=1", ["unknown flag --confg.seed"]),
+        ("--config.seed", ["--config.seed has no value"]),
+        ("seed=1", ["'seed=1' is no flag"]),
+    ],
+)
+def test_mistake(config_file, flag, words):
+    with pytest.raises(ConfigError) as caught:
+        load(config_file, flag)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        # What each message above proposes does work.
+        "--config.mesh.tensor=2",
+        "--config.mesh.fsdp=32",
+        "--config.actor.ppo_mini_batch_size=64",
+        "--config.actor.micro_batch_size=32",
+        "--config.warmup={batch_size: 100, micro_batch_size: 50}",
+        "--config.reward.weights=[1]",
+        "--config.resume=never",
+    ],
+)
+def test_remedy(config_file, flag):
+    load(config_file, flag)
+
+
+def test_batches_on_several_replicas(config_file):
+    flags = ["--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.rollout.n=2"]
+    load(config_file, *flags, "--config.actor.micro_batch_size=16")
+    with pytest.raises(ConfigError, match="must divide the 32 samples .* 8 replicas .* 32 works"):
+        load(config_file, *flags, "--config.actor.micro_batch_size=64")
+    with pytest.raises(ConfigError, match="ppo_mini_batch_size=2: .* 4 samples, .* 4 works"):
+        load(config_file, *flags, "--config.actor.ppo_mini_batch_size=2")
+    with pytest.raises(ConfigError, match="warmup.batch_size=100: .* 104 works"):
+        load(config_file, *flags, "--config.warmup.batch_size=100")
+
+
+def test_sizes_of_an_imported_model(config_file, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_attention_heads": 9, "vocab_size": 51}))
+    load(config_file, f"--config.actor.path={model}", "--config.mesh.tensor=3")
+    with pytest.raises(ConfigError, match="num_attention_heads=9 .* config.mesh.tensor=1 works"):
+        load(config_file, f"--config.actor.path={model}", "--config.mesh.tensor=2")
+    (model / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load(config_file, f"--config.actor.path={model}")
+
+
+def test_required_setting(config_file, tmp_path):
+    flag = f"--config.reward.functions=[{tmp_path / 'rewards.py'}:slow]"
+    with pytest.raises(ConfigError, match="functions.0.settings.seconds is missing"):
+        load(config_file, flag)
+    config = load(config_file, flag, "--config.reward.functions.0.seconds=2")
+    assert config.reward.functions[0].settings == {"seconds": 2.0}
+
+
+def test_missing_files_name_what_there_is(config_file, tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean '.*tiny\.py'"):
+        load_config(str(tmp_path / "tiney.py"))
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"did you mean '.*train\.jsonl'"):
+        load(config_file, f"--config.data.train_files=[{tmp_path}/trian.jsonl]")
+    with pytest.raises(ConfigError, match=r"did you mean '.*rewards\.py'"):
+        load(config_file, f"--config.reward.functions=[{tmp_path}/reward.py:exact]")
+    with pytest.raises(ConfigError, match="defines no 'exct'; did you mean 'exact'"):
+        load(config_file, f"--config.reward.functions=[{tmp_path}/rewards.py:exct]")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def get_config(:", "line 1: "),
+        ("x = 1", "has no get_config"),
+        ("def get_config():\n    return 3", "returned int, not a Config"),
+        ("from jaxrl_llm.config import *\ndef get_config():\n    return Config(sed=1)", "line 3: "),
+        ("import no_such_module", "line 1: .*no_such_module"),
+    ],
+)
+def test_broken_config_files(tmp_path, source, message):
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(file))
+
+
+def test_config_is_required():
+    with pytest.raises(ConfigError, match="--config=FILE is missing"):
+        config_from_arguments(["--config.seed=1"])
+
+
+# ------------------------------------------------------------------------- signatures and JSON
+
+
+def test_settings_are_read_from_the_source(tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    settings = settings_of(f"{tmp_path}/rewards.py:exact")
+    assert settings["strict"].annotation is bool
+    assert (settings["limit"].annotation, settings["limit"].default) == (int, 8)
+    assert settings["scale"].annotation == float | None
+    assert settings["words"].annotation == tuple[str, ...]
+    assert settings_of(f"{tmp_path}/rewards.py:slow")["seconds"].default is REQUIRED
+
+
+def test_source_and_import_agree():
+    """What ast reads from our own algorithm equals what inspect sees."""
+    import inspect
+
+    from jaxrl_llm.algorithms.alias import ppo
+
+    seen = inspect.signature(ppo, eval_str=True).parameters
+    read = settings_of("jaxrl_llm.algorithms.alias:ppo")
+    assert {name: (s.annotation, s.default) for name, s in read.items()} == {
+        name: (parameter.annotation, parameter.default) for name, parameter in seen.items()
+    }
+
+
+def test_json_round_trip(config_file):
+    config = load(config_file, "--config.warmup.steps=3", "--config.algorithm.gamma=0.9")
+    text = to_json(config)
+    settings = json.loads(text)["algorithm"]["settings"]
+    assert settings["gamma"] == 0.9
+    assert settings["clip_low"] == 0.2  # a default of the function, written out
+    assert "table" not in json.loads(text)["reward"]["functions"][0]["settings"]  # no literal
+    assert from_json(text) == resolve(config)
+    assert to_json(from_json(text)) == text
+    validate(from_json(text))
+
+
+def test_every_field_is_reachable(config_file):
+    """Each default, written as text, reads back as itself: no annotation is left out."""
+    training = RewardModelConfig(training=SupervisedConfig())
+    config = Config(warmup=SupervisedConfig(), reward=RewardConfig(model=training))
+    for key, value in leaves(config):
+        assert apply_override(config, key, str(value)) == config, key
+
+
+def leaves(node, prefix=""):
+    for entry in dataclasses.fields(node):
+        value = getattr(node, entry.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{entry.name}.")
+        else:
+            yield f"{prefix}{entry.name}", value
+
+
+# ------------------------------------------------------------------------- the script
+
+
+def test_a_mistake_ends_fast_and_without_jax(config_file, tmp_path):
+    """One message, exit code 2, no traceback, below 2 seconds, jax never imported."""
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    (poison / "jax.py").write_text("raise SystemExit('jax was imported')")
+    script = Path(__file__).resolve().parents[1] / "scripts" / "train.py"
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, str(script), f"--config={config_file}", "--config.sed=1"],
+        env={**os.environ, "PYTHONPATH": str(poison)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert time.monotonic() - start < 2
+    assert result.returncode == 2
+    assert "did you mean 'config.seed'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""

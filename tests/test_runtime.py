@@ -1,0 +1,147 @@
+"""Errors to exit codes, devices and processes, the compile cache, guards and the counter."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import ConfigError, MeshConfig
+from jaxrl_llm.launch import runtime
+
+
+def run(main, capsys, *argv: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        runtime.run_script(main, argv)
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_exit_codes(capsys):
+    assert run(lambda argv: None, capsys) == (0, "")
+    assert run(lambda argv: len(argv), capsys, "a", "b", "c") == (3, "")
+
+    def mistake(argv):
+        raise ConfigError("write 3")
+
+    assert run(mistake, capsys) == (2, "error: write 3\n")
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    assert run(interrupted, capsys) == (130, "interrupted\n")
+
+
+def test_our_own_value_errors_need_no_traceback(capsys):
+    code, message = run(lambda argv: runtime.fit_mesh(MeshConfig(fsdp=0)), capsys)
+    assert code == 2
+    assert "must be 1 or more" in message
+
+
+def test_other_value_errors_keep_their_traceback():
+    with pytest.raises(ValueError, match="reshape"):
+        runtime.run_script(lambda argv: np.zeros(3).reshape(2).size, [])
+    with pytest.raises(ValueError, match="a bug"):
+        runtime.run_script(broken, [])
+
+
+def broken(argv):
+    raise ValueError("a bug, in a file that is not the package's")
+
+
+def test_help_prints_the_docstring(tmp_path):
+    script = tmp_path / "tool.py"
+    script.write_text(
+        '"""What it does."""\nfrom jaxrl_llm.launch.runtime import run_script\nrun_script(print)\n'
+    )
+    command = [sys.executable, str(script), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "What it does.\n")
+
+
+def test_mesh_larger_than_the_cpu_names_the_flag():
+    count = jax.device_count()
+    with pytest.raises(ConfigError, match=f"--devices={8 * count}.*device_count={8 * count}"):
+        runtime.fit_mesh(MeshConfig(fsdp=8 * count))
+    assert runtime.fit_mesh(MeshConfig(data=count)) == MeshConfig(data=count)
+
+
+def test_devices_flag_splits_the_cpu():
+    program = (
+        "from jaxrl_llm.config import MeshConfig\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "runtime.prepare(num_cpu_devices=8)\n"
+        "import jax\n"
+        "print(jax.device_count(), runtime.fit_mesh(MeshConfig(fsdp=8)).fsdp)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert result.stdout == "8 8\n", result.stderr
+
+
+def test_half_a_set_of_process_variables_is_refused():
+    with pytest.raises(ConfigError, match="JAXRL_NUM_PROCESSES, JAXRL_PROCESS_ID is not"):
+        runtime.join_processes({runtime.COORDINATOR: "127.0.0.1:1"})
+    values = {runtime.COORDINATOR: "127.0.0.1:1", runtime.NUM_PROCESSES: "2"}
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        runtime.join_processes({**values, runtime.PROCESS_ID: "2"})
+
+
+def test_one_process_joins_nothing():
+    runtime.join_processes({})
+    runtime.join_processes({"SLURM_NTASKS": "4"})  # a shell of an allocation, not a step of it
+    one = {runtime.COORDINATOR: "x:1", runtime.NUM_PROCESSES: "1", runtime.PROCESS_ID: "0"}
+    runtime.join_processes(one)
+    assert jax.process_count() == 1
+
+
+def test_compilations_are_counted_by_name():
+    @jax.jit
+    def double(x):
+        return 2 * x
+
+    x, y = jnp.zeros(3), jnp.zeros(4)
+    with runtime.count_compilations() as counter:
+        double(x)
+        double(x)
+        assert counter.programs("double") == 1
+        double(y)
+    assert counter.programs("double") == counter.count == 2
+    assert counter.seconds > 0
+    double(jnp.zeros(5))
+    assert counter.programs("double") == 2  # no longer listening
+
+
+def test_transfer_guard_refuses_only_hidden_copies():
+    double = jax.jit(lambda x: 2 * x)
+    host = np.ones(3, np.float32)
+    double(host)
+    with runtime.transfer_guard():
+        result = double(jax.device_put(host))
+        with pytest.raises(Exception, match="Disallowed host-to-device"):
+            double(host)
+    assert jax.device_get(result).tolist() == [2, 2, 2]
+
+
+def test_compile_cache_is_used_by_the_next_process(tmp_path):
+    program = (
+        "import jax, sys\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "runtime.enable_compile_cache(sys.argv[1])\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "events = []\n"
+        "jax.monitoring.register_event_listener(lambda event, **_: events.append(event))\n"
+        "jax.jit(lambda x: x @ x)(jax.numpy.ones((4, 4)))\n"
+        "print('/jax/compilation_cache/cache_hits' in events)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "cache")]
+    runs = [subprocess.run(command, capture_output=True, text=True, timeout=60) for _ in range(2)]
+    assert [run.stdout for run in runs] == ["False\n", "True\n"], runs[1].stderr

@@ -6,6 +6,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ def make_mesh(
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh of `data * fsdp * tensor` devices whose axes are all of type Auto.
 

@@ -112,3 +112,13 @@ def fetch(tree: Any) -> Any:
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(leaf, tree)
+
+
+def gather_rows(array: np.ndarray) -> np.ndarray:
+    """The rows of every process's `array`, one after the other in the order of the processes.
+
+    All processes must call it, with the same shape. The dtype is kept.
+    """
+    if jax.process_count() == 1:
+        return array
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

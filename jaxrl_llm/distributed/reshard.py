@@ -20,7 +20,7 @@ def switch_bytes(shapes: Any, source: Any, target: Any) -> int:
     All three are pytrees of one structure: arrays (or ShapeDtypeStructs), and Shardings over the
     same devices. What a device already holds is not counted.
     """
-    received: dict[jax.Device, int] = {}
+    received: dict[Any, int] = {}
     leaves = zip(
         jax.tree.leaves(shapes), jax.tree.leaves(source), jax.tree.leaves(target), strict=True
     )
@@ -32,7 +32,7 @@ def switch_bytes(shapes: Any, source: Any, target: Any) -> int:
 
 def _elements_received(
     shape: tuple[int, ...], before: Sharding, after: Sharding
-) -> dict[jax.Device, int]:
+) -> dict[Any, int]:
     held = before.devices_indices_map(shape)
     counts = {}
     for device, wanted in after.devices_indices_map(shape).items():

@@ -1,0 +1,93 @@
+"""The key-value cache: for each layer one array a side, [slots, K, S, H].
+
+Layers are separate leaves, never stacked: a stacked cache is copied whole in every decode step.
+Shape letters: B slots, M rows of a refill, T tokens, K KV heads, N query heads, S cache length,
+H head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.kernels.decode_attention import decode_attention
+from jaxrl_llm.kernels.flash_attention import Implementation, attention
+from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.base import ModelConfig
+
+LayerCache = tuple[jax.Array, jax.Array]  # keys, values
+
+
+def init_cache(
+    config: ModelConfig, num_slots: int, length: int, dtype: jnp.dtype
+) -> tuple[LayerCache, ...]:
+    """Zeroed caches, one (keys, values) pair a layer."""
+    shape = (num_slots, config.num_kv_heads, length, config.head_dim)
+    return tuple(
+        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+    )
+
+
+def cache_bytes(config: ModelConfig, num_slots: int, length: int, dtype: jnp.dtype) -> int:
+    """Bytes of the caches of all layers on one replica, before any split over `tensor`."""
+    elements = config.num_layers * 2 * num_slots * config.num_kv_heads * length * config.head_dim
+    return elements * jnp.dtype(dtype).itemsize
+
+
+def prefill_attend(slots_M: jax.Array, implementation: Implementation) -> Attend:
+    """Attention over whole prompts that also writes keys and values into the rows `slots_M`.
+
+    A slot out of range writes nothing. Prompts are padded on the right, so causal masking keeps
+    padding out of every real token; what padding leaves in the cache lies past the row's length
+    and is overwritten by the response.
+    """
+
+    def attend(
+        q_MTNH: jax.Array,
+        k_MTKH: jax.Array,
+        v_MTKH: jax.Array,
+        layer_cache: LayerCache,
+        /,
+        *,
+        window: int | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        out_MTNH = attention(
+            q_MTNH, k_MTKH, v_MTKH, causal=True, window=window, implementation=implementation
+        )
+
+        def write(cache_BKSH: jax.Array, new_MTKH: jax.Array) -> jax.Array:
+            new_MKTH = new_MTKH.swapaxes(1, 2).astype(cache_BKSH.dtype)
+            rows = cache_BKSH.at[slots_M, :, : new_MKTH.shape[2]]
+            return rows.set(new_MKTH, mode="drop", unique_indices=True)
+
+        keys, values = layer_cache
+        return out_MTNH, (write(keys, k_MTKH), write(values, v_MTKH))
+
+    return attend
+
+
+def decode_attend(positions_B: jax.Array) -> Attend:
+    """Attention of one new token a slot, which is written at `positions_B` of its row first."""
+    slots_B = jnp.arange(positions_B.shape[0])
+
+    def attend(
+        q_B1NH: jax.Array,
+        k_B1KH: jax.Array,
+        v_B1KH: jax.Array,
+        layer_cache: LayerCache,
+        /,
+        *,
+        window: int | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        def write(cache_BKSH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
+            entries = cache_BKSH.at[slots_B, :, positions_B]
+            return entries.set(
+                new_B1KH[:, 0].astype(cache_BKSH.dtype),
+                mode="promise_in_bounds",
+                unique_indices=True,
+            )
+
+        keys, values = layer_cache
+        keys, values = write(keys, k_B1KH), write(values, v_B1KH)
+        out_BNH = decode_attention(q_B1NH[:, 0], keys, values, positions_B + 1, window=window)
+        return out_BNH[:, None], (keys, values)
+
+    return attend

@@ -1,0 +1,147 @@
+"""Generation on a mesh of eight devices equals generation on one."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from fake_devices import on_eight_devices
+
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, shardings
+from jaxrl_llm.generation.engine import generate, generate_on_mesh
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.models.base import ModelConfig, init_params, model_spec
+
+VOCAB, P, R, N = 24, 6, 10, 24
+SPEC = model_spec(
+    ModelConfig(
+        family="qwen2",
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    )
+)
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, VOCAB, (N, P)).astype(np.int32)
+    lengths = rng.integers(1, P + 1, N).astype(np.int32)
+    lengths[5] = 0  # a padding row
+    params = jax.tree.map(
+        lambda x: x * 6 if x.ndim > 1 else x, init_params(SPEC, jax.random.key(3))
+    )
+    return params, tokens, lengths, np.arange(N, dtype=np.uint32), jax.random.key(1)
+
+
+def on_mesh(mesh, sampling):
+    return jax.jit(
+        functools.partial(generate_on_mesh, SPEC, mesh=mesh, sampling=sampling, num_slots=3)
+    )
+
+
+def place(mesh, params, tokens, lengths, ids, key):
+    params = jax.device_put(params, shardings(SPEC.axes, SPEC.params, mesh, TRAIN_RULES))
+    return params, *(jax.device_put(x, batch_sharding(mesh)) for x in (tokens, lengths, ids)), key
+
+
+def check(sizes, sampling):
+    """Tokens equal one device's, replicas stop by themselves, collectives keep to their axis."""
+    one = jax.jit(functools.partial(generate, SPEC, sampling=sampling, num_slots=5))(*inputs())
+    mesh = make_mesh(**sizes)
+    arguments = place(mesh, *inputs())
+    compiled = on_mesh(mesh, sampling).lower(*arguments).compile()
+    output = compiled(*arguments)
+    np.testing.assert_array_equal(output.tokens, one.tokens)
+    np.testing.assert_array_equal(output.mask, one.mask)
+    np.testing.assert_array_equal(output.finished, one.finished)
+    np.testing.assert_allclose(output.logprobs, one.logprobs, atol=1e-5)
+    assert len(set(np.asarray(output.steps).tolist())) > 1  # own trip counts
+    assert int(output.live_slot_steps.sum()) == int(one.live_slot_steps)
+    check_collectives(compiled.as_text(), mesh)
+
+
+def check_collectives(text, mesh):
+    """In the entry only all-gathers over fsdp; in the loops only groups along tensor."""
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    allowed = {
+        "fsdp": {tuple(group) for group in np.moveaxis(ids, 1, -1).reshape(-1, ids.shape[1])},
+        "tensor": {tuple(group) for group in ids.reshape(-1, ids.shape[2])},
+    }
+    entry = text[text.index("\nENTRY") :].splitlines()
+    seen = 0
+    for line in text.splitlines():
+        found = re.search(r" (all-\w+|collective-\w+|reduce-scatter)(-start)?\(", line)
+        if not found:
+            continue
+        seen += 1
+        groups = replica_groups(line)
+        if line in entry:
+            assert found[1] == "all-gather", line
+            assert groups <= allowed["fsdp"], line
+        else:
+            assert groups <= allowed["tensor"], line
+            assert f"{VOCAB}]" not in line.split(found[0])[0], f"whole logits are moved: {line}"
+    assert seen, "no collective was recognised"
+
+
+def replica_groups(line):
+    """The groups of device ids that a collective joins, from each of the three notations of HLO."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+    if listed:
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return {tuple(int(i) for i in group.split(",")) for group in groups}
+    by_axis = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\},", line)
+    if by_axis:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axis[1])}
+        joined = re.findall(r"'(\w+)'", by_axis[2])
+        axes = [list(sizes).index(name) for name in joined]
+        ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+        ids = np.moveaxis(ids, axes, range(-len(axes), 0))
+        groups = ids.reshape(-1, np.prod([sizes[name] for name in joined]))
+        return {tuple(group) for group in groups.tolist()}
+    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert short, line
+    shape, dims = ([int(i) for i in short[k].split(",")] for k in (1, 2))
+    order = [int(i) for i in short[3].split(",")] if short[3] else list(range(len(dims)))
+    ids = np.arange(np.prod(dims)).reshape(dims).transpose(order).reshape(shape)
+    return {tuple(group) for group in ids.tolist()}
+
+
+SAMPLED = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
+
+
+@on_eight_devices
+def test_fsdp_8():
+    check({"fsdp": 8}, SAMPLED)
+
+
+@on_eight_devices
+def test_fsdp_4_tensor_2():
+    check({"fsdp": 4, "tensor": 2}, SAMPLED)
+
+
+@on_eight_devices
+def test_data_2_fsdp_2_tensor_2_with_filters():
+    filtered = SamplingParams(
+        max_new_tokens=R, temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, stop_token_ids=(1, 2)
+    )
+    check({"data": 2, "fsdp": 2, "tensor": 2}, filtered)
+
+
+@on_eight_devices
+def test_prompts_that_do_not_divide_are_refused_with_the_remedy():
+    mesh = make_mesh(data=2, fsdp=4)
+    params, tokens, lengths, ids, key = inputs()
+    with pytest.raises(ValueError, match="23 prompts.*8 replicas.*pad to 24 rows"):
+        on_mesh(mesh, SAMPLED)(params, tokens[:23], lengths[:23], ids[:23], key)
+    with pytest.raises(ValueError, match="'kv_heads' of 2 does not divide over tensor=4"):
+        on_mesh(make_mesh(fsdp=2, tensor=4), SAMPLED)(*inputs())

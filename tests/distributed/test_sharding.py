@@ -1,0 +1,121 @@
+"""Rules to shardings, their refusals, and the layout switch."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_devices import on_eight_devices
+from jax.sharding import PartitionSpec
+
+from jaxrl_llm.distributed.mesh import AXES, check_mesh, make_mesh, num_replicas
+from jaxrl_llm.distributed.reshard import switch_bytes, time_switch, to_layout
+from jaxrl_llm.distributed.sharding import (
+    GENERATION_RULES,
+    TRAIN_RULES,
+    batch_sharding,
+    partition_spec,
+    shardings,
+)
+
+AXES_TREE = {
+    "embed": ("vocab", "embed"),
+    "layers": {"0": {"q": ("embed", "q_heads", "head_dim"), "norm": ("norm",)}},
+}
+
+
+def shapes(vocab=64, heads=4):
+    float32 = jnp.float32
+    return {
+        "embed": jax.ShapeDtypeStruct((vocab, 32), float32),
+        "layers": {
+            "0": {
+                "q": jax.ShapeDtypeStruct((32, heads, 8), float32),
+                "norm": jax.ShapeDtypeStruct((32,), float32),
+            }
+        },
+    }
+
+
+def test_rules_give_the_partition_spec():
+    assert partition_spec(("embed", "q_heads", "head_dim"), TRAIN_RULES) == PartitionSpec(
+        "fsdp", "tensor", None
+    )
+    assert partition_spec(("vocab", "embed"), GENERATION_RULES) == PartitionSpec("tensor", None)
+    assert partition_spec(("batch",), TRAIN_RULES) == PartitionSpec(("data", "fsdp"))
+    assert partition_spec((), TRAIN_RULES) == PartitionSpec()
+
+
+def test_rules_refuse_a_collision_and_an_unknown_axis_with_the_remedy():
+    with pytest.raises(ValueError, match=r"'q_heads' and 'mlp' both.*'tensor'.*replace\(mlp=None"):
+        partition_spec(("q_heads", "mlp"), TRAIN_RULES)
+    with pytest.raises(ValueError, match=r"'batch' and 'embed' both.*'fsdp'"):
+        partition_spec(("batch", "embed"), TRAIN_RULES)
+    with pytest.raises(ValueError, match=r"'heads'; the rules know.*replace\(heads=None\)"):
+        partition_spec(("heads",), TRAIN_RULES)
+    assert TRAIN_RULES.replace(heads=None).mesh_axes("heads") == ()
+
+
+def test_mesh_sizes_are_refused_with_the_remedy():
+    check_mesh((2, 2, 2), 8)
+    check_mesh((1, 1, 1), 8)
+    with pytest.raises(ValueError, match="needs 16 devices, but 8.*data=2 fits"):
+        check_mesh((4, 2, 2), 8)
+    with pytest.raises(ValueError, match="needs 9 devices, but 8.*fsdp=8"):
+        check_mesh((1, 3, 3), 8)
+    with pytest.raises(ValueError, match="1 or more"):
+        check_mesh((1, 0, 1), 8)
+    with pytest.raises(ValueError, match="with 2 processes every device"):
+        check_mesh((2, 1, 1), 8, num_processes=2)
+
+
+@on_eight_devices
+def test_shardings_on_a_mesh_and_their_refusals():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    assert mesh.axis_names == AXES and num_replicas(mesh) == 4
+    assert all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+    assert make_mesh(data=3).devices.size == 3  # one process may leave devices unused
+    assert make_mesh(fsdp=2, devices=jax.devices()[6:]).devices.ravel()[0].id == 6
+
+    tree = shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES)
+    assert tree["layers"]["0"]["q"].shard_shape((32, 4, 8)) == (16, 2, 8)
+    assert tree["layers"]["0"]["norm"].is_fully_replicated
+    assert batch_sharding(mesh).shard_shape((8, 5)) == (2, 5)
+
+    with pytest.raises(ValueError, match=r"embed: its dim 'vocab' of 67.*tensor=2.*vocab=None"):
+        shardings(AXES_TREE, shapes(vocab=67), mesh, TRAIN_RULES)
+    wide = make_mesh(fsdp=2, tensor=4)
+    with pytest.raises(ValueError, match=r"layers/0/q: its dim 'q_heads' of 6.*use tensor of 2"):
+        shardings(AXES_TREE, shapes(heads=6), wide, TRAIN_RULES)
+    with pytest.raises(ValueError, match=r"names the mesh axis 'sequence', but the mesh has"):
+        shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES.replace(embed="sequence"))
+    with pytest.raises(ValueError, match=r"layers/0/norm: 1 logical axes .* name every dim"):
+        bad = {**shapes(), "layers": {"0": {**shapes()["layers"]["0"], "norm": jnp.ones((2, 2))}}}
+        shardings(AXES_TREE, bad, mesh, TRAIN_RULES)
+
+
+@on_eight_devices
+def test_layout_switch_is_an_all_gather_over_fsdp_and_its_bytes_are_counted():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    source = shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES)
+    target = shardings(AXES_TREE, shapes(), mesh, GENERATION_RULES)
+    params = jax.tree.map(
+        lambda s, where: jax.device_put(jnp.arange(np.prod(s.shape)).reshape(s.shape), where),
+        shapes(),
+        source,
+    )
+    switch = jax.jit(lambda p: to_layout(p, target))
+    moved = switch(params)
+    for before, after, where in zip(*map(jax.tree.leaves, (params, moved, target)), strict=True):
+        assert after.sharding.is_equivalent_to(where, after.ndim)
+        np.testing.assert_array_equal(before, after)
+
+    text = switch.lower(params).compile().as_text()
+    collectives = re.findall(r"= \S+ (all-\S+|collective-\S+|reduce-scatter\S*)\(", text)
+    assert collectives == ["all-gather"] * 2  # the norm is whole in both layouts
+
+    # The tensor half of 64*32 and 32*4*8 elements arrives; half of that was there already.
+    assert switch_bytes(shapes(), source, target) == 4 * (64 * 32 + 32 * 4 * 8) // 4
+    assert switch_bytes(shapes(), target, source) == 0
+    assert time_switch(params, target, repeats=1) > 0

@@ -1,0 +1,283 @@
+"""In-graph generation against a naive full forward, and its freedom from slots and batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.generation.engine import REFILL_INTERVAL, generate
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.kernels.flash_attention import attention_reference
+from jaxrl_llm.models.base import ModelConfig, bind, init_params, model_spec
+
+VOCAB = 23
+P, R = 6, 12
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    attention_bias=True,
+    tie_word_embeddings=True,
+)
+
+
+@functools.cache
+def model(family="qwen2"):
+    config = CONFIG
+    if family == "mistral":
+        config = ModelConfig(
+            **{
+                **vars(CONFIG),
+                "family": "mistral",
+                "attention_bias": False,
+                "sliding_window": (4, 4),
+            }
+        )
+    spec = model_spec(config)
+    params = init_params(spec, jax.random.key(3))
+    # Larger than at the start of training, so that contexts matter and lengths are uneven.
+    return spec, jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
+
+
+def prompts(count, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, VOCAB, (count, P)).astype(np.int32)
+    lengths = rng.integers(1, P + 1, count).astype(np.int32)
+    # A pad id outside the vocabulary: the padding must never reach a result.
+    tokens = np.where(np.arange(P) < lengths[:, None], tokens, 9999)
+    return tokens, lengths, np.arange(count, dtype=np.uint32) + 100
+
+
+@functools.partial(jax.jit, static_argnames=("family", "sampling", "num_slots", "options"))
+def run_jit(family, params, tokens, lengths, ids, key, sampling, num_slots, options):
+    spec, _ = model(family)
+    return generate(
+        spec,
+        params,
+        tokens,
+        lengths,
+        ids,
+        key,
+        sampling=sampling,
+        num_slots=num_slots,
+        pad_id=VOCAB - 1,
+        **dict(options),
+    )
+
+
+def run(tokens, lengths, ids, *, num_slots, sampling=None, family="qwen2", **options):
+    sampling = sampling or SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
+    params = model(family)[1]
+    key = jax.random.fold_in(jax.random.key(7), 2)
+    settings = tuple(sorted(options.items()))
+    output = run_jit(family, params, tokens, lengths, ids, key, sampling, num_slots, settings)
+    return jax.tree.map(np.asarray, output)
+
+
+def full_logits(family, row):
+    """float32 logits [T, V] of a whole row by plain causal attention."""
+    padded = np.zeros(P + R, np.int32)
+    padded[: len(row)] = row
+    return np.asarray(full_logits_jit(family, model(family)[1], padded))[: len(row)]
+
+
+@functools.partial(jax.jit, static_argnames="family")
+def full_logits_jit(family, params, row):
+    def attend(q, k, v, layer_cache, /, *, window):
+        return attention_reference(q, k, v, causal=True, window=window), None
+
+    lm = bind(model(family)[0], params)
+    hidden, _ = lm(row[None], jnp.arange(len(row))[None], attend=attend)
+    return lm.logits(hidden)[0]
+
+
+def log_softmax(x):
+    x = x.astype(np.float64)
+    return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1))
+
+
+def response_of(output, i):
+    return output.tokens[i][output.mask[i] == 1]
+
+
+def assert_same_tokens(left, right):
+    np.testing.assert_array_equal(left.tokens, right.tokens)
+    np.testing.assert_array_equal(left.mask, right.mask)
+    np.testing.assert_array_equal(left.finished, right.finished)
+    np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-5)
+
+
+def test_tokens_do_not_depend_on_slots_order_or_batch():
+    tokens, lengths, ids = prompts(11)
+    whole = run(tokens, lengths, ids, num_slots=0)
+    spread = whole.mask.sum(1)
+    assert spread.min() < 4 and spread.max() == R  # uneven, so that slots are really refilled
+    for slots, batch in ((1, 1), (2, 1), (3, 2), (8, 8)):
+        assert_same_tokens(run(tokens, lengths, ids, num_slots=slots, refill_batch=batch), whole)
+
+    order = np.random.default_rng(1).permutation(11)
+    permuted = run(tokens[order], lengths[order], ids[order], num_slots=3)
+    np.testing.assert_array_equal(permuted.tokens, whole.tokens[order])
+
+    others, other_lengths, other_ids = prompts(5, seed=9)
+    mixed = run(
+        np.concatenate([others, tokens[4:6]]),
+        np.concatenate([other_lengths, lengths[4:6]]),
+        np.concatenate([other_ids + 50, ids[4:6]]),
+        num_slots=3,
+    )
+    np.testing.assert_array_equal(mixed.tokens[5:], whole.tokens[4:6])
+
+
+def test_samples_of_one_prompt_differ_and_repeat_with_their_id():
+    tokens, lengths, _ = prompts(1)
+    tokens, lengths = np.repeat(tokens, 4, 0), np.repeat(lengths, 4)
+    sampling = SamplingParams(max_new_tokens=R)
+    output = run(tokens, lengths, np.array([0, 1, 2, 0], np.uint32), num_slots=2, sampling=sampling)
+    assert len({tuple(row) for row in output.tokens}) == 3
+    np.testing.assert_array_equal(output.tokens[0], output.tokens[3])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_greedy_equals_a_naive_loop(family):
+    tokens, lengths, ids = prompts(5)
+    sampling = SamplingParams(max_new_tokens=R, temperature=0.0, stop_token_ids=(2,))
+    output = run(tokens, lengths, ids, num_slots=2, sampling=sampling, family=family)
+    for i in range(5):
+        row = list(tokens[i, : lengths[i]])
+        for _ in range(R):
+            row.append(int(full_logits(family, np.array(row))[-1].argmax()))
+            if row[-1] == 2:
+                break
+        np.testing.assert_array_equal(response_of(output, i), row[lengths[i] :])
+        assert output.finished[i] == (row[-1] == 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
+def test_logprobs_equal_a_full_forward(temperature):
+    tokens, lengths, ids = prompts(4)
+    sampling = SamplingParams(
+        max_new_tokens=R, temperature=temperature, top_k=10, top_p=0.9, stop_token_ids=(1, 2)
+    )
+    output = run(tokens, lengths, ids, num_slots=3, sampling=sampling)
+    for i in range(4):
+        response, start = response_of(output, i), lengths[i] - 1
+        row = np.concatenate([tokens[i, : lengths[i]], response])
+        logits = full_logits("qwen2", row)[start:-1] / (temperature or 1)
+        expected = np.stack([log_softmax(x) for x in logits])[np.arange(len(response)), response]
+        np.testing.assert_allclose(output.logprobs[i, : len(response)], expected, atol=1e-5)
+        assert not output.logprobs[i, len(response) :].any()
+        assert (output.tokens[i, len(response) :] == VOCAB - 1).all()
+        assert (output.mask[i, : len(response)] == 1).all()
+
+
+def test_a_stop_token_may_come_first():
+    tokens, lengths, ids = prompts(7)
+    every_token = SamplingParams(max_new_tokens=R, stop_token_ids=tuple(range(VOCAB)))
+    output = run(tokens, lengths, ids, num_slots=2, sampling=every_token)
+    np.testing.assert_array_equal(output.mask.sum(1), np.ones(7))
+    assert output.mask[:, 0].all() and output.finished.all()
+    assert (output.logprobs[:, 0] < 0).all()
+    assert output.steps == 0  # the prefill alone answered
+
+
+def test_without_a_stop_token_every_response_has_full_length_and_is_not_finished():
+    tokens, lengths, ids = prompts(5)
+    for length in (1, R):
+        sampling = SamplingParams(max_new_tokens=length)
+        output = run(tokens, lengths, ids, num_slots=2, sampling=sampling)
+        assert output.mask.all() and not output.finished.any()
+        assert output.steps == (length - 1) * 3  # three rounds of two slots
+
+
+def test_a_stop_at_the_last_position_is_finished():
+    tokens, lengths, ids = prompts(6)
+    full = run(tokens, lengths, ids, num_slots=0, sampling=SamplingParams(max_new_tokens=3))
+    i = next(i for i, row in enumerate(full.tokens) if row[2] not in row[:2])
+    sampling = SamplingParams(max_new_tokens=3, stop_token_ids=(int(full.tokens[i, 2]),))
+    output = run(tokens, lengths, ids, num_slots=0, sampling=sampling)
+    assert output.finished[i] and output.mask[i].all()
+
+
+def test_an_empty_queue_and_padding_rows():
+    tokens, lengths, ids = prompts(4)
+    nothing = run(tokens[:0], lengths[:0], ids[:0], num_slots=4)
+    assert nothing.tokens.shape == (0, R) and nothing.steps == 0
+    padding = run(tokens, np.zeros_like(lengths), ids, num_slots=2)
+    assert not padding.mask.any() and not padding.finished.any() and padding.refills == 0
+
+    whole = run(tokens, lengths, ids, num_slots=2)
+    gaps = np.array([0, 1, 0, 1])
+    output = run(tokens, np.where(gaps, lengths, 0).astype(np.int32), ids, num_slots=2)
+    np.testing.assert_array_equal(output.tokens[gaps == 1], whole.tokens[gaps == 1])
+    assert not output.mask[gaps == 0].any()
+
+
+def test_fewer_prompts_than_slots():
+    tokens, lengths, ids = prompts(3)
+    assert_same_tokens(
+        run(tokens, lengths, ids, num_slots=64), run(tokens, lengths, ids, num_slots=1)
+    )
+
+
+@pytest.mark.parametrize("interval", [0, 3, REFILL_INTERVAL])
+def test_a_free_slot_is_refilled_within_the_interval(interval):
+    tokens, lengths, ids = prompts(24)
+    sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(1, 2, 5))
+    output = run(
+        tokens,
+        lengths,
+        ids,
+        num_slots=8,
+        sampling=sampling,
+        refill_batch=6,
+        refill_interval=interval,
+    )
+    assert output.max_refill_wait <= interval
+    if interval == 3:
+        assert output.max_refill_wait == interval  # it was the interval that called the refill
+    assert output.live_slot_steps == output.mask.sum() - 24  # first tokens come from the prefill
+    assert output.refills >= 24 / 6
+
+
+def test_refill_waits_for_enough_free_slots():
+    """Equal lengths free all slots at once, so each refill is full whatever the interval."""
+    tokens, lengths, ids = prompts(12)
+    sampling = SamplingParams(max_new_tokens=5)
+    output = run(tokens, lengths, ids, num_slots=4, refill_batch=4, sampling=sampling)
+    assert (output.refills, output.steps, output.max_refill_wait) == (3, 12, 0)
+
+
+def test_bf16_parameters_generate_with_bf16_caches():
+    spec, params = model()
+    tokens, lengths, ids = prompts(3)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    sampling = SamplingParams(max_new_tokens=4)
+    program = jax.make_jaxpr(
+        lambda p: generate(
+            spec, p, tokens, lengths, ids, jax.random.key(0), sampling=sampling, num_slots=2
+        )
+    )(half)
+    assert f"bf16[2,2,{P + 4},8]" in str(program) and f"f32[2,2,{P + 4},8]" not in str(program)
+
+
+def test_bad_sizes_are_refused():
+    tokens, lengths, ids = prompts(2)
+    for options, word in (
+        ({"num_slots": -1}, "num_slots"),
+        ({"num_slots": 1, "refill_batch": -2}, "refill_batch"),
+        ({"num_slots": 1, "refill_interval": -1}, "refill_interval"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            run(tokens, lengths, ids, **options)
+    with pytest.raises(ValueError, match="prompt lengths"):
+        run(tokens, lengths[:1], ids, num_slots=1)
+    with pytest.raises(ValueError, match="width of 0"):
+        run(tokens[:, :0], lengths, ids, num_slots=1)

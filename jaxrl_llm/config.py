@@ -170,6 +170,7 @@ class ValidationConfig:
     n: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
+    grader: FunctionConfig = FunctionConfig(path="jaxrl_llm.rewards.exact_answer:exact_answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,4 +228,4 @@ class Config:
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     compile_cache: str = ""  # folder of compiled programs; empty is <run_dir>/compile_cache
-    nan_stop: bool = True  # end the run at the first gradient that is not finite, naming it
+    fuse_stages: bool = True  # one program of consecutive stages; False times each by itself

@@ -20,6 +20,7 @@ STEP_PREFIX = "global_step"
 FROZEN = "frozen"
 HUGGINGFACE = "huggingface"
 LOOP = "loop"
+VALIDATION = "val-core/"
 SCORE = "score"  # entry of the loop state: the metric by which the best is kept
 
 
@@ -35,7 +36,10 @@ class CheckpointManager:
         best_metric: str,
         asynchronous: bool,
     ):
-        """`best_metric` names the entry of the metrics given to `save`; larger is better."""
+        """`best_metric` names an entry of the metrics given to `save`; larger is better.
+
+        An empty name takes the first validation metric (`val-core/...`).
+        """
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_main():
@@ -65,15 +69,21 @@ class CheckpointManager:
         The step counts as complete only when all of it is on disk, whatever kills the process.
         """
         loop = dict(loop)
-        if self._best_metric in metrics:
-            loop[SCORE] = self._best.scores[step] = metrics[self._best_metric]
+        candidates = [name for name in metrics if name.startswith(VALIDATION)]
+        name = self._best_metric or next(iter(candidates), "")
+        if name in metrics:
+            loop[SCORE] = self._best.scores[step] = metrics[name]
         args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
         """The items of `step`, laid out as the ShapeDtypeStructs say, and the loop state."""
-        return restore(self.directory / f"{STEP_PREFIX}_{step}", abstract)
+        return restore(self.path(step), abstract)
+
+    def path(self, step: int) -> Path:
+        """The folder of a step, whether or not it is there."""
+        return self.directory / f"{STEP_PREFIX}_{step}"
 
     def wait(self) -> None:
         """Return once every started save is on disk."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.alias import Algorithm
@@ -163,7 +164,7 @@ def preference_fields(batch: PreferenceBatch) -> Fields:
         "rejected": batch.rejected.tokens,
         "rejected_lengths": batch.rejected.lengths,
         "margin": batch.margin,
-        "mask": jnp.ones((batch.margin.shape[0], 1), jnp.float32),
+        "mask": np.ones((batch.margin.shape[0], 1), np.float32),
     }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxrl_llm.types import INPUT_FIELDS, ROLLOUT_FIELDS
 
-HOST = "host"
+HOST = "host"  # role of a stage that runs Python
+DEVICE = "device"  # role of a stage that is traced but needs no state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Stage:
     fn: Callable[..., StageOutput]
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
-    role: str  # actor | critic | reference | reward | algorithm | host
+    role: str  # actor | critic | reference | reward | kl_controller | device | host
     updates: bool = False
 
 

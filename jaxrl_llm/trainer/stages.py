@@ -18,7 +18,8 @@ from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
 from jaxrl_llm.algorithms.importance import mismatch_metrics
 from jaxrl_llm.distributed.mesh import REPLICA_AXES
-from jaxrl_llm.generation.engine import SamplingParams, generate_on_mesh
+from jaxrl_llm.generation.engine import generate_on_mesh
+from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import (
     in_micro_batches,
     response_logprobs,
@@ -30,9 +31,10 @@ from jaxrl_llm.learner.train_state import TrainState, cast
 from jaxrl_llm.learner.train_step import NONFINITE, over_mini_batches, train_step
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
-from jaxrl_llm.trainer.dataflow import HOST, Stage, StageOutput
+from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput
 from jaxrl_llm.trainer.roles import Role, params_of
 
+KL_CONTROLLER = "kl_controller"
 ROW = ("prompts", "prompt_lengths", "responses")
 
 
@@ -61,6 +63,7 @@ def generate_stage(
     num_slots: int,
     dtype: str,
     seed: int,
+    pad_id: int,
 ) -> Stage:
     """Samples responses from the actor in its generation layout."""
 
@@ -77,6 +80,7 @@ def generate_stage(
             num_slots=num_slots,
             mesh=role.mesh,
             attention=role.forward.attention,
+            pad_id=pad_id,
         )
         metrics = {"rollout/decode_steps": out.steps.max(), "rollout/refills": out.refills.max()}
         return StageOutput(writes=(out.tokens, out.mask, out.logprobs), metrics=metrics)
@@ -195,7 +199,7 @@ def token_reward_stage(algorithm: Algorithm) -> Stage:
             return StageOutput(writes=(score_to_rewards(scores, mask),), metrics={})
 
         return Stage(
-            name="kl", fn=place, reads=("scores", "mask"), writes=("rewards",), role="algorithm"
+            name="kl", fn=place, reads=("scores", "mask"), writes=("rewards",), role=DEVICE
         )
     kl_reward, controller = algorithm.kl_reward, algorithm.kl_controller
 
@@ -214,7 +218,7 @@ def token_reward_stage(algorithm: Algorithm) -> Stage:
         fn=penalise,
         reads=field_names(kl_reward),
         writes=("rewards",),
-        role="algorithm",
+        role=KL_CONTROLLER,
         updates=True,
     )
 
@@ -232,9 +236,7 @@ def advantage_stage(algorithm: Algorithm, *, max_response_length: int) -> Stage:
         metrics = batch_metrics(**known, max_response_length=max_response_length)
         return StageOutput(writes=(advantages, returns), metrics=metrics)
 
-    return Stage(
-        name="adv", fn=fn, reads=fields, writes=("advantages", "returns"), role="algorithm"
-    )
+    return Stage(name="adv", fn=fn, reads=fields, writes=("advantages", "returns"), role=DEVICE)
 
 
 def update_actor_stage(

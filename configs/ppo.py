@@ -1,0 +1,80 @@
+"""PPO with a critic on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/ppo.py
+
+A model of one million parameters learns the format by a short supervised warm-up, then PPO
+(Schulman et al. 2017, https://arxiv.org/abs/1707.06347) with GAE, a KL penalty against the
+warmed-up model and the exact answer as reward takes it from about 40 % to over 90 % of held-out
+problems.
+"""
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    DataConfig,
+    FunctionConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
+    SupervisedConfig,
+    TaskConfig,
+    ValidationConfig,
+)
+
+CHAIN_SUM = TaskConfig(name="chain_sum", settings={"num_terms": 3, "num_digits": 1})
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    return Config(
+        name="ppo",
+        total_steps=120,
+        save_every=40,
+        data=DataConfig(
+            tokenizer="char",
+            train_tasks=(CHAIN_SUM,),
+            val_tasks=(CHAIN_SUM,),
+            train_batch_size=128,
+            max_prompt_length=6,
+            max_response_length=4,
+        ),
+        actor=ActorConfig(
+            hf_config=MODEL,
+            ppo_mini_batch_size=64,
+            ppo_epochs=2,
+            optimizer=OptimizerConfig(learning_rate=3e-4),
+        ),
+        critic=CriticConfig(ppo_epochs=2, optimizer=OptimizerConfig(learning_rate=1e-3)),
+        rollout=RolloutConfig(n=8),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:ppo",
+            settings={"lam": 0.95, "use_kl_in_reward": True, "kl_coef": 0.01},
+        ),
+        reward=RewardConfig(
+            functions=(
+                FunctionConfig(
+                    path="jaxrl_llm.rewards.exact_answer:exact_answer",
+                    settings={"extract": "whole"},
+                ),
+            )
+        ),
+        validation=ValidationConfig(every=20),
+        warmup=SupervisedConfig(
+            steps=600,
+            batch_size=256,
+            eval_every=20,
+            stop_at=0.4,
+            optimizer=OptimizerConfig(learning_rate=1e-3),
+        ),
+    )

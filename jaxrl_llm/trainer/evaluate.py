@@ -1,0 +1,171 @@
+"""Held-out evaluation: generate (greedy by default), grade, report under verl's names."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.generation.engine import generate_on_mesh
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.learner.forward import row_scores
+from jaxrl_llm.learner.train_state import Params, cast
+from jaxrl_llm.rewards.combine import RewardManager
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.roles import Role
+from jaxrl_llm.trainer.samples import completions_of, prompt_batch
+from jaxrl_llm.types import Completion, PreferenceBatch, Prompt, TokenBatch
+
+CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy
+SEED_STREAM = 1  # validation draws from another stream than training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """One evaluation: metrics, and each sample with its grade for the trace."""
+
+    metrics: dict[str, float]
+    prompts: list[Prompt]  # one a sample
+    completions: list[Completion]
+    grades: np.ndarray  # float32, one a sample
+
+    @property
+    def accuracy(self) -> float:
+        """Share of samples that are right, over all sources."""
+        return float((self.grades >= CORRECT).mean())
+
+
+class Validator:
+    """Generates answers to a fixed list of held-out prompts and grades them."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        role: Role,
+        tokenizer: Tokenizer,
+        grader: RewardManager,
+        sampling: SamplingParams,
+        n: int,
+        batch_size: int,
+        num_slots: int,
+        max_prompt_length: int,
+        dtype: str,
+        seed: int,
+    ):
+        self._prompts = list(prompts)
+        self._tokenizer = tokenizer
+        self._grader = grader
+        self._stop_ids = sampling.stop_token_ids
+        self._n = n
+        self._batch_size = min(batch_size, _up_to(len(prompts), role.mesh.size))
+        self._max_prompt_length = max_prompt_length
+        self._mesh = role.mesh
+
+        def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
+            return generate_on_mesh(
+                role.spec,
+                role.forward.gather(cast(params, dtype)),
+                prompts,
+                lengths,
+                sample_ids,
+                key,
+                sampling=sampling,
+                num_slots=num_slots,
+                mesh=role.mesh,
+                attention=role.forward.attention,
+                pad_id=tokenizer.pad_id,
+            )
+
+        self._answer = jax.jit(answer)
+
+    def run(self, params: Params, step: int) -> Validation:
+        """Evaluate `params` (in the training layout) after `step` iterations."""
+        device_step = make_global(jnp.int32(step), replicated(self._mesh))
+        prompts: list[Prompt] = []
+        completions: list[Completion] = []
+        for start in range(0, len(self._prompts), self._batch_size):
+            chunk = self._prompts[start : start + self._batch_size]
+            batch = prompt_batch(
+                chunk,
+                n=self._n,
+                max_prompt_length=self._max_prompt_length,
+                pad_id=self._tokenizer.pad_id,
+                num_prompts=self._batch_size,
+            )
+            sample_ids = batch.sample_ids + np.uint32(start * self._n)
+            arrays = (batch.prompts, batch.prompt_lengths, sample_ids)
+            out = self._answer(
+                params, *make_global(arrays, batch_sharding(self._mesh)), device_step
+            )
+            rows = len(chunk) * self._n
+            tokens, mask, logprobs = fetch((out.tokens, out.mask, out.logprobs))
+            completions += completions_of(
+                self._tokenizer, self._stop_ids, tokens[:rows], mask[:rows], logprobs[:rows]
+            )
+            prompts += [p for p in chunk for _ in range(self._n)]
+        grades = self._grader.score(prompts, completions, step).scores
+        return Validation(
+            metrics=accuracy_metrics([p.data_source for p in prompts], grades, self._n),
+            prompts=prompts,
+            completions=completions,
+            grades=grades,
+        )
+
+
+def accuracy_metrics(sources: Sequence[str], grades: np.ndarray, n: int) -> dict[str, float]:
+    """val-core/<source>/acc/mean@n, and best@n/mean when there are several samples a prompt."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for source, grade in zip(sources, grades, strict=True):
+        right[source].append(bool(grade >= CORRECT))
+    metrics = {}
+    for source, values in right.items():
+        groups = np.asarray(values).reshape(-1, n)
+        metrics[f"val-core/{source}/acc/mean@{n}"] = float(groups.mean())
+        if n > 1:
+            metrics[f"val-core/{source}/acc/best@{n}/mean"] = float(groups.any(axis=1).mean())
+    return metrics
+
+
+def _up_to(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class PairValidator:
+    """Share of held-out preference pairs that a scalar model orders as people did."""
+
+    def __init__(self, role: Role, pairs: PreferenceBatch, batch_size: int):
+        self._pairs = pairs
+        self._batch_size = batch_size
+        self._sharding = batch_sharding(role.mesh)
+
+        def score(params: Params, tokens: Any, lengths: Any) -> Any:
+            return row_scores(params, tokens, lengths, spec=role.spec, settings=role.forward)
+
+        self._score = jax.jit(score)
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """{"accuracy": ...}; a tie counts half."""
+        chosen = self._scores(params, self._pairs.chosen)
+        rejected = self._scores(params, self._pairs.rejected)
+        right = (chosen > rejected) + 0.5 * (chosen == rejected)
+        return {"accuracy": float(right.mean())}
+
+    def _scores(self, params: Params, rows: TokenBatch) -> np.ndarray:
+        out, size = [], self._batch_size
+        tokens, lengths = np.asarray(rows.tokens), np.asarray(rows.lengths)
+        for start in range(0, len(lengths), size):
+            real = len(lengths[start : start + size])
+            padding = ((0, size - real), (0, 0))
+            arrays = (
+                np.pad(tokens[start : start + size], padding),
+                np.pad(lengths[start : start + size], padding[:1]),
+            )
+            out.append(fetch(self._score(params, *make_global(arrays, self._sharding)))[:real])
+        return np.concatenate(out)

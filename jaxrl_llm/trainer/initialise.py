@@ -1,0 +1,102 @@
+"""Where a role's first parameters come from: a directory, a checkpoint of ours, or a seed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxrl_llm.checkpoint import manager
+from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
+from jaxrl_llm.config import ModelSettings
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_params, model_spec
+from jaxrl_llm.models.config import Kind
+from jaxrl_llm.models.families import config_from_hf, to_hf_config
+from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_llm.trainer.roles import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model's description and where its weights are; `directory` is None for random ones."""
+
+    config: ModelConfig
+    directory: Path | None = None  # of Hugging Face files, or the `huggingface` of our checkpoints
+    checkpoint: Path | None = None  # a global_step_N folder of ours
+
+
+def find_model(settings: ModelSettings, tokenizer: Tokenizer | None = None) -> ModelSource:
+    """The model that `path` or `hf_config` describes.
+
+    A config without vocab_size takes the tokenizer's. ValueError when nothing can be found there.
+    """
+    if not settings.path:
+        hf = dict(settings.hf_config)
+        if tokenizer is not None:
+            hf.setdefault("vocab_size", tokenizer.vocab_size)
+        return ModelSource(config=config_from_hf(hf))
+    checkpoint = Path(settings.path)
+    if manager.is_complete(checkpoint):
+        directory = checkpoint.parent / manager.HUGGINGFACE
+        return ModelSource(
+            config=load_model_config(directory), directory=directory, checkpoint=checkpoint
+        )
+    directory = model_directory(settings.path)
+    return ModelSource(config=load_model_config(directory), directory=directory)
+
+
+def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
+    """The named tokenizer, or the one beside the model's weights."""
+    if name:
+        return load_tokenizer(name)
+    if not settings.path:
+        raise ValueError(
+            "data.tokenizer is empty and actor.path gives no directory to take it from; set "
+            "data.tokenizer to 'char' or to a Hugging Face directory"
+        )
+    checkpoint = Path(settings.path)
+    if manager.is_complete(checkpoint):
+        return load_tokenizer(checkpoint.parent / manager.HUGGINGFACE)
+    return load_tokenizer(model_directory(settings.path))
+
+
+def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
+    """The abstract model in the dtype in which it is stored."""
+    return model_spec(source.config, kind, settings.param_dtype)
+
+
+def load_params(role: Role, source: ModelSource, seed: int) -> Params:
+    """First parameters of a role, laid out for training. A pure function of files and seed."""
+    if source.checkpoint is not None:
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            role.spec.params,
+            role.param_shardings,
+        )
+        items, _ = manager.restore(source.checkpoint, {"actor": abstract})
+        return items["actor"]
+    if source.directory is not None:
+        return import_params(source.directory, role.spec, role.param_shardings)
+    init = jax.jit(lambda key: init_params(role.spec, key), out_shardings=role.param_shardings)
+    return init(jax.random.key(seed))
+
+
+def write_huggingface_files(
+    directory: Path, spec: ModelSpec, tokenizer: Tokenizer
+) -> None:
+    """config.json, the tokenizer and generation settings, beside the checkpoints.
+
+    With them a checkpoint folder is enough to generate, to evaluate and to export.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(directory)
+    ids = {
+        "eos_token_id": list(tokenizer.stop_ids),
+        "pad_token_id": tokenizer.pad_id,
+        "bos_token_id": tokenizer.bos_id,
+    }
+    ids = {name: value for name, value in ids.items() if value is not None}
+    config = to_hf_config(spec.config, spec.kind) | ids
+    for name, content in (("config.json", config), ("generation_config.json", ids)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,235 @@
+"""From a config to the planned programs of online RL, before any array exists."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.alias import Algorithm
+from jaxrl_llm.config import Config, FunctionConfig, ModelSettings
+from jaxrl_llm.data.sources import load_attribute
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer import stages
+from jaxrl_llm.trainer.dataflow import Stage, StageOutput, plan, segments
+from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
+from jaxrl_llm.trainer.program import Program, States
+from jaxrl_llm.trainer.roles import Role, make_role
+from jaxrl_llm.types import RolloutBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration of RL, planned: the roles that it needs and the programs that run it."""
+
+    config: Config
+    algorithm: Algorithm
+    roles: dict[str, Role]
+    sources: dict[str, ModelSource]  # where each role's weights come from, if not from the actor
+    stages: tuple[Stage, ...]
+    program: Program
+    sampling: SamplingParams
+    mesh: Mesh
+
+    def abstract_states(self) -> States:
+        """Shapes and shardings of everything that the roles keep."""
+        states = {name: role.abstract() for name, role in self.roles.items()}
+        return states | {stages.KL_CONTROLLER: self._abstract_controller()}
+
+    def abstract_batch(self) -> RolloutBatch:
+        """Shapes of the batch that an iteration begins with."""
+        data, rows = self.config.data, self.config.data.train_batch_size * self.config.rollout.n
+        sharding = batch_sharding(self.mesh)
+
+        def array(shape: tuple[int, ...], dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        return RolloutBatch(
+            prompts=array((rows, data.max_prompt_length), jnp.int32),
+            prompt_lengths=array((rows,), jnp.int32),
+            sample_ids=array((rows,), jnp.uint32),
+        )
+
+    def trace(self) -> RolloutBatch:
+        """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
+        return self.program.trace(self.abstract_states(), self.abstract_batch())
+
+    def controller_state(self) -> Any:
+        """The KL controller's first state."""
+        init = self.algorithm.kl_controller.init
+        return jax.jit(init, out_shardings=replicated(self.mesh))()
+
+    def _abstract_controller(self) -> Any:
+        shape = jax.eval_shape(self.algorithm.kl_controller.init)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=replicated(self.mesh))
+
+
+def plan_iteration(
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    reward: Callable[..., StageOutput] | None,
+) -> Iteration:
+    """Roles, stages and programs of `config`. `reward` scores on the host; None uses the model.
+
+    Raises ValueError where the algorithm needs a field that no stage writes, or a dim does not
+    divide its mesh axes.
+    """
+    algorithm = build_algorithm(config.algorithm)
+    sources = {"actor": find_model(config.actor, tokenizer)}
+    roles = {"actor": _actor(config, sources["actor"], mesh)}
+    _add_scalar_role(config.critic, "critic", sources, roles, mesh)
+    if reward is None:
+        if config.reward.model is None:
+            raise ValueError(
+                "reward.functions and reward.model are both empty: name a reward function, or "
+                "a reward model"
+            )
+        _add_scalar_role(config.reward.model, "reward", sources, roles, mesh)
+    steps = config.total_steps * update_sizes(config, "actor").num_mini_batches
+    critic_steps = steps * config.critic.ppo_epochs
+    roles["actor"] = roles["actor"].with_optimizer(
+        config.actor.optimizer, steps * config.actor.ppo_epochs
+    )
+    roles["critic"] = roles["critic"].with_optimizer(config.critic.optimizer, critic_steps)
+    roles["reference"] = _reference(config, sources["actor"], mesh)
+    sampling = train_sampling(config, tokenizer)
+    catalogue = _catalogue(config, algorithm, roles, sampling, tokenizer, reward)
+    planned = plan(catalogue)
+    used = {stage.role for stage in planned}
+    roles = {name: role for name, role in roles.items() if name in used}
+    shardings = {name: role.shardings for name, role in roles.items()}
+    shardings[stages.KL_CONTROLLER] = replicated(mesh)
+    return Iteration(
+        config=config,
+        algorithm=algorithm,
+        roles=roles,
+        sources=sources,
+        stages=planned,
+        program=Program(
+            segments(planned, fuse=config.fuse_stages), mesh=mesh, state_shardings=shardings
+        ),
+        sampling=sampling,
+        mesh=mesh,
+    )
+
+
+def build_algorithm(config: FunctionConfig) -> Algorithm:
+    """Call the function that the config names. ValueError when it gives no Algorithm."""
+    algorithm = load_attribute(config.path)(**config.settings)
+    if not isinstance(algorithm, Algorithm):
+        raise ValueError(
+            f"{config.path} returned {type(algorithm).__name__}, not an Algorithm "
+            "(jaxrl_llm.algorithms.alias)"
+        )
+    return algorithm
+
+
+def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """How the rollout samples."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_ids(config, tokenizer),
+    )
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's and the config's own."""
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
+
+
+def update_sizes(config: Config, role: str) -> stages.UpdateSizes:
+    """How the update of `role` (actor or critic) walks through an iteration's samples."""
+    settings = config.critic if role == "critic" else config.actor
+    samples = config.data.train_batch_size * config.rollout.n
+    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    micro_batch = settings.micro_batch_size * config.mesh.num_replicas or mini_batch
+    return stages.UpdateSizes(
+        num_mini_batches=samples // mini_batch,
+        num_epochs=settings.ppo_epochs,
+        num_micro_batches=mini_batch // micro_batch,
+        num_forward_micro_batches=samples // micro_batch,
+    )
+
+
+def _catalogue(
+    config: Config,
+    algorithm: Algorithm,
+    roles: dict[str, Role],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    reward: Callable[..., StageOutput] | None,
+) -> list[Stage]:
+    """Every stage that might be needed; the planner keeps those that are."""
+    actor, critic = roles["actor"], roles["critic"]
+    actor_sizes, critic_sizes = update_sizes(config, "actor"), update_sizes(config, "critic")
+    temperature = config.rollout.temperature
+    catalogue = [
+        stages.generate_stage(
+            actor,
+            sampling=sampling,
+            num_slots=config.rollout.num_slots,
+            dtype=config.rollout.dtype or config.actor.dtype,
+            seed=config.seed,
+            pad_id=tokenizer.pad_id,
+        ),
+        stages.old_logprob_stage(actor, algorithm, actor_sizes, temperature=temperature),
+        stages.reference_stage(roles["reference"], actor_sizes, temperature=temperature),
+        stages.values_stage(critic, critic_sizes),
+        stages.token_reward_stage(algorithm),
+        stages.advantage_stage(algorithm, max_response_length=config.data.max_response_length),
+    ]
+    if reward is not None:
+        catalogue.append(stages.reward_function_stage(reward))
+    else:
+        catalogue.append(stages.reward_model_stage(roles["reward"], actor_sizes))
+    if algorithm.value_loss is not None:
+        catalogue.append(stages.update_critic_stage(critic, algorithm, critic_sizes))
+    catalogue.append(
+        stages.update_actor_stage(
+            actor,
+            algorithm,
+            actor_sizes,
+            temperature=temperature,
+            critic_warmup=config.critic.warmup_steps,
+        )
+    )
+    return catalogue
+
+
+def _actor(config: Config, source: ModelSource, mesh: Mesh) -> Role:
+    return make_role("actor", spec_of(source, "causal_lm", config.actor), config.actor, mesh)
+
+
+def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
+    """The actor as it was before RL; frozen, so stored in the dtype that it computes in."""
+    settings = ModelSettings(
+        dtype=config.actor.dtype,
+        param_dtype=config.actor.dtype,
+        attention=config.actor.attention,
+    )
+    return make_role("reference", spec_of(source, "causal_lm", settings), settings, mesh)
+
+
+def _add_scalar_role(
+    settings: ModelSettings,
+    name: str,
+    sources: dict[str, ModelSource],
+    roles: dict[str, Role],
+    mesh: Mesh,
+) -> None:
+    """A critic or reward model: its own model when the config gives one, else the actor's shape."""
+    source = sources["actor"]
+    if settings.path or settings.hf_config:
+        source = sources[name] = find_model(settings)
+    roles[name] = make_role(name, spec_of(source, "scalar", settings), settings, mesh)
+

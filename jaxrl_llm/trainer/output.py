@@ -1,0 +1,182 @@
+"""Everything that a run writes or shows; process 0 alone writes metrics."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.multihost import fetch, is_main
+from jaxrl_llm.observability.console import Console, SampleRow
+from jaxrl_llm.observability.trace import TraceWriter
+from jaxrl_llm.observability.tracker import (
+    JsonlTracker,
+    MultiTracker,
+    TensorBoardTracker,
+    Tracker,
+)
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.evaluate import Validation
+from jaxrl_llm.trainer.rewarding import StepContext, group_share
+from jaxrl_llm.trainer.samples import completions_of
+from jaxrl_llm.types import Prompt, RolloutBatch
+
+GLOBAL_STEP = "training/global_step"
+
+
+class RunOutput:
+    """metrics.jsonl, TensorBoard, the trace and the console of one run directory."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        tokenizer: Tokenizer,
+        stop_ids: tuple[int, ...],
+        resume_step: int | None,
+    ):
+        """Open everything; what was written after `resume_step` (None: at all) is cut off."""
+        self._config = config
+        self._run_dir = run_dir
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._stack = ExitStack()
+        keep = -1 if resume_step is None else resume_step
+        self._console: Console | None = None
+        self._trackers: Tracker = MultiTracker([])
+        if is_main():
+            self._open_trackers(keep)
+        self._trace: TraceWriter | None = None
+        if config.log.trace:
+            self._trace = TraceWriter(run_dir / "trace")
+            self._trace.truncate_after(keep)
+            self._stack.callback(self._trace.close)
+        # Every process traces the samples that it scored, in files of its own.
+        self._kind = "train" if is_main() else f"train.process{jax.process_index()}"
+
+    def _open_trackers(self, keep: int) -> None:
+        config = self._config
+        jsonl = JsonlTracker(self._run_dir / "metrics.jsonl")
+        jsonl.truncate_after(keep)
+        trackers: list[Tracker] = [jsonl]
+        if config.log.tensorboard:
+            folder = self._run_dir / "tensorboard"
+            trackers.append(TensorBoardTracker(folder, resume_step=keep))
+        self._console = Console(
+            total_steps=config.total_steps,
+            first_step=max(keep, 0),
+            every=config.log.console_every,
+        )
+        trackers.append(self._console)
+        self._trackers = MultiTracker(trackers)
+        self._stack.callback(self._trackers.close)
+
+    def __enter__(self) -> "RunOutput":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step, once, on the main process."""
+        self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
+
+    def message(self, text: str) -> None:
+        """A line for the user."""
+        if self._console is not None:
+            self._console.message(text)
+
+    def supervised(self, name: str, steps: int) -> Callable[[int, dict[str, float]], None]:
+        """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
+        if not is_main():
+            return lambda step, metrics: None
+        tracker = JsonlTracker(self._run_dir / name / "metrics.jsonl")
+        tracker.truncate_after(-1)
+        self._stack.callback(tracker.close)
+        console = self._console
+        assert console is not None
+
+        def report(step: int, metrics: dict[str, float]) -> None:
+            tracker.log(step, {GLOBAL_STEP: step, **metrics})
+            console.supervised(name, step, steps, metrics)
+
+        return report
+
+    def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
+        """Trace this process's samples, and show some of them every so many steps."""
+        shown = self._config.log.samples_every
+        show = bool(shown) and (step == 1 or step % shown == 0)
+        if self._trace is None and not show:
+            return
+        reward = context.reward
+        if reward is None:
+            scores, parts = self._take_device_samples(context, batch), {}
+            extras, failures = None, {}
+        else:
+            scores, parts, extras = reward.scores, reward.parts, reward.extras
+            failures = {f.index: [f.describe()] for f in reward.failures}
+        groups = context.prompts[context.first_group :]
+        prompts = [p for p in groups for _ in range(context.n)][: len(context.completions)]
+        if self._trace is not None:
+            self._trace.write(
+                self._kind,
+                step,
+                policy_version=step - 1,
+                prompts=prompts,
+                completions=context.completions,
+                scores=scores,
+                parts=parts,
+                extras=extras,
+                failures=failures,
+            )
+        if show and self._console is not None:
+            self._console.samples(step, self._rows(prompts, context, scores))
+
+    def validation(self, step: int, found: Validation) -> None:
+        """Trace the answers to the held-out prompts."""
+        if self._trace is not None and is_main():
+            self._trace.write(
+                "validation",
+                step,
+                policy_version=step,
+                prompts=found.prompts,
+                completions=found.completions,
+                scores=found.grades,
+            )
+
+    def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
+        """Responses that no host stage has seen; returns this process's scores."""
+        fields = (batch.responses, batch.mask, batch.rollout_logprobs, batch.scores)
+        responses, mask, logprobs, scores = fetch(fields)
+        share = group_share(len(context.prompts))
+        rows = slice(share.start * context.n, share.stop * context.n)
+        context.first_group = share.start
+        context.completions = completions_of(
+            self._tokenizer, self._stop_ids, responses[rows], mask[rows], logprobs[rows]
+        )
+        return scores[rows]
+
+    def _rows(
+        self, prompts: list[Prompt], context: StepContext, scores: Any
+    ) -> list[SampleRow]:
+        """One sample of each of the first groups."""
+        picked = range(0, len(prompts), context.n)[: self._config.log.num_samples]
+        return [
+            SampleRow(
+                prompt=prompts[i].text,
+                response=context.completions[i].text,
+                score=float(scores[i]),
+                ground_truth=prompts[i].ground_truth,
+            )
+            for i in picked
+        ]

@@ -1,0 +1,132 @@
+"""The first states of a run's roles, and their shape in a checkpoint."""
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.learner.train_state import Params, TrainState, cast
+from jaxrl_llm.models.base import scalar_params_from
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.evaluate import PairValidator, Validator
+from jaxrl_llm.trainer.initialise import load_params
+from jaxrl_llm.trainer.offline import reward_modelling, sft, train_supervised
+from jaxrl_llm.trainer.online import Iteration
+from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.program import States
+from jaxrl_llm.trainer.roles import Role
+from jaxrl_llm.trainer.stages import KL_CONTROLLER
+from jaxrl_llm.trainer.run_data import preference_data, sft_batches
+
+OPTIMIZER = "_optimizer"  # suffix of the checkpoint item beside a learning role's parameters
+SEEDS = {"actor": 0, "critic": 1, "reward": 2}  # streams of the run's seed
+
+
+def first_states(
+    iteration: Iteration, tokenizer: Tokenizer, validator: Validator, output: RunOutput
+) -> States:
+    """Weights loaded or drawn, the actor warmed up, the reward model trained, the rest derived.
+
+    The reference is the actor after its warm-up; so is the critic's decoder, unless the config
+    gives the critic its own model.
+    """
+    config, roles = iteration.config, iteration.roles
+    actor = load_params(roles["actor"], iteration.sources["actor"], _seed(config, "actor"))
+    if config.warmup is not None:
+        actor = _warm_up(iteration, actor, tokenizer, validator, output)
+    states: States = {KL_CONTROLLER: iteration.controller_state()}
+    for name, role in roles.items():
+        if name == "actor":
+            states[name] = role.state(actor)
+        elif name == "reference":
+            derive = jax.jit(
+                partial(cast, dtype=role.spec.dtype), out_shardings=role.param_shardings
+            )
+            states[name] = derive(actor)
+        else:
+            params = _scalar_params(iteration, role, actor)
+            if name == "reward":
+                params = _train_reward_model(iteration, role, params, tokenizer, output)
+            states[name] = role.state(params)
+    return states
+
+
+def frozen_roles(iteration: Iteration) -> list[str]:
+    """Roles that no step changes: saved once a run."""
+    return [name for name, role in iteration.roles.items() if role.optimizer is None]
+
+
+def to_items(states: States, frozen: list[str]) -> dict[str, Any]:
+    """States as checkpoint items: parameters apart from optimizers, so an export reads one item."""
+    items: dict[str, Any] = {}
+    for name, state in states.items():
+        if name in frozen:
+            continue
+        if isinstance(state, TrainState):
+            items[name] = state.params
+            items[name + OPTIMIZER] = {"opt_state": state.opt_state, "step": state.step}
+        else:
+            items[name] = {"state": state}
+    return items
+
+
+def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
+    """The inverse of `to_items`."""
+    states: States = dict(frozen)
+    for name, item in items.items():
+        if name.endswith(OPTIMIZER):
+            continue
+        optimizer = items.get(name + OPTIMIZER)
+        states[name] = (
+            item["state"] if optimizer is None else TrainState(params=item, **optimizer)
+        )
+    return states
+
+
+def _seed(config: Config, role: str) -> int:
+    return config.seed * len(SEEDS) + SEEDS[role]
+
+
+def _warm_up(
+    iteration: Iteration,
+    params: Params,
+    tokenizer: Tokenizer,
+    validator: Validator,
+    output: RunOutput,
+) -> Params:
+    config, role = iteration.config, iteration.roles["actor"]
+    assert config.warmup is not None
+    task = sft(
+        role,
+        sft_batches(config, config.warmup, tokenizer),
+        lambda params, step: {"accuracy": validator.run(params, step).accuracy},
+    )
+    report = output.supervised("warmup", config.warmup.steps)
+    return train_supervised(role, params, task, config.warmup, report=report)
+
+
+def _train_reward_model(
+    iteration: Iteration, role: Role, params: Params, tokenizer: Tokenizer, output: RunOutput
+) -> Params:
+    config = iteration.config
+    assert config.reward.model is not None
+    training = config.reward.model.training
+    if training is None:
+        return params
+    batches, held_out = preference_data(config, training, tokenizer)
+    judge = PairValidator(role, held_out, training.batch_size)
+    task = reward_modelling(role, batches, judge.run, center=config.reward.model.center)
+    report = output.supervised("reward_model", training.steps)
+    return train_supervised(role, params, task, training, report=report)
+
+
+def _scalar_params(iteration: Iteration, role: Role, actor: Params) -> Params:
+    seed = _seed(iteration.config, role.name)
+    if role.name in iteration.sources:
+        return load_params(role, iteration.sources[role.name], seed)
+    derive = jax.jit(
+        lambda params: scalar_params_from(params, role.spec, jax.random.key(seed)),
+        out_shardings=role.param_shardings,
+    )
+    return derive(actor)

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-DEFAULT_CHUNK = 2048  # tokens, over all devices
+# Logits of a default chunk: 1 GiB in float32, over all devices. 1766 tokens of a vocabulary of 152k
+# keep a GPU busy; a tiny vocabulary is never split.
+DEFAULT_CHUNK_LOGITS = 2**28
 
 Saved = tuple[Array, Array, Array, Array, Array | None]
 
@@ -27,7 +29,7 @@ def linear_logprob(
     targets_N: Int[Array, " *N"],
     *,
     temperature: float = 1.0,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     with_entropy: Literal[False] = False,
 ) -> tuple[Float[Array, " *N"], None]: ...
 
@@ -39,7 +41,7 @@ def linear_logprob(
     targets_N: Int[Array, " *N"],
     *,
     temperature: float = 1.0,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     with_entropy: Literal[True],
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]: ...
 
@@ -51,7 +53,7 @@ def linear_logprob(
     targets_N: Int[Array, " *N"],
     *,
     temperature: float = 1.0,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     with_entropy: bool,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]: ...
 
@@ -62,21 +64,26 @@ def linear_logprob(
     targets_N: Int[Array, " *N"],
     *,
     temperature: float = 1.0,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]:
     """(log p(target), entropy or None) under softmax(hidden @ weight.T / temperature), in float32.
 
-    Accepts [N, D] with [N], and [B, T, D] with [B, T]; `chunk` is the number of tokens whose logits
-    exist at once, over all devices. The last axis before D is what gets split, so under a mesh give
-    [B, T, D] with B sharded: each chunk then holds tokens of every row, every device works on every
-    chunk and no hidden state moves. The weight may be sharded over V. Its gradient is reduced
-    across devices once a chunk, so there prefer few, large chunks. The entropy, in nats, costs two
-    passes over the logits only when asked for. Reverse-mode gradients flow into hidden and weight
-    through both outputs; the gradient into the weight is accumulated in float32.
+    Accepts [N, D] with [N], and [B, T, D] with [B, T]. `chunk` is the number of tokens whose logits
+    exist at once, over all devices; None takes what fits 1 GiB.
+
+    The last axis before D is what gets split, so under a mesh give [B, T, D] with B sharded: each
+    chunk then holds tokens of every row, every device works on every chunk and no hidden state
+    moves. The weight may be sharded over V; gather it over D first. Its gradient is reduced across
+    devices once a chunk, so over many devices prefer few, large chunks.
+
+    The entropy, in nats, costs one more pass over the logits, and nothing unless asked for. Its
+    gradient flows too. The weight's gradient is accumulated in float32 whatever its dtype.
 
     Raises ValueError for a temperature or chunk that is not positive, and for shapes that differ.
     """
+    if chunk is None:
+        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
     if temperature <= 0.0 or chunk < 1:
         raise ValueError(
             f"temperature {temperature} and chunk {chunk} must be positive; the log-probabilities "

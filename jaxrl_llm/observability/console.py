@@ -1,0 +1,274 @@
+"""What the user sees while a run goes on: a live view on a terminal, plain lines elsewhere."""
+
+import fnmatch
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+# The metrics that matter, in this order, under the names that fit on a line.
+HEADLINES = (
+    ("critic/score/mean", "reward"),
+    ("val-core/*/acc/mean@*", "held-out"),
+    ("sft/loss", "loss"),
+    ("sft/heldout_accuracy", "held-out"),
+    ("reward_model/loss", "loss"),
+    ("reward_model/accuracy", "accuracy"),
+    ("reward_model/heldout_accuracy", "held-out"),
+    ("actor/entropy", "entropy"),
+    ("actor/ppo_kl", "kl"),
+    ("actor/pg_loss", "pg loss"),
+    ("critic/vf_loss", "vf loss"),
+    ("response_length/mean", "length"),
+    ("rewards/failures", "reward failures"),
+    ("perf/throughput", "tokens/s/device"),
+    ("perf/time_per_step", "s/step"),
+)
+PLAIN_WIDTH = 160  # characters of a text in a plain line
+SMOOTHING = 0.2  # weight of the latest step in the time a step takes
+
+
+class Console:
+    """A `Tracker` that shows progress, time left, the metrics that matter, and samples.
+
+    On a terminal the view is redrawn in place and ordinary output scrolls above it; elsewhere
+    every step is one line without control codes. `every` and `samples_every` are in steps, and a
+    `samples_every` of 0 shows none. Close it, or use it in a `with`: a live view hides the cursor.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: TextIO | None = None,
+        every: int = 1,
+        samples_every: int = 20,
+        num_samples: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        out: TextIO = sys.stdout if file is None else file
+        self._display: _Display = _LiveDisplay(out) if out.isatty() else _PlainDisplay(out)
+        self._every = max(every, 1)
+        self._samples_every = samples_every
+        self._num_samples = num_samples
+        self._clock = clock
+        self._phase = "step"
+        self._total_steps = self._last_step = 0
+        self._last_time = clock()
+        self._seconds_per_step, self._num_timed = 0.0, 0
+
+    def begin(self, phase: str, total_steps: int, first_step: int = 0) -> None:
+        """Start a phase, such as the warm-up; `first_step` steps of it were done before."""
+        self._phase = phase
+        self._total_steps, self._last_step = total_steps, first_step
+        self._last_time = self._clock()
+        self._seconds_per_step, self._num_timed = 0.0, 0
+        self._display.begin(phase, total_steps, first_step)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a step of the phase that has begun."""
+        left = self._time_left(step)
+        if step % self._every == 0 or step >= self._total_steps:
+            self._display.step(self._phase, step, self._total_steps, left, headlines(metrics))
+
+    def samples(
+        self,
+        step: int,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        scores: Sequence[float],
+    ) -> None:
+        """Show the first few samples, when the step is one to show samples at."""
+        if self._samples_every and step % self._samples_every == 0:
+            rows = [
+                (printable(prompt), printable(response), f"{float(score):.3g}")
+                for prompt, response, score in zip(prompts, responses, scores, strict=True)
+            ]
+            self._display.samples(step, rows[: self._num_samples])
+
+    def message(self, text: str) -> None:
+        """A line that stays, such as a warning or the summary's."""
+        self._display.message(text)
+
+    def close(self) -> None:
+        """Leave the last view standing and give the terminal back."""
+        self._display.close()
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _time_left(self, step: int) -> float | None:
+        """Seconds to the end of the phase, by a moving mean; None before anything was timed."""
+        now, done = self._clock(), step - self._last_step
+        if done > 0:
+            latest = (now - self._last_time) / done
+            # The first step compiles: it says nothing of those after it, so the second replaces it.
+            weight = SMOOTHING if self._num_timed > 1 else 1.0
+            self._seconds_per_step += weight * (latest - self._seconds_per_step)
+            self._num_timed += 1
+            self._last_step, self._last_time = step, now
+        if self._num_timed == 0:
+            return None
+        return self._seconds_per_step * max(self._total_steps - step, 0)
+
+
+class _Display(Protocol):
+    """How the console shows things."""
+
+    def begin(self, phase: str, total_steps: int, first_step: int) -> None: ...
+
+    def step(
+        self, phase: str, step: int, total: int, left: float | None, shown: dict[str, float]
+    ) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _PlainDisplay:
+    """One line a step."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def _line(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def begin(self, phase: str, total_steps: int, first_step: int) -> None:
+        since = f" from step {first_step}" if first_step else ""
+        self._line(f"{phase}: {total_steps} steps{since}")
+
+    def step(
+        self, phase: str, step: int, total: int, left: float | None, shown: dict[str, float]
+    ) -> None:
+        parts = [f"{phase} {step}/{total}"]
+        parts += [f"{name} {number(value)}" for name, value in shown.items()]
+        if left is not None and step < total:
+            parts.append(f"left {duration(left)}")
+        self._line(" | ".join(parts))
+
+    def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None:
+        for prompt, response, score in rows:
+            self._line(f"  sample | reward {score} | {clip(prompt)} -> {clip(response)}")
+
+    def message(self, text: str) -> None:
+        for line in text.split("\n"):
+            self._line(printable(line))
+
+    def close(self) -> None:
+        self._file.flush()
+
+
+class _LiveDisplay:
+    """A progress bar over a table of metrics, redrawn in place by rich."""
+
+    def __init__(self, file: TextIO):
+        self._console = RichConsole(file=file, highlight=False)
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._task = None
+        self._shown: dict[str, float] = {}
+        self._live = Live(self._view(), console=self._console, refresh_per_second=4)
+
+    def begin(self, phase: str, total_steps: int, first_step: int) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(
+            phase, total=total_steps, completed=first_step, left=""
+        )
+        self._shown = {}
+        self._live.update(self._view())
+        self._live.start()  # a second start changes nothing
+
+    def step(
+        self, phase: str, step: int, total: int, left: float | None, shown: dict[str, float]
+    ) -> None:
+        assert self._task is not None, "begin a phase first"
+        eta = "" if left is None else f"{duration(left)} left"
+        self._progress.update(self._task, completed=step, left=eta)
+        self._shown |= shown  # a metric that not every step has stays in view
+        self._live.update(self._view())
+
+    def _view(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        names = list(self._shown)
+        half = -(-len(names) // 2)
+        for left, right in zip(names[:half], [*names[half:], ""], strict=False):
+            cells = [left, number(self._shown[left])]
+            cells += [right, number(self._shown[right])] if right else ["", ""]
+            table.add_row(*(Text(cell) for cell in cells))
+        return Group(table, self._progress)
+
+    def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None:
+        table = Table("prompt", "response", "reward", title=f"samples of step {step}")
+        for row in rows:
+            table.add_row(*(Text(clip(cell)) for cell in row))  # Text: nothing in it is markup
+        self._console.print(table)
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def headlines(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that matter of those given, by their short names."""
+    found: dict[str, float] = {}
+    for pattern, label in HEADLINES:
+        names = fnmatch.filter(metrics, pattern)
+        for name in names:
+            # With several validation sources each keeps its name.
+            short = label if len(names) == 1 else f"{label} {name.split('/')[1]}"
+            found[short] = float(metrics[name])
+    if found.get("reward failures") == 0.0:
+        del found["reward failures"]
+    return found
+
+
+def number(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """1:02:03, or 2:03 under an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def printable(text: str) -> str:
+    """Line breaks and control codes made visible: a response must not drive the terminal."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
+
+
+def clip(text: str) -> str:
+    """The start of a long text."""
+    return text if len(text) <= PLAIN_WIDTH else text[: PLAIN_WIDTH - 3] + "..."

@@ -1,0 +1,113 @@
+"""A file of JSON objects, one a line, that survives `kill -9` and can be cut back for a resume."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK = 1 << 16  # bytes read at a time when looking for a line from the end
+
+
+class JsonlFile:
+    """Appends objects that carry a step, in the order of the steps.
+
+    Each object is one write of one whole line, handed to the operating system at once: when the
+    process is killed, at most the last line is torn, and opening the file again removes it. With
+    `fsync` a line also survives the loss of power. Floats are written with the digits that read
+    back as the same float64; NaN and infinities as Python's `json` reads them.
+    Raises ValueError when a whole line of the file is no object with a step.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, key: str, fsync: bool = False):
+        self.path = Path(path)
+        self._key = key
+        self._fsync = fsync
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: a line is with the operating system when `append` returns.
+        self._file: IO[bytes] = open(self.path, "ab", buffering=0)
+        self._cut(end_of_whole_lines(self.path))
+        self.last_step = last_step(self.path, key)
+
+    def append(self, *objects: Mapping[str, Any]) -> None:
+        """Write objects, whose steps must not go back."""
+        for entry in objects:
+            step = entry[self._key]
+            assert self.last_step is None or step >= self.last_step, (step, self.last_step)
+            self.last_step = step
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in objects)
+        remaining = memoryview(lines.encode("utf-8", errors="backslashreplace"))
+        while remaining:  # a raw write may take only a part
+            remaining = remaining[self._file.write(remaining) :]
+        if self._fsync:
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps, in one operation that is done wholly or not at all."""
+        if self.last_step is None or self.last_step <= step:
+            return
+        offset = 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            if parse_step(line, self._key, self.path) > step:
+                break
+            offset += len(line)
+        self._cut(offset)
+        self.last_step = last_step(self.path, self._key)
+
+    def _cut(self, size: int) -> None:
+        # Steps never go back, so what is to go is at the end: no second copy of the file is made.
+        if size < os.fstat(self._file.fileno()).st_size:
+            self._file.truncate(size)
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_jsonl(paths: Iterable[str | os.PathLike[str]]) -> Iterator[dict[str, Any]]:
+    """The objects of files, in order; a torn last line is left out."""
+    for path in paths:
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+
+
+def end_of_whole_lines(path: Path) -> int:
+    """The offset after the last line break: what follows it was torn by a kill."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - CHUNK)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
+def last_step(path: Path, key: str) -> int | None:
+    """The step of the last line of a file of whole lines; None for an empty file."""
+    with open(path, "rb") as file:
+        start = end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while start > 0:
+            start = max(0, start - CHUNK)
+            file.seek(start)
+            tail = file.read(end - start)
+            if tail.count(b"\n") > 1:
+                break
+    return parse_step(tail.splitlines()[-1], key, path) if tail else None
+
+
+def parse_step(line: bytes, key: str, path: Path) -> int:
+    """The step of a line; ValueError when it has none."""
+    try:
+        return int(json.loads(line)[key])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} has a line that is no object with {key!r}: {line[:80]!r}. It was changed by "
+            "something else; move it away or repair it, then start again."
+        ) from error

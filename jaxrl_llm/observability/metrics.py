@@ -1,0 +1,170 @@
+"""Metrics under the names that dashboards already use (verl's).
+
+`batch_metrics` is traced with the rest of an iteration; the functions below it run on the host.
+Rows whose prompt has length 0 are padding of the batch and count nowhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.numerics import masked_count, masked_mean, masked_var, safe_divide
+
+GIB = 1024**3  # verl's gigabyte
+EXPLAINED_EPS = 1e-5  # added to the variance of the returns, as verl does
+
+Metrics = dict[str, Array]
+
+
+def batch_metrics(
+    *,
+    prompt_lengths: Int[Array, " B"],
+    mask: Float[Array, "B R"],
+    scores: Float[Array, " B"],
+    rewards: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    returns: Float[Array, "B R"],
+    values: Float[Array, "B R"] | None = None,
+    max_response_length: int,
+    max_prompt_length: int | None = None,
+    **_: Array,
+) -> Metrics:
+    """critic/*, response_length/* and prompt_length/* of a batch, as float32 scalars.
+
+    Scores and rewards are a sample's (rewards summed over its tokens), the others a token's. The
+    fields have the names of `RolloutBatch`; those that are not named here are not looked at.
+    `max_prompt_length` None leaves out prompt_length/clip_ratio.
+    """
+    valid = prompt_lengths > 0
+    token_rewards = jnp.where(mask != 0, rewards, 0.0)
+    metrics = statistics("critic/score", scores, valid)
+    metrics |= statistics("critic/rewards", token_rewards.sum(axis=1), valid)
+    metrics |= statistics("critic/advantages", advantages, mask)
+    metrics |= statistics("critic/returns", returns, mask)
+    if values is not None:
+        metrics |= statistics("critic/values", values, mask)
+        metrics["critic/vf_explained_var"] = explained_variance(returns, values, mask)
+    lengths = masked_count(mask, axis=1)
+    metrics |= length_statistics("response_length", lengths, valid, max_response_length)
+    metrics |= length_statistics("prompt_length", prompt_lengths, valid, max_prompt_length)
+    return metrics
+
+
+def statistics(name: str, x: Array, mask: Array) -> Metrics:
+    """name/{mean,max,min} of x over the mask, in float32; all 0 where the mask is empty."""
+    x = x.astype(jnp.float32)
+    any_selected = jnp.any(mask != 0)
+    highest = jnp.max(jnp.where(mask != 0, x, -jnp.inf))
+    lowest = jnp.min(jnp.where(mask != 0, x, jnp.inf))
+    return {
+        f"{name}/mean": masked_mean(x, mask),
+        f"{name}/max": jnp.where(any_selected, highest, 0.0),
+        f"{name}/min": jnp.where(any_selected, lowest, 0.0),
+    }
+
+
+def length_statistics(name: str, lengths: Array, valid: Array, maximum: int | None) -> Metrics:
+    """name/{mean,max,min} of lengths in tokens, and name/clip_ratio: the share at the maximum.
+
+    As in verl, a response that ends by itself on its last possible token counts as clipped.
+    """
+    metrics = statistics(name, lengths, valid)
+    if maximum is not None:
+        clipped = (lengths >= maximum).astype(jnp.float32)
+        metrics[f"{name}/clip_ratio"] = masked_mean(clipped, valid)
+    return metrics
+
+
+def explained_variance(
+    returns: Float[Array, "B R"], values: Float[Array, "B R"], mask: Float[Array, "B R"]
+) -> Float[Array, ""]:
+    """1 - var(returns - values) / (var(returns) + 1e-5) over the mask, as verl has it.
+
+    1 is a perfect critic, 0 one that predicts a constant, negative one that is worse than that.
+    """
+    unexplained = masked_var(returns - values, mask)
+    return 1.0 - safe_divide(unexplained, masked_var(returns, mask) + EXPLAINED_EPS)
+
+
+def reduce_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One dict of several: names with a last part max or min take that, the others the mean.
+
+    A name that only some of the dicts have is reduced over those.
+    """
+    values: dict[str, list[float]] = {}
+    for metrics in batches:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: _reduce(name, found) for name, found in values.items()}
+
+
+def _reduce(name: str, values: list[float]) -> float:
+    # verl's loggers write `loss/max` as well as `probs_diff_max`.
+    if name.endswith(("/max", "_max")):
+        return max(values)
+    if name.endswith(("/min", "_min")):
+        return min(values)
+    return sum(values) / len(values)
+
+
+def performance_metrics(
+    timings: Mapping[str, float],
+    *,
+    num_prompt_tokens: int,
+    num_response_tokens: int,
+    num_devices: int,
+) -> dict[str, float]:
+    """timing_s/*, timing_per_token_ms/* and perf/* of a step, memory included.
+
+    `timings` has the seconds of each stage by its verl name, and of the whole step as "step".
+    Generation is divided by the response tokens, the other stages that walk over rows by all
+    tokens. perf/throughput is tokens per second and device, over the whole step.
+    """
+    num_tokens = num_prompt_tokens + num_response_tokens
+    tokens_of: dict[str, int] = dict.fromkeys(
+        ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"), num_tokens
+    )
+    tokens_of["gen"] = num_response_tokens
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
+    metrics |= {
+        f"timing_per_token_ms/{name}": 1000.0 * timings[name] / count
+        for name, count in tokens_of.items()
+        if name in timings and count > 0
+    }
+    metrics["perf/total_num_tokens"] = float(num_tokens)
+    metrics["perf/time_per_step"] = timings["step"]
+    metrics["perf/throughput"] = num_tokens / (max(timings["step"], 1e-9) * num_devices)
+    return metrics | memory_metrics()
+
+
+def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
+    """perf/max_memory_allocated_gb and perf/cpu_memory_used_gb, where the platform tells.
+
+    The first is the highest peak of this process's devices since it started, the second what the
+    whole host uses now. A CPU device has no statistics and leaves the first one out.
+    """
+    metrics = {}
+    devices = jax.local_devices() if devices is None else devices
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    if known:
+        metrics["perf/max_memory_allocated_gb"] = max(known) / GIB
+    used = _host_memory_used(Path("/proc/meminfo"))
+    if used is not None:
+        metrics["perf/cpu_memory_used_gb"] = used / GIB
+    return metrics
+
+
+def _host_memory_used(meminfo: Path) -> int | None:
+    """Bytes in use on the host; None where there is no such file (not Linux)."""
+    if not meminfo.is_file():
+        return None
+    kilobytes = {}
+    for line in meminfo.read_text().splitlines():
+        name, _, amount = line.partition(":")
+        kilobytes[name] = int(amount.split()[0])
+    return (kilobytes["MemTotal"] - kilobytes["MemAvailable"]) * 1024

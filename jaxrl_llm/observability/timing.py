@@ -1,0 +1,43 @@
+"""Wall-clock time of the stages of a step."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Timer:
+    """Adds up seconds by name; one object a step.
+
+    jax dispatches asynchronously: what is measured is when the host went on, so a caller that
+    wants a device time stops the clock after `jax.block_until_ready`. Names may overlap, and one
+    that is timed several times adds up.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._started: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        """Start the clock of `name`."""
+        assert name not in self._started, f"{name} is being timed already"
+        self._started[name] = self._clock()
+
+    def stop(self, name: str) -> float:
+        """Stop the clock of `name`; the seconds since its start."""
+        elapsed = self._clock() - self._started.pop(name)
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+        return elapsed
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """`with timer("gen"): ...`; the time counts also when the block raises."""
+        self.start(name)
+        try:
+            yield
+        finally:
+            self.stop(name)
+
+    def timings(self) -> dict[str, float]:
+        """Seconds by name, of everything that was timed so far."""
+        return dict(self._seconds)

@@ -1,0 +1,111 @@
+"""The append-only trace of every sample of a run, for audits and for looking at answers."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.observability.jsonl import JsonlFile
+from jaxrl_llm.types import Completion, Prompt
+
+STEP = "step"
+
+
+class TraceWriter:
+    """Writes one object a sample into DIR/<kind>-<first step>.jsonl, so many steps a file.
+
+    Keys: step, policy_version (of the policy that sampled), index (in its batch), data_source,
+    row, prompt, prompt_ids, response, tokens, logprobs (the sampler's), finished, score, parts
+    (reward by function, null where it did not apply), extras (what reward functions logged),
+    failures. Log-probs have the digits that make the same float32.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, steps_per_file: int = 100, fsync: bool = False
+    ):
+        self.folder = Path(folder)
+        self._steps_per_file = steps_per_file
+        self._fsync = fsync
+        self._open: dict[str, JsonlFile] = {}  # the current file of each kind
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(
+        self,
+        kind: str,
+        step: int,
+        *,
+        policy_version: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        scores: Sequence[float] | np.ndarray,
+        parts: Mapping[str, np.ndarray] | None = None,
+        extras: Sequence[Mapping[str, Any]] | None = None,
+        failures: Mapping[int, Sequence[str]] | None = None,
+        first_index: int = 0,
+    ) -> None:
+        """Append the samples of one step; `kind` is "train" or "validation".
+
+        prompts[i] belongs to completions[i]; `failures` maps such an i to messages. A process that
+        writes a part of the batch adds its number to `kind` ("train-p1") and gives the index in
+        the batch of its first sample as `first_index`.
+        """
+        records = []
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            records.append(
+                {
+                    STEP: step,
+                    "policy_version": policy_version,
+                    "index": first_index + i,
+                    "data_source": prompt.data_source,
+                    "row": prompt.row,
+                    "prompt": prompt.text,
+                    "prompt_ids": [int(token) for token in prompt.token_ids],
+                    "response": completion.text,
+                    "tokens": [int(token) for token in completion.tokens],
+                    "logprobs": short_floats(completion.logprobs),
+                    "finished": bool(completion.finished),
+                    "score": float(scores[i]),
+                    "parts": {name: _or_none(part[i]) for name, part in (parts or {}).items()},
+                    "extras": dict(extras[i]) if extras else {},
+                    "failures": list((failures or {}).get(i, ())),
+                }
+            )
+        self._file(kind, step).append(*records)
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the samples of later steps, before a resume from `step`."""
+        self.close()
+        for path in sorted(self.folder.glob("*.jsonl"), reverse=True):
+            file = JsonlFile(path, key=STEP, fsync=self._fsync)
+            file.truncate_after(step)
+            file.close()
+            if file.last_step is None:
+                path.unlink()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close()
+        self._open = {}
+
+    def _file(self, kind: str, step: int) -> JsonlFile:
+        first = step - step % self._steps_per_file
+        path = self.folder / f"{kind}-{first:08d}.jsonl"
+        file = self._open.get(kind)
+        if file is None or file.path != path:
+            if file is not None:
+                file.close()
+            file = self._open[kind] = JsonlFile(path, key=STEP, fsync=self._fsync)
+        return file
+
+
+def short_floats(values: Sequence[float] | np.ndarray) -> list[float]:
+    """Floats with the fewest digits that read back as the same float32: half the space."""
+    return [float(text) for text in np.asarray(values, np.float32).astype(str)]
+
+
+def _or_none(value: Any) -> float | None:
+    return None if math.isnan(value) else float(value)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "json", ".arrow": "arrow"}
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".json": "json"}
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 BATCH_ROWS = 1024
 
@@ -136,8 +136,15 @@ def _folder_files(folder: Path, split: str) -> list[FileSource]:
         if split:
             raise ValueError(f"{str(folder)!r} is one split: leave out '#{split}'")
         return _saved_files(folder)
-    files = [path for path in sorted(folder.rglob("*")) if path.suffix in KINDS and _is_data(path)]
-    if not files:
+    visible = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(part[0] == "." for part in path.relative_to(folder).parts)
+    ]
+    # Of one kind only: beside parquet files a .json file is about the data, not data.
+    kinds = [[path for path in visible if path.suffix == suffix] for suffix in KINDS]
+    files = next((paths for paths in kinds if paths), None)
+    if files is None:
         raise ValueError(f"the folder {str(folder)!r} holds no {', '.join(KINDS)} file")
     by_split: dict[str, list[Path]] = {}
     for path in files:
@@ -174,10 +181,6 @@ def _split_of(path: Path) -> str:
         if name in SPLIT_NAMES:
             return name
     return ""
-
-
-def _is_data(path: Path) -> bool:
-    return path.is_file() and path.name not in ("dataset_info.json", "dataset_infos.json")
 
 
 def _read_parquet(path: str) -> Iterator[RawRow | BadRow]:
@@ -248,7 +251,7 @@ def _read_json(path: str) -> Iterator[RawRow | BadRow]:
 
 def _json_row(path: str, row: int, line: bytes) -> RawRow | BadRow:
     try:
-        data = json.loads(line.decode("utf-8"))
+        data = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return BadRow(path, row, f"not UTF-8: {error.reason} at byte {error.start}")
     except json.JSONDecodeError as error:

@@ -1,0 +1,159 @@
+"""Procedural tasks: right answers, bijective order, and a split that cannot leak."""
+
+import re
+
+import pytest
+
+from jaxrl_llm.data.tasks import TASKS, is_held_out, problem_space, task_rows
+
+HELD_OUT_SUMS = "7+1= 0+2= 6+2= 0+4= 4+5= 5+5= 9+5= 6+6= 0+9= 3+9=".split()
+CONFIGURATIONS = [
+    ("chain_sum", {"num_terms": 2}),
+    ("chain_sum", {}),
+    ("chain_sum", {"num_terms": 3, "operators": "+"}),
+    ("chain_sum", {"num_terms": 2, "num_digits": 2}),
+    ("products", {}),
+    ("products", {"first_digits": 2}),
+    ("spell_backward", {"num_letters": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    "name, settings, size",
+    [
+        ("chain_sum", {"num_terms": 2}, 200),
+        ("chain_sum", {}, 4000),
+        ("chain_sum", {"operators": "+"}, 1000),
+        ("chain_sum", {"num_terms": 2, "num_digits": 2}, 90 * 90 * 2),
+        ("products", {}, 100),
+        ("products", {"first_digits": 2, "second_digits": 1}, 900),
+        ("spell_backward", {"num_letters": 2}, 676),
+    ],
+)
+def test_every_index_is_another_problem(name, settings, size):
+    space = problem_space(name, settings)
+    assert space.size == size
+    assert len({space.problem(i).plain for i in range(size)}) == size
+
+
+@pytest.mark.parametrize("name, settings", CONFIGURATIONS)
+def test_answers_are_right(name, settings):
+    space = problem_space(name, settings)
+    for i in range(0, space.size, 7):
+        problem = space.problem(i)
+        body = problem.plain.removesuffix("=")
+        if name == "spell_backward":
+            assert problem.answer == body[::-1] and f'"{body}"' in problem.question
+        else:
+            assert re.fullmatch(r"\d+([-+*]\d+)+=", problem.plain)
+            assert not re.search(r"\b0\d", body)
+            assert problem.answer == str(eval(body))
+            assert eval(re.sub(r"[^-+*\d]", "", problem.question)) == eval(body)
+
+
+def test_rows_by_hand():
+    space = problem_space("chain_sum", {"num_terms": 3, "operators": "+"})
+    assert space.problem(7 + 10 * 2 + 100 * 5).plain == "7+2+5="
+    row = next(
+        r
+        for split in ("train", "held_out")
+        for r in task_rows("products", split=split)
+        if r["prompt"] == "3*4="
+    )
+    assert (row["completion"], row["ground_truth"], row["data_source"]) == (
+        "12",
+        "12",
+        "products_1x1",
+    )
+    chat = task_rows("chain_sum", split="train", prompt_style="chat", size=1)[0]
+    (message,) = chat["prompt"]
+    assert message["role"] == "user"
+    assert re.fullmatch(
+        r"What is \d [-+] \d [-+] \d\? Answer with the number only\.", message["content"]
+    )
+    assert chat["completion"] == [{"role": "assistant", "content": chat["ground_truth"]}]
+
+
+@pytest.mark.parametrize("name, settings", CONFIGURATIONS)
+def test_train_and_held_out_share_nothing_and_cover_everything(name, settings):
+    space = problem_space(name, settings)
+    train = [row["prompt"] for row in task_rows(name, split="train", settings=settings)]
+    held_out = [row["prompt"] for row in task_rows(name, split="held_out", settings=settings)]
+    assert not set(train) & set(held_out)
+    assert len(set(train)) + len(set(held_out)) == len(train) + len(held_out) == space.size
+    assert 0.05 < len(held_out) / space.size < 0.15
+
+
+def test_the_split_does_not_depend_on_settings_seed_or_size():
+    held_out = {
+        row["prompt"]
+        for seed in (0, 1)
+        for size in (0, 20)
+        for operators in ("+", "+-")
+        for row in task_rows(
+            "chain_sum", split="held_out", seed=seed, size=size, settings={"operators": operators}
+        )
+    }
+    train = {
+        row["prompt"]
+        for seed in (0, 5)
+        for operators in ("+", "-", "+-")
+        for row in task_rows(
+            "chain_sum", split="train", seed=seed, settings={"operators": operators}
+        )
+    }
+    assert not held_out & train
+
+
+def test_the_split_of_a_problem_never_changes():
+    """A saved run's held-out problems must stay held out in later versions."""
+    space = problem_space("chain_sum", {"num_terms": 2, "operators": "+"})
+    problems = [space.problem(i) for i in range(space.size)]
+    held_out = [problem.plain for problem in problems if is_held_out(problem)]
+    assert held_out == HELD_OUT_SUMS
+
+
+def test_size_draws_from_the_front_of_one_order():
+    few = task_rows("chain_sum", split="train", size=5)
+    many = task_rows("chain_sum", split="train", size=50)
+    assert [r["prompt"] for r in few] == [r["prompt"] for r in many[:5]]
+    other = task_rows("chain_sum", split="train", size=50, seed=1)
+    assert [r["prompt"] for r in other] != [r["prompt"] for r in many]
+    assert task_rows("chain_sum", split="train", size=50) == many
+
+
+def test_training_rows_start_over_and_held_out_rows_do_not():
+    settings = {"num_terms": 2, "operators": "+"}
+    once = task_rows("chain_sum", split="train", settings=settings)
+    twice = task_rows("chain_sum", split="train", settings=settings, size=2 * len(once) + 1)
+    assert twice == once + once + once[:1]
+    with pytest.raises(ValueError, match="held-out problems, not 90: lower size"):
+        task_rows("chain_sum", split="held_out", settings=settings, size=90)
+
+
+def test_huge_spaces_are_drawn_without_being_listed():
+    settings = {"num_terms": 20, "num_digits": 18}
+    rows = task_rows("chain_sum", split="train", size=20, settings=settings)
+    assert len({row["prompt"] for row in rows}) == 20
+    words = task_rows("spell_backward", split="held_out", size=30, settings={"num_letters": 100})
+    assert all(row["ground_truth"] == row["prompt"][-2::-1] for row in words)
+    with pytest.raises(ValueError, match="set its size"):
+        task_rows("chain_sum", split="train", settings=settings)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": "chain_sums"}, "unknown task 'chain_sums': it is one of " + ", ".join(TASKS)),
+        ({"settings": {"terms": 3}}, "no setting 'terms': it has num_terms, num_digits"),
+        ({"settings": {"num_terms": 1}}, "num_terms=1 must be between 2"),
+        ({"settings": {"num_digits": 0}}, "num_digits=0 must be between 1"),
+        ({"settings": {"operators": "*"}}, "operators='\\*' must be"),
+        ({"split": "test"}, "split='test' must be one of train, held_out"),
+        ({"prompt_style": "essay"}, "prompt_style='essay' must be one of plain, chat"),
+        ({"size": -1}, "must not be negative"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        task_rows(**{"name": "chain_sum", "split": "train", **arguments})

@@ -3,7 +3,6 @@
 Shape letters: B batch, T tokens, D hidden.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +12,6 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import MLP, Embedding, RMSNorm, rope_tables
-
-Constrain = Callable[[jax.Array], jax.Array]
 
 
 class Block(nnx.Module):
@@ -65,23 +62,18 @@ class Decoder(nnx.Module):
         attend: Attend,
         cache: tuple[Any, ...] | None = None,
         remat: bool = False,
-        constrain: Constrain | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the final norm [B, T, D], and one new cache a layer.
 
         `remat` recomputes each block in the backward pass instead of storing its activations.
-        `constrain` is applied to the hidden states before the first block and after every one: a
-        caller on a mesh pins their sharding there.
         """
-        constrain = constrain or (lambda x: x)
         rope = rope_tables(self.config, positions_BT)
-        x_BTD = constrain(self.embed(tokens_BT))
+        x_BTD = self.embed(tokens_BT)
         new_cache = []
         for i in range(self.config.num_layers):
             layer_cache = None if cache is None else cache[i]
             run = _checkpointed if remat else _plain
             x_BTD, new_layer_cache = run(self.layers[str(i)], x_BTD, rope, layer_cache, attend)
-            x_BTD = constrain(x_BTD)
             new_cache.append(new_layer_cache)
         return self.norm(x_BTD), tuple(new_cache)
 

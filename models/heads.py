@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Constrain, Decoder
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.layers import Embedding, Projection
 
 
@@ -29,17 +29,9 @@ class _WithDecoder(nnx.Module):
         attend: Attend,
         cache: tuple[Any, ...] | None = None,
         remat: bool = False,
-        constrain: Constrain | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states [B, T, D] and the new cache; see `Decoder.__call__`."""
-        return self.decoder(
-            tokens_BT,
-            positions_BT,
-            attend=attend,
-            cache=cache,
-            remat=remat,
-            constrain=constrain,
-        )
+        return self.decoder(tokens_BT, positions_BT, attend=attend, cache=cache, remat=remat)
 
 
 class CausalLM(_WithDecoder):

@@ -22,7 +22,11 @@ from jaxrl_llm.models.base import (
 )
 from jaxrl_llm.models.layers import rope_frequencies
 
-GOLDENS = sorted((Path(__file__).parent / "golden").glob("*.npz"))
+GOLDENS = [  # named by their family; the folder holds other goldens too
+    path
+    for path in sorted((Path(__file__).parent / "golden").glob("*.npz"))
+    if path.stem.split("_")[0] in families.FAMILIES
+]
 TINY = ModelConfig(
     family="llama",
     vocab_size=11,
@@ -46,7 +50,7 @@ def full_attention(q, k, v, layer_cache, /, *, window):
     return attention(q, k, v, window=window), layer_cache
 
 
-@partial(jax.jit, static_argnames=("spec", "remat", "constrain"))
+@partial(jax.jit, static_argnames=("spec", "remat"))
 def head_output(spec, params, tokens, **options):
     """Logits or scores [B, T, ...] of whole rows, float32."""
     model = bind(spec, params)
@@ -245,19 +249,6 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
     np.testing.assert_array_equal(lm["decoder"]["embed"]["table"], before)
     with pytest.raises(ValueError, match="model_spec"):
         scalar_params_from(lm, model_spec(config), jax.random.key(1))
-
-
-def test_constrain_sees_the_embedding_and_every_block():
-    spec = model_spec(TINY)
-    params = fresh(spec)
-    seen = []
-
-    def constrain(x):
-        seen.append(x.shape)
-        return x
-
-    head_output(spec, params, jnp.zeros((2, 5), jnp.int32), constrain=constrain)
-    assert seen == [(2, 5, 12)] * 3
 
 
 def test_llama3_scaling_keeps_fast_pairs_and_divides_slow_ones():

@@ -20,7 +20,7 @@ class Prompt:
     messages: tuple[dict[str, Any], ...] | None = None  # None for a prompt that is a plain string
     data_source: str = "default"
     ground_truth: Any = None
-    columns: dict[str, Any] = field(default_factory=dict)  # the rest of the row, for reward functions
+    columns: dict[str, Any] = field(default_factory=dict)  # the row's others, for reward functions
     row: int = 0  # position in its source, 0-based
 
 
@@ -45,16 +45,16 @@ class RolloutBatch:
     """
 
     prompts: Int[Array, "B P"]
-    prompt_lengths: Int[Array, "B"]
-    sample_ids: UInt32[Array, "B"]  # counter of the sample in its step: the key of its random draws
+    prompt_lengths: Int[Array, " B"]
+    sample_ids: UInt32[Array, " B"]  # counter in its step: the key of its draws
 
     responses: Int[Array, "B R"] | None = None
-    mask: Float[Array, "B R"] | None = None  # 1 for a token that the policy produced, its EOS included
+    mask: Float[Array, "B R"] | None = None  # 1 for a token of the policy, its EOS included
     rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update
     reference_logprobs: Float[Array, "B R"] | None = None
     values: Float[Array, "B R"] | None = None
-    scores: Float[Array, "B"] | None = None  # one float32 reward a sample, before any KL term
+    scores: Float[Array, " B"] | None = None  # one float32 reward a sample, before any KL term
     rewards: Float[Array, "B R"] | None = None  # per token: the score at the last token, less KL
     advantages: Float[Array, "B R"] | None = None
     returns: Float[Array, "B R"] | None = None
@@ -75,7 +75,7 @@ class TokenBatch:
     """Rows for supervised training: the loss falls on tokens whose loss_mask is 1."""
 
     tokens: Int[Array, "B T"]
-    lengths: Int[Array, "B"]
+    lengths: Int[Array, " B"]
     loss_mask: Float[Array, "B T"]  # 1 where the token is to be predicted; position 0 is always 0
 
 
@@ -86,4 +86,4 @@ class PreferenceBatch:
 
     chosen: TokenBatch
     rejected: TokenBatch
-    margin: Float[Array, "B"]  # 0 where the data give none
+    margin: Float[Array, " B"]  # 0 where the data give none

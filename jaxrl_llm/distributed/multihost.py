@@ -3,6 +3,7 @@
 Every function also works in a lone process that never joined anything.
 """
 
+import json
 import re
 from collections import Counter
 from typing import Any
@@ -122,3 +123,15 @@ def gather_rows(array: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return array
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every process's `value` (JSON's types), in the order of the processes."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = gather_rows(np.array([data.size]))
+    padded = np.zeros((1, int(lengths.max())), np.uint8)
+    padded[0, : data.size] = data
+    rows = gather_rows(padded)
+    return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]

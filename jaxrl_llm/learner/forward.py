@@ -32,7 +32,7 @@ class ForwardSettings:
 
 def join_rows(
     prompts: Int[Array, "B P"],
-    prompt_lengths: Int[Array, "B"],
+    prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
 ) -> Int[Array, "B T"]:
     """Rows of prompt + response without a gap; what follows a response is its own padding."""
@@ -70,7 +70,7 @@ def _response_hidden(
     model: Any,
     settings: ForwardSettings,
     prompts: Int[Array, "B P"],
-    prompt_lengths: Int[Array, "B"],
+    prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
 ) -> Float[Array, "B R D"]:
     """Hidden states of the positions that predict each response token."""
@@ -82,7 +82,7 @@ def _response_hidden(
 def response_logprobs(
     params: Params,
     prompts: Int[Array, "B P"],
-    prompt_lengths: Int[Array, "B"],
+    prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
     *,
     spec: ModelSpec,
@@ -109,7 +109,7 @@ def response_logprobs(
 def response_values(
     params: Params,
     prompts: Int[Array, "B P"],
-    prompt_lengths: Int[Array, "B"],
+    prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
     *,
     spec: ModelSpec,
@@ -124,13 +124,13 @@ def response_values(
 def response_scores(
     params: Params,
     prompts: Int[Array, "B P"],
-    prompt_lengths: Int[Array, "B"],
+    prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
     mask: Float[Array, "B R"],
     *,
     spec: ModelSpec,
     settings: ForwardSettings,
-) -> Float[Array, "B"]:
+) -> Float[Array, " B"]:
     """Reward model's score, read at the last token of the response, float32."""
     tokens = join_rows(prompts, prompt_lengths, responses)
     lengths = prompt_lengths + mask.sum(axis=1).astype(jnp.int32)
@@ -140,11 +140,11 @@ def response_scores(
 def row_scores(
     params: Params,
     tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, " B"],
     *,
     spec: ModelSpec,
     settings: ForwardSettings,
-) -> Float[Array, "B"]:
+) -> Float[Array, " B"]:
     """Score at the last real token of each row, float32."""
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)

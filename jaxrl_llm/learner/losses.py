@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
@@ -37,9 +38,10 @@ def with_counts(fields: Fields, first: Array) -> Fields:
     """
     mask = fields["mask"]
     rows = mask.shape[0]
+    tokens, sequences = global_counts(mask)
     return fields | {
-        "num_tokens": jnp.full((rows,), mask.sum()),
-        "num_sequences": jnp.full((rows,), (mask.sum(axis=1) > 0).sum().astype(jnp.float32)),
+        "num_tokens": jnp.full((rows,), tokens),
+        "num_sequences": jnp.full((rows,), sequences),
         "unchanged": jnp.full((rows, 1), first),
     }
 

@@ -18,7 +18,7 @@ DEVICE = "device"  # role of a stage that is traced but needs no state
 
 @dataclass(frozen=True, kw_only=True)
 class StageOutput:
-    """What a stage returns: one value for each name in `writes`, metrics, and its role's new state."""
+    """What a stage returns: a value for each name in `writes`, metrics, its role's new state."""
 
     writes: tuple[Any, ...] = ()
     metrics: dict[str, Any]

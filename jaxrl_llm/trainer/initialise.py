@@ -82,9 +82,7 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
     return init(jax.random.key(seed))
 
 
-def write_huggingface_files(
-    directory: Path, spec: ModelSpec, tokenizer: Tokenizer
-) -> None:
+def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """config.json, the tokenizer and generation settings, beside the checkpoints.
 
     With them a checkpoint folder is enough to generate, to evaluate and to export.

@@ -13,14 +13,14 @@ import numpy as np
 from jaxrl_llm.distributed.multihost import fetch, gather_rows, make_global
 from jaxrl_llm.distributed.reshard import switch_bytes, time_switch
 from jaxrl_llm.distributed.sharding import batch_sharding
-from jaxrl_llm.observability.metrics import memory_metrics, throughput_metrics
+from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.evaluate import Validation, Validator
 from jaxrl_llm.trainer.guards import check_gradients
 from jaxrl_llm.trainer.online import Iteration
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import States
-from jaxrl_llm.trainer.rewarding import StepContext, failure_lines
+from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.trainer.roles import params_of
 from jaxrl_llm.trainer.samples import prompt_batch
 from jaxrl_llm.types import Prompt, RolloutBatch
@@ -63,6 +63,7 @@ class Loop:
     def run(self) -> None:
         """Every step left. Raises Interrupted after saving when the user pressed Ctrl-C."""
         config = self.iteration.config
+        self.output.begin(self.step)
         if not self.resumed:
             self._begin()
         with _stop_requests() as stop_requested:
@@ -114,7 +115,7 @@ class Loop:
         metrics |= self._measure(batch, timer, seconds)
         metrics["training/epoch"] = float(self.batches.epoch)
         self._note(metrics, timer, seconds)
-        self._show(context, batch, step)
+        self.output.rollout(step, context, batch)
         return metrics
 
     def _measure(self, batch: RolloutBatch, timer: Timer, seconds: float) -> dict[str, float]:
@@ -122,9 +123,8 @@ class Loop:
         lengths, mask = fetch((batch.prompt_lengths, batch.mask))
         prompt_tokens, response_tokens = int(lengths.sum()), int(mask.sum())
         self.totals.tokens += prompt_tokens + response_tokens
-        metrics = timer.metrics() | {"timing_s/step": seconds} | memory_metrics()
-        metrics |= throughput_metrics(
-            timer.seconds | {"step": seconds},
+        metrics = performance_metrics(
+            timer.timings() | {"step": seconds},
             num_prompt_tokens=prompt_tokens,
             num_response_tokens=response_tokens,
             num_devices=self.iteration.mesh.size,
@@ -148,18 +148,11 @@ class Loop:
     def _note(self, metrics: dict[str, float], timer: Timer, seconds: float) -> None:
         totals = self.totals
         totals.seconds += seconds
-        for name, value in timer.seconds.items():
+        for name, value in timer.timings().items():
             totals.stage_seconds[name] = totals.stage_seconds.get(name, 0.0) + value
         reward = metrics["critic/score/mean"]
         totals.first_reward = reward if totals.first_reward is None else totals.first_reward
         totals.last_reward = reward
-
-    def _show(self, context: StepContext, batch: RolloutBatch, step: int) -> None:
-        """Trace every sample, and tell the user of reward failures."""
-        self.output.rollout(step, context, batch)
-        if context.reward is not None:
-            for line in failure_lines(context.reward):
-                self.output.message(line)
 
     def _validate(self) -> dict[str, float]:
         started = time.perf_counter()

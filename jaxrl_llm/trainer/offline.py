@@ -86,10 +86,7 @@ def train_supervised(
         state, metrics = step_fn(state, make_global(task.fields(next(task.batches)), sharding))
         found = fetch(metrics)
         check_gradients(found, {"": role.spec.params}, step, f"{task.prefix} step")
-        values = {
-            f"{task.prefix}/{name.rpartition('/')[2]}": float(x)
-            for name, x in found.items()
-        }
+        values = {f"{task.prefix}/{name.rpartition('/')[2]}": float(x) for name, x in found.items()}
         due = config.eval_every and step % config.eval_every == 0
         accuracy = 0.0
         if due or step == config.steps:

@@ -232,4 +232,3 @@ def _add_scalar_role(
     if settings.path or settings.hf_config:
         source = sources[name] = find_model(settings)
     roles[name] = make_role(name, spec_of(source, "scalar", settings), settings, mesh)
-

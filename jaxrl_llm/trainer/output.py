@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.multihost import fetch, is_main
-from jaxrl_llm.observability.console import Console, SampleRow
+from jaxrl_llm.distributed.multihost import barrier, fetch, is_main
+from jaxrl_llm.observability.console import Console
 from jaxrl_llm.observability.trace import TraceWriter
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
@@ -23,7 +22,7 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.evaluate import Validation
 from jaxrl_llm.trainer.rewarding import StepContext, group_share
 from jaxrl_llm.trainer.samples import completions_of
-from jaxrl_llm.types import Prompt, RolloutBatch
+from jaxrl_llm.types import RolloutBatch
 
 GLOBAL_STEP = "training/global_step"
 
@@ -42,7 +41,7 @@ class RunOutput:
     ):
         """Open everything; what was written after `resume_step` (None: at all) is cut off."""
         self._config = config
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._stack = ExitStack()
@@ -54,23 +53,25 @@ class RunOutput:
         self._trace: TraceWriter | None = None
         if config.log.trace:
             self._trace = TraceWriter(run_dir / "trace")
-            self._trace.truncate_after(keep)
+            if is_main():
+                self._trace.truncate_after(keep)
+            barrier("trace")  # no process writes while the main one cuts
             self._stack.callback(self._trace.close)
         # Every process traces the samples that it scored, in files of its own.
         self._kind = "train" if is_main() else f"train.process{jax.process_index()}"
 
     def _open_trackers(self, keep: int) -> None:
         config = self._config
-        jsonl = JsonlTracker(self._run_dir / "metrics.jsonl")
+        jsonl = JsonlTracker(self.run_dir / "metrics.jsonl")
         jsonl.truncate_after(keep)
         trackers: list[Tracker] = [jsonl]
         if config.log.tensorboard:
-            folder = self._run_dir / "tensorboard"
+            folder = self.run_dir / "tensorboard"
             trackers.append(TensorBoardTracker(folder, resume_step=keep))
         self._console = Console(
-            total_steps=config.total_steps,
-            first_step=max(keep, 0),
             every=config.log.console_every,
+            samples_every=config.log.samples_every,
+            num_samples=config.log.num_samples,
         )
         trackers.append(self._console)
         self._trackers = MultiTracker(trackers)
@@ -91,6 +92,11 @@ class RunOutput:
         """The metrics of a step, once, on the main process."""
         self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
 
+    def begin(self, first_step: int) -> None:
+        """RL begins, with `first_step` steps done before."""
+        if self._console is not None:
+            self._console.begin("step", self._config.total_steps, first_step)
+
     def message(self, text: str) -> None:
         """A line for the user."""
         if self._console is not None:
@@ -100,23 +106,22 @@ class RunOutput:
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
         if not is_main():
             return lambda step, metrics: None
-        tracker = JsonlTracker(self._run_dir / name / "metrics.jsonl")
+        tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
         tracker.truncate_after(-1)
         self._stack.callback(tracker.close)
         console = self._console
         assert console is not None
+        console.begin(name.replace("_", " "), steps)
 
         def report(step: int, metrics: dict[str, float]) -> None:
             tracker.log(step, {GLOBAL_STEP: step, **metrics})
-            console.supervised(name, step, steps, metrics)
+            console.log(step, metrics)
 
         return report
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
         """Trace this process's samples, and show some of them every so many steps."""
-        shown = self._config.log.samples_every
-        show = bool(shown) and (step == 1 or step % shown == 0)
-        if self._trace is None and not show:
+        if self._trace is None and not self._config.log.samples_every:
             return
         reward = context.reward
         if reward is None:
@@ -124,7 +129,9 @@ class RunOutput:
             extras, failures = None, {}
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
-            failures = {f.index: [f.describe()] for f in reward.failures}
+            failures: dict[int, list[str]] = {}
+            for failure in reward.failures:
+                failures.setdefault(failure.index, []).append(failure.describe())
         groups = context.prompts[context.first_group :]
         prompts = [p for p in groups for _ in range(context.n)][: len(context.completions)]
         if self._trace is not None:
@@ -138,9 +145,13 @@ class RunOutput:
                 parts=parts,
                 extras=extras,
                 failures=failures,
+                first_index=context.first_group * context.n,
             )
-        if show and self._console is not None:
-            self._console.samples(step, self._rows(prompts, context, scores))
+        if self._console is not None:
+            first = slice(0, None, context.n)  # one sample of each group
+            texts = [completion.text for completion in context.completions[first]]
+            asked = [prompt.text for prompt in prompts[first]]
+            self._console.samples(step, asked, texts, scores[first].tolist())
 
     def validation(self, step: int, found: Validation) -> None:
         """Trace the answers to the held-out prompts."""
@@ -165,18 +176,3 @@ class RunOutput:
             self._tokenizer, self._stop_ids, responses[rows], mask[rows], logprobs[rows]
         )
         return scores[rows]
-
-    def _rows(
-        self, prompts: list[Prompt], context: StepContext, scores: Any
-    ) -> list[SampleRow]:
-        """One sample of each of the first groups."""
-        picked = range(0, len(prompts), context.n)[: self._config.log.num_samples]
-        return [
-            SampleRow(
-                prompt=prompts[i].text,
-                response=context.completions[i].text,
-                score=float(scores[i]),
-                ground_truth=prompts[i].ground_truth,
-            )
-            for i in picked
-        ]

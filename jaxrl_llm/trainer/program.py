@@ -157,4 +157,3 @@ def _wait(pending: list[tuple[str, Any]], timer: Timer) -> None:
         name, results = pending.pop(0)
         jax.block_until_ready(results)
         timer.stop(name)
-

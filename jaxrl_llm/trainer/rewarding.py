@@ -3,14 +3,13 @@
 Several processes share the work by whole groups; every process ends with all scores.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm.distributed.multihost import gather_rows
+from jaxrl_llm.distributed.multihost import gather_objects, gather_rows
 from jaxrl_llm.rewards.combine import RewardManager, RewardResult
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.dataflow import StageOutput
@@ -55,7 +54,7 @@ class RewardFunctions:
         repeated = [p for p in context.prompts[share] for _ in range(context.n)]
         context.reward = self.manager.score(repeated, context.completions, step)
         scores = gather_rows(context.reward.scores)
-        metrics: dict[str, Any] = dict(context.reward.metrics)
+        metrics = over_processes(context.reward.metrics)
         for name, part in context.reward.parts.items():
             metrics |= part_metrics(name, gather_rows(part))
         metrics["frac_reward_zero_std"] = frac_zero_std(scores, context.n)
@@ -70,25 +69,31 @@ def group_share(num_groups: int) -> slice:
     return slice(index * size, (index + 1) * size)
 
 
+def over_processes(metrics: dict[str, float]) -> dict[str, float]:
+    """One process's metrics combined with the others': failures are summed, the rest averaged.
+
+    A name that some process did not log is averaged over those that did.
+    """
+    if jax.process_count() == 1:
+        return dict(metrics)
+    everyone = gather_objects(dict(metrics))
+    out = {}
+    for name in sorted({name for one in everyone for name in one}):
+        values = [one[name] for one in everyone if name in one]
+        out[name] = sum(values) if name.endswith("failures") else sum(values) / len(values)
+    return out
+
+
 def part_metrics(name: str, part: np.ndarray) -> dict[str, float]:
-    """rewards/<function>/{mean,std} over the samples to which the function applied."""
-    valid = part[~np.isnan(part)]
+    """rewards/<function>/{mean,std} over the samples to which the function applied, unbiased."""
+    valid = part[~np.isnan(part)].astype(np.float64)
     if valid.size == 0:
         return {}
-    return {
-        f"rewards/{name}/mean": float(valid.mean(dtype=np.float64)),
-        f"rewards/{name}/std": float(valid.std(dtype=np.float64)),
-    }
+    std = valid.std(ddof=1) if valid.size > 1 else 0.0
+    return {f"rewards/{name}/mean": float(valid.mean()), f"rewards/{name}/std": float(std)}
 
 
 def frac_zero_std(scores: np.ndarray, n: int) -> float:
     """Share of the groups whose samples all got the same score: they teach nothing to GRPO."""
     groups: Any = scores.reshape(-1, n)
     return float((groups.max(axis=1) == groups.min(axis=1)).mean())
-
-
-def failure_lines(reward: RewardResult, limit: int = 3) -> Sequence[str]:
-    """The first failures of a step in words, and how many more there were."""
-    lines = [failure.describe() for failure in reward.failures[:limit]]
-    more = len(reward.failures) - limit
-    return [*lines, f"and {more} more reward failures"] if more > 0 else lines

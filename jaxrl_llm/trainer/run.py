@@ -222,9 +222,7 @@ def _save_once(
     barrier("first_files")
 
 
-def _restore(
-    path: Path, iteration: Iteration, frozen: list[str]
-) -> tuple[States, dict[str, Any]]:
+def _restore(path: Path, iteration: Iteration, frozen: list[str]) -> tuple[States, dict[str, Any]]:
     """All states of a checkpoint, laid out for this run's mesh, and the loop state."""
     abstract = iteration.abstract_states()
     items, loop_state = manager.restore(path, to_items(abstract, frozen))

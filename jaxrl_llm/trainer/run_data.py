@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import Config, SupervisedConfig
-from jaxrl_llm.data.dataset import Sources, load_examples, load_preferences, load_prompts
-from jaxrl_llm.data.loader import ExampleLoader, PromptLoader
+from jaxrl_llm.data.dataset import (
+    RowRules,
+    Sources,
+    load_examples,
+    load_preferences,
+    load_prompts,
+)
+from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import collate_preferences, collate_tokens
+from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import PreferenceBatch, Prompt, TokenBatch
 
@@ -41,16 +48,8 @@ def load_run_prompts(
     config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path
 ) -> list[Prompt]:
     """Prompts of `sources` under the run's length limits; bad rows go to a file in `run_dir`."""
-    data = config.data
-    return load_prompts(
-        sources,
-        tokenizer,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        max_bad_fraction=data.max_bad_fraction,
-        bad_rows_file=run_dir / BAD_ROWS,
-    ).items
+    rules = _rules(config, run_dir, config.data.max_prompt_length)
+    return load_prompts(sources, tokenizer, rules).items
 
 
 def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader:
@@ -67,28 +66,40 @@ def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader:
 
 
 def sft_batches(
-    config: Config, training: SupervisedConfig, tokenizer: Tokenizer
-) -> ExampleLoader[TokenBatch]:
+    config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
+) -> Loader[Any, TokenBatch]:
     """Endless padded batches of completions to learn, of the warm-up's data or the run's own."""
-    length = config.data.max_prompt_length + config.data.max_response_length
-    examples = load_examples(
-        _sources(config, training), tokenizer, max_length=length, truncation=config.data.truncation
-    ).items
-    collate: Any = partial(collate_tokens, length=length, pad_id=tokenizer.pad_id)
+    rules = _rules(config, run_dir, _row_length(config))
+    examples = load_examples(_sources(config, training), tokenizer, rules).items
+    collate: Any = partial(collate_tokens, length=rules.max_length, pad_id=tokenizer.pad_id)
     return _loader(config, training, examples, collate, SFT_STREAM)
 
 
 def preference_data(
-    config: Config, training: SupervisedConfig, tokenizer: Tokenizer
-) -> tuple[ExampleLoader[PreferenceBatch], PreferenceBatch]:
+    config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
+) -> tuple[Loader[Any, PreferenceBatch], PreferenceBatch]:
     """Endless batches of training pairs, and all held-out pairs as one batch."""
-    length = config.data.max_prompt_length + config.data.max_response_length
-    load = partial(
-        load_preferences, tokenizer=tokenizer, max_length=length, truncation=config.data.truncation
+    rules = _rules(config, run_dir, _row_length(config))
+    collate: Any = partial(collate_preferences, length=rules.max_length, pad_id=tokenizer.pad_id)
+    pairs = load_preferences(_sources(config, training), tokenizer, rules).items
+    held_out = load_preferences(held_out_sources(config), tokenizer, rules).items
+    return _loader(config, training, pairs, collate, REWARD_STREAM), collate(held_out)
+
+
+def _row_length(config: Config) -> int:
+    """Tokens of a whole row, prompt and completion."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _rules(config: Config, run_dir: Path, max_length: int) -> RowRules:
+    data = config.data
+    return RowRules(
+        max_length=max_length,
+        truncation=data.truncation,
+        filter_overlong=data.filter_overlong_prompts,
+        max_bad_fraction=data.max_bad_fraction,
+        bad_rows_file=run_dir / BAD_ROWS if is_main() else None,
     )
-    collate: Any = partial(collate_preferences, length=length, pad_id=tokenizer.pad_id)
-    train = _loader(config, training, load(_sources(config, training)).items, collate, REWARD_STREAM)
-    return train, collate(load(held_out_sources(config)).items)
 
 
 def _sources(config: Config, training: SupervisedConfig) -> Sources:
@@ -104,8 +115,8 @@ def _sources(config: Config, training: SupervisedConfig) -> Sources:
 
 def _loader(
     config: Config, training: SupervisedConfig, items: Any, collate: Any, stream: int
-) -> ExampleLoader[Any]:
-    return ExampleLoader(
+) -> Loader[Any, Any]:
+    return Loader(
         items,
         collate,
         batch_size=training.batch_size,

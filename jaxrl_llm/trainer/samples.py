@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl_llm.data.packing import collate_prompts
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
@@ -15,12 +16,11 @@ def prompt_batch(
 
     `num_prompts` pads with rows of length 0, which generate nothing, up to a fixed size.
     """
-    rows = max(num_prompts, len(prompts))
-    tokens = np.full((rows, max_prompt_length), pad_id, np.int32)
-    lengths = np.zeros((rows,), np.int32)
-    for i, prompt in enumerate(prompts):
-        tokens[i, : len(prompt.token_ids)] = prompt.token_ids
-        lengths[i] = len(prompt.token_ids)
+    tokens, lengths = collate_prompts(prompts, length=max_prompt_length, pad_id=pad_id)
+    missing = max(num_prompts - len(prompts), 0)
+    tokens = np.pad(tokens, ((0, missing), (0, 0)), constant_values=pad_id)
+    lengths = np.pad(lengths, (0, missing))
+    rows = len(lengths)
     return RolloutBatch(
         prompts=tokens.repeat(n, axis=0),
         prompt_lengths=lengths.repeat(n),

@@ -17,6 +17,7 @@ from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
 from jaxrl_llm.algorithms.importance import mismatch_metrics
+from jaxrl_llm.algorithms.kl import batch_kl
 from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.generation.engine import generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -157,9 +158,7 @@ def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
     shard = shard_stacked(role.mesh)
 
     def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
-        forward = partial(
-            response_values, params_of(state), spec=role.spec, settings=role.forward
-        )
+        forward = partial(response_values, params_of(state), spec=role.spec, settings=role.forward)
         values = in_micro_batches(forward, sizes.num_forward_micro_batches, *fields, shard=shard)
         return StageOutput(writes=(values,), metrics={})
 
@@ -171,9 +170,7 @@ def reward_model_stage(role: Role, sizes: UpdateSizes) -> Stage:
     shard = shard_stacked(role.mesh)
 
     def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
-        forward = partial(
-            response_scores, params_of(state), spec=role.spec, settings=role.forward
-        )
+        forward = partial(response_scores, params_of(state), spec=role.spec, settings=role.forward)
         scores = in_micro_batches(forward, sizes.num_forward_micro_batches, *fields, shard=shard)
         return StageOutput(writes=(scores,), metrics={})
 
@@ -192,7 +189,7 @@ def reward_function_stage(fn: Callable[..., StageOutput]) -> Stage:
 
 
 def token_reward_stage(algorithm: Algorithm) -> Stage:
-    """Scores to rewards a token; with KL in the reward, less coef * KL, and the controller moves."""
+    """Scores to rewards a token; with KL in the reward, less coef * KL, moving the controller."""
     if algorithm.kl_reward is None:
 
         def place(state: Any, step: jax.Array, scores: Any, mask: Any) -> StageOutput:
@@ -206,9 +203,7 @@ def token_reward_stage(algorithm: Algorithm) -> Stage:
     def penalise(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
         mask = fields[1]
         rewards, kl = kl_reward(*fields, coef=state)
-        # verl's current_kl: the mean over samples of each sample's token mean.
-        per_sample = (kl * mask).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
-        current = per_sample.mean()
+        current = batch_kl(kl, mask)
         metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": state}
         moved = controller.update(state, current, mask.shape[0])
         return StageOutput(writes=(rewards,), metrics=metrics, state=moved)

@@ -16,8 +16,8 @@ from jaxrl_llm.trainer.online import Iteration
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import States
 from jaxrl_llm.trainer.roles import Role
-from jaxrl_llm.trainer.stages import KL_CONTROLLER
 from jaxrl_llm.trainer.run_data import preference_data, sft_batches
+from jaxrl_llm.trainer.stages import KL_CONTROLLER
 
 OPTIMIZER = "_optimizer"  # suffix of the checkpoint item beside a learning role's parameters
 SEEDS = {"actor": 0, "critic": 1, "reward": 2}  # streams of the run's seed
@@ -78,9 +78,7 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
         if name.endswith(OPTIMIZER):
             continue
         optimizer = items.get(name + OPTIMIZER)
-        states[name] = (
-            item["state"] if optimizer is None else TrainState(params=item, **optimizer)
-        )
+        states[name] = item["state"] if optimizer is None else TrainState(params=item, **optimizer)
     return states
 
 
@@ -99,7 +97,7 @@ def _warm_up(
     assert config.warmup is not None
     task = sft(
         role,
-        sft_batches(config, config.warmup, tokenizer),
+        sft_batches(config, config.warmup, tokenizer, output.run_dir),
         lambda params, step: {"accuracy": validator.run(params, step).accuracy},
     )
     report = output.supervised("warmup", config.warmup.steps)
@@ -114,7 +112,7 @@ def _train_reward_model(
     training = config.reward.model.training
     if training is None:
         return params
-    batches, held_out = preference_data(config, training, tokenizer)
+    batches, held_out = preference_data(config, training, tokenizer, output.run_dir)
     judge = PairValidator(role, held_out, training.batch_size)
     task = reward_modelling(role, batches, judge.run, center=config.reward.model.center)
     report = output.supervised("reward_model", training.steps)

@@ -130,3 +130,56 @@ def test_shapes_that_do_not_fit_are_refused():
         attention(q, k, v, implementation="triton")  # pyright: ignore
     with pytest.raises(ValueError, match="one length a row"):
         decode_attention(q[:, 0], k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.array([3]))
+
+
+CUDNN_CASES = [
+    {},
+    {"window": 3},
+    {"lengths": (4, 0)},
+    {"window": 3, "lengths": (4, 7)},
+    {"causal": False, "lengths": (4, 7)},
+    {"causal": False},
+]
+
+
+def gradient(implementation, case, *qkv):
+    """Gradients of the sum of squares of attention's output by q, k and v."""
+    case = {k: jnp.array(v, jnp.int32) if k == "lengths" else v for k, v in case.items()}
+
+    def loss(*qkv):
+        out = attention(*qkv, implementation=implementation, **case)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(*qkv)
+
+
+@pytest.mark.parametrize("length", [7, 8])
+@pytest.mark.parametrize("case", CUDNN_CASES, ids=str)
+def test_cudnn_call_lowers_for_a_gpu_without_a_bias(case, length, monkeypatch):
+    private = "jax._src.cudnn.fused_attention_stablehlo."
+    monkeypatch.setattr(private + "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(private + "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(private + "is_cuda_compute_capability_equal", lambda capability: False)
+    qkv = random_qkv(9, 3, length=length, dtype="bfloat16")
+    traced = jax.jit(partial(gradient, "cudnn", case)).trace(*qkv)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @__cudnn$fmha" in line]
+    assert len(calls) == 2  # forward and backward
+    causal = case.get("causal", True)
+    padding = "lengths" in case or (length == 7 and not causal)
+    mask = "_".join(["PADDING"] * padding + ["CAUSAL"] * causal) or "NO_MASK"
+    for call in calls:
+        assert "ScaleBias" not in call
+        assert f"mask_type\\22: \\22{mask}\\22" in call
+        assert f"sliding_window_length\\22: {case.get('window', 0)}" in call
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("length", [7, 8])
+@pytest.mark.parametrize("case", CUDNN_CASES, ids=str)
+def test_cudnn_equals_xla_on_a_gpu(case, length):
+    qkv = random_qkv(9, 3, length=length, dtype="bfloat16")
+    ours, expected = (jax.jit(partial(gradient, name, case))(*qkv) for name in ("cudnn", "xla"))
+    for a, b in zip(ours, expected, strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        np.testing.assert_allclose(a, b, atol=0.1, rtol=0.05)

@@ -31,7 +31,7 @@ def attention(
     `window` lets a token see the last `window` positions, its own included; it needs `causal`.
     `lengths` (int32, tokens) hides keys at or past a row's length; outputs of queries there are 0.
     "auto" takes cuDNN where it can run the call: an NVIDIA GPU, bf16 or float16, H a multiple of 8
-    and at most 256. Raises ValueError for shapes that do not fit together.
+    and at most 256. There an odd T costs a padded copy. ValueError for shapes that do not fit.
     """
     _check(q_BTNH, k_BTKH, v_BTKH, causal, window)
     if implementation == "auto":
@@ -111,9 +111,18 @@ def _attention_cudnn(
     lengths: Array | None,
 ) -> Array:
     # A dense mask would be materialised as a bias: causality, window and lengths go in by name.
+    B, T = q_BTNH.shape[:2]
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
-    return jax.nn.dot_product_attention(
+    if T % 2:
+        # JAX refuses the backward pass of an odd length (it takes an absent bias for a bias). One
+        # more token at the end changes nothing for the others, once no query can see it.
+        if not causal and lengths is None:
+            lengths = jnp.full(B, T, jnp.int32)
+        q_BTNH, k_BSKH, v_BSKH = (
+            jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q_BTNH, k_BSKH, v_BSKH)
+        )
+    out = jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
@@ -123,6 +132,7 @@ def _attention_cudnn(
         key_value_seq_lengths=lengths,
         implementation="cudnn",
     )
+    return out[:, :T]
 
 
 def _zero_padding(out_BTNH: Array, lengths: Array | None) -> Array:

@@ -86,6 +86,7 @@ def generate(
     refill_interval: int = REFILL_INTERVAL,
     attention: Implementation = "auto",
     pad_id: int = 0,
+    heads_axis: str | None = None,
 ) -> GenerationOutput:
     """Answer every prompt. Pure; to be called inside jit, on one device or one replica.
 
@@ -94,7 +95,8 @@ def generate(
     alone. Parameters come in the dtype to compute in; caches take that of the embedding.
 
     `num_slots` sequences are decoded at once (0: all); `refill_batch` prompts are prefilled at once
-    (0: an eighth of the slots). `attention` is the implementation for the prefill.
+    (0: an eighth of the slots). `attention` is the implementation for the prefill; `heads_axis` is
+    the mesh axis that splits heads where a caller left one automatic (see `generate_on_mesh`).
     """
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
@@ -135,7 +137,9 @@ def generate(
         return (state.head < queue.total) & (waited | (jnp.sum(free_B) >= batch))
 
     model_inputs = (spec, params, queue, seed_key, sampling)
-    refill = partial(_refill, *model_inputs, batch=batch, attention=attention)
+    refill = partial(
+        _refill, *model_inputs, batch=batch, attention=attention, heads_axis=heads_axis
+    )
     decode = partial(_decode, *model_inputs)
 
     def refill_then_decode(state: _State) -> _State:
@@ -178,6 +182,8 @@ def generate_on_mesh(
             f"{num_samples} prompts do not divide over {replicas} replicas (data * fsdp); pad to "
             f"{-(-num_samples // replicas) * replicas} rows, the added ones of prompt length 0."
         )
+    # With `tensor` of 1 there is nothing to split, and it is manual like the others.
+    split = mesh.shape["tensor"] > 1
     params = to_layout(params, shardings(spec.axes, spec.params, mesh, rules))
 
     def one_replica(*arguments: Any) -> GenerationOutput:
@@ -190,13 +196,13 @@ def generate_on_mesh(
             refill_interval=refill_interval,
             attention=attention,
             pad_id=pad_id,
+            heads_axis="tensor" if split else None,
         )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
     rows, whole = PartitionSpec(REPLICA_AXES), PartitionSpec()
-    # `tensor` stays automatic: the partitioner splits the matrix products by the parameters'
-    # layout. With nothing to split it is manual too, which leaves the partitioner out altogether.
-    manual = REPLICA_AXES if mesh.shape["tensor"] > 1 else mesh.axis_names
+    # `tensor` stays automatic: the partitioner splits the matrix products as the parameters are.
+    manual = REPLICA_AXES if split else mesh.axis_names
     return jax.shard_map(
         one_replica,
         mesh=mesh,
@@ -248,6 +254,7 @@ def _refill(
     *,
     batch: int,
     attention: Implementation,
+    heads_axis: str | None,
 ) -> _State:
     """Prefill pending prompts into the slots free for longest, and sample their first tokens."""
     num_samples, width = queue.prompts_NP.shape
@@ -267,7 +274,7 @@ def _refill(
     hidden_MPD, cache = model(
         prompts_MP,
         positions_MP,
-        attend=prefill_attend(targets_M, attention),
+        attend=prefill_attend(targets_M, attention, heads_axis),
         cache=state.cache,
     )
     logits_MV = model.logits(hidden_MPD[jnp.arange(batch), lengths_M - 1])

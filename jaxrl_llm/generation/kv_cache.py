@@ -5,8 +5,11 @@ Shape letters: B slots, M rows of a refill, T tokens, K KV heads, N query heads,
 H head dim.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import decode_attention
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
@@ -32,12 +35,14 @@ def cache_bytes(config: ModelConfig, num_slots: int, length: int, dtype: jnp.dty
     return elements * jnp.dtype(dtype).itemsize
 
 
-def prefill_attend(slots_M: jax.Array, implementation: Implementation) -> Attend:
+def prefill_attend(
+    slots_M: jax.Array, implementation: Implementation, heads_axis: str | None
+) -> Attend:
     """Attention over whole prompts that also writes keys and values into the rows `slots_M`.
 
     A slot out of range writes nothing. Prompts are padded on the right, so causal masking keeps
     padding out of every real token; what padding leaves in the cache lies past the row's length
-    and is overwritten by the response.
+    and is overwritten by the response. For `heads_axis` see `_attention_by_heads`.
     """
 
     def attend(
@@ -49,9 +54,7 @@ def prefill_attend(slots_M: jax.Array, implementation: Implementation) -> Attend
         *,
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
-        out_MTNH = attention(
-            q_MTNH, k_MTKH, v_MTKH, causal=True, window=window, implementation=implementation
-        )
+        out_MTNH = _attention_by_heads(q_MTNH, k_MTKH, v_MTKH, window, implementation, heads_axis)
 
         def write(cache_BKSH: jax.Array, new_MTKH: jax.Array) -> jax.Array:
             new_MKTH = new_MTKH.swapaxes(1, 2).astype(cache_BKSH.dtype)
@@ -62,6 +65,40 @@ def prefill_attend(slots_M: jax.Array, implementation: Implementation) -> Attend
         return out_MTNH, (write(keys, k_MTKH), write(values, v_MTKH))
 
     return attend
+
+
+def _attention_by_heads(
+    q_MTNH: jax.Array,
+    k_MTKH: jax.Array,
+    v_MTKH: jax.Array,
+    window: int | None,
+    implementation: Implementation,
+    heads_axis: str | None,
+) -> jax.Array:
+    """Causal attention, each device of the mesh axis `heads_axis` (if given) on its own heads.
+
+    cuDNN's attention cannot be split by the partitioner inside a shard_map that leaves an axis
+    automatic, so here that axis becomes manual too.
+    """
+    local = partial(attention, causal=True, window=window, implementation=implementation)
+    if heads_axis is None:
+        return local(q_MTNH, k_MTKH, v_MTKH)
+    num_parts = jax.sharding.get_abstract_mesh().shape[heads_axis]
+    num_heads, num_kv_heads = q_MTNH.shape[2], k_MTKH.shape[2]
+    by_heads = PartitionSpec(None, None, heads_axis)
+    if num_heads % num_parts:
+        by_heads = PartitionSpec()  # every device computes all heads
+    elif num_kv_heads % num_parts:
+        # Fewer KV heads than devices, so they are whole everywhere: give every query head its own.
+        repeats = num_heads // num_kv_heads
+        k_MTKH, v_MTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_MTKH, v_MTKH))
+    return jax.shard_map(
+        local,
+        in_specs=(by_heads, by_heads, by_heads),
+        out_specs=by_heads,
+        axis_names={heads_axis},
+        check_vma=False,
+    )(q_MTNH, k_MTKH, v_MTKH)
 
 
 def decode_attend(positions_B: jax.Array) -> Attend:

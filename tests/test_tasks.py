@@ -69,7 +69,7 @@ def test_rows_by_hand():
     (message,) = chat["prompt"]
     assert message["role"] == "user"
     assert re.fullmatch(
-        r"What is \d [-+] \d [-+] \d\? Answer with the number only\.", message["content"]
+        r"State the final answer .* problem: \d [-+] \d [-+] \d =", message["content"]
     )
     assert chat["completion"] == [{"role": "assistant", "content": chat["ground_truth"]}]
 

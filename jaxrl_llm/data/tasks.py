@@ -3,18 +3,34 @@
 A problem is held out when a hash of its own text says so, whatever the task's settings, seed or
 size. So no text is ever both a training and a held-out problem, also across two configurations.
 (`2+7=` may be held out while `7+2=` is not: they are two texts.)
+
+`task_rows` gives problems with their answers, `task_pairs` right answers beside wrong ones.
 """
 
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from random import Random
 from typing import Any
 
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 MAX_WHOLE_SPACE = 200_000  # problems; a larger space must be given a size
 PROMPT_STYLES = ("plain", "chat")
 SPLITS = ("train", "held_out")
+# A problem gives one pair for each. Answers that look right come more often than broken ones,
+# because they are what a policy that knows the format gets wrong.
+WRONG_ANSWERS = (
+    "near",
+    "near",
+    "near",
+    "other_problem",
+    "other_problem",
+    "malformed",
+    "too_long",
+    "empty",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ def chain_sum(*, num_terms: int = 3, num_digits: int = 1, operators: str = "+-")
             term += first
             total += term if operators[operator] == "+" else -term
             text += f" {operators[operator]} {term}"
-        question = f"What is {text}? Answer with the number only."
+        question = f"State the final answer to the following arithmetic problem: {text} ="
         return Problem(text.replace(" ", "") + "=", question, str(total))
 
     size = count**num_terms * len(operators) ** (num_terms - 1)
@@ -74,7 +90,7 @@ def products(*, first_digits: int = 1, second_digits: int = 1) -> ProblemSpace:
     def problem(index: int) -> Problem:
         high, low = divmod(index, second_count)
         a, b = first_low + high, second_low + low
-        question = f"What is {a} * {b}? Answer with the number only."
+        question = f"State the final answer to the following arithmetic problem: {a} * {b} ="
         return Problem(f"{a}*{b}=", question, str(a * b))
 
     name = f"products_{first_digits}x{second_digits}"
@@ -142,31 +158,108 @@ def task_rows(
     Raises:
         ValueError: unknown names, or a size that the space does not allow.
     """
-    space = problem_space(name, settings)
-    _check_choice("split", split, SPLITS)
     _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
+    space = problem_space(name, settings)
+    problems = _problems(space, split=split, size=size, seed=seed)
+    return [_row(p, space.name, split, i, prompt_style) for i, p in enumerate(problems)]
+
+
+def task_pairs(
+    name: str,
+    *,
+    split: str,
+    size: int = 0,
+    prompt_style: str = "plain",
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Preference rows of a task: data_source, prompt, chosen, rejected, extra_info.
+
+    The problems are those that `task_rows` gives for the same arguments. Each comes with its right
+    answer and one wrong answer of each of `WRONG_ANSWERS`, drawn by a hash of the problem's text:
+    another run, split or size never changes a pair. `extra_info["wrong"]` names the kind.
+
+    Raises:
+        ValueError: as `task_rows`.
+    """
+    _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
+    space = problem_space(name, settings)
+    problems = _problems(space, split=split, size=size, seed=seed)
+    return [
+        _pair(problem, kind, wrong, space.name, split, i, prompt_style)
+        for i, problem in enumerate(problems)
+        for kind, wrong in zip(WRONG_ANSWERS, wrong_answers(problem, space), strict=True)
+    ]
+
+
+def wrong_answers(problem: Problem, space: ProblemSpace) -> list[str]:
+    """A wrong answer of each of `WRONG_ANSWERS`; none equals the right one."""
+    draw = Random(hashlib.blake2b(problem.plain.encode(), digest_size=8).digest())
+    wrong = {
+        "near": lambda: _near(problem.answer, draw),
+        "other_problem": lambda: _of_another(problem, space, draw),
+        "malformed": lambda: _malformed(problem.answer, draw),
+        "too_long": lambda: problem.answer + _digits_or_letters(problem.answer, draw),
+        "empty": lambda: "",
+    }
+    return [wrong[kind]() for kind in WRONG_ANSWERS]
+
+
+def _near(answer: str, draw: Random) -> str:
+    """A number a little off, mostly by one; of other text, one letter changed."""
+    if _is_integer(answer):
+        return str(int(answer) + draw.choice((-1, 1)) * draw.choice((1, 1, 1, 2, 3, 4)))
+    place = draw.randrange(len(answer))
+    letters = [c for c in "abcdefghijklmnopqrstuvwxyz" if c != answer[place]]
+    return answer[:place] + draw.choice(letters) + answer[place + 1 :]
+
+
+def _of_another(problem: Problem, space: ProblemSpace, draw: Random) -> str:
+    """The answer of another problem; one near the right answer where all tried are the same."""
+    for _ in range(100):
+        answer = space.problem(draw.randrange(space.size)).answer
+        if answer != problem.answer:
+            return answer
+    return _near(problem.answer, draw)
+
+
+def _malformed(answer: str, draw: Random) -> str:
+    """The right characters in a form that does not count: a stray mark, or a wrong sign."""
+    flipped = answer[1:] if answer.startswith("-") else "-" + answer
+    return draw.choice((flipped, "=" + answer, "+" + answer, answer + "=", answer + "."))
+
+
+def _digits_or_letters(answer: str, draw: Random) -> str:
+    """One to three characters that make an answer too long."""
+    letters = "0123456789" if _is_integer(answer) else "abcdefghijklmnopqrstuvwxyz"
+    return "".join(draw.choice(letters) for _ in range(draw.randint(1, 3)))
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _problems(space: ProblemSpace, *, split: str, size: int, seed: int) -> list[Problem]:
+    """`size` problems of a split; ValueError for a size that the space does not allow."""
+    _check_choice("split", split, SPLITS)
     if size < 0:
         raise ValueError(f"size={size} of task {space.name!r} must not be negative")
     if not size and space.size > MAX_WHOLE_SPACE:
         raise ValueError(f"task {space.name!r} has {space.size:,} problems: set its size")
-    rows = []
-    for problem in _drawn(space, split, seed):
-        if size and len(rows) == size:
-            break
-        rows.append(_row(problem, space.name, split, len(rows), prompt_style))
-    if not rows:
+    problems = list(islice(_drawn(space, split, seed), size or None))
+    if not problems:
         raise ValueError(
             f"task {space.name!r} has only {space.size} problems, none of them {split}: "
             "take more terms or digits"
         )
-    if len(rows) < size:
+    if len(problems) < size:
         if split == "held_out":
             raise ValueError(
-                f"task {space.name!r} has {len(rows)} held-out problems, not {size}: lower size, "
-                "or set 0 to take them all"
+                f"task {space.name!r} has {len(problems)} held-out problems, not {size}: lower "
+                "size, or set 0 to take them all"
             )
-        rows = [rows[i % len(rows)] for i in range(size)]
-    return rows
+        problems = [problems[i % len(problems)] for i in range(size)]
+    return problems
 
 
 def _drawn(space: ProblemSpace, split: str, seed: int) -> Iterator[Problem]:
@@ -197,16 +290,35 @@ def _permute(index: int, size: int, seed: int) -> int:
 
 
 def _row(problem: Problem, name: str, split: str, index: int, style: str) -> dict[str, Any]:
-    plain = style == "plain"
     return {
         "data_source": name,
-        "prompt": problem.plain if plain else [{"role": "user", "content": problem.question}],
-        "completion": (
-            problem.answer if plain else [{"role": "assistant", "content": problem.answer}]
-        ),
+        "prompt": _asked(problem, style),
+        "completion": _answered(problem.answer, style),
         "ground_truth": problem.answer,
         "extra_info": {"split": split, "index": index},
     }
+
+
+def _pair(
+    problem: Problem, kind: str, wrong: str, name: str, split: str, index: int, style: str
+) -> dict[str, Any]:
+    return {
+        "data_source": name,
+        "prompt": _asked(problem, style),
+        "chosen": _answered(problem.answer, style),
+        "rejected": _answered(wrong, style),
+        "extra_info": {"split": split, "index": index, "wrong": kind},
+    }
+
+
+def _asked(problem: Problem, style: str) -> str | list[dict[str, str]]:
+    if style == "plain":
+        return problem.plain
+    return [{"role": "user", "content": problem.question}]
+
+
+def _answered(answer: str, style: str) -> str | list[dict[str, str]]:
+    return answer if style == "plain" else [{"role": "assistant", "content": answer}]
 
 
 def _numbers(digits: int) -> tuple[int, int]:

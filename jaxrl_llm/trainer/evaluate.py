@@ -71,7 +71,7 @@ class Validator:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
             return generate_on_mesh(
                 role.spec,
-                role.forward.gather(cast(params, dtype)),
+                cast(params, dtype),
                 prompts,
                 lengths,
                 sample_ids,

@@ -79,7 +79,7 @@ def make_role(name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh) -
             dtype=settings.dtype,
             attention=settings.attention,
             remat=settings.remat,
-            gather=gather_to(use, mesh),
+            gather=gather_to(use, spec.axes, mesh),
         ),
         param_shardings=shardings(spec.axes, spec.params, mesh, TRAIN_RULES),
         use_shardings=use,
@@ -87,15 +87,25 @@ def make_role(name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh) -
     )
 
 
-def gather_to(use_shardings: Params, mesh: Mesh) -> Callable[[Params], Params]:
-    """How stored weights become usable ones: gathered over fsdp, as ZeRO stage 3 does.
+def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Params], Params]:
+    """Gathers the tables over the vocabulary over fsdp before a training pass uses them.
 
-    Saying so keeps the partitioner from splitting the contraction instead, which would move
-    activations; its transpose scatters the gradients back to the stored layout.
+    Looked up in its stored layout, the embedding makes the partitioner move activations in every
+    layer after it; gathered, the partitioner gathers each weight where it is used, as ZeRO stage 3
+    does. Gathering all weights here would hold them all at once. The transpose scatters the
+    gradients back to the stored layout.
     """
     if mesh.size == 1:
         return lambda params: params
-    return lambda params: jax.lax.with_sharding_constraint(params, use_shardings)
+
+    def gather(names: tuple[str, ...], sharding: Any, param: jax.Array) -> jax.Array:
+        if "vocab" not in names:
+            return param
+        return jax.lax.with_sharding_constraint(param, sharding)
+
+    return lambda params: jax.tree.map(
+        gather, axes, use_shardings, params, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def params_of(state: Any) -> Params:

@@ -69,7 +69,7 @@ def generate_stage(
     """Samples responses from the actor in its generation layout."""
 
     def fn(state: Any, step: jax.Array, prompts: Any, lengths: Any, sample_ids: Any) -> StageOutput:
-        params = role.forward.gather(cast(params_of(state), dtype))
+        params = cast(params_of(state), dtype)
         out = generate_on_mesh(
             role.spec,
             params,

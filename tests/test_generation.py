@@ -1,6 +1,7 @@
 """In-graph generation against a naive full forward, and its freedom from slots and batches."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +31,12 @@ CONFIG = ModelConfig(
 
 @functools.cache
 def model(family="qwen2"):
-    config = CONFIG
-    if family == "mistral":
-        config = ModelConfig(
-            **{
-                **vars(CONFIG),
-                "family": "mistral",
-                "attention_bias": False,
-                "sliding_window": (4, 4),
-            }
-        )
+    features = {
+        "qwen2": {},
+        "qwen3": {"family": "qwen3", "attention_bias": False, "qk_norm": True},
+        "mistral": {"family": "mistral", "attention_bias": False, "sliding_window": (4, 4)},
+    }
+    config = replace(CONFIG, **features[family])
     spec = model_spec(config)
     params = init_params(spec, jax.random.key(3))
     # Larger than at the start of training, so that contexts matter and lengths are uneven.
@@ -145,7 +142,7 @@ def test_samples_of_one_prompt_differ_and_repeat_with_their_id():
     np.testing.assert_array_equal(output.tokens[0], output.tokens[3])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_greedy_equals_a_naive_loop(family):
     tokens, lengths, ids = prompts(5)
     sampling = SamplingParams(max_new_tokens=R, temperature=0.0, stop_token_ids=(2,))

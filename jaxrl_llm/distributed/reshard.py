@@ -30,9 +30,7 @@ def switch_bytes(shapes: Any, source: Any, target: Any) -> int:
     return max(received.values(), default=0)
 
 
-def _elements_received(
-    shape: tuple[int, ...], before: Sharding, after: Sharding
-) -> dict[Any, int]:
+def _elements_received(shape: tuple[int, ...], before: Sharding, after: Sharding) -> dict[Any, int]:
     held = before.devices_indices_map(shape)
     counts = {}
     for device, wanted in after.devices_indices_map(shape).items():

@@ -13,7 +13,8 @@ from jaxrl_llm.data.dataset import (
     load_preferences,
     load_prompts,
 )
-from jaxrl_llm.data.formats import Overlong, detect_format, kept_positions, prompt_of
+from jaxrl_llm.data.formats import Overlong, detect_format, kept_positions, pair_of, prompt_of
+from jaxrl_llm.data.tasks import WRONG_ANSWERS
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
 
 CHAR = CharTokenizer()
@@ -421,3 +422,21 @@ def test_files_tasks_and_custom_classes_together(tmp_path, chat):
     loaded = load_prompts(custom, CHAR, RowRules(max_length=9, max_bad_fraction=0.5))
     assert [prompt.text for prompt in loaded.items] == ["7+1="]
     assert [(row.row, row.reason) for row in loaded.bad_rows] == [(1, "column 'prompt' is empty")]
+
+
+def test_a_rejected_answer_may_be_empty():
+    """A policy that ends at once gives that answer, and a reward model has to know it."""
+    row = {"prompt": "2+2=", "chosen": "4", "rejected": ""}
+    pair = pair_of(row, "preference", CHAR, data_source="x", index=0)
+    assert pair.rejected.token_ids == (*CHAR.encode("2+2="), CHAR.eos_id)
+    with pytest.raises(ValueError, match="'chosen' is empty"):
+        pair_of(row | {"chosen": ""}, "preference", CHAR, data_source="x", index=0)
+
+
+def test_tasks_give_pairs_where_preferences_are_asked_for():
+    sources = Sources(tasks=(TaskConfig(name="chain_sum", size=2),))
+    rules = RowRules(max_length=9, truncation="right")
+    pairs = load_preferences(sources, CHAR, rules).items
+    assert len(pairs) == 2 * len(WRONG_ANSWERS)
+    assert all(len(pair.rejected.token_ids) <= 9 for pair in pairs)
+    assert {pair.chosen.data_source for pair in pairs} == {"chain_sum_3x1"}

@@ -4,7 +4,17 @@ import re
 
 import pytest
 
-from jaxrl_llm.data.tasks import TASKS, is_held_out, problem_space, task_rows
+from jaxrl_llm.data.tasks import (
+    TASKS,
+    WRONG_ANSWERS,
+    Problem,
+    ProblemSpace,
+    is_held_out,
+    problem_space,
+    task_pairs,
+    task_rows,
+    wrong_answers,
+)
 
 HELD_OUT_SUMS = "7+1= 0+2= 6+2= 0+4= 4+5= 5+5= 9+5= 6+6= 0+9= 3+9=".split()
 CONFIGURATIONS = [
@@ -157,3 +167,59 @@ def test_huge_spaces_are_drawn_without_being_listed():
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         task_rows(**{"name": "chain_sum", "split": "train", **arguments})
+
+
+@pytest.mark.parametrize("name, settings", CONFIGURATIONS)
+def test_pairs_are_a_right_and_a_wrong_answer_of_the_same_problems(name, settings):
+    seen: dict[str, set[str]] = {}
+    for split in ("train", "held_out"):
+        rows = task_rows(name, split=split, settings=settings, size=20 if split == "train" else 0)
+        pairs = task_pairs(name, split=split, settings=settings, size=20 if split == "train" else 0)
+        answers = {row["prompt"]: row["completion"] for row in rows}
+        assert len(pairs) == len(WRONG_ANSWERS) * len(rows)
+        assert all(pair["chosen"] == answers[pair["prompt"]] for pair in pairs)
+        assert all(pair["rejected"] != pair["chosen"] for pair in pairs)
+        seen[split] = {pair["prompt"] for pair in pairs}
+    assert not seen["train"] & seen["held_out"]
+
+
+def test_kinds_of_wrong_answers():
+    pairs = task_pairs("chain_sum", split="train", size=200)
+    by_kind: dict[str, list[tuple[str, str]]] = {}
+    for pair in pairs:
+        kind = pair["extra_info"]["wrong"]
+        by_kind.setdefault(kind, []).append((pair["chosen"], pair["rejected"]))
+    assert set(by_kind) == set(WRONG_ANSWERS)
+    distances = [abs(int(right) - int(wrong)) for right, wrong in by_kind["near"]]
+    assert max(distances) <= 4 and distances.count(1) > len(distances) / 3
+    assert all(-18 <= int(wrong) <= 27 for _, wrong in by_kind["other_problem"])
+    assert all(right.strip("-") in wrong for right, wrong in by_kind["malformed"])
+    assert all(wrong.startswith(right) for right, wrong in by_kind["too_long"])
+    assert all(wrong == "" for _, wrong in by_kind["empty"])
+
+
+def test_pairs_do_not_depend_on_size_seed_or_run():
+    few = task_pairs("chain_sum", split="held_out", size=3)
+    assert few == task_pairs("chain_sum", split="held_out")[: len(few)]
+    other = task_pairs("chain_sum", split="held_out", seed=7)
+    assert sorted(map(pair_key, other)) == sorted(
+        map(pair_key, task_pairs("chain_sum", split="held_out"))
+    )
+    chat = task_pairs("chain_sum", split="held_out", size=3, prompt_style="chat")
+    assert [pair["rejected"][0]["content"] for pair in chat] == [p["rejected"] for p in few]
+    # Written down, so that a saved reward model's held-out pairs stay what they were.
+    assert [(p["prompt"], p["chosen"], p["rejected"]) for p in few[:3]] == [
+        ("2+8+1=", "11", "15"),
+        ("2+8+1=", "11", "10"),
+        ("2+8+1=", "11", "12"),
+    ]
+
+
+def pair_key(pair: dict) -> tuple[str, str, str]:
+    return pair["prompt"], pair["rejected"], pair["extra_info"]["wrong"]
+
+
+def test_pairs_of_a_space_with_one_answer():
+    """A problem whose answer every other shares still gets a wrong one."""
+    space = ProblemSpace("constant", 10, lambda i: Problem(f"{i}*0=", f"What is {i} * 0?", "0"))
+    assert "0" not in wrong_answers(space.problem(3), space)

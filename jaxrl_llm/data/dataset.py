@@ -25,7 +25,7 @@ from jaxrl_llm.data.formats import (
     prompt_of,
 )
 from jaxrl_llm.data.sources import BadRow, RawRow, custom_rows, resolve_files
-from jaxrl_llm.data.tasks import problem_space, task_rows
+from jaxrl_llm.data.tasks import problem_space, task_pairs, task_rows
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
 
@@ -121,7 +121,7 @@ def _load(
     bad: list[BadRow] = []
     formats: dict[str, str] = {}
     num_rows = num_overlong = 0
-    for name, rows in _read(sources):
+    for name, rows in _read(sources, purpose):
         num_rows += len(rows)
         bad.extend(row for row in rows if isinstance(row, BadRow))
         good = [row for row in rows if isinstance(row, RawRow)]
@@ -152,7 +152,7 @@ def _load(
     )
 
 
-def _read(sources: Sources) -> Iterator[tuple[str, list[RawRow | BadRow]]]:
+def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, list[RawRow | BadRow]]]:
     """(name, rows) of each source. Names and settings are checked before any file is read."""
     if not sources.files and not sources.tasks and not sources.dataset_class:
         raise ValueError("no data: give files or tasks")
@@ -162,8 +162,9 @@ def _read(sources: Sources) -> Iterator[tuple[str, list[RawRow | BadRow]]]:
     else:
         for file in resolve_files(sources.files):  # finds every file before the first is read
             yield file.path, list(file.rows())
+    rows_of = task_pairs if purpose == "preferences" else task_rows
     for task, space in zip(sources.tasks, spaces, strict=True):
-        rows = task_rows(
+        rows = rows_of(
             task.name,
             split=sources.split,
             size=task.size,

@@ -125,10 +125,13 @@ def example_of(
 def pair_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> PreferencePair:
-    """A preference pair; the masks cover the answers. `margin` is read where the row has it."""
+    """A preference pair; the masks cover the answers. `margin` is read where the row has it.
+
+    The rejected answer may be empty: a model that ends at once gives just that.
+    """
     _require(row, kind)
     chosen = _text_or_messages(row["chosen"], "chosen")
-    rejected = _text_or_messages(row["rejected"], "rejected")
+    rejected = _text_or_messages(row["rejected"], "rejected", answer_may_be_empty=True)
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same")
     if kind == "preference":
@@ -187,11 +190,17 @@ def _text(value: Any, column: str, *, may_be_empty: bool = False) -> str:
     return value
 
 
-def _text_or_messages(value: Any, column: str) -> str | list[dict[str, Any]]:
-    return _messages(value, column) if isinstance(value, list | tuple) else _text(value, column)
+def _text_or_messages(
+    value: Any, column: str, *, answer_may_be_empty: bool = False
+) -> str | list[dict[str, Any]]:
+    if isinstance(value, list | tuple):
+        return _messages(value, column, answer_may_be_empty=answer_may_be_empty)
+    return _text(value, column, may_be_empty=answer_may_be_empty)
 
 
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+def _messages(
+    value: Any, column: str, *, answer_may_be_empty: bool = False
+) -> list[dict[str, Any]]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"column {column!r} holds {type(value).__name__}, not a list of messages")
     if not value:
@@ -208,6 +217,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
         if "content" in message or "tool_calls" not in message:
             # An empty system message is how a template's default one is switched off.
             may_be_empty = message["role"] == "system" or "tool_calls" in message
+            may_be_empty |= answer_may_be_empty and message["role"] == "assistant"
             message["content"] = _text(
                 message.get("content"), f"{where}.content", may_be_empty=may_be_empty
             )

@@ -161,7 +161,7 @@ def task_rows(
     _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
     space = problem_space(name, settings)
     problems = _problems(space, split=split, size=size, seed=seed)
-    return [_row(p, space.name, split, i, prompt_style) for i, p in enumerate(problems)]
+    return [_row(problem, space.name, split, i, prompt_style) for i, problem in problems]
 
 
 def task_pairs(
@@ -187,7 +187,7 @@ def task_pairs(
     problems = _problems(space, split=split, size=size, seed=seed)
     return [
         _pair(problem, kind, wrong, space.name, split, i, prompt_style)
-        for i, problem in enumerate(problems)
+        for i, problem in problems
         for kind, wrong in zip(WRONG_ANSWERS, wrong_answers(problem, space), strict=True)
     ]
 
@@ -239,14 +239,19 @@ def _is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
-def _problems(space: ProblemSpace, *, split: str, size: int, seed: int) -> list[Problem]:
-    """`size` problems of a split; ValueError for a size that the space does not allow."""
+def _problems(
+    space: ProblemSpace, *, split: str, size: int, seed: int
+) -> list[tuple[int, Problem]]:
+    """`size` problems of a split, each with its place in the split's order.
+
+    ValueError for a size that the space does not allow.
+    """
     _check_choice("split", split, SPLITS)
     if size < 0:
         raise ValueError(f"size={size} of task {space.name!r} must not be negative")
     if not size and space.size > MAX_WHOLE_SPACE:
         raise ValueError(f"task {space.name!r} has {space.size:,} problems: set its size")
-    problems = list(islice(_drawn(space, split, seed), size or None))
+    problems = list(enumerate(islice(_drawn(space, split, seed), size or None)))
     if not problems:
         raise ValueError(
             f"task {space.name!r} has only {space.size} problems, none of them {split}: "

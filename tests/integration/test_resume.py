@@ -1,0 +1,146 @@
+"""A run that was killed, interrupted or moved ends as one that was left alone."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_run import (
+    EPOCH_STEPS,
+    SAMPLES,
+    SAVE_EVERY,
+    TOTAL_STEPS,
+    TinyRun,
+    assert_close,
+    assert_same_bits,
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run from start to end, without a break."""
+    run = TinyRun(tmp_path_factory.mktemp("reference"))
+    run.finish()
+    return run
+
+
+@pytest.fixture
+def sharing(reference: TinyRun) -> str:
+    """The flag that takes compiled programs from the reference run, to save time."""
+    return f"--config.compile_cache={reference.run_dir / 'compile_cache'}"
+
+
+def assert_same_run(run: TinyRun, reference: TinyRun) -> None:
+    metrics, expected = run.metrics(), reference.metrics()
+    assert list(metrics) == list(range(TOTAL_STEPS + 1))
+    for step, row in expected.items():
+        assert metrics[step] == row, f"step {step}"
+    assert_same_bits(run.weights(TOTAL_STEPS), reference.weights(TOTAL_STEPS))
+    for kind in ("train", "validation"):
+        assert run.samples(kind) == reference.samples(kind)
+
+
+def test_reference_learns_and_keeps_what_it_should(reference: TinyRun) -> None:
+    metrics = reference.metrics()
+    assert metrics[TOTAL_STEPS]["critic/score/mean"] > metrics[1]["critic/score/mean"]
+    assert len(reference.samples("train")) == TOTAL_STEPS * SAMPLES
+    assert metrics[EPOCH_STEPS]["training/epoch"] == 1.0
+    assert reference.saved_steps() == kept_steps(reference)
+
+
+def kept_steps(run: TinyRun) -> list[int]:
+    """The newest two of the saved steps, and the one of the highest entropy."""
+    metrics = run.metrics()
+    saved = range(SAVE_EVERY, TOTAL_STEPS + 1, SAVE_EVERY)
+    best = max(saved, key=lambda step: metrics[step]["actor/entropy"])
+    newest = [TOTAL_STEPS - SAVE_EVERY, TOTAL_STEPS]
+    assert best not in newest  # or the test would not see whether the best is kept
+    return [best, *newest]
+
+
+def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
+    """Killed after the warm-up, during a save, and within a step at an epoch's boundary."""
+    run = TinyRun(tmp_path)
+    run.kill_when(run.step_path(0).exists)
+    warm_up = (run.run_dir / "warmup" / "metrics.jsonl").read_bytes()
+
+    def saving() -> list[Path]:
+        return list(run.checkpoints.glob("global_step_[1-9]*tmp*"))
+
+    for _ in range(5):
+        run.kill_when(saving)
+        if saving():
+            break  # cut off before the folder got its final name
+    assert saving()
+
+    boundary = 2 * EPOCH_STEPS
+    run.pause_at(boundary + 1)
+    run.kill_when(lambda: run.paused() and run.step_path(boundary).exists())
+    run.unpause()
+
+    assert f"resumed from {run.step_path(boundary)}" in run.finish()
+    assert (run.run_dir / "warmup" / "metrics.jsonl").read_bytes() == warm_up
+    assert_same_run(run, reference)
+    assert run.saved_steps() == kept_steps(reference)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    tmp_path: Path, reference: TinyRun, sharing: str
+) -> None:
+    run = TinyRun(tmp_path, sharing)
+    step = 5  # between two saves
+    run.pause_at(step)
+    with run.process() as process:
+        run.wait_for(run.paused, process)
+        os.killpg(process.pid, signal.SIGINT)
+        run.unpause()
+        assert process.wait(60) == 130
+    output = (run.folder / "log.txt").read_text()
+    assert f"interrupted at step {step} of {TOTAL_STEPS}" in output
+    assert "run the same command again" in output
+    assert "Traceback" not in output
+    assert run.saved_steps()[-1] == step
+    assert list(run.metrics()) == list(range(step + 1))
+    run.finish()
+    assert_same_run(run, reference)
+
+
+def test_resume_never_refuses_a_used_folder(reference: TinyRun) -> None:
+    before = (reference.run_dir / "metrics.jsonl").read_bytes()
+    output = reference.finish("--config.resume=never", code=2)
+    assert "--config.resume=auto" in output and "--config.run_dir" in output
+    assert "Traceback" not in output
+    assert (reference.run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_is_left_as_it_is(reference: TinyRun) -> None:
+    before = reference.metrics(), reference.saved_steps()
+    assert f"finished at step {TOTAL_STEPS}" in reference.finish()
+    assert (reference.metrics(), reference.saved_steps()) == before
+
+
+def test_another_runs_checkpoint_goes_on_in_a_new_folder(
+    tmp_path: Path, reference: TinyRun, sharing: str
+) -> None:
+    start = TOTAL_STEPS - SAVE_EVERY
+    run = TinyRun(tmp_path, sharing)
+    run.finish(f"--config.resume={reference.step_path(start)}")
+    expected = reference.metrics()
+    assert run.metrics() == {step: expected[step] for step in range(start + 1, TOTAL_STEPS + 1)}
+    assert_same_bits(run.weights(TOTAL_STEPS), reference.weights(TOTAL_STEPS))
+    assert run.saved_steps() == [TOTAL_STEPS]
+
+
+@pytest.mark.parametrize("devices", [8, 2])
+def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, devices: int) -> None:
+    start = TOTAL_STEPS - SAVE_EVERY
+    run = TinyRun(tmp_path)
+    shutil.copytree(reference.run_dir, run.run_dir)
+    shutil.rmtree(run.step_path(TOTAL_STEPS))
+    output = run.finish(f"--devices={devices}", f"--config.mesh.fsdp={devices}")
+    assert f"resumed from {run.step_path(start)}" in output
+    metrics, expected = run.metrics(), reference.metrics()
+    assert list(metrics) == list(range(TOTAL_STEPS + 1))
+    for step in range(start + 1, TOTAL_STEPS + 1):
+        assert_close(metrics[step], expected[step], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,230 @@
+"""A whole run of seconds: its config, its processes, and what it left on disk."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+REPOSITORY = Path(__file__).parents[1]
+TRAIN = [sys.executable, str(REPOSITORY / "scripts" / "train.py")]
+TIMEOUT_S = 300
+TOTAL_STEPS = 12
+SAVE_EVERY = 2
+SAMPLES = 32  # an iteration
+EPOCH_STEPS = 4  # iterations that use every training problem once
+
+CONFIG = """
+from jaxrl_llm.config import *
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+}
+SETTINGS = {"num_terms": 2, "num_digits": 1}
+
+
+def get_config() -> Config:
+    return Config(
+        name="tiny",
+        total_steps=12,
+        save_every=2,
+        data=DataConfig(
+            tokenizer="char",
+            train_tasks=(TaskConfig(name="chain_sum", settings=SETTINGS, size=64),),
+            val_tasks=(TaskConfig(name="chain_sum", settings=SETTINGS, size=16),),
+            train_batch_size=16,
+            max_prompt_length=4,
+            max_response_length=4,
+        ),
+        actor=ActorConfig(
+            hf_config=MODEL,
+            ppo_mini_batch_size=8,
+            ppo_epochs=2,
+            optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=3),
+        ),
+        critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-3)),
+        rollout=RolloutConfig(n=2, num_slots=3),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:ppo",
+            settings={
+                "use_kl_in_reward": True,
+                "kl_controller": "adaptive",
+                "kl_coef": 0.05,
+                "kl_horizon": 100.0,
+            },
+        ),
+        reward=RewardConfig(functions=(FunctionConfig(path="FOLDER/reward.py:digits"),)),
+        validation=ValidationConfig(every=3),
+        warmup=SupervisedConfig(steps=10, batch_size=16),
+        checkpoint=CheckpointConfig(best_metric="actor/entropy"),
+    )
+"""
+
+REWARD = '''
+"""The share of a completion that is digits. A file `pause` holds up the step that it names."""
+import time
+from pathlib import Path
+
+PAUSE = Path(__file__).with_name("pause")
+
+
+def digits(completions, trainer_state):
+    if PAUSE.exists() and int(PAUSE.read_text()) == trainer_state.global_step:
+        PAUSE.with_name("paused").touch()
+        while PAUSE.exists():
+            time.sleep(0.01)
+    return [sum(c.isdigit() for c in text) / 4 for text in completions]
+'''
+
+
+class TinyRun:
+    """One run directory with a config of its own, worked on by one process after the other."""
+
+    def __init__(self, folder: Path, *flags: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.flags = flags
+        config = folder / "tiny.py"
+        config.write_text(CONFIG.replace("FOLDER", str(folder)))
+        (folder / "reward.py").write_text(REWARD)
+        self.arguments = [f"--config={config}", f"--config.run_dir={self.run_dir}"]
+        self._log = folder / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    def step_path(self, step: int) -> Path:
+        return self.checkpoints / f"global_step_{step}"
+
+    def pause_at(self, step: int) -> None:
+        """Have the reward function of `step` wait until `unpause`."""
+        (self.folder / "paused").unlink(missing_ok=True)
+        (self.folder / "pause").write_text(str(step))
+
+    def paused(self) -> bool:
+        return (self.folder / "paused").exists()
+
+    def unpause(self) -> None:
+        (self.folder / "pause").unlink()
+
+    @contextlib.contextmanager
+    def process(self, *flags: str, launcher: list[str] = TRAIN) -> Iterator[subprocess.Popen[str]]:
+        """The run as a process, as a shell would start it; never left behind."""
+        command = [*launcher, *self.arguments, *self.flags, *flags]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        with open(self._log, "a") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # a signal to its group is what a terminal sends
+            )
+            try:
+                yield process
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(TIMEOUT_S)
+
+    def finish(self, *flags: str, launcher: list[str] = TRAIN, code: int = 0) -> str:
+        """Run to the end; its output. The exit code must be `code`."""
+        start = self._log.stat().st_size if self._log.exists() else 0
+        with self.process(*flags, launcher=launcher) as process:
+            found = process.wait(TIMEOUT_S)
+        output = self._log.read_text()[start:]
+        assert found == code, f"exit code {found}\n{output}"
+        return output
+
+    def kill_when(self, condition: Callable[[], Any], *flags: str) -> None:
+        """Start the run and `kill -9` it as soon as `condition` holds."""
+        with self.process(*flags) as process:
+            self.wait_for(condition, process)
+            process.kill()
+            process.wait(TIMEOUT_S)
+
+    def wait_for(self, condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            code = process.poll()
+            assert code is None, f"ended early with {code}\n{self._log.read_text()}"
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.001)
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Each step's metrics, times aside; every step must stand once and in order."""
+        rows = read_jsonl(self.run_dir / "metrics.jsonl")
+        steps = [row["training/global_step"] for row in rows]
+        assert steps == sorted(set(steps)), steps
+        timed = ("timing_", "perf/")
+        kept = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+        return dict(zip(steps, kept, strict=True))
+
+    def samples(self, kind: str) -> dict[tuple[int, int], dict[str, Any]]:
+        """Every sample of the trace by step and index; none may stand twice."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
+        for path in sorted((self.run_dir / "trace").glob(f"{kind}*.jsonl")):
+            for record in read_jsonl(path):
+                key = (record["step"], record["index"])
+                assert key not in found, f"{kind} sample {key} is in the trace twice"
+                found[key] = record
+        return found
+
+    def saved_steps(self) -> list[int]:
+        names = [path.name for path in self.checkpoints.glob("global_step_*")]
+        return sorted(int(name.rpartition("_")[2]) for name in names)
+
+    def weights(self, step: int) -> dict[str, np.ndarray]:
+        """Every array of a checkpoint and of the frozen roles, by item and path."""
+        items = [path for path in self.step_path(step).iterdir() if (path / "_METADATA").exists()]
+        assert items
+        out: dict[str, np.ndarray] = {}
+        for path in [*items, self.checkpoints / "frozen"]:
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                tree = checkpointer.metadata(path).item_metadata.tree
+                as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+                restored = checkpointer.restore(path, restore_args=as_numpy)
+            for key, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]:
+                out[path.name + jax.tree_util.keystr(key)] = np.asarray(leaf)
+        return out
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_same_bits(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        assert array.dtype == second[name].dtype and array.shape == second[name].shape, name
+        assert array.tobytes() == second[name].tobytes(), f"{name} differs"
+
+
+def assert_close(
+    found: dict[str, float], expected: dict[str, float], *, rtol: float, atol: float
+) -> None:
+    """The same metrics with about the same values."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=rtol, atol=atol, err_msg=name)

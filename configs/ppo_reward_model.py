@@ -25,9 +25,10 @@ def get_config() -> Config:
     """The default run under a learned reward."""
     base = ppo_config()
     training = SupervisedConfig(
-        steps=1000,
+        steps=250,
         batch_size=256,
-        eval_every=50,
+        eval_every=25,
+        stop_at=0.92,
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
     )
     return replace(

@@ -55,7 +55,25 @@ def config_from_arguments(
     return load_config(arguments.config_path, arguments.overrides), arguments.flags
 
 
-def read_arguments(argv: Sequence[str], flags: Mapping[str, Any] | None = None) -> Arguments:
+def read_flags(
+    argv: Sequence[str], flags: Mapping[str, Any], required: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The flags of a script that takes no config; ConfigError where a required one is missing."""
+    given = read_arguments(argv, flags, takes_config=False).flags
+    require_flags(given, required)
+    return given
+
+
+def require_flags(given: Mapping[str, Any], required: Sequence[str]) -> None:
+    """ConfigError for the first required flag that was not given, or given empty."""
+    for name in required:
+        if not given.get(name):
+            raise ConfigError(f"--{name}={name.upper()} is missing; --help shows what it takes")
+
+
+def read_arguments(
+    argv: Sequence[str], flags: Mapping[str, Any] | None = None, *, takes_config: bool = True
+) -> Arguments:
     """Split `argv` into --config, --config.key=value (or `--config.key value`) and `flags`."""
     flags = flags or {}
     config_path: str | None = None
@@ -67,13 +85,16 @@ def read_arguments(argv: Sequence[str], flags: Mapping[str, Any] | None = None) 
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
             raise ConfigError(f"{word!r} is no flag; write --config.key=value or --flag=value")
-        is_config = name == "--config" or name.startswith("--config.")
+        is_config = takes_config and (name == "--config" or name.startswith("--config."))
         if not is_config and name[2:] not in flags:
-            known = ["--config", *(f"--{flag}" for flag in flags)]
-            raise ConfigError(
-                f"unknown flag {name}{_nearest_flag(name, known)}\n"
-                f"flags: {', '.join(known)}, --config.KEY=VALUE"
-            )
+            known = [f"--{flag}" for flag in flags]
+            if takes_config:
+                known = ["--config", *known]
+                hint = _nearest_flag(name, known)
+                known.append("--config.KEY=VALUE")
+            else:
+                hint = nearest(name, known)
+            raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(known)}")
         if not equals:
             if not is_config and flags[name[2:]] is bool:
                 value = "true"  # --flag alone switches it on

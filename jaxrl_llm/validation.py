@@ -6,6 +6,7 @@ the key, its value, and a value that works.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,9 +208,10 @@ def _check_micro(key: str, micro: int, samples: int, replicas: int, what: str) -
 
 
 def _check_model(key: str, model: ModelSettings, config: Config) -> None:
-    if model.path and not Path(model.path).is_dir():
+    if model.path and not Path(model.path).is_dir() and not is_hub_name(model.path):
         raise ConfigError(
-            f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}"
+            f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}\n"
+            f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
         )
     sizes = _hf_config(key, model)
     names = {
@@ -258,7 +260,8 @@ def _check_data(config: Config) -> None:
     _files_exist("data.val_files", data.val_files)
     for key, training in _trainings(config):
         _files_exist(f"{key}.files", training.files)
-    if data.tokenizer and data.tokenizer != "char" and not Path(data.tokenizer).exists():
+    known = data.tokenizer in ("", "char") or is_hub_name(data.tokenizer)
+    if not known and not Path(data.tokenizer).exists():
         raise ConfigError(
             f"config.data.tokenizer={data.tokenizer}: expected char or a Hugging Face folder"
             f"{nearest_file(Path(data.tokenizer))}"
@@ -320,6 +323,11 @@ def _function_exists(key: str, path: str) -> None:
 
 
 # ------------------------------------------------------------------------- small helpers
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `path` can only mean a model on a hub: owner/name, where no folder owner exists."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not Path(path).parent.is_dir()
 
 
 def _models(config: Config) -> Iterator[tuple[str, ModelSettings]]:

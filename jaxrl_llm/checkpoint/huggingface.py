@@ -6,7 +6,6 @@ devices hold it. What a family's tensors are called is said in its file in `mode
 """
 
 import json
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from jaxrl_llm.models.families import (
 )
 from jaxrl_llm.models.hf import HFTensor
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.validation import is_hub_name
 
 MAX_SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -61,7 +61,7 @@ def model_directory(path: str | Path) -> Path:
     directory = Path(path)
     if directory.is_dir():
         return directory
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) or directory.parent.is_dir():
+    if not is_hub_name(str(path)):
         raise ValueError(
             f"there is no model directory {str(path)!r}; give a directory with config.json and "
             f"model.safetensors, or the owner/name of a model on a hub"

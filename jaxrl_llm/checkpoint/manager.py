@@ -1,8 +1,6 @@
 """Resumable checkpoints with Orbax: everything that a step depends on, kept latest and best.
 
-Layout of `DIR/checkpoints`: `global_step_N/` with one item for each role's parameters, one for each
-optimizer, and `loop` (step, data position, controllers); `frozen/` with the roles that never
-change, written once; `huggingface/` with what an export needs beside the weights.
+`layout.py` says what lies where.
 """
 
 import shutil
@@ -14,13 +12,11 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from jaxrl_llm.checkpoint.layout import FROZEN, LOOP, STEP_PREFIX, is_complete
 from jaxrl_llm.distributed.multihost import barrier, is_main
 
-STEP_PREFIX = "global_step"
-FROZEN = "frozen"
-HUGGINGFACE = "huggingface"
-LOOP = "loop"
 VALIDATION = "val-core/"
+ROLES = ("actor", "critic", "reward", "reference")  # whose parameters may lie in a step's folder
 SCORE = "score"  # entry of the loop state: the metric by which the best is kept
 
 
@@ -124,11 +120,6 @@ class _KeepBest(checkpoint_managers.PreservationPolicy):
         return [step in ranked[: self.number] for step in steps]
 
 
-def is_complete(path: Path) -> bool:
-    """Whether a checkpoint folder was written to its end."""
-    return (path / "_CHECKPOINT_METADATA").exists() and (path / LOOP).exists()
-
-
 def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
     """Items and loop state of the checkpoint folder `path` (`.../global_step_N`).
 
@@ -173,10 +164,33 @@ def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[s
         return checkpointer.restore(path, dict(abstract))
 
 
-def abstract_item(path: str | Path, name: str) -> Any:
-    """Shapes and dtypes of one item, on the first device: enough to export it from anywhere."""
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        tree = checkpointer.metadata(Path(path).absolute() / name).item_metadata
+def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters of every role, frozen ones included, on one device."""
+    checkpoint = Path(checkpoint).absolute()
+    frozen = checkpoint.parent / FROZEN
+    found = {name: _abstract(checkpoint / name) for name in ROLES if (checkpoint / name).exists()}
+    return found | (_abstract(frozen) if frozen.exists() else {})
+
+
+def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
+    """The parameters of one role, laid out as `abstract` says: an entry of `stored_roles`."""
+    checkpoint = Path(checkpoint).absolute()
+    path, tree = checkpoint / role, abstract
+    if not path.exists():
+        path, tree = checkpoint.parent / FROZEN, {role: abstract}
+    args = ocp.args.PyTreeRestore(
+        item=tree,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+        partial_restore=True,  # of the frozen roles only this one is read
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(path, args=args)
+    return restored if tree is abstract else restored[role]
+
+
+def _abstract(item: Path) -> dict[str, Any]:
+    # Asked of the handler: a Checkpointer would warn that one item has no metadata of its own.
+    tree: Any = ocp.StandardCheckpointHandler().metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(
         lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=device), _plain(tree.tree)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from jaxrl_llm.checkpoint import manager
+from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
 from jaxrl_llm.config import ModelSettings
 from jaxrl_llm.learner.train_state import Params
@@ -37,8 +37,8 @@ def find_model(settings: ModelSettings, tokenizer: Tokenizer | None = None) -> M
             hf.setdefault("vocab_size", tokenizer.vocab_size)
         return ModelSource(config=config_from_hf(hf))
     checkpoint = Path(settings.path)
-    if manager.is_complete(checkpoint):
-        directory = checkpoint.parent / manager.HUGGINGFACE
+    if layout.is_complete(checkpoint):
+        directory = checkpoint.parent / layout.HUGGINGFACE
         return ModelSource(
             config=load_model_config(directory), directory=directory, checkpoint=checkpoint
         )
@@ -56,8 +56,8 @@ def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
             "data.tokenizer to 'char' or to a Hugging Face directory"
         )
     checkpoint = Path(settings.path)
-    if manager.is_complete(checkpoint):
-        return load_tokenizer(checkpoint.parent / manager.HUGGINGFACE)
+    if layout.is_complete(checkpoint):
+        return load_tokenizer(checkpoint.parent / layout.HUGGINGFACE)
     return load_tokenizer(model_directory(settings.path))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoint import manager
+from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -23,6 +23,7 @@ from jaxrl_llm.trainer.online import Iteration, plan_iteration, stop_ids
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import States
 from jaxrl_llm.trainer.rewarding import RewardFunctions
+from jaxrl_llm.trainer.roles import Role
 from jaxrl_llm.trainer.run_data import (
     held_out_sources,
     load_run_prompts,
@@ -53,7 +54,7 @@ def train(config: Config) -> Summary:
     with ExitStack() as stack:
         reward = open_reward(config, tokenizer, stack)
         iteration = plan_iteration(config, tokenizer, mesh, reward)
-        validator = open_validator(config, iteration, tokenizer, run_dir, stack)
+        validator = open_validator(config, iteration.roles["actor"], tokenizer, run_dir, stack)
         batches = train_batches(
             config, load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         )
@@ -148,7 +149,7 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
 
 
 def open_validator(
-    config: Config, iteration: Iteration, tokenizer: Tokenizer, run_dir: Path, stack: ExitStack
+    config: Config, actor: Role, tokenizer: Tokenizer, run_dir: Path | None, stack: ExitStack
 ) -> Validator:
     """Held-out prompts, their grader, and the program that answers them."""
     validation = config.validation
@@ -156,7 +157,7 @@ def open_validator(
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
     return Validator(
         prompts,
-        role=iteration.roles["actor"],
+        role=actor,
         tokenizer=tokenizer,
         grader=stack.enter_context(grader),
         sampling=SamplingParams(
@@ -218,7 +219,7 @@ def _save_once(
         manager.save_frozen(checkpoints.directory, {name: states[name] for name in frozen})
     if is_main():
         spec = iteration.roles["actor"].spec
-        write_huggingface_files(checkpoints.directory / manager.HUGGINGFACE, spec, tokenizer)
+        write_huggingface_files(checkpoints.directory / layout.HUGGINGFACE, spec, tokenizer)
     barrier("first_files")
 
 

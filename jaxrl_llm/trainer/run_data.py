@@ -45,7 +45,7 @@ def held_out_sources(config: Config) -> Sources:
 
 
 def load_run_prompts(
-    config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path
+    config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path | None
 ) -> list[Prompt]:
     """Prompts of `sources` under the run's length limits; bad rows go to a file in `run_dir`."""
     rules = _rules(config, run_dir, config.data.max_prompt_length)
@@ -91,14 +91,14 @@ def _row_length(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
-def _rules(config: Config, run_dir: Path, max_length: int) -> RowRules:
+def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
     data = config.data
     return RowRules(
         max_length=max_length,
         truncation=data.truncation,
         filter_overlong=data.filter_overlong_prompts,
         max_bad_fraction=data.max_bad_fraction,
-        bad_rows_file=run_dir / BAD_ROWS if is_main() else None,
+        bad_rows_file=run_dir / BAD_ROWS if run_dir is not None and is_main() else None,
     )
 
 

@@ -1,0 +1,1 @@
+"""For pyright alone: where setuptools' package-dir puts models/ and configs/."""

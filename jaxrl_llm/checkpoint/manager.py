@@ -69,7 +69,7 @@ class CheckpointManager:
         name = self._best_metric or next(iter(candidates), "")
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = metrics[name]
-        args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+        args: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
 
@@ -139,7 +139,9 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
             "with other roles; use the config it was made with"
         )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        args = {name: ocp.args.StandardRestore(item) for name, item in abstract.items()}
+        args: dict[str, Any] = {
+            name: ocp.args.StandardRestore(item) for name, item in abstract.items()
+        }
         args[LOOP] = ocp.args.JsonRestore()
         out = checkpointer.restore(path, args=ocp.args.Composite(**args))
     return {name: out[name] for name in abstract}, out[LOOP]
@@ -188,7 +190,8 @@ def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
     return restored if tree is abstract else restored[role]
 
 
-def _abstract(item: Path) -> dict[str, Any]:
+def _abstract(item: Any) -> dict[str, Any]:
+    """Shapes and dtypes of the folder of one item, on one device."""
     # Asked of the handler: a Checkpointer would warn that one item has no metadata of its own.
     tree: Any = ocp.StandardCheckpointHandler().metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -1,0 +1,65 @@
+"""verl's published GSM8K run of PPO on Qwen2.5-0.5B-Instruct, which reached 56.7 % on the test set.
+
+python scripts/train.py --config=configs/ppo_qwen2_5_0_5b_gsm8k.py
+
+Source: the table of verl's docs/algo/baseline.md, whose log is `gsm8k/Qwen2.5-0.5B-bsz256_2-
+prompt1024-resp512-0.567.log` of github.com/eric-haibin-lin/verl-data (December 2024, one GPU); every
+value here is the one printed at its start. There are 29 whole batches in 7,473 problems, so 15
+epochs are 435 steps.
+
+Needs a hub (or --config.actor.path=HF_DIR) and the data set as verl's
+`examples/data_preprocess/gsm8k.py` writes it: ~/data/gsm8k/train.parquet and test.parquet.
+"""
+
+from pathlib import Path
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    DataConfig,
+    FunctionConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
+
+DATA = Path("~/data/gsm8k").expanduser()
+STRICT = FunctionConfig(path="jaxrl_llm.rewards.gsm8k:gsm8k", settings={"method": "strict"})
+EPOCHS, BATCHES_AN_EPOCH = 15, 29
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    return Config(
+        name="ppo_qwen2_5_0_5b_gsm8k",
+        total_steps=EPOCHS * BATCHES_AN_EPOCH,
+        save_every=100,
+        data=DataConfig(
+            train_files=(str(DATA / "train.parquet"),),
+            val_files=(str(DATA / "test.parquet"),),
+            train_batch_size=256,
+            max_prompt_length=1024,
+            max_response_length=512,
+        ),
+        actor=ActorConfig(
+            path="Qwen/Qwen2.5-0.5B-Instruct",
+            dtype="bfloat16",
+            ppo_mini_batch_size=64,
+            micro_batch_size=16,
+            optimizer=OptimizerConfig(learning_rate=1e-6),
+        ),
+        critic=CriticConfig(
+            dtype="bfloat16",
+            micro_batch_size=16,
+            optimizer=OptimizerConfig(learning_rate=1e-5),
+        ),
+        rollout=RolloutConfig(n=1),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:ppo",
+            settings={"use_kl_in_reward": True, "kl_coef": 0.001, "entropy_coef": 0.001},
+        ),
+        reward=RewardConfig(functions=(STRICT,)),
+        validation=ValidationConfig(every=10, grader=STRICT),
+    )

@@ -34,8 +34,6 @@ __all__ = [
 
 Params = dict[str, Any]  # nested, str keys, array leaves
 
-INIT_STD = 0.02
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -90,12 +88,12 @@ def model_spec(config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "floa
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Params:
-    """Fresh parameters: normal(0.02) weights, norms one, biases and a scalar head zero.
+    """Fresh parameters: normal weights of the config's deviation, norms one, the rest zero.
 
     A pure function of the key. Each parameter draws from the key folded with its own path, so its
     values do not depend on the other parameters or on the layout.
     """
-    return _init(spec.params, spec.init, key, ())
+    return _init(spec.params, spec.init, spec.config.initializer_range, key, ())
 
 
 def bind(spec: ModelSpec, params: Params) -> Any:
@@ -115,19 +113,20 @@ def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Pa
         spec.params["decoder"],
         lm_params["decoder"],
     )
-    score = _init(spec.params["score"], spec.init["score"], key, ("score",))
+    std = spec.config.initializer_range
+    score = _init(spec.params["score"], spec.init["score"], std, key, ("score",))
     return {"decoder": decoder, "score": score}
 
 
-def _init(abstract: Any, init: Any, key: jax.Array, path: tuple[str, ...]) -> Any:
+def _init(abstract: Any, init: Any, std: float, key: jax.Array, path: tuple[str, ...]) -> Any:
     if isinstance(abstract, dict):
         return {
-            name: _init(child, init[name], key, (*path, name)) for name, child in abstract.items()
+            name: _init(child, init[name], std, key, (*path, name)) for name, child in abstract.items()
         }
     if init == "normal":
         leaf_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
         # Drawn in float32 so that a bf16 model starts from the rounded float32 one.
-        values = INIT_STD * jax.random.normal(leaf_key, abstract.shape, jnp.float32)
+        values = std * jax.random.normal(leaf_key, abstract.shape, jnp.float32)
         return values.astype(abstract.dtype)
     return jnp.full(abstract.shape, 1.0 if init == "ones" else 0.0, abstract.dtype)
 

@@ -52,6 +52,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm of each q and k head before rope
     sliding_window: tuple[int | None, ...] = ()
     max_position_embeddings: int = 2048
+    initializer_range: float = 0.02  # standard deviation of fresh weights
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")

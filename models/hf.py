@@ -130,6 +130,7 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
         "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "max_position_embeddings": max_positions,
+        "initializer_range": float(hf.get("initializer_range", 0.02)),
     }
 
 
@@ -149,7 +150,7 @@ def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, s
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "initializer_range": 0.02,
+        "initializer_range": config.initializer_range,
         "attention_dropout": 0.0,
         "use_cache": True,
         **rope_to_hf(config),

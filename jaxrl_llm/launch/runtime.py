@@ -30,6 +30,10 @@ PROCESS_ID = "JAXRL_PROCESS_ID"
 # Of a GPU's memory; jax's own default leaves a quarter unused. NCCL and cuDNN need the rest.
 GPU_MEMORY_FRACTION = "0.92"
 
+# On a GPU, gradients of the embedding and of attention otherwise add up in the order in which
+# threads happen to arrive, and a resumed run would drift away from one that was never stopped.
+EXACT = "xla_gpu_exclude_nondeterministic_ops"
+
 # (variable that holds the number of processes, what sets it) for jax's own detection.
 _CLUSTERS = (("SLURM_NTASKS", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
 
@@ -113,6 +117,9 @@ def prepare(*, num_cpu_devices: int = 0) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     # XLA's C++ notes (autotuning, slow compile alarms) would drown the console.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if EXACT not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{EXACT}=true".strip()
     import jax
 
     if num_cpu_devices:

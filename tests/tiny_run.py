@@ -230,6 +230,4 @@ def assert_close(
     """
     assert found.keys() == expected.keys()
     for name in expected.keys() - {"rollout/decode_steps", "rollout/refills"}:
-        np.testing.assert_allclose(
-            found[name], expected[name], rtol=rtol, atol=atol, err_msg=name
-        )
+        np.testing.assert_allclose(found[name], expected[name], rtol=rtol, atol=atol, err_msg=name)

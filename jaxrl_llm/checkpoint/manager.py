@@ -17,6 +17,7 @@ from jaxrl_llm.distributed.multihost import barrier, is_main
 
 VALIDATION = "val-core/"
 ROLES = ("actor", "critic", "reward", "reference")  # whose parameters may lie in a step's folder
+DELETED = "deleted"  # where a checkpoint goes in one move before its files are removed
 SCORE = "score"  # entry of the loop state: the metric by which the best is kept
 
 
@@ -40,6 +41,7 @@ class CheckpointManager:
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_main():
             self._remove_unfinished()
+        self._remove_deleted()
         barrier("checkpoint_directory")
         self._best = _KeepBest(keep_best, self._stored_scores())
         policies = [checkpoint_managers.LatestN(keep_latest), self._best]
@@ -49,6 +51,9 @@ class CheckpointManager:
                 step_prefix=STEP_PREFIX,
                 enable_async_checkpointing=asynchronous,
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+                # Removed file by file in its place, a checkpoint that a kill left half would
+                # pass for a whole one.
+                todelete_subdir=DELETED,
             ),
         )
         self._best_metric = best_metric
@@ -72,6 +77,7 @@ class CheckpointManager:
         args: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
+        self._remove_deleted()
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
         """The items of `step`, laid out as the ShapeDtypeStructs say, and the loop state."""
@@ -88,11 +94,13 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish pending saves and let go of the directory."""
         self._manager.close()
+        self._remove_deleted()
 
     def _stored_scores(self) -> dict[int, float]:
         """The score of each checkpoint on disk, so that the best one survives a restart."""
         scores = {}
-        for path in self.directory.glob(f"{STEP_PREFIX}_*"):
+        # Sorted, so that all processes restore them in one order.
+        for path in sorted(self.directory.glob(f"{STEP_PREFIX}_*")):
             _, loop = restore(path, {})
             if SCORE in loop:
                 scores[int(path.name.rpartition("_")[2])] = loop[SCORE]
@@ -103,6 +111,12 @@ class CheckpointManager:
         for path in self.directory.glob(f"{STEP_PREFIX}_*"):
             finished = path.name.removeprefix(f"{STEP_PREFIX}_").isdigit() and is_complete(path)
             if not finished:
+                shutil.rmtree(path)
+
+    def _remove_deleted(self) -> None:
+        """Free the space of checkpoints that are no longer kept."""
+        if is_main():
+            for path in (self.directory / DELETED).glob("*"):
                 shutil.rmtree(path)
 
 

@@ -39,5 +39,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         f"--output={run_dir / 'export'}"
     )
     if summary.interrupted:
-        lines.append("  go on           run the same command again; it resumes from the checkpoint")
+        again = "run the same command again"
+        if config.resume != "auto":
+            again += " with --config.resume=auto"
+        lines.append(f"  go on           {again}; it resumes from the checkpoint")
     return lines

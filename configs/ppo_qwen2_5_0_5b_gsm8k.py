@@ -2,10 +2,10 @@
 
 python scripts/train.py --config=configs/ppo_qwen2_5_0_5b_gsm8k.py
 
-Source: the table of verl's docs/algo/baseline.md, whose log is `gsm8k/Qwen2.5-0.5B-bsz256_2-
-prompt1024-resp512-0.567.log` of github.com/eric-haibin-lin/verl-data (December 2024, one GPU); every
-value here is the one printed at its start. There are 29 whole batches in 7,473 problems, so 15
-epochs are 435 steps.
+Source: the table of verl's docs/algo/baseline.md and the log that it names,
+`gsm8k/Qwen2.5-0.5B-bsz256_2-prompt1024-resp512-0.567.log` of github.com/eric-haibin-lin/verl-data
+(December 2024, one GPU). Every value that matters to learning is the one printed at its start;
+micro-batch sizes are ours. 7,473 problems are 29 whole batches, so 15 epochs are 435 steps.
 
 Needs a hub (or --config.actor.path=HF_DIR) and the data set as verl's
 `examples/data_preprocess/gsm8k.py` writes it: ~/data/gsm8k/train.parquet and test.parquet.

@@ -25,10 +25,10 @@ def get_config() -> Config:
     """The default run under a learned reward."""
     base = ppo_config()
     training = SupervisedConfig(
-        steps=250,
+        steps=600,
         batch_size=256,
-        eval_every=25,
-        stop_at=0.92,
+        eval_every=50,
+        stop_at=0.98,
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
     )
     return replace(
@@ -36,9 +36,9 @@ def get_config() -> Config:
         name="ppo_reward_model",
         # A wrong answer that is too long is cut, as the policy's own are.
         data=replace(base.data, truncation="right"),
-        reward=RewardConfig(model=RewardModelConfig(training=training)),
+        reward=RewardConfig(model=RewardModelConfig(training=training, center=0.05)),
         algorithm=FunctionConfig(
             path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"lam": 0.95, "use_kl_in_reward": True, "kl_coef": 0.05},
+            settings={"lam": 0.95, "use_kl_in_reward": True, "kl_coef": 0.2},
         ),
     )

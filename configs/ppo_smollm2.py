@@ -1,4 +1,4 @@
-"""PPO on SmolLM2-135M-Instruct: sums of two and three digits, asked as a chat, on one GPU.
+"""PPO on SmolLM2-135M-Instruct: sums of two and three terms, asked as a chat, on one GPU.
 
 python scripts/prepare_model.py smollm2 --output=smollm2
 python scripts/train.py --config=configs/ppo_smollm2.py
@@ -35,33 +35,28 @@ def get_config() -> Config:
     """The run; every value can be overridden on the command line."""
     return Config(
         name="ppo_smollm2",
-        total_steps=100,
+        total_steps=250,
         save_every=50,
         data=DataConfig(
             train_tasks=(TWO_TERMS, THREE_TERMS),
             val_tasks=(THREE_TERMS,),
             prompt_style="chat",
             train_batch_size=128,
-            max_prompt_length=64,
-            max_response_length=32,
+            max_prompt_length=56,
+            max_response_length=24,
         ),
         actor=ActorConfig(
             path="smollm2",
             dtype="bfloat16",
             ppo_mini_batch_size=64,
-            micro_batch_size=128,
-            optimizer=OptimizerConfig(learning_rate=1e-5, warmup_steps=10),
+            optimizer=OptimizerConfig(learning_rate=2e-5),
         ),
-        critic=CriticConfig(
-            dtype="bfloat16",
-            micro_batch_size=128,
-            optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=10),
-        ),
+        critic=CriticConfig(dtype="bfloat16", optimizer=OptimizerConfig(learning_rate=4e-5)),
         rollout=RolloutConfig(n=8),
         algorithm=FunctionConfig(
             path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"use_kl_in_reward": True, "kl_coef": 0.001},
+            settings={"lam": 0.95, "entropy_coef": 0.01},
         ),
         reward=RewardConfig(functions=(CORRECT,)),
-        validation=ValidationConfig(every=10, grader=CORRECT),
+        validation=ValidationConfig(every=25, grader=CORRECT),
     )

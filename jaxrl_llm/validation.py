@@ -213,6 +213,11 @@ def _check_model(key: str, model: ModelSettings, config: Config) -> None:
             f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}\n"
             f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
         )
+    if config.exact and model.attention == "cudnn":
+        raise ConfigError(
+            f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
+            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=false"
+        )
     sizes = _hf_config(key, model)
     names = {
         "tensor": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),

@@ -121,7 +121,8 @@ def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Pa
 def _init(abstract: Any, init: Any, std: float, key: jax.Array, path: tuple[str, ...]) -> Any:
     if isinstance(abstract, dict):
         return {
-            name: _init(child, init[name], std, key, (*path, name)) for name, child in abstract.items()
+            name: _init(child, init[name], std, key, (*path, name))
+            for name, child in abstract.items()
         }
     if init == "normal":
         leaf_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))

@@ -98,7 +98,7 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     checks that the mesh fits the devices. Returns the config with the mesh that is used: several
     processes and a mesh of one device put every device on the `data` axis.
     """
-    prepare(num_cpu_devices=num_cpu_devices)
+    prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
     mesh = fit_mesh(config.mesh)
     if mesh != config.mesh:
@@ -112,13 +112,13 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     return config
 
 
-def prepare(*, num_cpu_devices: int = 0) -> None:
+def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     """Environment and jax settings that must be there before the first device is touched."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     # XLA's C++ notes (autotuning, slow compile alarms) would drown the console.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     flags = os.environ.get("XLA_FLAGS", "")
-    if EXACT not in flags:
+    if exact and EXACT not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{EXACT}=true".strip()
     import jax
 

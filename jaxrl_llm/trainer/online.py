@@ -1,8 +1,8 @@
 """From a config to the planned programs of online RL, before any array exists."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.program import Program, States
 from jaxrl_llm.trainer.roles import Role, make_role
 from jaxrl_llm.types import RolloutBatch
+
+S = TypeVar("S", bound=ModelSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +84,16 @@ def plan_iteration(
     algorithm = build_algorithm(config.algorithm)
     sources = {"actor": find_model(config.actor, tokenizer)}
     roles = {"actor": _actor(config, sources["actor"], mesh)}
-    _add_scalar_role(config.critic, tokenizer, "critic", sources, roles, mesh)
+    critic = _with_attention(config.critic, config)
+    _add_scalar_role(critic, tokenizer, "critic", sources, roles, mesh)
     if reward is None:
         if config.reward.model is None:
             raise ValueError(
                 "reward.functions and reward.model are both empty: name a reward function, or "
                 "a reward model"
             )
-        _add_scalar_role(config.reward.model, tokenizer, "reward", sources, roles, mesh)
+        reward_model = _with_attention(config.reward.model, config)
+        _add_scalar_role(reward_model, tokenizer, "reward", sources, roles, mesh)
     steps = config.total_steps * update_sizes(config, "actor").num_mini_batches
     critic_steps = steps * config.critic.ppo_epochs
     roles["actor"] = roles["actor"].with_optimizer(
@@ -207,7 +211,15 @@ def _catalogue(
 
 
 def _actor(config: Config, source: ModelSource, mesh: Mesh) -> Role:
-    return make_role("actor", spec_of(source, "causal_lm", config.actor), config.actor, mesh)
+    settings = _with_attention(config.actor, config)
+    return make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
+
+
+def _with_attention(settings: S, config: Config) -> S:
+    """`auto` settled: in an exact run XLA's attention, since cuDNN's gradient is not exact."""
+    if settings.attention == "auto" and config.exact:
+        return replace(settings, attention="xla")
+    return settings
 
 
 def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
@@ -217,6 +229,7 @@ def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
         param_dtype=config.actor.dtype,
         attention=config.actor.attention,
     )
+    settings = _with_attention(settings, config)
     return make_role("reference", spec_of(source, "causal_lm", settings), settings, mesh)
 
 

@@ -1,0 +1,40 @@
+"""The two configs for a laptop do what their docstrings say, whole and as a user starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+REPOSITORY = Path(__file__).parents[2]
+ACCURACY = "val-core/chain_sum_3x1/acc/mean@1"
+
+
+def run(config: str, run_dir: Path) -> list[dict[str, float]]:
+    """metrics.jsonl of a whole run."""
+    flags = [f"--config=configs/{config}.py", f"--config.run_dir={run_dir}"]
+    command = [sys.executable, "scripts/train.py", *flags]
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdin=subprocess.DEVNULL)
+    return read(run_dir / "metrics.jsonl")
+
+
+def read(file: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_ppo_reaches_ninety_percent(tmp_path: Path) -> None:
+    rows = run("ppo", tmp_path)
+    before, after = rows[0][ACCURACY], rows[-1][ACCURACY]
+    assert 0.35 <= before <= 0.57, "the warm-up must leave PPO its share"
+    assert after >= 0.90
+    assert rows[-1]["critic/score/mean"] > rows[1]["critic/score/mean"] + 0.3
+
+
+def test_a_reward_model_learns_and_teaches(tmp_path: Path) -> None:
+    rows = run("ppo_reward_model", tmp_path)
+    pairs = read(tmp_path / "reward_model" / "metrics.jsonl")
+    assert pairs[-1]["reward_model/heldout_accuracy"] >= 0.75
+    assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.1

@@ -1,0 +1,107 @@
+"""Every file in configs/ loads, is valid, plans and traces, without weights or data from outside.
+
+Where a config wants files that do not come with the project, tiny ones of the same kind stand in.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_tokenizer import write_chat_tokenizer
+from tiny_models import tiny_config, write_directory
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.overrides import from_json, load_config, load_file, resolve, to_json
+from jaxrl_llm.trainer.dataflow import StageOutput
+from jaxrl_llm.trainer.initialise import find_tokenizer
+from jaxrl_llm.trainer.online import plan_iteration
+from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts, train_sources
+
+FILES = sorted((Path(__file__).parents[1] / "configs").glob("[!_]*.py"))
+ONE_PROGRAM = "gen+old_log_prob+ref+values+reward+kl+adv+update_critic+update_actor"
+
+
+def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
+    """Overrides that replace what is not part of the project."""
+    changes = []
+    if config.actor.path:
+        family = "qwen2" if "qwen" in config.actor.path.lower() else "llama"
+        bias = {"attention_bias": True} if family == "qwen2" else {}
+        model = tiny_config(family, vocab_size=104, tie_word_embeddings=True, **bias)
+        directory = write_directory(folder / "model", model)
+        write_chat_tokenizer(directory)
+        # A character a token: prompts of the stand-in are longer than those of a real tokenizer.
+        length = 4 * config.data.max_prompt_length
+        changes += [("actor.path", str(directory)), ("data.max_prompt_length", str(length))]
+    for key, files in (("train", config.data.train_files), ("val", config.data.val_files)):
+        if files:
+            file = folder / f"{key}.parquet"
+            pq.write_table(pa.Table.from_pylist([verl_row(i) for i in range(4)]), file)
+            changes.append((f"data.{key}_files", f"[{file}]"))
+    return changes
+
+
+def verl_row(index: int) -> dict:
+    """A row as verl's GSM8K preprocessing writes it."""
+    question = f"Ann has {index} pears and buys 2. How many are there? "
+    hint = 'Let\'s think step by step and output the final answer after "####".'
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": question + hint}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(index + 2)},
+        "extra_info": {"split": "train", "index": index, "answer": "", "question": question},
+    }
+
+
+def no_reward(*_: object) -> StageOutput:
+    raise AssertionError("tracing runs no Python reward")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_config_loads_plans_and_traces(file, tmp_path):
+    config = load_config(str(file), stand_ins(load_file(str(file)), tmp_path))
+    tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    for sources in (train_sources(config), held_out_sources(config)):
+        prompts = load_run_prompts(config, sources, tokenizer, None)
+        assert all(prompt.ground_truth is not None for prompt in prompts)
+    reward = no_reward if config.reward.functions else None
+    iteration = plan_iteration(config, tokenizer, make_mesh(), reward)
+    batch = iteration.trace()
+    rows = config.data.train_batch_size * config.rollout.n
+    assert batch.advantages is not None
+    assert batch.advantages.shape == (rows, config.data.max_response_length)
+    names = {stage.name for stage in iteration.stages}
+    assert {"gen", "reward", "adv", "update_actor"} <= names
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_config_opens_with_its_command_and_survives_json(file):
+    config = load_file(str(file))
+    assert config.name == file.stem
+    assert f"python scripts/train.py --config=configs/{file.name}" in file.read_text()[:1000]
+    assert from_json(to_json(config)) == resolve(config)
+    assert json.loads(to_json(config))["total_steps"] == config.total_steps
+
+
+def test_with_a_reward_model_an_iteration_is_one_program():
+    file = next(file for file in FILES if file.stem == "ppo_reward_model")
+    config = load_config(str(file))
+    iteration = plan_iteration(config, find_tokenizer("char", config.actor), make_mesh(), None)
+    (segment,) = iteration.program.segments
+    assert not segment.is_host
+    assert sorted(segment.name.split("+")) == sorted(ONE_PROGRAM.split("+"))
+
+
+def test_readme_and_docs_name_only_configs_that_exist():
+    root = FILES[0].parents[1]
+    pages = [root / "README.md", root / "BUILD.md", *(root / "docs").glob("*.md")]
+    known = {file.name for file in FILES}
+    for page in pages:
+        for name in re.findall(r"--config=configs/(\w+\.py)", page.read_text()):
+            made_there = name == "rloo.py" and page.name == "add-an-algorithm.md"
+            assert name in known or made_there, f"{page.name} names configs/{name}"

@@ -5,7 +5,7 @@ function that a `FunctionConfig` names. Names are verl's and TRL's where they ha
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 class ConfigError(ValueError):
@@ -101,7 +101,7 @@ class ModelSettings:
     hf_config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"  # of computation: float32 | bfloat16
     param_dtype: str = "float32"  # of the stored (master) weights
-    attention: str = "auto"  # auto | cudnn | xla
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
     remat: bool = False  # recompute each block in the backward pass
 
 

@@ -31,7 +31,6 @@ WORDS = {
 MODEL_WORDS = {
     "dtype": ("float32", "bfloat16"),
     "param_dtype": ("float32", "bfloat16"),
-    "attention": ("auto", "cudnn", "xla"),
 }
 SCHEDULES = ("constant", "linear", "cosine")
 AT_LEAST_ONE = (

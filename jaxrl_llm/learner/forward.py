@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.flash_attention import attention
+from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.linear_logprob import linear_logprob
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import ModelSpec, bind
@@ -25,7 +25,7 @@ class ForwardSettings:
     """How a role's forward pass is computed, whatever its loss."""
 
     dtype: str = "float32"
-    attention: str = "auto"
+    attention: Implementation = "auto"
     remat: bool = False
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
 

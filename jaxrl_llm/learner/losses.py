@@ -5,7 +5,7 @@ whole global mini-batch and travel in the batch as arrays with one entry a row, 
 micro-batch must see the same counts.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +166,8 @@ def preference_fields(batch: PreferenceBatch) -> Fields:
         "rejected": batch.rejected.tokens,
         "rejected_lengths": batch.rejected.lengths,
         "margin": batch.margin,
-        "mask": np.ones((batch.margin.shape[0], 1), np.float32),
+        # numpy like the batch, until both are placed on the mesh
+        "mask": cast(Array, np.ones((batch.margin.shape[0], 1), np.float32)),
     }
 
 

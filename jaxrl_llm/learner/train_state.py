@@ -40,7 +40,8 @@ def state_shardings(
     mesh: Mesh,
 ) -> TrainState:
     """Shardings of a TrainState: moments lie as their parameters do, scalars are replicated."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+    # Any: the same record, with a sharding where a state has an array.
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
     opt_state = jax.eval_shape(optimizer.init, abstract_params)
     opt_shardings = optax.tree_map_params(
         optimizer,

@@ -1,6 +1,7 @@
 """Between text on the host and arrays on the mesh: prompts into a batch, responses out of it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,13 @@ def prompt_batch(
     tokens = np.pad(tokens, ((0, missing), (0, 0)), constant_values=pad_id)
     lengths = np.pad(lengths, (0, missing))
     rows = len(lengths)
-    return RolloutBatch(
-        prompts=tokens.repeat(n, axis=0),
-        prompt_lengths=lengths.repeat(n),
-        sample_ids=np.arange(rows * n, dtype=np.uint32),
-    )
+    # numpy until it is placed on the mesh, where the annotations of a batch come true.
+    fields: dict[str, Any] = {
+        "prompts": tokens.repeat(n, axis=0),
+        "prompt_lengths": lengths.repeat(n),
+        "sample_ids": np.arange(rows * n, dtype=np.uint32),
+    }
+    return RolloutBatch(**fields)
 
 
 def completions_of(

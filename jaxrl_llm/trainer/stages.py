@@ -225,7 +225,7 @@ def advantage_stage(algorithm: Algorithm, *, max_response_length: int) -> Stage:
     fields = tuple(dict.fromkeys((*reads, *measured)))
 
     def fn(state: Any, step: jax.Array, *values: jax.Array) -> StageOutput:
-        known = dict(zip(fields, values, strict=True))
+        known: dict[str, Any] = dict(zip(fields, values, strict=True))
         advantages, returns = algorithm.advantage(*(known[name] for name in reads))
         known |= {"advantages": advantages, "returns": returns}
         metrics = batch_metrics(**known, max_response_length=max_response_length)

@@ -1,5 +1,7 @@
 """A run under a reward model compiles its iteration once, and nothing after the first step."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,27 @@ def test_one_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(programs) == [0, 1, 2, 3, 4]
     # Step 2 validates and saves as steps 0 and 4 do: nothing of that is compiled again either.
     assert programs[1] == programs[2] == programs[3] == programs[4]
+    for file in (tmp_path / "run").rglob("metrics.jsonl"):
+        names = {name for row in file.read_text().splitlines() for name in json.loads(row)}
+        missing = [name for name in names if not documented().fullmatch(name)]
+        assert not missing, "these are not in docs/metrics.md"
+
+
+def documented() -> re.Pattern[str]:
+    """The metric names of docs/metrics.md: {a,b} is a choice, <x> stands for any word."""
+    page = (CONFIG.parents[1] / "docs" / "metrics.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
+    return re.compile("|".join(map(as_pattern, names)))
+
+
+def as_pattern(name: str) -> str:
+    escaped = re.escape(name).replace(",", "|").replace(r"\{", "(").replace(r"\}", ")")
+    return re.sub("<[a-z]+>", "[^/]+", escaped)
+
+
+def test_documented_names_are_told_from_others() -> None:
+    for name in ("critic/score/max", "rewards/exact_answer/std", "val-core/a_1x1/acc/mean@4"):
+        assert documented().fullmatch(name)
+    for name in ("critic/score/median", "actor/pg_los", "val-core/a/b/acc/mean@4"):
+        assert not documented().fullmatch(name)

@@ -5,6 +5,7 @@ Where a config wants files that do not come with the project, tiny ones of the s
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import pyarrow as pa
@@ -105,3 +106,13 @@ def test_readme_and_docs_name_only_configs_that_exist():
         for name in re.findall(r"--config=configs/(\w+\.py)", page.read_text()):
             made_there = name == "rloo.py" and page.name == "add-an-algorithm.md"
             assert name in known or made_there, f"{page.name} names configs/{name}"
+
+
+def test_the_example_of_porting_a_model_is_the_code():
+    root = FILES[0].parents[1]
+    page, code = (root / "docs/port-a-model.md").read_text(), (root / "models/qwen3.py").read_text()
+    blocks = re.findall(r"^ *```python\n(.*?)```", page, re.S | re.M)
+    assert blocks
+    for block in blocks:
+        for part in textwrap.dedent(block).strip().split("\n\n\n"):
+            assert part in code

@@ -69,7 +69,8 @@ def apply_gradients(
     The metrics name the guilty parameters (one flag a leaf, in tree order), so that the run
     stops with the last good state in hand.
     """
-    norm = optax.global_norm(grads)
+    squares = jnp.stack([jnp.square(g).sum() for g in jax.tree.leaves(grads)])
+    norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
     scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
@@ -80,8 +81,11 @@ def apply_gradients(
         step=state.step + 1,
     )
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-    flags = jnp.stack([~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)])
-    metrics = {"grad_norm": norm, "lr": learning_rate(state.step), NONFINITE: flags}
+    # Finite gradients whose squares overflow count too; where only their sum does, all are named.
+    flags = ~jnp.isfinite(squares)
+    flags |= ~finite & ~flags.any()
+    lr = jnp.asarray(learning_rate(state.step), jnp.float32)
+    metrics = {"grad_norm": norm, "lr": lr, NONFINITE: flags}
     return kept, metrics
 
 

@@ -19,9 +19,9 @@ def on_eight_devices(body: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(body)
     def test() -> None:
-        folder = str(Path(sys.modules[body.__module__].__file__ or "").parent)
+        folder = Path(sys.modules[body.__module__].__file__ or "").parent
         code = (
-            f"import sys; sys.path.insert(0, {folder!r}); "
+            f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]; "
             f"import {body.__module__} as module; module.{body.__name__}.__wrapped__()"
         )
         env = dict(os.environ, JAX_PLATFORMS="cpu")

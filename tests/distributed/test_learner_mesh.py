@@ -1,0 +1,135 @@
+"""Losses, gradients, values and a whole iteration on eight devices equal those on one."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fake_devices import on_eight_devices
+from tiny_iteration import (
+    first_states,
+    in_micro_batches,
+    open_iteration,
+    random_params,
+    run_step,
+    tiny_config,
+)
+
+from jaxrl_llm.algorithms.alias import ppo
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.learner.forward import response_values
+from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
+from jaxrl_llm.learner.train_step import accumulate
+from jaxrl_llm.trainer.stages import shard_stacked
+
+MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
+B, P, R, V = 16, 6, 5, 24
+ALGORITHM = ppo(use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01)
+
+
+def fields() -> dict[str, np.ndarray]:
+    """An update's fields, with responses of uneven lengths."""
+    rng = np.random.default_rng(0)
+    mask = (np.arange(R) < rng.integers(1, R + 1, (B, 1))).astype(np.float32)
+    floats = ("old_logprobs", "reference_logprobs", "advantages", "values", "returns")
+    out = {name: rng.normal(size=(B, R)).astype(np.float32) * mask for name in floats}
+    for name in floats[:2]:
+        out[name] = out[name] - 3 * mask
+    return out | {
+        "prompts": rng.integers(0, V, (B, P)).astype(np.int32),
+        "prompt_lengths": rng.integers(1, P + 1, B).astype(np.int32),
+        "responses": rng.integers(0, V, (B, R)).astype(np.int32),
+        "mask": mask,
+    }
+
+
+def learn(mesh=None):
+    """(loss, gradients) of actor and critic, and values, in numpy."""
+    iteration = open_iteration(tiny_config(), mesh)
+    batch = make_global(fields(), batch_sharding(iteration.mesh))
+    out = {}
+    for name, seed in (("actor", 5), ("critic", 6)):
+        role = iteration.roles[name]
+        common = {"spec": role.spec, "settings": role.forward}
+        params = make_global(random_params(role.spec.params, seed), role.param_shardings)
+        if name == "actor":
+            loss = policy_loss(ALGORITHM, temperature=0.9, **common)
+        else:
+            loss = value_loss(ALGORITHM, **common)
+            rows = (batch["prompts"], batch["prompt_lengths"], batch["responses"])
+            out["values"] = fetch(jax.jit(partial(response_values, **common))(params, *rows))
+
+        def gradients(params, batch, loss=loss):
+            batch = with_counts(batch, jnp.bool_(False))
+            shard = shard_stacked(iteration.mesh)
+            return accumulate(loss, params, batch, num_micro_batches=2, shard=shard)
+
+        # The optimizer takes gradients laid out as the parameters are stored.
+        out_shardings = (role.param_shardings, replicated(iteration.mesh))
+        grads, metrics = jax.jit(gradients, out_shardings=out_shardings)(params, batch)
+        out[name] = fetch(metrics), fetch(grads)
+    return out
+
+
+@on_eight_devices
+def test_losses_gradients_and_values():
+    expected = learn()
+    for sizes in MESHES:
+        found = learn(make_mesh(**sizes))
+        np.testing.assert_allclose(found["values"], expected["values"], rtol=1e-4, atol=1e-5)
+        for role in ("actor", "critic"):
+            metrics, grads = found[role]
+            for name, value in expected[role][0].items():
+                np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+            pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(expected[role][1]), strict=True)
+            for one, other in pairs:
+                assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def iterate(sizes):
+    """Batch, metrics and learnt parameters after two iterations of the planned program."""
+    mesh = MeshConfig(**sizes)
+    # Eight samples a pass, on one device as on the replicas of a mesh together.
+    config = in_micro_batches(tiny_config(), 8 // mesh.num_replicas)
+    iteration = open_iteration(replace(config, mesh=mesh), make_mesh(**sizes))
+    states = first_states(iteration)
+    for step in (1, 2):
+        states, batch, metrics = run_step(iteration, states, step)
+    params = {name: fetch(states[name].params) for name in ("actor", "critic")}
+    return batch, metrics, params
+
+
+def check_iteration(sizes):
+    batch, metrics, params = iterate(sizes)
+    expected_batch, expected_metrics, expected_params = iterate({})
+    for name in ("responses", "mask"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(expected_batch, name))
+    for name in ("rollout_logprobs", "old_logprobs", "reference_logprobs", "values", "scores"):
+        found, expected = getattr(batch, name), getattr(expected_batch, name)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert metrics.keys() == expected_metrics.keys()
+    for name in metrics.keys() - {"rollout/decode_steps", "rollout/refills"}:
+        np.testing.assert_allclose(
+            metrics[name], expected_metrics[name], rtol=1e-3, atol=1e-4, err_msg=name
+        )
+    for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
+
+
+@on_eight_devices
+def test_iteration_fsdp_8():
+    check_iteration(MESHES[0])
+
+
+@on_eight_devices
+def test_iteration_fsdp_4_tensor_2():
+    check_iteration(MESHES[1])
+
+
+@on_eight_devices
+def test_iteration_data_2_fsdp_2_tensor_2():
+    check_iteration(MESHES[2])

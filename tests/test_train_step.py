@@ -1,0 +1,349 @@
+"""The train step: accumulation, clipping, bad gradients, schedules; and updates in an iteration."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_iteration import (
+    PROMPTS,
+    N,
+    first_states,
+    open_iteration,
+    random_params,
+    run_step,
+    tiny_config,
+)
+
+from jaxrl_llm.algorithms.alias import ppo
+from jaxrl_llm.config import FunctionConfig, OptimizerConfig
+from jaxrl_llm.learner.forward import ForwardSettings
+from jaxrl_llm.learner.losses import policy_loss, supervised_loss, value_loss, with_counts
+from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.train_state import init_state
+from jaxrl_llm.learner.train_step import (
+    NONFINITE,
+    accumulate,
+    apply_gradients,
+    over_mini_batches,
+    train_step,
+)
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.trainer.guards import NonFiniteGradients, check_gradients
+from jaxrl_llm.trainer.states import to_items
+
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
+B, P, R = 16, 4, 6
+SETTINGS = ForwardSettings()
+
+
+def whole(tree):
+    """The constraint of a mesh of one device: none."""
+    return tree
+
+
+def rollout(seed: int = 0) -> dict[str, jax.Array]:
+    """Fields of an update; responses are from 0 to R tokens long."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, R + 1, B)
+    lengths[3], lengths[4:8] = 0, R  # an empty response, and a micro-batch of long ones
+    mask = (np.arange(R) < lengths[:, None]).astype(np.float32)
+
+    def tokens(*shape):
+        return rng.integers(0, MODEL.vocab_size, shape).astype(np.int32)
+
+    def numbers(scale):
+        return (scale * rng.normal(size=(B, R)) * mask).astype(np.float32)
+
+    fields = {
+        "prompts": tokens(B, P),
+        "prompt_lengths": rng.integers(1, P + 1, B).astype(np.int32),
+        "responses": tokens(B, R),
+        "mask": mask,
+        "old_logprobs": numbers(0.3) - 3.2 * mask,
+        "reference_logprobs": numbers(0.3) - 3.2 * mask,
+        "advantages": numbers(1.0),
+        "values": numbers(1.0),
+        "returns": numbers(1.0),
+    }
+    return {name: jnp.asarray(x) for name, x in fields.items()}
+
+
+def supervised_rows() -> dict[str, jax.Array]:
+    fields = rollout()
+    tokens = jnp.concatenate([fields["prompts"], fields["responses"]], axis=1)
+    return {"tokens": tokens, "mask": jnp.pad(fields["mask"], ((0, 0), (P, 0)))}
+
+
+def make_policy_loss(**settings):
+    spec = model_spec(MODEL)
+    return spec, policy_loss(ppo(**settings), spec=spec, settings=SETTINGS, temperature=0.9)
+
+
+def cases():
+    everything = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+    for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        yield f"policy {name}", *make_policy_loss(loss_aggregation=name, **everything), rollout()
+    spec = model_spec(MODEL, "scalar")
+    yield "value", spec, value_loss(ppo(), spec=spec, settings=SETTINGS), rollout()
+    spec = model_spec(MODEL)
+    yield "supervised", spec, supervised_loss(spec=spec, settings=SETTINGS), supervised_rows()
+
+
+CASES = {name: case for name, *case in cases()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accumulation_equals_the_full_batch(name):
+    """The micro-batches hold very different numbers of tokens: 1e-6 of the gradient's size."""
+    spec, loss, fields = CASES[name]
+    params = random_params(spec.params, seed=1, scale=0.05)
+
+    def gradients(params, fields, parts):
+        batch = with_counts(fields, jnp.bool_(False))
+        return accumulate(loss, params, batch, num_micro_batches=parts, shard=whole)
+
+    run = jax.jit(gradients, static_argnums=2)
+    grads, metrics = run(params, fields, 1)
+    found, found_metrics = run(params, fields, 4)
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, found, grads))
+    assert difference <= 1e-6 * optax.tree.norm(grads)
+    for key, value in metrics.items():
+        np.testing.assert_allclose(found_metrics[key], value, rtol=1e-6, atol=1e-6)
+    assert optax.tree.norm(grads) > 1e-3
+
+
+def test_an_independent_mean_gives_the_same_supervised_loss():
+    spec, loss, fields = CASES["supervised"]
+    params = random_params(spec.params, seed=1)
+    total, loss = 0.0, jax.jit(loss)
+    for row in range(B):  # row by row, each with the counts of the whole batch
+        batch = with_counts(fields, jnp.bool_(False))
+        total += float(loss(params, {k: x[row : row + 1] for k, x in batch.items()})[0])
+    whole_batch, _ = loss(params, with_counts(fields, jnp.bool_(False)))
+    np.testing.assert_allclose(whole_batch, total, rtol=1e-6)
+
+
+def test_only_the_first_mini_batch_has_a_ratio_of_one():
+    """old_logprobs come from another compilation, and are off by as much as 0.3 here on top."""
+    spec, loss = make_policy_loss()
+    optimizer = optax.adam(1e-2)
+    fields = rollout()
+    step = partial(
+        train_step,
+        loss=loss,
+        optimizer=optimizer,
+        learning_rate=lambda _: 1e-2,
+        max_grad_norm=1.0,
+        num_micro_batches=2,
+        shard=whole,
+    )
+    update = jax.jit(
+        lambda state: over_mini_batches(
+            state,
+            fields,
+            step=lambda state, batch, first: step(state, with_counts(batch, first)),
+            num_mini_batches=4,
+            num_epochs=2,
+            shard=whole,
+        )
+    )
+    state = init_state(random_params(spec.params, seed=1), optimizer)
+    state, metrics = update(state)
+    assert int(state.step) == 8
+    assert metrics["actor/ppo_kl"][0] == 0.0
+    assert metrics["actor/pg_clipfrac"][0] == 0.0
+    assert np.all(np.asarray(metrics["actor/ppo_kl"][1:]) != 0.0)
+    # At a ratio of one the loss is minus the mean advantage.
+    mask, advantages = (np.asarray(fields[k][: B // 4]) for k in ("mask", "advantages"))
+    np.testing.assert_allclose(
+        metrics["actor/pg_loss"][0], -(advantages * mask).sum() / mask.sum(), rtol=1e-6
+    )
+
+
+# ------------------------------------------------------------------------- applying gradients
+
+
+def apply(grads, max_grad_norm=1.0):
+    params = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
+    optimizer = optax.sgd(1.0, momentum=0.9)
+    state = init_state(params, optimizer)
+    grads = {"a": jnp.array(grads[:2]), "b": jnp.array(grads[2:])}
+    new, metrics = apply_gradients(
+        state,
+        grads,
+        optimizer=optimizer,
+        learning_rate=lambda _: 1.0,
+        max_grad_norm=max_grad_norm,
+    )
+    return state, new, metrics
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    old, new, metrics = apply([3.0, 0.0, 4.0])
+    np.testing.assert_allclose(metrics["grad_norm"], 5.0)  # as it was before the clip
+    np.testing.assert_allclose(new.params["a"], [1.0 - 0.6, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(new.params["b"], [3.0 - 0.8], rtol=1e-6)
+    assert int(new.step) == int(old.step) + 1
+    _, new, metrics = apply([0.3, 0.0, 0.4])
+    np.testing.assert_array_equal(new.params["a"], np.float32([1.0 - np.float32(0.3), 2.0]))
+    np.testing.assert_allclose(metrics["grad_norm"], 0.5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_gradient_changes_nothing_and_is_named(bad):
+    old, new, metrics = apply([0.3, bad, 0.4])
+    for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert metrics[NONFINITE].tolist() == [True, False]
+    found = {f"actor/{NONFINITE}": np.asarray(metrics[NONFINITE])}
+    with pytest.raises(NonFiniteGradients, match="step 7: the gradient of the actor .* in a. "):
+        check_gradients(found, {"actor": old.params}, 7)
+
+
+def test_a_gradient_that_overflows_the_norm_alone_is_also_refused():
+    """Or the run would go on without ever learning again."""
+    for grads, named in ([1e30, 0.0, 1.0], [True, False]), ([1e19, 1e19, 1.5e19], [True, True]):
+        old, new, metrics = apply(grads)
+        np.testing.assert_array_equal(old.params["a"], new.params["a"])
+        assert int(new.step) == 0
+        assert metrics[NONFINITE].tolist() == named
+
+
+# ------------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {0: 8.0, 5: 8.0, 99: 8.0}),
+        ({"warmup_steps": 4}, {0: 2.0, 1: 4.0, 2: 6.0, 3: 8.0, 4: 8.0, 50: 8.0}),
+        ({"warmup_steps": 1}, {0: 8.0, 1: 8.0}),
+        (
+            {"schedule": "linear", "warmup_steps": 2},
+            {0: 4.0, 1: 8.0, 2: 8.0, 4: 6.0, 6: 4.0, 10: 0.0, 11: 0.0},
+        ),
+        (
+            {"schedule": "linear", "total_steps": 4, "min_learning_rate_ratio": 0.5},
+            {0: 8.0, 1: 7.0, 4: 4.0, 9: 4.0},
+        ),
+        ({"schedule": "cosine"}, {0: 8.0, 5: 4.0, 10: 0.0, 12: 0.0}),
+        (
+            {"schedule": "cosine", "warmup_steps": 2, "min_learning_rate_ratio": 0.25},
+            {1: 8.0, 2: 8.0, 4: 2 + 6 * (0.5 + 0.5 * np.cos(np.pi / 4)), 6: 5.0, 10: 2.0, 30: 2.0},
+        ),
+    ],
+)
+def test_schedules_by_hand(changes, expected):
+    """A peak of 8 over 10 steps, unless the config says another number."""
+    rate = schedule(OptimizerConfig(learning_rate=8.0, **changes), total_steps=10)
+    for step, value in expected.items():
+        np.testing.assert_allclose(rate(jnp.int32(step)), value, atol=1e-6, err_msg=str(step))
+
+
+def test_the_optimizer_follows_the_schedule_that_is_reported():
+    """Adam's first updates are the learning rate times the gradient's sign."""
+    config = OptimizerConfig(learning_rate=0.5, warmup_steps=2, weight_decay=0.0)
+    state = init_state({"w": jnp.zeros(())}, make_optimizer(config, 10))
+    for expected in (0.25, 0.5):
+        before = state.params["w"]
+        state, metrics = apply_gradients(
+            state,
+            {"w": jnp.float32(0.5)},
+            optimizer=make_optimizer(config, 10),
+            learning_rate=schedule(config, 10),
+            max_grad_norm=1.0,
+        )
+        np.testing.assert_allclose(metrics["lr"], expected)
+        np.testing.assert_allclose(before - state.params["w"], expected, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------- in an iteration
+
+
+@pytest.fixture(scope="module")
+def calm():
+    """One epoch of one mini-batch, adaptive KL, and a critic that learns alone for two steps."""
+    adaptive = {"kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100.0}
+    config = tiny_config(model_reward=False, algorithm=adaptive)
+    config = replace(
+        config,
+        actor=replace(config.actor, ppo_mini_batch_size=PROMPTS, ppo_epochs=1, micro_batch_size=8),
+        critic=replace(config.critic, ppo_epochs=1, warmup_steps=2),
+    )
+    return open_iteration(config)
+
+
+def test_iterations(calm):
+    """ppo_kl is exactly 0, the actor rests while the critic warms up, the KL controller moves."""
+    states = first_states(calm)
+    coefficient, target, horizon = 0.05, 0.01, 100.0
+    for step in range(1, 5):
+        before = jax.tree.map(np.array, {k: states[k] for k in ("actor", "critic")})
+        states, _, metrics = run_step(calm, states, step)
+        check_gradients(metrics, {n: r.spec.params for n, r in calm.roles.items()}, step)
+        assert metrics["actor/ppo_kl"] == 0.0
+        assert not same(before["critic"].params, states["critic"].params)
+        if step <= 2:
+            assert same(before["actor"], states["actor"])
+            assert metrics["actor/grad_norm"] == 0.0
+        else:
+            assert not same(before["actor"].params, states["actor"].params)
+            assert metrics["actor/grad_norm"] > 0.0
+        # Ziegler et al. 2019, in numpy.
+        np.testing.assert_allclose(metrics["actor/reward_kl_penalty_coeff"], coefficient, rtol=1e-6)
+        error = np.clip(metrics["actor/reward_kl_penalty"] / target - 1, -0.2, 0.2)
+        coefficient *= 1 + error * PROMPTS * N / horizon
+    assert abs(coefficient / 0.05 - 1) > 0.05
+    saved = to_items(states, ["reference"])["kl_controller"]["state"]
+    np.testing.assert_allclose(saved, coefficient, rtol=1e-5)
+
+
+def same(first, second) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+POISONED = """
+from dataclasses import replace
+from jaxrl_llm.algorithms.alias import Algorithm, ppo
+
+
+def poisoned(*, lam: float = 1.0) -> Algorithm:
+    algorithm = ppo(lam=lam)
+
+    def loss(logprobs, old_logprobs, advantages, mask):
+        per_token, metrics = algorithm.policy_loss(logprobs, old_logprobs, advantages, mask)
+        return per_token * float("nan"), metrics
+
+    return replace(algorithm, policy_loss=loss)
+"""
+
+
+def test_an_iteration_with_nan_keeps_the_state(tmp_path):
+    file = tmp_path / "poisoned.py"
+    file.write_text(POISONED)
+    config = tiny_config(model_reward=False)
+    config = replace(config, algorithm=FunctionConfig(path=f"{file}:poisoned"))
+    iteration = open_iteration(config)
+    states = first_states(iteration)
+    before = jax.tree.map(np.array, states["actor"])
+    states, _, metrics = run_step(iteration, states, 3)
+    assert same(before, states["actor"])
+    trees = {name: role.spec.params for name, role in iteration.roles.items()}
+    with pytest.raises(NonFiniteGradients, match="step 3.*actor.*decoder.embed"):
+        check_gradients(metrics, trees, 3)

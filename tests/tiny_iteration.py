@@ -1,0 +1,132 @@
+"""One iteration of RL in this process: a config, its programs, first states and a batch."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    DataConfig,
+    FunctionConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.dataflow import StageOutput
+from jaxrl_llm.trainer.online import Iteration, plan_iteration
+from jaxrl_llm.trainer.program import States
+from jaxrl_llm.trainer.stages import KL_CONTROLLER
+from jaxrl_llm.types import RolloutBatch
+
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+PROMPTS, N = 16, 2
+FAST = OptimizerConfig(learning_rate=3e-3)
+
+
+def tiny_config(*, model_reward: bool = True, algorithm: dict[str, Any] | None = None) -> Config:
+    """Two epochs of two mini-batches of two micro-batches; a model or Python gives the reward."""
+    function = FunctionConfig(path="jaxrl_llm.rewards.exact_answer:exact_answer")
+    return Config(
+        total_steps=8,
+        data=DataConfig(
+            tokenizer="char",
+            train_batch_size=PROMPTS,
+            max_prompt_length=6,
+            max_response_length=5,
+        ),
+        actor=ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8, ppo_epochs=2, optimizer=FAST),
+        critic=CriticConfig(ppo_epochs=2, optimizer=FAST),
+        rollout=RolloutConfig(n=N, num_slots=3, stop_token_ids=(2, 5, 7)),
+        reward=RewardConfig(model=RewardModelConfig())
+        if model_reward
+        else RewardConfig(functions=(function,)),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:ppo",
+            settings={"use_kl_in_reward": True, "kl_coef": 0.05} | (algorithm or {}),
+        ),
+    )
+
+
+def in_micro_batches(config: Config, actor: int) -> Config:
+    """`config` with that many samples a device and forward pass."""
+    return replace(
+        config,
+        actor=replace(config.actor, micro_batch_size=actor),
+        critic=replace(config.critic, micro_batch_size=actor),
+    )
+
+
+def even_tokens(context: Any, step: int, responses: Any, mask: Any, logprobs: Any) -> StageOutput:
+    """A reward stage in Python: the share of even tokens."""
+    scores = ((responses % 2 == 0) * mask).sum(axis=1) / mask.sum(axis=1)
+    return StageOutput(writes=(scores.astype(np.float32),), metrics={})
+
+
+def open_iteration(config: Config, mesh: Mesh | None = None) -> Iteration:
+    """The planned programs of `config`, by default on one device."""
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    reward = None if config.reward.model is not None else even_tokens
+    return plan_iteration(config, load_tokenizer("char"), mesh, reward)
+
+
+def random_params(shapes: Any, seed: int, scale: float = 0.3) -> Any:
+    """Weights that do not depend on the mesh; norms near one, and heads that are not zero."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: (scale * rng.normal(size=x.shape) + (x.ndim == 1)).astype(x.dtype), shapes
+    )
+
+
+def first_states(iteration: Iteration) -> States:
+    """Every role with random weights of its own; the reference is close to the actor."""
+    states: States = {KL_CONTROLLER: iteration.controller_state()}
+    for name, role in iteration.roles.items():
+        params = random_params(role.spec.params, len(name) if name != "reference" else len("actor"))
+        if name == "reference":
+            params = jax.tree.map(lambda x: x * np.float32(0.95), params)
+        states[name] = role.state(make_global(params, role.param_shardings))
+    return states
+
+
+def prompts(config: Config) -> RolloutBatch:
+    """Random prompts of uneven lengths, in numpy."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(8, MODEL["vocab_size"], (PROMPTS, config.data.max_prompt_length))
+    lengths = rng.integers(1, config.data.max_prompt_length + 1, PROMPTS)
+    fields: dict[str, Any] = {
+        "prompts": tokens.astype(np.int32).repeat(N, axis=0),
+        "prompt_lengths": lengths.astype(np.int32).repeat(N),
+        "sample_ids": np.arange(PROMPTS * N, dtype=np.uint32),
+    }
+    return RolloutBatch(**fields)
+
+
+def run_step(
+    iteration: Iteration, states: States, step: int
+) -> tuple[States, RolloutBatch, dict[str, Any]]:
+    """One iteration: new states, the whole batch and the metrics in numpy."""
+    batch = make_global(prompts(iteration.config), batch_sharding(iteration.mesh))
+    states, batch, metrics = iteration.program.run(states, batch, step, None, Timer())
+    return states, fetch(batch), fetch(metrics)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.launch.runtime import CompileCounter, count_compilations
 from jaxrl_llm.overrides import load_config
+from jaxrl_llm.trainer.guards import CompileCounter, count_compilations
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.run import train
 
@@ -45,7 +45,7 @@ def test_one_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     counter: CompileCounter
     with count_compilations() as counter:
         train(config)
-    assert counter.programs("run") == 1  # program.py calls a fused segment so
+    assert counter.programs("iteration") == 1  # program.py calls a segment so
     assert sorted(programs) == [0, 1, 2, 3, 4]
     # Step 2 validates and saves as steps 0 and 4 do: nothing of that is compiled again either.
     assert programs[1] == programs[2] == programs[3] == programs[4]

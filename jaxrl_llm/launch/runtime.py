@@ -8,10 +8,8 @@ import linecache
 import os
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -191,57 +189,3 @@ def enable_compile_cache(folder: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-# ------------------------------------------------------------------------- guards
-
-
-@contextmanager
-def transfer_guard() -> Iterator[None]:
-    """Refuse hidden copies inside: a numpy array or Python number given to a compiled program, or
-    an argument on the wrong devices. Explicit jax.device_put and device_get are allowed.
-
-    For the steady part of a step: tracing a program makes constants, which are such copies too.
-    """
-    import jax
-
-    with (
-        jax.transfer_guard_host_to_device("disallow"),
-        jax.transfer_guard_device_to_device("disallow"),
-    ):
-        yield
-
-
-@dataclass
-class CompileCounter:
-    """Programs that XLA compiled (or read from the compile cache) since `start`, by name."""
-
-    names: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    @property
-    def count(self) -> int:
-        return self.names.total()
-
-    def programs(self, name: str) -> int:
-        """How often the jitted function `name` was compiled."""
-        return self.names[f"jit({name})"] + self.names[name]
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.names[str(kwargs.get("fun_name", "?"))] += 1
-            self.seconds += duration_secs
-
-
-@contextmanager
-def count_compilations() -> Iterator[CompileCounter]:
-    """Count the compilations inside: `with count_compilations() as c: step(); c.count`."""
-    from jax import monitoring
-
-    counter = CompileCounter()
-    listen = counter._listen
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield counter
-    finally:
-        monitoring.unregister_event_duration_listener(listen)

@@ -1,9 +1,14 @@
-"""Checks after a step: a gradient that is not finite ends the run and names its parameter."""
+"""Guards of a run, on by default: finite gradients, no hidden copies, no second compilation."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
+from jax import monitoring
 
 from jaxrl_llm.learner.losses import tree_names
 from jaxrl_llm.learner.train_step import NONFINITE
@@ -37,3 +42,50 @@ def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> No
         f"{more}. That update was not applied, so the last checkpoint and the state are sound. "
         "Lower the learning rate, or train in float32, and start again to resume."
     )
+
+
+@contextmanager
+def transfer_guard() -> Iterator[None]:
+    """Refuse hidden copies inside: a numpy array or Python number given to a compiled program, or
+    an argument on the wrong devices. Explicit jax.device_put and device_get are allowed.
+
+    For the steady part of a step: tracing a program makes constants, which are such copies too.
+    """
+    with (
+        jax.transfer_guard_host_to_device("disallow"),
+        jax.transfer_guard_device_to_device("disallow"),
+    ):
+        yield
+
+
+@dataclass
+class CompileCounter:
+    """Programs that XLA compiled (or read from the compile cache) since `start`, by name."""
+
+    names: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return self.names.total()
+
+    def programs(self, name: str) -> int:
+        """How often the jitted function `name` was compiled."""
+        return self.names[f"jit({name})"] + self.names[name]
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.names[str(kwargs.get("fun_name", "?"))] += 1
+            self.seconds += duration_secs
+
+
+@contextmanager
+def count_compilations() -> Iterator[CompileCounter]:
+    """Count the compilations inside: `with count_compilations() as c: step(); c.count`."""
+    counter = CompileCounter()
+    listen = counter._listen
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield counter
+    finally:
+        monitoring.unregister_event_duration_listener(listen)

@@ -16,10 +16,10 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.evaluate import Validation, Validator
-from jaxrl_llm.trainer.guards import check_gradients
+from jaxrl_llm.trainer.guards import CompileCounter, check_gradients, count_compilations
 from jaxrl_llm.trainer.online import Iteration
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.program import States
+from jaxrl_llm.trainer.program import PROGRAM, States
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.trainer.roles import params_of
 from jaxrl_llm.trainer.samples import prompt_batch
@@ -59,6 +59,8 @@ class Loop:
     pad_id: int
     step: int = 0  # iterations done
     resumed: bool = False
+    _compilations: CompileCounter = field(default_factory=CompileCounter)
+    _compiled_once: bool = False
 
     def run(self) -> None:
         """Every step left. Raises Interrupted after saving when the user pressed Ctrl-C."""
@@ -66,7 +68,7 @@ class Loop:
         self.output.begin(self.step)
         if not self.resumed:
             self._begin()
-        with _stop_requests() as stop_requested:
+        with _stop_requests() as stop_requested, count_compilations() as self._compilations:
             while self.step < config.total_steps:
                 metrics = self._one_step()
                 last = self.step == config.total_steps
@@ -103,9 +105,14 @@ class Loop:
             pad_id=self.pad_id,
         )
         batch = make_global(host_batch, batch_sharding(self.iteration.mesh))
+        compiled = self._compilations.programs(PROGRAM)
         self.states, batch, found = self.iteration.program.run(
             self.states, batch, step, context, timer
         )
+        again = self._compilations.programs(PROGRAM) - compiled
+        if again and self._compiled_once:
+            self.output.message(f"step {step} compiled {again} programs again; it should not")
+        self._compiled_once = True
         found = fetch(found)
         trees = {name: role.spec.params for name, role in self.iteration.roles.items()}
         check_gradients(found, trees, step)
@@ -113,6 +120,7 @@ class Loop:
         seconds = time.perf_counter() - started
         self.step = step
         metrics |= self._measure(batch, timer, seconds)
+        metrics["perf/compilations"] = float(again)
         metrics["training/epoch"] = float(self.batches.epoch)
         self._note(metrics, timer, seconds)
         self.output.rollout(step, context, batch)

@@ -5,6 +5,7 @@ program. The states of roles that learn are donated, so an update needs no secon
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.dataflow import Segment, Stage, StageOutput
+from jaxrl_llm.trainer.guards import transfer_guard
 from jaxrl_llm.types import RolloutBatch
 
+PROGRAM = "iteration"  # name of the jitted functions, under which compilations are counted
 States = dict[str, Any]
 
 
@@ -35,6 +38,7 @@ class Program:
         self._mesh = mesh
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
+        self._traced: set[str] = set()
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
 
     def run(
@@ -59,7 +63,9 @@ class Program:
             reads = {name: getattr(batch, name) for name in _segment_reads(segment)}
             learning, fixed = _split_states(states, segment)
             compiled = self._compiled[segment.name]
-            new_states, writes, new_metrics = compiled(learning, fixed, reads, device_step)
+            with transfer_guard() if segment.name in self._traced else nullcontext():
+                new_states, writes, new_metrics = compiled(learning, fixed, reads, device_step)
+            self._traced.add(segment.name)
             states = states | new_states
             batch, metrics = batch.replace(**writes), metrics | new_metrics
             pending.append((segment.name, writes or new_metrics))
@@ -106,7 +112,7 @@ class Program:
         return make_global(writes, self._batch_sharding), out.metrics
 
     def _compile(self, segment: Segment) -> Any:
-        def run(learning: States, fixed: States, fields: dict[str, Any], step: Any):
+        def iteration(learning: States, fixed: States, fields: dict[str, Any], step: Any):
             fields, metrics, updated = dict(fields), {}, {}
             for stage in segment.stages:
                 state = (fixed | learning | updated).get(stage.role)
@@ -121,7 +127,7 @@ class Program:
 
         learning_shardings = {role: self._shardings[role] for role in _learning_roles(segment)}
         return jax.jit(
-            run,
+            iteration,
             donate_argnums=(0,),
             out_shardings=(learning_shardings, self._batch_sharding, replicated(self._mesh)),
         )

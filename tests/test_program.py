@@ -28,7 +28,7 @@ def test_number_of_programs_and_donation(model_reward, programs):
     with count_compilations() as counter, warnings.catch_warnings():
         warnings.filterwarnings("error", "Some donated buffers were not usable")
         states, _, _ = run_step(iteration, first, 1)
-    assert counter.programs("run") == counter.count == programs, counter.names
+    assert counter.programs("iteration") == counter.count == programs, counter.names
     with count_compilations() as counter:
         for step in range(2, 6):
             states, _, metrics = run_step(iteration, states, step)

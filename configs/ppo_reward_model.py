@@ -28,12 +28,12 @@ def get_config() -> Config:
         steps=600,
         batch_size=256,
         eval_every=50,
+        stop_at=0.98,
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
     )
     return replace(
         base,
         name="ppo_reward_model",
-        total_steps=80,
         # A wrong answer that is too long is cut, as the policy's own are.
         data=replace(base.data, truncation="right"),
         reward=RewardConfig(model=RewardModelConfig(training=training, center=0.05)),

@@ -62,7 +62,7 @@ class DataConfig:
     val_files: tuple[str, ...] = ()
     train_tasks: tuple[TaskConfig, ...] = ()
     val_tasks: tuple[TaskConfig, ...] = ()
-    tokenizer: str = ""  # "char", or a Hugging Face directory; empty takes the actor's
+    tokenizer: str = ""  # a directory, or "char"; the last, or empty, yields to actor.path
     prompt_style: str = "plain"  # how tasks ask: "plain" ("7+2+5=") or "chat" (messages)
     train_batch_size: int = 128  # prompts an iteration
     val_batch_size: int = 512  # prompts a validation call

@@ -7,7 +7,7 @@ keyword-only, with plain annotations and literal defaults that are read from the
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +76,18 @@ def ppo(
     clip_high: float = 0.2,
     clip_c: float = 3.0,
     cliprange_value: float = 0.5,
-    loss_aggregation: str = "token-mean",
+    loss_aggregation: Literal[
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ] = "token-mean",
     loss_scale: int | None = None,
     entropy_coef: float = 0.0,
     use_kl_in_reward: bool = False,
     kl_reward_type: str = "k1",
-    kl_controller: str = "fixed",
+    kl_controller: Literal["fixed", "adaptive"] = "fixed",
     kl_coef: float = 0.001,
     kl_horizon: float = 10000.0,
     kl_target: float = 0.1,

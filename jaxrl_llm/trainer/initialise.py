@@ -16,6 +16,8 @@ from jaxrl_llm.models.families import config_from_hf, to_hf_config
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.trainer.roles import Role
 
+CHAR = "char"  # name of the built-in character tokenizer
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
@@ -47,8 +49,12 @@ def find_model(settings: ModelSettings, tokenizer: Tokenizer | None = None) -> M
 
 
 def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
-    """The named tokenizer, or the one beside the model's weights."""
-    if name:
+    """The named tokenizer, or the one beside the model's weights.
+
+    "char" is for models built from a config: weights on disk bring the tokenizer that they were
+    trained with, and another one's ids would be silent nonsense.
+    """
+    if name and not (name == CHAR and settings.path):
         return load_tokenizer(name)
     if not settings.path:
         raise ValueError(

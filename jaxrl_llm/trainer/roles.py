@@ -92,8 +92,8 @@ def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Para
 
     Looked up in its stored layout, the embedding makes the partitioner move activations in every
     layer after it; gathered, the partitioner gathers each weight where it is used, as ZeRO stage 3
-    does. Gathering all weights here would hold them all at once. The transpose scatters the
-    gradients back to the stored layout.
+    does. Gathering all weights here would hold them all at once. The sharded optimizer state
+    scatters the gradients back to the stored layout.
     """
     if mesh.size == 1:
         return lambda params: params

@@ -21,7 +21,6 @@ from jaxrl_llm.observability.metrics import (
     batch_metrics,
     memory_metrics,
     performance_metrics,
-    reduce_metrics,
 )
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.observability.trace import TraceWriter
@@ -120,11 +119,6 @@ def test_memory_is_that_of_the_fullest_device():
     full = [Device({"peak_bytes_in_use": 2**30}), Device({"peak_bytes_in_use": 3 * 2**30})]
     assert memory_metrics(full)["perf/max_memory_allocated_gb"] == 3.0
     assert "perf/max_memory_allocated_gb" not in memory_metrics([Device(None)])
-
-
-def test_reduce_metrics():
-    found = reduce_metrics([{"a": 1.0, "b/max": 1.0, "c_min": 3.0}, {"a": 2.0, "b/max": 0.0}])
-    assert found == {"a": 1.5, "b/max": 1.0, "c_min": 3.0}
 
 
 def test_timer_adds_up_overlapping_names():

@@ -29,12 +29,6 @@ def init_cache(
     )
 
 
-def cache_bytes(config: ModelConfig, num_slots: int, length: int, dtype: jnp.dtype) -> int:
-    """Bytes of the caches of all layers on one replica, before any split over `tensor`."""
-    elements = config.num_layers * 2 * num_slots * config.num_kv_heads * length * config.head_dim
-    return elements * jnp.dtype(dtype).itemsize
-
-
 def prefill_attend(
     slots_M: jax.Array, implementation: Implementation, heads_axis: str | None
 ) -> Attend:

@@ -90,27 +90,6 @@ def explained_variance(
     return 1.0 - safe_divide(unexplained, masked_var(returns, mask) + EXPLAINED_EPS)
 
 
-def reduce_metrics(batches: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One dict of several: names with a last part max or min take that, the others the mean.
-
-    A name that only some of the dicts have is reduced over those.
-    """
-    values: dict[str, list[float]] = {}
-    for metrics in batches:
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(float(value))
-    return {name: _reduce(name, found) for name, found in values.items()}
-
-
-def _reduce(name: str, values: list[float]) -> float:
-    # verl's loggers write `loss/max` as well as `probs_diff_max`.
-    if name.endswith(("/max", "_max")):
-        return max(values)
-    if name.endswith(("/min", "_min")):
-        return min(values)
-    return sum(values) / len(values)
-
-
 def performance_metrics(
     timings: Mapping[str, float],
     *,

@@ -1,0 +1,59 @@
+"""Programs compiled for H200s on a machine that has none, and what their compiled form shows.
+
+Needs Python 3.12 and, installed with --no-deps beside jax 0.11: jax-cuda13-plugin, jax-cuda13-pjrt
+and nvidia-cuda-nvcc (for ptxas). No driver, cuBLAS, cuDNN or NCCL. The card's description is in
+h200.txtpb.
+"""
+
+import importlib.metadata
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+# The plugin looks for a driver and cuDNN at import; compiling needs neither.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
+
+
+def missing_packages() -> list[str]:
+    """The packages that compiling for the card needs and this environment lacks."""
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    return [name for name in PACKAGES if name not in installed]
+
+
+needs_compiler = [
+    pytest.mark.h200,
+    pytest.mark.skipif(bool(missing_packages()), reason=f"needs {', '.join(missing_packages())}"),
+]
+
+
+def h200_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    """A mesh of H200s of one host that exist for the compiler only."""
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+        topology=f"1x1x{math.prod(shape)}",
+    )
+    devices = np.array(topology.devices).reshape(shape)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def one_h200() -> NamedSharding:
+    """The sharding of arrays on a single card."""
+    return NamedSharding(h200_mesh((1,), ("data",)), PartitionSpec())
+
+
+def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
+    """Every array of a pytree as a ShapeDtypeStruct on the card."""
+    sharding = sharding or one_h200()
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )

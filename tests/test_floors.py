@@ -16,7 +16,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("data",), ("rewards",), ("environments",), ("generation",), ("checkpoint",)],
     [("rollout",), ("learner",)],
     [("trainer",)],
-    [("launch",)],
+    [("launch",), ("benchmarks",)],
     [("configs",), ("scripts",)],
 ]
 ROOM_OF = {

@@ -1,0 +1,221 @@
+"""Generation: the engine on fixed batches and on the RL mix, random weights, prefill included."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.importance import mismatch_metrics
+from jaxrl_llm.benchmarks.harness import Case, CheckFailed, require
+from jaxrl_llm.benchmarks.options import Options
+from jaxrl_llm.benchmarks.roofline import decode_seconds, prefill_seconds
+from jaxrl_llm.benchmarks.workloads import GenerationWorkload, generation_workloads
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
+from jaxrl_llm.distributed.sharding import (
+    GENERATION_RULES,
+    batch_sharding,
+    replicated,
+    shardings,
+)
+from jaxrl_llm.generation.engine import GenerationOutput, generate_on_mesh
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs
+from jaxrl_llm.models.base import ModelSpec, init_params, model_spec
+from jaxrl_llm.models.shapes import SHAPES
+
+# Mean over tokens of exp(|log-prob of the trainer - of the sampler|), in bf16.
+MOST_MULT_PROB_ERROR = 1.02
+CHECKED_ROWS = 4
+
+
+class Weights:
+    """Random weights of one shape in the generation layout, shared by its cases."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, users: int) -> None:
+        self.shardings = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
+        self.abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            spec.params,
+            self.shardings,
+        )
+        self.spec, self._users, self._params = spec, users, None
+
+    def get(self) -> Any:
+        """The parameters, made on first use."""
+        if self._params is None:
+            init = jax.jit(partial(init_params, self.spec), out_shardings=self.shardings)
+            self._params = init(jax.random.key(0))
+        return self._params
+
+    def done(self) -> None:
+        """One user less; the last one drops the arrays."""
+        self._users -= 1
+        if self._users == 0:
+            self._params = None
+
+
+class Generation(Case):
+    """One workload answered whole: prompts in, tokens and log-probs out."""
+
+    benchmark = "generation"
+
+    def __init__(
+        self, shape: str, work: GenerationWorkload, config: Config, mesh: Mesh, weights: Weights
+    ) -> None:
+        self.shape, self.name = shape, work.name
+        self.work, self.config, self.mesh, self.weights = work, config, mesh, weights
+        self.spec = weights.spec
+        self.rows = CHECKED_ROWS if work.rows >= CHECKED_ROWS else work.rows
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        work = self.work
+        by_row = batch_sharding(self.mesh)
+        whole = replicated(self.mesh)
+        abstract = partial(jax.ShapeDtypeStruct, sharding=by_row)
+        inputs = (
+            abstract((work.rows, work.prompt_length), jnp.int32),
+            abstract((work.rows,), jnp.int32),
+            abstract((work.rows,), jnp.uint32),
+            abstract((work.rows,), jnp.int32),
+        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+        answer = jax.jit(self._answer, out_shardings=by_row)
+        scored = partial(jax.ShapeDtypeStruct, sharding=whole)
+        rows, longest = self.rows, max(work.limits)
+        return {
+            "main": answer.lower(self.weights.abstract, *inputs, key),
+            "trainer": jax.jit(self._trainer_logprobs).lower(
+                self.weights.abstract,
+                scored((rows, work.prompt_length), jnp.int32),
+                scored((rows,), jnp.int32),
+                scored((rows, longest), jnp.int32),
+            ),
+        }
+
+    def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
+        work = self.work
+        rng = np.random.default_rng(1)
+        prompts = rng.integers(0, self.spec.config.vocab_size, (work.prompts, work.prompt_length))
+        arrays = (
+            prompts.astype(np.int32).repeat(work.samples, axis=0),
+            np.full(work.rows, work.prompt_length, np.int32),
+            np.arange(work.rows, dtype=np.uint32),
+            np.asarray(work.limits, np.int32),
+        )
+        self.inputs = jax.device_put(arrays, batch_sharding(self.mesh))
+        self.keys = [
+            jax.device_put(jax.random.key(seed), replicated(self.mesh)) for seed in range(16)
+        ]
+        self.programs, self.params, self.calls = programs, self.weights.get(), 0
+
+    def check(self) -> dict[str, float]:
+        """Every response has its length, and the trainer gives its tokens the same log-probs."""
+        out = self.run()
+        counts = np.asarray(out.mask.sum(axis=1))
+        if not np.array_equal(counts, self.work.limits):
+            raise CheckFailed("responses do not have the lengths that were asked for")
+        first = jax.device_put(
+            tuple(x[: self.rows] for x in (*self.inputs[:2], out.tokens)), replicated(self.mesh)
+        )
+        trainer = self.programs["trainer"](self.params, *first)
+        error = float(
+            mismatch_metrics(trainer, out.logprobs[: self.rows], out.mask[: self.rows])[
+                "token_mult_prob_error"
+            ]
+        )
+        require("token_mult_prob_error", error, MOST_MULT_PROB_ERROR)
+        return {"token_mult_prob_error": error}
+
+    def run(self) -> GenerationOutput:
+        # Another seed each time: no run repeats one before.
+        key = self.keys[self.calls % len(self.keys)]
+        self.calls += 1
+        output: GenerationOutput = self.programs["main"](self.params, *self.inputs, key)
+        self.steps, self.prefills = output.steps, output.prefills
+        return output
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        work, config = self.work, self.spec.config
+        steps = int(np.max(np.asarray(self.steps)))
+        tokens, devices = sum(work.limits), self.mesh.size
+        decode = decode_seconds(config, work.prompt_length, work.limits) / devices
+        prefill = prefill_seconds(config, work.prompts, work.prompt_length) / devices
+        return {
+            "tokens/s": tokens / seconds,
+            "tokens/s/device": tokens / seconds / devices,
+            "ms a decode step": 1e3 * seconds / max(steps, 1),
+            "decode steps": steps,
+            "prefills": int(np.max(np.asarray(self.prefills))),
+            "roofline tokens/s": tokens / decode,
+            "fraction of roofline": decode / seconds,
+            "fraction with prefill": (decode + prefill) / seconds,
+        }
+
+    def release(self) -> None:
+        weights = self.weights
+        super().release()
+        weights.done()
+
+    def _answer(
+        self, params: Any, prompts: Any, lengths: Any, sample_ids: Any, limits: Any, key: Any
+    ) -> GenerationOutput:
+        rollout = self.config.rollout
+        sampling = SamplingParams(
+            max_new_tokens=max(self.work.limits),
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        )
+        return generate_on_mesh(
+            self.spec,
+            params,
+            prompts,
+            lengths,
+            sample_ids,
+            key,
+            mesh=self.mesh,
+            sampling=sampling,
+            limits_N=limits,
+            group=self.work.samples,
+            num_slots=rollout.num_slots,
+            attention=self.config.actor.attention,
+        )
+
+    def _trainer_logprobs(self, params: Any, prompts: Any, lengths: Any, tokens: Any) -> jax.Array:
+        actor = self.config.actor
+        logprobs, _ = response_logprobs(
+            params,
+            prompts,
+            lengths,
+            tokens,
+            spec=self.spec,
+            settings=ForwardSettings(dtype=actor.dtype, attention=actor.attention),
+            temperature=self.config.rollout.temperature,
+        )
+        return logprobs
+
+
+def generation_cases(options: Options) -> Sequence[Case]:
+    """Every workload of every shape."""
+    cases: list[Case] = []
+    for shape in options.shapes:
+        config = options.config(shape)
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        work = generation_workloads(options, shape)
+        for one in work:
+            if one.rows % num_replicas(mesh):
+                raise ValueError(
+                    f"{one.name} has {one.rows} rows, which do not divide over "
+                    f"{num_replicas(mesh)} replicas; choose others with --batch or --groups"
+                )
+        spec = model_spec(SHAPES[shape], dtype=config.rollout.dtype or config.actor.dtype)
+        weights = Weights(spec, mesh, len(work))
+        cases += [Generation(shape, one, config, mesh, weights) for one in work]
+    return cases

@@ -1,0 +1,187 @@
+"""How every case is measured: compiled together, checked, warmed up, timed one after the other.
+
+A case that fails is reported with its message, and the others go on.
+"""
+
+import gc
+import os
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxrl_llm.benchmarks.records import Row
+
+MOST_CALLS = 200
+
+
+class CheckFailed(RuntimeError):
+    """A result that is wrong; its time is not worth reporting."""
+
+
+class Case(ABC):
+    """One thing to measure. The harness calls the methods in the order in which they stand."""
+
+    benchmark: str
+    shape: str
+    name: str
+    who: str = "ours"
+    # Calls shorter than this are queued several at a time, so that dispatch is hidden.
+    min_seconds: float = 0.0
+
+    @abstractmethod
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """Every program of the case, from abstract arrays; "main" is the one that is timed."""
+
+    @abstractmethod
+    def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
+        """Make the arrays. Random, so that nothing can be folded or skipped."""
+
+    @abstractmethod
+    def check(self) -> dict[str, float]:
+        """Errors against an independent reference; CheckFailed where one is too large."""
+
+    @abstractmethod
+    def run(self) -> Any:
+        """Dispatch once; returns arrays to wait for."""
+
+    @abstractmethod
+    def figures(self, seconds: float) -> dict[str, float]:
+        """What the median time means, by name with its unit."""
+
+    def release(self) -> None:
+        """Drop every array; called also after a failure."""
+        vars(self).clear()
+
+
+def run_cases(
+    cases: Sequence[Case],
+    *,
+    repeats: int,
+    compiler_options: dict[str, Any],
+    report: Callable[[Row], None],
+) -> list[Row]:
+    """Measure every case; `report` gets each row as soon as it is there."""
+    rows = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        compiling = [_submit(pool, case, compiler_options) for case in cases]
+        waiting = list(zip(cases, compiling, strict=True))
+        # None is timed while another compiles: both would take longer.
+        for _, programs in waiting:
+            for future in programs.values():
+                future.exception()
+        del compiling
+        while waiting:
+            case, programs = waiting.pop(0)
+            rows.append(_measure_case(case, programs, repeats))
+            report(rows[-1])
+            del case, programs
+            gc.collect()
+    return rows
+
+
+def measure(run: Callable[[], Any], *, repeats: int, min_seconds: float) -> tuple[float, ...]:
+    """Seconds of one call, `repeats` times, after a warm-up."""
+    jax.block_until_ready(run())
+    calls = 1
+    if min_seconds:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        once = max(time.perf_counter() - start, 1e-6)
+        calls = max(1, min(MOST_CALLS, round(min_seconds / once)))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            run()
+        jax.block_until_ready(run())
+        seconds.append((time.perf_counter() - start) / calls)
+    return tuple(seconds)
+
+
+def memory_bytes(program: jax.stages.Compiled) -> int | None:
+    """Bytes of a device that the program holds: arguments, results and temporaries."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return None
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """|found - expected| / |expected| over all leaves together, in the L2 norm and float32.
+
+    NaN where either holds a NaN, so a comparison must be written to fail on it.
+    """
+
+    @jax.jit
+    def squares(found: Any, expected: Any) -> tuple[jax.Array, jax.Array]:
+        pairs = [
+            (x.astype("float32"), y.astype("float32"))
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        ]
+        difference = sum(jax.numpy.square(x - y).sum() for x, y in pairs)
+        return jax.numpy.asarray(difference), jax.numpy.asarray(
+            sum(jax.numpy.square(y).sum() for _, y in pairs)
+        )
+
+    difference, norm = squares(found, expected)
+    return float((difference / norm) ** 0.5)
+
+
+def require(name: str, value: float, most: float) -> None:
+    """CheckFailed unless `value` is at most `most`; NaN fails."""
+    if not value <= most:
+        raise CheckFailed(f"{name} is {value:.4g}, which must be at most {most:g}")
+
+
+def _submit(
+    pool: ThreadPoolExecutor, case: Case, compiler_options: dict[str, Any]
+) -> dict[str, Future[jax.stages.Compiled]]:
+    try:
+        lowered = case.lower()
+    except Exception as error:  # whatever goes wrong concerns this case alone
+        failed: Future[jax.stages.Compiled] = Future()
+        failed.set_exception(error)
+        return {"main": failed}
+    # The options are for what is measured; a check keeps the defaults.
+    return {
+        name: pool.submit(program.compile, compiler_options if name == "main" else None)
+        for name, program in lowered.items()
+    }
+
+
+def _measure_case(
+    case: Case, compiling: dict[str, Future[jax.stages.Compiled]], repeats: int
+) -> Row:
+    about: dict[str, Any] = {
+        "benchmark": case.benchmark,
+        "shape": case.shape,
+        "case": case.name,
+        "who": case.who,
+    }
+    try:
+        programs = {name: future.result() for name, future in compiling.items()}
+        case.prepare(programs)
+        checks = case.check()
+        seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds)
+        figures = case.figures(statistics.median(seconds))
+        memory = memory_bytes(programs["main"]) if "main" in programs else None
+        return Row(**about, seconds=seconds, memory_bytes=memory, figures=figures, checks=checks)
+    except Exception as error:  # out of memory, an unsupported kernel, a failed check: reported
+        return Row(**about, error=_message(error))
+    finally:
+        case.release()
+
+
+def _message(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:600]}"

@@ -1,0 +1,91 @@
+"""What the hardware allows: bytes and FLOPs of each piece of work, and the measured limits.
+
+Counts are of useful work: padding, recomputation and copies are not in them, so they lower the
+fraction that is reached. Nothing here imports jax.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.shapes import num_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one device sustains: bytes a second from its memory, FLOPs a second in bf16."""
+
+    memory: float
+    matmul: float  # of a large matrix product, for lower bounds on time
+    peak: float  # the figure that utilisation is a fraction of
+
+
+# Measured through JAX on one H200: HBM read, 8192^3 bf16 GEMM (NT 695, NN 726). 790 TFLOP/s is the
+# clock-limited dense peak that published utilisations are given against.
+H200 = Limits(memory=4.46e12, matmul=700e12, peak=790e12)
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Parameters that multiply each token: all but an embedding that is no head as well."""
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return num_parameters(config) - embedding
+
+
+def attention_flops(
+    num_heads: int, head_dim: int, lengths: Sequence[int], *, backward: bool = False
+) -> float:
+    """FLOPs of one layer's causal attention: 4 * S^2 * heads * head_dim / 2 a row.
+
+    The backward pass is counted as 2.5 forward ones, as the FlashAttention papers do.
+    """
+    squares = float(np.sum(np.square(np.asarray(lengths, np.float64))))
+    forward = 2.0 * num_heads * head_dim * squares
+    return forward * (3.5 if backward else 1.0)
+
+
+def training_flops(config: ModelConfig, rows: int, length: int) -> float:
+    """FLOPs of one update: 6 * N * tokens + 6 * L * B * S^2 * heads * head_dim, causal."""
+    return 3.0 * forward_flops(config, rows, length)
+
+
+def forward_flops(config: ModelConfig, rows: int, length: int) -> float:
+    """FLOPs of a pass without gradient, a third of `training_flops`."""
+    dense = 2.0 * matmul_parameters(config) * rows * length
+    heads = config.num_heads * config.head_dim
+    return dense + 2.0 * config.num_layers * rows * length**2 * heads
+
+
+def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
+    """Bytes of weights that a decode step reads."""
+    return matmul_parameters(config) * itemsize
+
+
+def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
+    """Bytes that one token holds in the cache."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+
+def decode_seconds(
+    config: ModelConfig, prompt_length: int, lengths: Sequence[int], *, limits: Limits = H200
+) -> float:
+    """Least seconds of decoding `lengths` tokens, every response from the first step on.
+
+    A step takes max(weights / memory, FLOPs / matmul) + KV bytes / memory. Each sequence reads its
+    own prompt, also where a group could share it, so sharing may exceed this bound.
+    """
+    ends = np.sort(np.asarray(lengths))
+    steps = np.arange(ends[-1])
+    live = len(ends) - np.searchsorted(ends, steps, side="right")
+    flops = 2.0 * matmul_parameters(config) * live
+    dense = np.maximum(weight_bytes(config) / limits.memory, flops / limits.matmul)
+    entries = live * (prompt_length + steps)
+    return float(np.sum(dense + entries * kv_bytes_per_token(config) / limits.memory))
+
+
+def prefill_seconds(
+    config: ModelConfig, prompts: int, length: int, *, limits: Limits = H200
+) -> float:
+    """Least seconds of computing `prompts` distinct prompts."""
+    return forward_flops(config, prompts, length) / limits.matmul

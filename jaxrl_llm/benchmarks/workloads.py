@@ -1,0 +1,90 @@
+"""What each benchmark computes, as plain numbers: the same for us and for a peer. No jax."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm.benchmarks.options import NUM_MIX_LENGTHS, Options
+
+MIX_MEDIAN, MIX_SIGMA, MIX_RANGE = 500, 0.8, (16, 2048)
+# What the published measurement of the mix drew from its generator before: prompts of a warm-up
+# (16 x 128 tokens) and of fixed batches (512 tokens each), ids from 10 to 120,000.
+DRAWN_BEFORE = 16 * 128 + (1 + 64 + 256 + 1024) * 512
+TINY_SCALE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationWorkload:
+    """Prompts, each answered `samples` times; `limits` are the tokens of every response."""
+
+    name: str
+    prompts: int
+    samples: int
+    prompt_length: int
+    limits: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingWorkload:
+    """`rows` of `tokens` each; `kind` is update, logprob or values."""
+
+    name: str
+    kind: str
+    rows: int
+    tokens: int
+
+
+def rl_mix_lengths() -> np.ndarray:
+    """The 1,024 response lengths of the RL mix: lognormal, 16 to 2,048 tokens, mean 633.
+
+    Drawn as the measured vLLM run drew them, generator state included, so that figures compare.
+    """
+    rng = np.random.default_rng(0)
+    rng.integers(10, 120_000, DRAWN_BEFORE)
+    lengths = np.exp(rng.normal(np.log(MIX_MEDIAN), MIX_SIGMA, NUM_MIX_LENGTHS))
+    return np.clip(lengths, *MIX_RANGE).astype(int)
+
+
+def generation_workloads(options: Options, shape: str) -> list[GenerationWorkload]:
+    """Fixed batches of distinct prompts, and the mix of groups with uneven responses."""
+    prompt, response = options.sizes(shape)
+    found = []
+    if "fixed" in options.workloads:
+        found += [
+            GenerationWorkload(
+                name=f"fixed_{rows}",
+                prompts=rows,
+                samples=1,
+                prompt_length=prompt,
+                limits=(response,) * rows,
+            )
+            for rows, _ in options.batches_of(shape)
+        ]
+    if "rl_mix" in options.workloads:
+        prompts, samples = options.group_sizes(shape)
+        lengths = rl_mix_lengths()[: prompts * samples]
+        if shape == "tiny":
+            lengths = np.maximum(lengths // TINY_SCALE, 1)
+        found.append(
+            GenerationWorkload(
+                name="rl_mix",
+                prompts=prompts,
+                samples=samples,
+                prompt_length=prompt,
+                limits=tuple(int(length) for length in lengths),
+            )
+        )
+    return found
+
+
+def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:
+    """Every kind of pass on every batch of the shape."""
+    return [
+        TrainingWorkload(name=f"{kind}_{rows}x{tokens}", kind=kind, rows=rows, tokens=tokens)
+        for rows, tokens in options.batches_of(shape)
+        for kind in options.workloads
+    ]

@@ -1,0 +1,85 @@
+"""Published model shapes by name, for benchmarks and planning: sizes only, no weights.
+
+Sources: the config.json of Qwen/Qwen2.5-0.5B, -1.5B and -7B, and of meta-llama/Llama-3.1-8B.
+`tiny` is no published model: it keeps a benchmark on a CPU down to seconds.
+"""
+
+from functools import partial
+
+from jaxrl_llm.models.config import ModelConfig, RopeScaling
+
+_qwen = partial(
+    ModelConfig,
+    family="qwen2",
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    attention_bias=True,
+    max_position_embeddings=32768,
+)
+
+SHAPES: dict[str, ModelConfig] = {
+    "tiny": _qwen(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-0.5b": _qwen(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-1.5b": _qwen(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "qwen2.5-7b": _qwen(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+    ),
+    "llama-3.1-8b": ModelConfig(
+        family="llama",
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0, high_freq_factor=4.0),
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+}
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Parameters of the language model of these sizes, a tied table counted once."""
+    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    N, K = config.num_heads, config.num_kv_heads
+    projections = D * (N + 2 * K) * H + N * H * D + 3 * D * F
+    biases = (N + 2 * K) * H if config.attention_bias else 0
+    norms = 2 * D + (2 * H if config.qk_norm else 0)
+    tables = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
+    return config.num_layers * (projections + biases + norms) + tables + D

@@ -1,0 +1,43 @@
+"""Measure speed: python scripts/benchmark.py generation|training|attention|rl_step|layout_switch
+
+Random weights of a named shape; a correctness check first, then a warm-up, then the median of the
+repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performance.md.
+
+Flags:
+  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b
+  --workload=NAME[,NAME]   generation: fixed, rl_mix   training: update, logprob, values
+                           attention: dense, packed, decode   rl_step: ppo
+  --batch=B[,B]            rows of generation (1,64), rows x tokens of training and attention
+  --prompt=512  --response=512   tokens of a prompt and of a response
+  --groups=128x8           prompts and samples of each, of rl_mix and rl_step
+  --repeats=3              timed runs
+  --baseline               also measure the peer: cuDNN and XLA, torch, a plain JAX loop, vLLM
+  --peer_python=PATH       the Python that has the peer's packages; else this one
+  --json=FILE              append the JSON lines to FILE as well
+  --store=FILE             write the ratios to the peer into FILE (docs/benchmarks.json)
+  --check=FILE             fail when a ratio is worse than in FILE: 15 % of time, 2 % of memory
+  --devices=N              split the CPU into N devices
+  --compiler_option=NAME=VALUE   of XLA for the measured programs; may be repeated
+  --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=true or
+                           --config.mesh.fsdp=4
+The exit code is 1 when a case failed or got worse.
+"""
+
+from jaxrl_llm.benchmarks.options import read_options
+from jaxrl_llm.launch.runtime import prepare, run_script
+
+
+def main(argv: list[str]) -> int:
+    """Check the flags, run the peers, and only then import jax and measure."""
+    options = read_options(argv)
+    from jaxrl_llm.benchmarks.baseline import run_peers
+
+    peers = run_peers(options) if options.baseline else []
+    prepare(num_cpu_devices=options.devices)
+    from jaxrl_llm.benchmarks.command import run_command
+
+    return run_command(options, peers)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,258 @@
+"""Which keys each token of a row sees, as ranges, and the block schedules attention takes from it.
+
+Token t sees the keys s with `prefix_start[t] <= s < prefix_end[t]` or `start[t] <= s <= t`: ranges
+cover causal rows, packed rows, windows and prompts shared by several responses at once.
+
+Shape letters: B batch, T tokens of a row, S keys of a row (T == S), R rows of a schedule (B, or 1
+where every row has the same ranges), C ranges' arrays (0, 1 or 3), Q query blocks, K key blocks,
+I work items (a block of a row).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Ranges of keys (int32 [B, T], positions in the row) that each token sees.
+
+    A token of padding has `start` past itself and no prefix: it sees nothing, its output and its
+    gradients are 0, and no real token's range may hold it. The two prefix arrays come together.
+    """
+
+    start_BT: Int[Array, "B T"]
+    prefix_start_BT: Int[Array, "B T"] | None = None
+    prefix_end_BT: Int[Array, "B T"] | None = None
+
+    def real(self) -> Array:
+        """Which tokens see anything, so are not padding: bool [B, T]."""
+        real_BT = self.start_BT <= jnp.arange(self.start_BT.shape[1])
+        if self.prefix_start_BT is not None:
+            real_BT |= self.prefix_start_BT < self.prefix_end_BT
+        return real_BT
+
+    def dense(self) -> Array:
+        """The same as a mask: bool [B, T, S]."""
+        t, s = (jnp.arange(self.start_BT.shape[1])[:, None], jnp.arange(self.start_BT.shape[1]))
+        visible_BTS = (self.start_BT[..., None] <= s) & (s <= t)
+        if self.prefix_start_BT is not None and self.prefix_end_BT is not None:
+            visible_BTS |= (self.prefix_start_BT[..., None] <= s) & (
+                s < self.prefix_end_BT[..., None]
+            )
+        return visible_BTS
+
+
+def packed_visibility(
+    segment_ids_BT: Int[Array, "B T"],
+    prefix_ids_BT: Int[Array, "B T"] | None = None,
+    *,
+    window: int | None = None,
+) -> Visibility:
+    """Causal attention inside each segment of a packed row.
+
+    A segment is a run of tokens of one id > 0, and an id has one run a row; 0 is padding.
+    `prefix_ids` names for each token the segment, earlier in the row, that it sees whole too (0:
+    none): n responses of one group share the prompt that is in the row once. `window` lets a
+    token see the last `window` positions of its own sequence, itself included; a response's
+    sequence begins with its prefix. ValueError if the window is under 1.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window {window}: use None for no window, or 1 and more")
+    T = segment_ids_BT.shape[1]
+    t = jnp.arange(T, dtype=jnp.int32)
+    first_BT = jnp.pad(
+        segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True
+    )
+    segment_start_BT = jax.lax.cummax(jnp.where(first_BT, t, 0), axis=1)
+    start_BT = segment_start_BT
+    if window is not None:
+        start_BT = jnp.maximum(start_BT, t - window + 1)
+    real_BT = segment_ids_BT > 0
+    start_BT = jnp.where(real_BT, start_BT, T)
+    if prefix_ids_BT is None:
+        return Visibility(start_BT=start_BT)
+
+    has_prefix_BT = real_BT & (prefix_ids_BT > 0)
+    # Compared pair by pair, fused into one reduction; ids need be neither sorted nor dense.
+    is_prefix_BTS = prefix_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    prefix_start_BT = jnp.min(jnp.where(is_prefix_BTS, t, T), axis=2)
+    prefix_end_BT = jnp.max(jnp.where(is_prefix_BTS, t + 1, 0), axis=2)
+    if window is not None:
+        position_BT = prefix_end_BT - prefix_start_BT + t - segment_start_BT
+        prefix_start_BT = jnp.maximum(prefix_start_BT, prefix_start_BT + position_BT - window + 1)
+        prefix_start_BT = jnp.minimum(prefix_start_BT, prefix_end_BT)
+    return Visibility(
+        start_BT=start_BT,
+        prefix_start_BT=jnp.where(has_prefix_BT, prefix_start_BT, 0),
+        prefix_end_BT=jnp.where(has_prefix_BT, prefix_end_BT, 0),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ranges:
+    """The ranges of whole rows for the kernels: [R, C, T] of int32.
+
+    C = 0: plain causal; C = 1: start; C = 3: start, prefix start, prefix end. NumPy where they are
+    known at trace time, so that what follows from them is a constant of the program.
+    """
+
+    values_RCT: Any
+
+    @property
+    def size(self) -> int:
+        return self.values_RCT.shape[-1]
+
+    def rows(self) -> tuple[Any, Any, Any]:
+        """start, prefix start, prefix end, each [R, T]; 0 where absent."""
+        R, C, T = self.values_RCT.shape
+        xp = _module(self.values_RCT)
+        none = xp.zeros((R, T), np.int32)
+        start = self.values_RCT[:, 0] if C else none
+        if C < 3:
+            return start, none, none
+        return start, self.values_RCT[:, 1], self.values_RCT[:, 2]
+
+
+def ranges_of(
+    length: int,
+    padded: int,
+    *,
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+    visibility: Visibility | None,
+) -> Ranges:
+    """Ranges of rows of `length` tokens that are padded to `padded`."""
+    t = np.arange(padded, dtype=np.int32)
+    if visibility is not None:
+        arrays = [visibility.start_BT]
+        if visibility.prefix_start_BT is not None:
+            arrays += [visibility.prefix_start_BT, visibility.prefix_end_BT]
+        fill = [padded, 0, 0]
+        return Ranges(
+            jnp.stack(
+                [
+                    jnp.pad(x.astype(jnp.int32), ((0, 0), (0, padded - length)), constant_values=c)
+                    for x, c in zip(arrays, fill, strict=False)
+                ],
+                axis=1,
+            )
+        )
+    if causal and window is None and lengths is None and padded == length:
+        return Ranges(np.zeros((1, 0, padded), np.int32))
+    xp: Any = np if lengths is None else jnp
+    stop_R1 = np.full((1, 1), length, np.int32) if lengths is None else lengths[:, None]
+    real_RT = t[None] < stop_R1
+    if causal:
+        start_RT = t - window + 1 if window is not None else np.zeros_like(t)
+        start_RT = xp.where(real_RT, xp.maximum(start_RT, 0), padded)
+        return Ranges(start_RT[:, None].astype(np.int32))
+    start_RT = xp.full(real_RT.shape, padded, np.int32)
+    end_RT = xp.where(real_RT, stop_R1, 0).astype(np.int32)
+    return Ranges(xp.stack([start_RT, xp.zeros_like(start_RT), end_RT], axis=1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Schedule:
+    """What a kernel's programs do: one item a tile of one row, the longest first.
+
+    `items` [I, 8] is row, tile, and for a tile of queries: first key block of the first range,
+    its number of blocks, first key block of the second range, number of blocks in all. For a tile
+    of keys: first query block, 0, 0, number of query blocks. `whole_RQK` is 1 where every query of
+    a block sees every key of a block, so that no mask is needed.
+    """
+
+    items: Any
+    whole_RQK: Any
+
+
+def query_schedule(
+    ranges: Ranges, num_rows: int, *, block_q: int, block_k: int, tile_q: int
+) -> Schedule:
+    """For programs of `tile_q` queries that loop over blocks of `block_k` keys."""
+    start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
+    xp = _module(start_RT)
+    T = ranges.size
+    t = np.arange(T, dtype=np.int32)
+
+    def hull(low_RT: Any, high_RT: Any) -> tuple[Any, Any]:
+        """First block and one past the last block that a tile's non-empty ranges touch."""
+        some = low_RT < high_RT
+        low = xp.where(some, low_RT, T).reshape(-1, T // tile_q, tile_q).min(axis=2)
+        high = xp.where(some, high_RT, 0).reshape(-1, T // tile_q, tile_q).max(axis=2)
+        return low // block_k, -(-high // block_k)
+
+    own_low, own_high = hull(start_RT, xp.broadcast_to(t + 1, start_RT.shape))
+    prefix_low, prefix_high = hull(prefix_start_RT, prefix_end_RT)
+    own = xp.maximum(own_high - own_low, 0)
+    prefix = xp.maximum(prefix_high - prefix_low, 0)
+    # Two ranges that share a block become one, so that no key is counted twice.
+    overlap = (own > 0) & (prefix > 0) & (own_low < prefix_high) & (prefix_low < own_high)
+    both_low = xp.minimum(own_low, prefix_low)
+    both = xp.maximum(own_high, prefix_high) - both_low
+    first = xp.where(overlap, both_low, prefix_low)
+    num_first = xp.where(overlap, both, prefix)
+    num = xp.where(overlap, both, prefix + own)
+    items = _items(num_rows, [first, num_first, own_low, num])
+    return Schedule(items, _whole(ranges, block_q, block_k))
+
+
+def key_schedule(
+    ranges: Ranges, num_rows: int, *, block_q: int, block_k: int, tile_k: int
+) -> Schedule:
+    """For programs of `tile_k` keys that loop over blocks of `block_q` queries."""
+    start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
+    xp = _module(start_RT)
+    T = ranges.size
+    t = np.arange(T, dtype=np.int32)[:, None]
+    low, high = (np.arange(T // tile_k, dtype=np.int32) + i for i in (0, 1))
+    low, high = low * tile_k, high * tile_k
+    start, prefix_start, prefix_end = (
+        x[..., None] for x in (start_RT, prefix_start_RT, prefix_end_RT)
+    )
+    sees_RTK = (start < high) & (start <= t) & (t >= low)
+    sees_RTK |= (prefix_start < prefix_end) & (prefix_start < high) & (prefix_end > low)
+    block = t // block_q
+    first = xp.where(sees_RTK, block, T).min(axis=1)
+    stop = xp.where(sees_RTK, block + 1, 0).max(axis=1)
+    num = xp.maximum(stop - first, 0)
+    zero = xp.zeros_like(num)
+    items = _items(num_rows, [xp.where(num > 0, first, 0), zero, zero, num])
+    return Schedule(items, _whole(ranges, block_q, block_k))
+
+
+def _whole(ranges: Ranges, block_q: int, block_k: int) -> Any:
+    start_RT, prefix_start_RT, prefix_end_RT = (x[..., None] for x in ranges.rows())
+    T = ranges.size
+    t = np.arange(T, dtype=np.int32)[:, None]
+    low = np.arange(T // block_k, dtype=np.int32) * block_k
+    whole_RTK = (start_RT <= low) & (low + block_k - 1 <= t)
+    whole_RTK |= (prefix_start_RT <= low) & (prefix_end_RT >= low + block_k)
+    R = whole_RTK.shape[0]
+    return whole_RTK.reshape(R, T // block_q, block_q, -1).all(axis=2).astype(np.int32)
+
+
+def _items(num_rows: int, columns: list[Any]) -> Any:
+    """Work items [I, 8], the longest first: short ones fill the gaps at the end."""
+    xp = _module(*columns)
+    num_tiles = columns[0].shape[1]
+    row, tile = (x.reshape(-1) for x in np.indices((num_rows, num_tiles), np.int32))
+    flat = [
+        xp.broadcast_to(x, (num_rows, num_tiles)).reshape(-1).astype(np.int32) for x in columns
+    ]
+    empty = np.zeros_like(row)
+    items = xp.stack([row, tile, *flat, empty, empty], axis=1)
+    order = np.argsort(-flat[-1], kind="stable") if xp is np else jnp.argsort(-flat[-1])
+    return items[order]
+
+
+def _module(*arrays: Any) -> Any:
+    return np if all(isinstance(x, np.ndarray) for x in arrays) else jnp

@@ -274,6 +274,15 @@ def ring_slot(step: Array, stages: int) -> Array:
     return lax.rem(step, jnp.asarray(stages, step.dtype))
 
 
+def drain(free: tuple[Any, ...], num_steps: Array, stages: int) -> None:
+    """Wait until the last stages are free: a producer leaves no phase of a barrier unseen."""
+
+    @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
+    def _wait(j: Array) -> None:
+        for barrier in free:
+            plgpu.barrier_wait(barrier.at[ring_slot(j, stages)])
+
+
 def key_block(first: Array, num_first: Array, second: Array, step: Array) -> Array:
     """The key block of a step: those of the first range, then those of the second."""
     return jnp.where(step < num_first, first + step, second + step - num_first)
@@ -411,6 +420,6 @@ def _forward_kernel(
                 (v_ref, v_smem, v_loaded, v_free),
             ):
                 pl.when(j >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
-                plgpu.copy_gmem_to_smem(
-                    ref.at[row, keys, kv_head], smem.at[slot], loaded.at[slot]
-                )
+                plgpu.copy_gmem_to_smem(ref.at[row, keys, kv_head], smem.at[slot], loaded.at[slot])
+
+        drain((k_free, v_free), num, stages)

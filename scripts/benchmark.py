@@ -5,11 +5,11 @@ repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performa
 
 Flags:
   --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b
-  --workload=NAME[,NAME]   generation: fixed, rl_mix   training: update, logprob, values
+  --workload=NAME[,NAME]   generation: fixed, rl_mix   training: update, logprob, values, mix
                            attention: dense, packed, decode   rl_step: ppo
   --batch=B[,B]            rows of generation (1,64), rows x tokens of training and attention
   --prompt=512  --response=512   tokens of a prompt and of a response
-  --groups=128x8           prompts and samples of each, of rl_mix and rl_step
+  --groups=128x8           prompts and samples of each: rl_mix, mix and rl_step
   --repeats=3              timed runs
   --baseline               also measure the peer: cuDNN and XLA, torch, a plain JAX loop, vLLM
   --peer_python=PATH       the Python that has the peer's packages; else this one

@@ -42,7 +42,12 @@ def _work(options: Options, shape: str) -> dict[str, Any]:
         ]
     else:
         work["cases"] = [
-            {"case": one.name, "kind": one.kind, "rows": one.rows, "tokens": one.tokens}
+            {
+                "case": one.name,
+                "kind": one.kind,
+                "prompt_length": one.prompt_length,
+                "lengths": one.lengths,
+            }
             for one in training_workloads(options, shape)
             if one.kind != "values"  # the same pass with a smaller head
         ]
@@ -73,9 +78,9 @@ def _figures(options: Options, shape: str, row: Row) -> dict[str, float]:
         return {"tokens/s": sum(work.limits) / row.median}
     (work,) = [one for one in training_workloads(options, shape) if one.name == row.case]
     count = training_flops if work.kind == "update" else forward_flops
-    flops = count(SHAPES[shape], work.rows, work.tokens) / row.median
+    flops = count(SHAPES[shape], work.lengths) / row.median
     return {
-        "tokens/s": work.rows * work.tokens / row.median,
+        "tokens/s": sum(work.lengths) / row.median,
         "TFLOP/s": flops / 1e12,
         "fraction of 790 TFLOP/s": flops / H200.peak,
     }

@@ -24,7 +24,7 @@ from jaxrl_llm.distributed.sharding import (
 )
 from jaxrl_llm.generation.engine import GenerationOutput, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs
+from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.models.base import ModelSpec, init_params, model_spec
 from jaxrl_llm.models.shapes import SHAPES
 
@@ -36,7 +36,9 @@ CHECKED_ROWS = 4
 class Weights:
     """Random weights of one shape in the generation layout, shared by its cases."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, users: int) -> None:
+    def __init__(self, spec: ModelSpec, config: Config, mesh: Mesh, users: int) -> None:
+        self._config, self._mesh = config, mesh
+        self._trainers: dict[tuple[int, int], jax.stages.Lowered] = {}
         self.shardings = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
         self.abstract = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -51,6 +53,17 @@ class Weights:
             init = jax.jit(partial(init_params, self.spec), out_shardings=self.shardings)
             self._params = init(jax.random.key(0))
         return self._params
+
+    def trainer(self, rows: int, length: int) -> jax.stages.Lowered:
+        """The trainer's log-probs of `rows` whole rows; one object for equal sizes."""
+        sizes = rows, length
+        if sizes not in self._trainers:
+            actor = self._config.actor
+            settings = ForwardSettings(dtype=actor.dtype, attention=actor.attention)
+            fn = partial(row_logprobs, spec=self.spec, settings=settings)
+            tokens = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=replicated(self._mesh))
+            self._trainers[sizes] = jax.jit(fn).lower(self.abstract, tokens)
+        return self._trainers[sizes]
 
     def done(self) -> None:
         """One user less; the last one drops the arrays."""
@@ -86,16 +99,9 @@ class Generation(Case):
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         answer = jax.jit(self._answer, out_shardings=by_row)
-        scored = partial(jax.ShapeDtypeStruct, sharding=whole)
-        rows, longest = self.rows, max(work.limits)
         return {
             "main": answer.lower(self.weights.abstract, *inputs, key),
-            "trainer": jax.jit(self._trainer_logprobs).lower(
-                self.weights.abstract,
-                scored((rows, work.prompt_length), jnp.int32),
-                scored((rows,), jnp.int32),
-                scored((rows, longest), jnp.int32),
-            ),
+            "trainer": self.weights.trainer(self.rows, work.prompt_length + max(work.limits)),
         }
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
@@ -120,15 +126,12 @@ class Generation(Case):
         counts = np.asarray(out.mask.sum(axis=1))
         if not np.array_equal(counts, self.work.limits):
             raise CheckFailed("responses do not have the lengths that were asked for")
-        first = jax.device_put(
-            tuple(x[: self.rows] for x in (*self.inputs[:2], out.tokens)), replicated(self.mesh)
-        )
-        trainer = self.programs["trainer"](self.params, *first)
-        error = float(
-            mismatch_metrics(trainer, out.logprobs[: self.rows], out.mask[: self.rows])[
-                "token_mult_prob_error"
-            ]
-        )
+        # Full prompts, so a row is its prompt and its answer, one after the other.
+        first = jnp.concatenate([self.inputs[0][: self.rows], out.tokens[: self.rows]], axis=1)
+        first = jax.device_put(first, replicated(self.mesh))
+        trainer = self.programs["trainer"](self.params, first)[:, self.work.prompt_length :]
+        sampled = out.logprobs[: self.rows], out.mask[: self.rows]
+        error = float(mismatch_metrics(trainer, *sampled)["token_mult_prob_error"])
         require("token_mult_prob_error", error, MOST_MULT_PROB_ERROR)
         return {"token_mult_prob_error": error}
 
@@ -188,19 +191,6 @@ class Generation(Case):
             attention=self.config.actor.attention,
         )
 
-    def _trainer_logprobs(self, params: Any, prompts: Any, lengths: Any, tokens: Any) -> jax.Array:
-        actor = self.config.actor
-        logprobs, _ = response_logprobs(
-            params,
-            prompts,
-            lengths,
-            tokens,
-            spec=self.spec,
-            settings=ForwardSettings(dtype=actor.dtype, attention=actor.attention),
-            temperature=self.config.rollout.temperature,
-        )
-        return logprobs
-
 
 def generation_cases(options: Options) -> Sequence[Case]:
     """Every workload of every shape."""
@@ -216,6 +206,6 @@ def generation_cases(options: Options) -> Sequence[Case]:
                     f"{num_replicas(mesh)} replicas; choose others with --batch or --groups"
                 )
         spec = model_spec(SHAPES[shape], dtype=config.rollout.dtype or config.actor.dtype)
-        weights = Weights(spec, mesh, len(work))
+        weights = Weights(spec, config, mesh, len(work))
         cases += [Generation(shape, one, config, mesh, weights) for one in work]
     return cases

@@ -35,7 +35,10 @@ class Case(ABC):
 
     @abstractmethod
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Every program of the case, from abstract arrays; "main" is the one that is timed."""
+        """Every program of the case, from abstract arrays; "main" is the one that is timed.
+
+        An object that several cases return is compiled once.
+        """
 
     @abstractmethod
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
@@ -68,13 +71,14 @@ def run_cases(
     """Measure every case; `report` gets each row as soon as it is there."""
     rows = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        compiling = [_submit(pool, case, compiler_options) for case in cases]
+        shared: dict[int, tuple[Any, Future[jax.stages.Compiled]]] = {}
+        compiling = [_submit(pool, case, compiler_options, shared) for case in cases]
         waiting = list(zip(cases, compiling, strict=True))
         # None is timed while another compiles: both would take longer.
         for _, programs in waiting:
             for future in programs.values():
                 future.exception()
-        del compiling
+        del compiling, shared
         while waiting:
             case, programs = waiting.pop(0)
             rows.append(_measure_case(case, programs, repeats))
@@ -144,7 +148,10 @@ def require(name: str, value: float, most: float) -> None:
 
 
 def _submit(
-    pool: ThreadPoolExecutor, case: Case, compiler_options: dict[str, Any]
+    pool: ThreadPoolExecutor,
+    case: Case,
+    compiler_options: dict[str, Any],
+    shared: dict[int, tuple[Any, Future[jax.stages.Compiled]]],
 ) -> dict[str, Future[jax.stages.Compiled]]:
     try:
         lowered = case.lower()
@@ -152,11 +159,15 @@ def _submit(
         failed: Future[jax.stages.Compiled] = Future()
         failed.set_exception(error)
         return {"main": failed}
-    # The options are for what is measured; a check keeps the defaults.
-    return {
-        name: pool.submit(program.compile, compiler_options if name == "main" else None)
-        for name, program in lowered.items()
-    }
+    futures = {}
+    for name, program in lowered.items():
+        if id(program) not in shared:
+            # The options are for what is measured; a check keeps the defaults.
+            options = compiler_options if name == "main" else None
+            # The program stays referenced, so that no other one gets its id.
+            shared[id(program)] = program, pool.submit(program.compile, options)
+        futures[name] = shared[id(program)][1]
+    return futures
 
 
 def _measure_case(

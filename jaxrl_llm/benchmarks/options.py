@@ -44,7 +44,7 @@ STEP_SIZES = (
 # Each benchmark's workloads; those it runs when none is named.
 WORKLOADS = {
     "generation": (("fixed", "rl_mix"), ("fixed", "rl_mix")),
-    "training": (("update", "logprob", "values"), ("update", "logprob")),
+    "training": (("update", "logprob", "values", "mix"), ("update", "logprob")),
     "attention": (("dense", "packed", "decode"), ("dense", "packed", "decode")),
     "rl_step": (("ppo",), ("ppo",)),  # functions of algorithms/alias.py
     "layout_switch": (("switch",), ("switch",)),
@@ -259,6 +259,8 @@ def _check(options: Options) -> None:
                 f"--config.{key} does nothing in {command}; --batch, --prompt, --response and "
                 "--groups size it"
             )
+    if command == "generation" and "rollout.temperature" in dict(options.overrides):
+        raise ConfigError("generation samples at temperature 1, where the check compares log-probs")
     for shape in options.shapes:
         for workload in options.workloads if command == "rl_step" else ("ppo",):
             options.config(shape, workload)

@@ -45,16 +45,16 @@ def attention_flops(
     return forward * (3.5 if backward else 1.0)
 
 
-def training_flops(config: ModelConfig, rows: int, length: int) -> float:
-    """FLOPs of one update: 6 * N * tokens + 6 * L * B * S^2 * heads * head_dim, causal."""
-    return 3.0 * forward_flops(config, rows, length)
+def training_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
+    """FLOPs of one update: 6 * N * tokens + 6 * L * S^2 * heads * head_dim a row, causal."""
+    return 3.0 * forward_flops(config, lengths)
 
 
-def forward_flops(config: ModelConfig, rows: int, length: int) -> float:
-    """FLOPs of a pass without gradient, a third of `training_flops`."""
-    dense = 2.0 * matmul_parameters(config) * rows * length
-    heads = config.num_heads * config.head_dim
-    return dense + 2.0 * config.num_layers * rows * length**2 * heads
+def forward_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
+    """FLOPs of a pass without gradient, a third of `training_flops`; `lengths` are true tokens."""
+    dense = 2.0 * matmul_parameters(config) * sum(lengths)
+    layer = attention_flops(config.num_heads, config.head_dim, lengths)
+    return dense + config.num_layers * layer
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
@@ -88,4 +88,4 @@ def prefill_seconds(
     config: ModelConfig, prompts: int, length: int, *, limits: Limits = H200
 ) -> float:
     """Least seconds of computing `prompts` distinct prompts."""
-    return forward_flops(config, prompts, length) / limits.matmul
+    return forward_flops(config, (length,) * prompts) / limits.matmul

@@ -30,12 +30,23 @@ class GenerationWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWorkload:
-    """`rows` of `tokens` each; `kind` is update, logprob or values."""
+    """A batch of groups and the pass over it; `kind` is update, logprob or values."""
 
     name: str
     kind: str
-    rows: int
-    tokens: int
+    prompts: int
+    samples: int
+    prompt_length: int
+    limits: tuple[int, ...]  # tokens of each response
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample, its prompt included."""
+        return tuple(self.prompt_length + limit for limit in self.limits)
 
 
 def rl_mix_lengths() -> np.ndarray:
@@ -66,25 +77,57 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
         ]
     if "rl_mix" in options.workloads:
         prompts, samples = options.group_sizes(shape)
-        lengths = rl_mix_lengths()[: prompts * samples]
-        if shape == "tiny":
-            lengths = np.maximum(lengths // TINY_SCALE, 1)
         found.append(
             GenerationWorkload(
                 name="rl_mix",
                 prompts=prompts,
                 samples=samples,
                 prompt_length=prompt,
-                limits=tuple(int(length) for length in lengths),
+                limits=mix_limits(shape, prompts * samples),
             )
         )
     return found
 
 
+def mix_limits(shape: str, rows: int) -> tuple[int, ...]:
+    """The first `rows` lengths of the mix; for the tiny shape scaled down to 16 tokens."""
+    lengths = rl_mix_lengths()[:rows]
+    if shape == "tiny":
+        lengths = np.maximum(lengths // TINY_SCALE, 1)
+    return tuple(int(length) for length in lengths)
+
+
 def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:
-    """Every kind of pass on every batch of the shape."""
-    return [
-        TrainingWorkload(name=f"{kind}_{rows}x{tokens}", kind=kind, rows=rows, tokens=tokens)
-        for rows, tokens in options.batches_of(shape)
-        for kind in options.workloads
-    ]
+    """Every pass on every batch of full rows, and on groups with the uneven lengths of the mix.
+
+    Full rows have a prompt of one token unless --prompt says otherwise: then every token but the
+    first has a loss, as in the peer.
+    """
+    found = []
+    for kind in options.workloads:
+        if kind == "mix":
+            prompts, samples = options.group_sizes(shape)
+            found.append(
+                TrainingWorkload(
+                    name=f"update_mix_{prompts}x{samples}",
+                    kind="update",
+                    prompts=prompts,
+                    samples=samples,
+                    prompt_length=options.sizes(shape)[0],
+                    limits=mix_limits(shape, prompts * samples),
+                )
+            )
+            continue
+        for rows, tokens in options.batches_of(shape):
+            prompt = options.prompt or 1
+            found.append(
+                TrainingWorkload(
+                    name=f"{kind}_{rows}x{tokens}",
+                    kind=kind,
+                    prompts=rows,
+                    samples=1,
+                    prompt_length=prompt,
+                    limits=(tokens - prompt,) * rows,
+                )
+            )
+    return found

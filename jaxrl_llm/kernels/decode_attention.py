@@ -1,13 +1,235 @@
-"""Attention of one new token a row over its KV cache.
+"""Attention of one new token a slot over its KV cache, whose prompts are shared.
 
-Shape letters: B rows, N query heads, K KV heads, G = N / K, S cache entries, H head dim. The cache
-is [B, K, S, D]-like so that each head's keys are contiguous. Its whole length is read: entries
-past a row's length cost time and must be finite (start the cache from zeros), not more.
+The cache is in two parts: rows of prompts, each read by every slot that answers it, and one row a
+slot for what the slot added. A slot sees the first entries of its prompt's row, then the first
+entries of its own.
+
+Shape letters: B slots, N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries,
+R own entries, S entries, H head dim.
 """
+
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels.decode_attention_mosaic import (
+    HEAD_DIMS,
+    DecodeTuning,
+    check_supported,
+    choose_num_splits,
+    decode_attention_mosaic,
+    default_tuning,
+)
+
+DecodeImplementation = Literal["auto", "pallas", "xla"]
+
+
+def cache_length(num_tokens: int) -> int:
+    """Entries to allocate for `num_tokens`: the next multiple of the kernel's block."""
+    block = DecodeTuning().block
+    return max(1, -(-num_tokens // block)) * block
+
+
+def prefix_decode_attention(
+    q_BNH: Float[Array, "B N H"],
+    k_prefix_CKPH: Float[Array, "C K P H"],
+    v_prefix_CKPH: Float[Array, "C K P H"],
+    prefix_rows_B: Int[Array, " B"],
+    prefix_lengths_B: Int[Array, " B"],
+    k_own_BKRH: Float[Array, "B K R H"],
+    v_own_BKRH: Float[Array, "B K R H"],
+    lengths_B: Int[Array, " B"],
+    *,
+    window: int | None = None,
+    implementation: DecodeImplementation = "auto",
+    num_splits: int | None = None,
+    tuning: DecodeTuning | None = None,
+    interpret: Any = None,
+) -> Float[Array, "B N H"]:
+    """softmax(q k^T / sqrt(H)) v of one token a slot, in the dtype of q.
+
+    Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then the
+    first `lengths_B[b]` entries of its own row, the current token's included (all int32). `window`
+    keeps the last `window` of them. A slot that sees nothing gives 0, and its prompt row may be
+    any number.
+
+    "auto" takes the Pallas kernel on a Hopper GPU where it can run the call, XLA elsewhere.
+    - "pallas" reads a slot's visible entries, rounded to blocks of 64, and nothing else. What lies
+      past a length, NaN included, never changes a result. `num_splits` parts of a slot run in
+      parallel and are merged; None chooses from the shapes of the arguments alone. For one
+      `num_splits` a slot's result has the same bits in any batch, at any index: give the number
+      where batches of different sizes must agree to the bit. `tuning` is the kernel's (see
+      `DecodeTuning`), `interpret` runs it on the CPU.
+    - "xla" reads both caches whole, the prompt row once a slot: entries past a length must be
+      finite (start the cache from zeros).
+    Raises ValueError for shapes that do not fit together, or that the kernel cannot take.
+    """
+    arguments = (
+        q_BNH,
+        k_prefix_CKPH,
+        v_prefix_CKPH,
+        prefix_rows_B,
+        prefix_lengths_B,
+        k_own_BKRH,
+        v_own_BKRH,
+        lengths_B,
+    )
+    _check_prefix(*arguments, window)
+    if implementation == "auto":
+        implementation = "pallas" if _kernel_fits(q_BNH, k_prefix_CKPH, k_own_BKRH) else "xla"
+    if implementation == "xla":
+        return _prefix_decode_xla(*arguments, window)
+    if implementation != "pallas":
+        raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
+    B, K, R, H = k_own_BKRH.shape
+    if num_splits is None:
+        entries = k_prefix_CKPH.shape[2] + R
+        num_splits = choose_num_splits(B, K, entries, tuning or default_tuning(H))
+    tuning = tuning or default_tuning(H, num_splits)
+    check_supported(q_BNH, k_prefix_CKPH, k_own_BKRH, tuning, num_splits)
+    return decode_attention_mosaic(
+        *arguments, window=window, num_splits=num_splits, tuning=tuning, interpret=interpret
+    )
+
+
+def prefix_decode_attention_reference(
+    q_BNH: Float[Array, "B N H"],
+    k_prefix_CKPH: Float[Array, "C K P H"],
+    v_prefix_CKPH: Float[Array, "C K P H"],
+    prefix_rows_B: Int[Array, " B"],
+    prefix_lengths_B: Int[Array, " B"],
+    k_own_BKRH: Float[Array, "B K R H"],
+    v_own_BKRH: Float[Array, "B K R H"],
+    lengths_B: Int[Array, " B"],
+    *,
+    window: int | None = None,
+) -> Float[Array, "B N H"]:
+    """The same in float32, KV heads repeated, both parts joined: what the others must equal.
+
+    Entries that a slot does not see are replaced by zeros first, so they may be NaN.
+    """
+    groups = q_BNH.shape[1] // k_own_BKRH.shape[1]
+    P, R = k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
+    seen_BS = _seen(P, R, prefix_lengths_B, lengths_B, window)
+
+    def joined(prefix_CKPH: Array, own_BKRH: Array) -> Array:
+        both = jnp.concatenate([_rows(prefix_CKPH, prefix_rows_B), own_BKRH], axis=2)
+        both = jnp.where(seen_BS[:, None, :, None], both.astype(jnp.float32), 0.0)
+        return jnp.repeat(both, groups, axis=1)
+
+    k_BNSH, v_BNSH = joined(k_prefix_CKPH, k_own_BKRH), joined(v_prefix_CKPH, v_own_BKRH)
+    scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
+    scores = jnp.where(seen_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen_BS[:, None]
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    return jnp.einsum("BNS,BNSH->BNH", weights, v_BNSH, precision="highest")
+
+
+def _prefix_decode_xla(
+    q_BNH: Array,
+    k_prefix_CKPH: Array,
+    v_prefix_CKPH: Array,
+    prefix_rows_B: Array,
+    prefix_lengths_B: Array,
+    k_own_BKRH: Array,
+    v_own_BKRH: Array,
+    lengths_B: Array,
+    window: int | None,
+) -> Array:
+    """One softmax over the scores of both parts; the caches themselves are never joined."""
+    B, N, H = q_BNH.shape
+    K, P, R = k_own_BKRH.shape[1], k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
+    q_BKGH = q_BNH.reshape(B, K, N // K, H)
+
+    def scores_of(k_BKSH: Array) -> Array:
+        return jnp.einsum(
+            "BKGH,BKSH->BKGS",
+            q_BKGH,
+            k_BKSH.astype(q_BNH.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_BKRH)]
+    seen = _seen(P, R, prefix_lengths_B, lengths_B, window)[:, None, None]
+    scores = jnp.where(seen, jnp.concatenate(scores, axis=-1) * H**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
+
+    def values_of(weights_BKGS: Array, v_BKSH: Array) -> Array:
+        return jnp.einsum(
+            "BKGS,BKSH->BKGH",
+            weights_BKGS,
+            v_BKSH.astype(q_BNH.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    out_BKGH = values_of(weights[..., :P], _rows(v_prefix_CKPH, prefix_rows_B))
+    out_BKGH += values_of(weights[..., P:], v_own_BKRH)
+    return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _rows(prefix_CKPH: Array, prefix_rows_B: Array) -> Array:
+    """Each slot's prompt row, [B, K, P, H]; a single prompt is broadcast, not copied."""
+    if prefix_CKPH.shape[0] == 1:
+        return jnp.broadcast_to(prefix_CKPH, (prefix_rows_B.shape[0], *prefix_CKPH.shape[1:]))
+    return prefix_CKPH.at[prefix_rows_B].get(mode="clip")
+
+
+def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int | None) -> Array:
+    """Which of the P + R entries of both parts a slot sees: bool [B, P + R]."""
+    p, r = jnp.arange(P)[None], jnp.arange(R)[None]
+    prefix_lengths, lengths = prefix_lengths_B[:, None], lengths_B[:, None]
+    in_prefix, in_own = p < prefix_lengths, r < lengths
+    if window is not None:
+        first = prefix_lengths + lengths - window
+        in_prefix &= p >= first
+        in_own &= r + prefix_lengths >= first
+    return jnp.concatenate([in_prefix, in_own], axis=1)
+
+
+def _kernel_fits(q_BNH: Array, k_prefix_CKPH: Array, k_own_BKRH: Array) -> bool:
+    """Whether "auto" takes the kernel. Its other needs are the caller's to meet (ValueError)."""
+    dtypes = {x.dtype for x in (q_BNH, k_prefix_CKPH, k_own_BKRH)}
+    return dtypes == {jnp.dtype(jnp.bfloat16)} and q_BNH.shape[-1] in HEAD_DIMS and _on_hopper()
+
+
+def _on_hopper() -> bool:
+    if jax.default_backend() != "gpu":
+        return False
+    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+
+
+def _check_prefix(
+    q_BNH: Array,
+    k_prefix_CKPH: Array,
+    v_prefix_CKPH: Array,
+    prefix_rows_B: Array,
+    prefix_lengths_B: Array,
+    k_own_BKRH: Array,
+    v_own_BKRH: Array,
+    lengths_B: Array,
+    window: int | None,
+) -> None:
+    B, N, H = q_BNH.shape
+    C, K, P, _ = k_prefix_CKPH.shape
+    R = k_own_BKRH.shape[2]
+    prefix, own = (C, K, P, H), (B, K, R, H)
+    caches = [x.shape for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_BKRH, v_own_BKRH)]
+    if caches != [prefix, prefix, own, own] or N % K:
+        raise ValueError(
+            f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, entries, {H}] and of "
+            f"slots [{B}, K, entries, {H}] where K divides {N}, not {caches}"
+        )
+    for name, x in (
+        ("prefix_rows", prefix_rows_B),
+        ("prefix_lengths", prefix_lengths_B),
+        ("lengths", lengths_B),
+    ):
+        if x.shape != (B,):
+            raise ValueError(f"{name} has shape {x.shape}: give one number a slot, ({B},)")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: use at least 1, or None to see everything")
 
 
 def decode_attention(

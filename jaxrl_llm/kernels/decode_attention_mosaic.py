@@ -1,0 +1,418 @@
+"""Ragged decode attention on Hopper, in Pallas' Mosaic GPU dialect.
+
+Shape letters: B slots, N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries,
+R response entries, H head dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile,
+J entries of a block.
+
+One program, of a single warpgroup, serves one KV head of one slot (or one of S parts of its
+tokens). It walks the blocks of the slot's prompt row and then of its own row that hold visible
+entries, and no others. A ring of TMA loads runs ahead of it: as soon as a block of keys (values)
+has been multiplied, its place is refilled with the block that many steps later. The G queries of
+the head are the first rows of a tensor-core tile; the other rows are whatever shared memory held.
+Rows of a matrix product never mix, so they cost nothing that is waited for and are never stored.
+
+Two or more programs share an SM (`DecodeTuning`): while one starts, ends or computes, the others'
+loads are in flight, and when lengths are uneven the longer ones get the bandwidth.
+
+A program's result depends on its own slot's tokens and on S alone, so a slot's output has the
+same bits whatever the batch size, its index, or the other slots.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+TILE_ROWS = 64  # of a warpgroup's matrix product
+HEAD_DIMS = (64, 128)
+MAX_SPLITS = 16
+_SMS = 132
+_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
+_MAX_SMEM = 226 * 1024  # of a program, less its barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTuning:
+    """How the kernel uses an SM. Shared memory of a program decides how many fit: see `smem`."""
+
+    block: int = 64  # cache entries a step; lengths of both caches must be its multiples
+    stages: int = 3  # blocks of keys and values in flight
+    programs_per_sm: int = 4  # split until the grid holds that many for every SM
+
+    def __post_init__(self) -> None:
+        if self.block % 64 or not 64 <= self.block <= 256:
+            raise ValueError(f"block is {self.block}: use 64, 128, 192 or 256")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
+
+    def smem(self, head_dim: int, num_splits: int) -> int:
+        """Bytes of shared memory of one program; 112 KiB let two share an SM, 74 KiB three."""
+        queries = TILE_ROWS * head_dim * 2
+        partial = 0 if num_splits == 1 else TILE_ROWS * head_dim * 4
+        return queries + partial + 2 * self.stages * self.block * head_dim * 2
+
+
+def default_tuning(head_dim: int, num_splits: int = 1) -> DecodeTuning:
+    """Two programs an SM at H = 128, three at H = 64, with 128 to 192 KiB of loads in flight."""
+    stages = 3 if head_dim == 128 else 4
+    return DecodeTuning(stages=stages if num_splits == 1 else stages - 1)
+
+
+def choose_num_splits(
+    num_slots: int, num_kv_heads: int, num_entries: int, tuning: DecodeTuning
+) -> int:
+    """Parts into which each slot's tokens are split, a power of two, from shapes only.
+
+    Enough for `programs_per_sm` programs an SM, but no part shorter than four blocks when the
+    `num_entries` of both caches are full.
+    """
+    wanted = tuning.programs_per_sm * _SMS / (num_slots * num_kv_heads)
+    most = num_entries / (4 * tuning.block)
+    return 2 ** max(0, min(int(math.log2(MAX_SPLITS)), math.floor(math.log2(min(wanted, most)))))
+
+
+def decode_attention_mosaic(
+    q_BNH: Float[Array, "B N H"],
+    k_prefix_CKPH: Float[Array, "C K P H"],
+    v_prefix_CKPH: Float[Array, "C K P H"],
+    prefix_rows_B: Int[Array, " B"],
+    prefix_lengths_B: Int[Array, " B"],
+    k_own_BKRH: Float[Array, "B K R H"],
+    v_own_BKRH: Float[Array, "B K R H"],
+    lengths_B: Int[Array, " B"],
+    *,
+    window: int | None = None,
+    num_splits: int = 1,
+    tuning: DecodeTuning | None = None,
+    interpret: Any = None,
+) -> Float[Array, "B N H"]:
+    """The kernel, and with `num_splits` > 1 the merge of its parts in one fused XLA operation.
+
+    See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
+    with `check_supported`). Entries past a length, NaN included, never change the result.
+    `interpret` runs the kernel on the CPU (InterpretGPUParams).
+    """
+    B, N, H = q_BNH.shape
+    K = k_own_BKRH.shape[1]
+    tuning = tuning or default_tuning(H, num_splits)
+    G = N // K
+    split = num_splits > 1
+    parts = (B, K, num_splits)
+    out_types = [jax.ShapeDtypeStruct((*parts, G, H), jnp.float32 if split else q_BNH.dtype)]
+    if split:
+        out_types.append(jax.ShapeDtypeStruct((*parts, TILE_ROWS), jnp.float32))
+    outputs = plgpu.kernel(
+        _make_body(G, window, num_splits, tuning, interpret is not None),
+        out_type=out_types,
+        scratch_types=_scratch(H, split, tuning, interpret is not None),
+        grid=(B, K, num_splits),
+        grid_names=("slot", "kv_head", "split"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # rows are reduced within a warp
+        ),
+        interpret=interpret,
+        kernel_name="prefix_decode_attention",
+    )(
+        q_BNH.reshape(B, K, G, H),
+        k_prefix_CKPH,
+        v_prefix_CKPH,
+        k_own_BKRH,
+        v_own_BKRH,
+        prefix_rows_B.astype(jnp.int32),
+        prefix_lengths_B.astype(jnp.int32),
+        lengths_B.astype(jnp.int32),
+    )
+    if not split:
+        return outputs[0].reshape(B, N, H)
+    out_BKSGH, lse_BKSM = outputs
+    return _merge(out_BKSGH, lse_BKSM[..., :G]).astype(q_BNH.dtype).reshape(B, N, H)
+
+
+def check_supported(
+    q_BNH: Array, k_prefix_CKPH: Array, k_own_BKRH: Array, tuning: DecodeTuning, num_splits: int
+) -> None:
+    """ValueError, with the remedy, for what the kernel does not take."""
+    H = q_BNH.shape[2]
+    G = q_BNH.shape[1] // k_own_BKRH.shape[1]
+    P, R = k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
+    if H not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {H}: the kernel takes {HEAD_DIMS}; use 'xla' for others")
+    if G >= TILE_ROWS:
+        raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
+    if tuning.smem(H, num_splits) > _MAX_SMEM:
+        raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
+    if not q_BNH.dtype == k_prefix_CKPH.dtype == k_own_BKRH.dtype == jnp.bfloat16:
+        raise ValueError(
+            f"q is {q_BNH.dtype}, the caches are {k_prefix_CKPH.dtype} and {k_own_BKRH.dtype}: "
+            "the kernel takes bfloat16; use 'xla' for others"
+        )
+    if not P or not R or P % tuning.block or R % tuning.block:
+        raise ValueError(
+            f"the caches hold {P} prompt and {R} response entries: "
+            f"round both up to multiples of {tuning.block}, at least one"
+        )
+
+
+def _scratch(H: int, split: bool, tuning: DecodeTuning, interpreted: bool) -> dict[str, Any]:
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    ring = (tuning.stages, tuning.block, H)
+    scratch: dict[str, Any] = {
+        "q_MH": plgpu.SMEM((TILE_ROWS, H), jnp.bfloat16),
+        "k_ring": plgpu.SMEM(ring, jnp.bfloat16, transforms=tiled),
+        "v_ring": plgpu.SMEM(ring, jnp.bfloat16, transforms=tiled),
+        "q_barrier": plgpu.Barrier(),
+        "k_barriers": plgpu.Barrier(num_barriers=tuning.stages),
+        "v_barriers": plgpu.Barrier(num_barriers=tuning.stages),
+    }
+    if split:
+        scratch["part_MH"] = plgpu.SMEM((TILE_ROWS, H), jnp.float32)
+    if interpreted:
+        scratch["spill_MJ"] = plgpu.SMEM((TILE_ROWS, tuning.block), jnp.bfloat16)
+        scratch["spill_HJ"] = plgpu.SMEM((H, tuning.block), jnp.bfloat16)
+    return scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The blocks that one program reads: steps 0 to `steps` - 1. Every field is an int32 scalar.
+
+    Step i is block `prefix_block` + i of the prompt row while i < `prefix_steps` (which may be
+    negative), and block `own_block` + i - `prefix_steps` of the slot's own row after that.
+    """
+
+    steps: jax.Array
+    prefix_steps: jax.Array
+    prefix_block: jax.Array
+    own_block: jax.Array
+    prefix_visible: tuple[jax.Array, jax.Array]  # first visible entry, end of the visible ones
+    own_visible: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def of(
+        cls,
+        prefix_length: jax.Array,
+        own_length: jax.Array,
+        part: jax.Array,
+        num_splits: int,
+        window: int | None,
+        block: int,
+    ) -> "_Blocks":
+        """The blocks of part `part` out of `num_splits` equal parts (to a block)."""
+        first = jnp.int32(0)
+        if window is not None:
+            first = jnp.maximum(prefix_length + own_length - window, 0)
+        prefix_first = jnp.minimum(first, prefix_length)
+        own_first = jnp.maximum(first - prefix_length, 0)
+
+        def ceil_blocks(entries: jax.Array) -> jax.Array:
+            return lax.div(entries + (block - 1), jnp.int32(block))
+
+        prefix_block = lax.div(prefix_first, jnp.int32(block))
+        own_block = lax.div(own_first, jnp.int32(block))
+        # A prompt that lies wholly before the window has no visible entry in its last block.
+        prefix_steps = jnp.where(
+            prefix_first < prefix_length, ceil_blocks(prefix_length) - prefix_block, 0
+        )
+        steps = prefix_steps + ceil_blocks(own_length) - own_block
+        a_part = lax.div(steps + (num_splits - 1), jnp.int32(num_splits))
+        begin = jnp.minimum(part * a_part, steps)
+        return cls(
+            steps=jnp.minimum(a_part, steps - begin),
+            prefix_steps=prefix_steps - begin,
+            prefix_block=prefix_block + begin,
+            own_block=own_block,
+            prefix_visible=(prefix_first, prefix_length),
+            own_visible=(own_first, own_length),
+        )
+
+    def start(self, step: jax.Array, in_prefix: bool, block: int) -> jax.Array:
+        """The first entry of a step's block, in its row."""
+        index = self.prefix_block + step if in_prefix else self.own_block + step - self.prefix_steps
+        return index * block
+
+    def visible(self, step: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+        """First visible entry of a step's block and their end, counted from the block's first."""
+        in_prefix = step < self.prefix_steps
+        start = jnp.where(in_prefix, self.start(step, True, block), self.start(step, False, block))
+        low, high = (
+            jnp.where(in_prefix, in_row, in_own)
+            for in_row, in_own in zip(self.prefix_visible, self.own_visible, strict=True)
+        )
+        return low - start, high - start
+
+
+def _make_body(
+    G: int, window: int | None, num_splits: int, tuning: DecodeTuning, interpreted: bool
+) -> Callable[..., None]:
+    """The program of one slot, KV head and part."""
+    J, stages = tuning.block, tuning.stages
+    # The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
+    # neither layouts nor transposed operands.
+    tile, rows = (None, None) if interpreted else (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1))
+
+    def held(x: jax.Array, layout: Any) -> jax.Array:
+        return x if layout is None else plgpu.layout_cast(x, layout)
+
+    def body(
+        q_BKGH,
+        k_prefix_CKPH,
+        v_prefix_CKPH,
+        k_own_BKRH,
+        v_own_BKRH,
+        prefix_rows_B,
+        prefix_lengths_B,
+        lengths_B,
+        out_BKSGH,
+        *lse_BKSM,
+        q_MH,
+        k_ring,
+        v_ring,
+        q_barrier,
+        k_barriers,
+        v_barriers,
+        part_MH: Any = None,
+        spill_MJ: Any = None,
+        spill_HJ: Any = None,
+    ):
+        H = q_MH.shape[1]
+        slot, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
+        prefix_row = prefix_rows_B[slot]
+        blocks = _Blocks.of(prefix_lengths_B[slot], lengths_B[slot], part, num_splits, window, J)
+
+        def load(step, place, ring, barriers, prefix_CKPH, own_BKRH):
+            """Starts the load of a step's block, if there is such a step."""
+            args = (ring.at[place], barriers.at[place])
+
+            @pl.when((step < blocks.steps) & (step < blocks.prefix_steps))
+            def _():
+                entries = pl.ds(blocks.start(step, True, J), J)
+                plgpu.copy_gmem_to_smem(prefix_CKPH.at[prefix_row, head, entries], *args)
+
+            @pl.when((step < blocks.steps) & (step >= blocks.prefix_steps))
+            def _():
+                entries = pl.ds(blocks.start(step, False, J), J)
+                plgpu.copy_gmem_to_smem(own_BKRH.at[slot, head, entries], *args)
+
+        def load_keys(step, place):
+            load(step, place, k_ring, k_barriers, k_prefix_CKPH, k_own_BKRH)
+
+        def load_values(step, place):
+            load(step, place, v_ring, v_barriers, v_prefix_CKPH, v_own_BKRH)
+
+        for i in range(stages):
+            load_keys(jnp.int32(i), i)
+            load_values(jnp.int32(i), i)
+        plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], q_barrier)
+        plgpu.barrier_wait(q_barrier)
+        q = q_MH if interpreted else plgpu.load(q_MH, *_WHOLE, layout=tile, optimized=False)
+
+        def step_fn(step, carry):
+            acc, high, total = carry  # sum of weighted values, maximum (base 2), sum of weights
+            place = lax.rem(step, jnp.int32(stages))
+            visible_from, visible_to = blocks.visible(step, J)
+
+            plgpu.barrier_wait(k_barriers.at[place])
+
+            def multiply_keys(scores_ref):
+                keys_HJ = k_ring.at[place].transpose((1, 0))
+                if interpreted:
+                    spill_HJ[...] = k_ring[place].T
+                    plgpu.commit_smem()  # this read, before the load that refills the place
+                    keys_HJ = spill_HJ
+                plgpu.wgmma(scores_ref, q, keys_HJ)
+                return scores_ref[...]
+
+            scores = pl.run_scoped(
+                multiply_keys, plgpu.WGMMAAccumulatorRef((TILE_ROWS, J), jnp.float32)
+            )
+            load_keys(step + stages, place)
+
+            entry = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, J), 1, layout=tile)
+            seen = entry < visible_to
+            if window is not None:
+                seen &= entry >= visible_from
+            scores = jnp.where(seen, scores * (H**-0.5 * math.log2(math.e)), -jnp.inf)
+            new_high = jnp.maximum(high, scores.max(axis=1))
+            keep = jnp.exp2(high - new_high)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_high, scores.shape, [0]))
+            total = total * keep + weights.sum(axis=1)
+            weights = weights.astype(jnp.bfloat16)
+            if interpreted:
+                spill_MJ[...] = weights
+                weights = spill_MJ
+
+            plgpu.barrier_wait(v_barriers.at[place])
+
+            # A weight of zero does not undo a NaN: values past the length are cleared.
+            @pl.when(visible_to < J)
+            def _():
+                values = held(v_ring[place], tile)
+                valid = plgpu.broadcasted_iota(jnp.int32, (J, H), 0, layout=tile) < visible_to
+                v_ring[place] = jnp.where(valid, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+            def multiply_values(values_ref):
+                plgpu.wgmma(values_ref, weights, v_ring.at[place])
+                return values_ref[...]
+
+            # A fresh accumulator a block, added here: the same number of instructions as scaling
+            # one that lives through the loop, and the interpreter can run it.
+            new = pl.run_scoped(
+                multiply_values, plgpu.WGMMAAccumulatorRef((TILE_ROWS, H), jnp.float32)
+            )
+            load_values(step + stages, place)
+            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
+            return acc, new_high, total
+
+        carry = (
+            held(jnp.zeros((TILE_ROWS, H), jnp.float32), tile),
+            held(jnp.full((TILE_ROWS,), -jnp.inf, jnp.float32), rows),
+            held(jnp.zeros((TILE_ROWS,), jnp.float32), rows),
+        )
+        acc, high, total = lax.fori_loop(0, blocks.steps, step_fn, carry)
+
+        scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
+        acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
+        staging = q_MH if part_MH is None else part_MH  # the queries are in registers
+        staging[...] = acc.astype(staging.dtype)
+        # No query reaches the last row, so it carries the log-sum-exps: shared memory of their
+        # own would be the bytes that keep a second program off the SM.
+        lse_M = staging.at[TILE_ROWS - 1, pl.ds(0, TILE_ROWS)]
+        if part_MH is not None:
+            lse_M[...] = high + jnp.log2(total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, G)], out_BKSGH.at[slot, head, part])
+        if part_MH is not None:
+            plgpu.copy_smem_to_gmem(lse_M, lse_BKSM[0].at[slot, head, part])
+        plgpu.wait_smem_to_gmem(0)
+
+    return body
+
+
+def _merge(
+    out_BKSGH: Float[Array, "B K S G H"], lse_BKSG: Float[Array, "B K S G"]
+) -> Float[Array, "B K G H"]:
+    """The attention over all parts from each part's result and base-2 log-sum-exp.
+
+    Written part by part, without reductions, so that XLA makes a single loop of it.
+    """
+    parts = range(out_BKSGH.shape[2])
+    highest = lse_BKSG[:, :, 0]
+    for s in parts:
+        highest = jnp.maximum(highest, lse_BKSG[:, :, s])
+    highest = jnp.where(highest == -jnp.inf, 0.0, highest)  # no token at all
+    weights = [jnp.exp2(lse_BKSG[:, :, s] - highest)[..., None] for s in parts]
+    total = sum(weights[1:], weights[0])
+    out = sum((weights[s] * out_BKSGH[:, :, s] for s in parts[1:]), weights[0] * out_BKSGH[:, :, 0])
+    return out / jnp.where(total == 0.0, 1.0, total)

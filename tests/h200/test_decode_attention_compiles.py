@@ -1,0 +1,116 @@
+"""Decode attention compiled for an H200: registers, shared memory, no spills."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from target import abstract, needs_compiler, one_h200
+
+from jaxrl_llm.kernels.decode_attention import prefix_decode_attention
+
+pytestmark = needs_compiler
+
+SM_REGISTERS = 64 * 1024
+SM_SHARED_BYTES = 228 * 1024
+SHARED_BYTES_RESERVED = 1024  # of each program
+SLOTS, PROMPTS, P, R = 64, 8, 512, 1024
+SHAPES = {  # KV heads, query heads, head dim, programs an SM unsplit and split
+    "0.5B": (2, 14, 64, 3, 3),
+    "SmolLM2": (3, 9, 64, 3, 3),
+    "1.5B": (2, 12, 128, 2, 2),
+    "7B": (4, 28, 128, 2, 2),
+    "8B": (8, 32, 128, 2, 2),
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the compiler says of a kernel."""
+
+    registers: int  # a thread
+    spilled_bytes: int
+    shared_bytes: int  # a program, barriers included
+
+    def programs_per_sm(self) -> int:
+        # Registers are handed out to warps in units of 256.
+        registers = -(-self.registers * 32 // 256) * 256 * 4
+        shared = self.shared_bytes + SHARED_BYTES_RESERVED
+        return min(SM_REGISTERS // registers, SM_SHARED_BYTES // shared)
+
+
+def compile_decode(shape: str, num_splits: int, window: int | None) -> str:
+    """The optimised HLO of one decode attention call."""
+    K, N, H, *_ = SHAPES[shape]
+    q, prefix, own = (
+        jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+        for dims in ((SLOTS, N, H), (PROMPTS, K, P, H), (SLOTS, K, R, H))
+    )
+    int32 = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
+    arguments = (q, prefix, prefix, int32, int32, own, own, int32)
+
+    def decode(*arguments: jax.Array) -> jax.Array:
+        return prefix_decode_attention(
+            *arguments, window=window, implementation="pallas", num_splits=num_splits
+        )
+
+    lowered = jax.jit(decode).lower(*abstract(arguments, one_h200()))
+    return lowered.compile().as_text()
+
+
+def resources_of(folder: Path, shape: str, num_splits: int, window: int | None) -> Resources:
+    """Compiles in a process of its own, whose dumps are asked for by its environment."""
+    nvcc = Path(sys.prefix) / "lib/python3.12/site-packages/nvidia/cu13/bin"
+    flags = dict.fromkeys(("PTX", "PTXAS", "RESOURCES"), "1")
+    environment = {
+        **os.environ,
+        **{f"MOSAIC_GPU_DUMP_{name}": value for name, value in flags.items()},
+        "MOSAIC_GPU_DUMP_TO": str(folder),
+        "PATH": f"{nvcc}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    code = f"from {Path(__file__).stem} import *; compile_decode({shape!r}, {num_splits}, {window})"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=240)
+    (ptxas,) = (path.read_text() for path in folder.glob("*.ptxas"))
+    (resources,) = (path.read_text() for path in folder.glob("*.resources.txt"))
+    barriers = sum(map(int, re.findall(r"num_barriers=(\d+).*?\): \d", resources)))
+    return Resources(
+        registers=int(re.findall(r"Used (\d+) registers", ptxas)[0]),
+        spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", ptxas))),
+        shared_bytes=int(re.findall(r"smem_scratch_bytes=(\d+)", resources)[0]) + 16 * barriers,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (4, None), (1, 300)])
+def test_no_spills_and_several_programs_an_sm(
+    shape: str, num_splits: int, window: int | None, tmp_path: Path
+):
+    found = resources_of(tmp_path, shape, num_splits, window)
+    assert found.spilled_bytes == 0
+    assert found.programs_per_sm() >= SHAPES[shape][3 if num_splits == 1 else 4]
+
+
+def operations(hlo: str) -> list[str]:
+    """What the program executes, views left out."""
+    entry = hlo[hlo.index("ENTRY") :]
+    kinds = re.findall(r"^ +(?:ROOT )?%\S+ = .*? ([a-z-]+)\(", entry, re.MULTILINE)
+    return sorted(set(kinds) - {"parameter", "bitcast", "get-tuple-element"})
+
+
+def test_unsplit_is_one_kernel():
+    """The queries go in and the output comes out as they are: no padding, slice or copy."""
+    hlo = compile_decode("1.5B", 1, None)
+    assert operations(hlo) == ["custom-call"]
+    assert hlo.count(" custom-call(") == 1
+
+
+def test_split_adds_one_kernel():
+    hlo = compile_decode("1.5B", 4, None)
+    assert operations(hlo) == ["custom-call", "fusion"]
+    assert hlo.count(" custom-call(") == hlo.count(" fusion(") == 1

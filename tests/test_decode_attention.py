@@ -1,0 +1,274 @@
+"""Attention of one new token a slot: XLA and the Hopper kernel (interpreted) against float64."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+# Public as plgpu.InterpretGPUParams from jax 0.11 on.
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from jaxrl_llm.kernels.decode_attention import (
+    cache_length,
+    prefix_decode_attention,
+    prefix_decode_attention_reference,
+)
+from jaxrl_llm.kernels.decode_attention_mosaic import (
+    DecodeTuning,
+    choose_num_splits,
+    default_tuning,
+)
+
+
+@dataclass
+class Case:
+    """Random arguments whose unseen entries hold `garbage`, and the answer in float64."""
+
+    prefix_rows: list[int]
+    prefix_lengths: list[int]
+    lengths: list[int]
+    G: int = 3
+    K: int = 1
+    H: int = 64
+    P: int = 128
+    R: int = 128
+    window: int | None = None
+    garbage: float = np.nan
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        B, C = len(self.lengths), max(self.prefix_rows) + 1
+
+        def draw(*shape: int) -> np.ndarray:
+            # Through bf16, so that the answer is computed from what the kernel is given.
+            x = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+            return np.asarray(x.astype(jnp.float32), np.float64)
+
+        self.q = draw(B, self.K * self.G, self.H)
+        self.prefix = [draw(C, self.K, self.P, self.H) for _ in range(2)]
+        self.own = [draw(B, self.K, self.R, self.H) for _ in range(2)]
+        longest = np.zeros(C, int)
+        np.maximum.at(longest, self.prefix_rows, self.prefix_lengths)
+        for part, ends in ((self.prefix, longest), (self.own, self.lengths)):
+            for x in part:
+                for row, end in enumerate(ends):
+                    x[row, :, end:] = self.garbage
+
+    def arguments(self, slots: list[int] | None = None) -> tuple[jax.Array, ...]:
+        """The first eight arguments, of the chosen slots, in the kernel's dtypes."""
+        chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
+        rows, prefix_lengths, lengths = (
+            jnp.asarray(np.array(x)[chosen], jnp.int32)
+            for x in (self.prefix_rows, self.prefix_lengths, self.lengths)
+        )
+        q, k_prefix, v_prefix, k_own, v_own = (
+            jnp.asarray(x, jnp.bfloat16)
+            for x in (self.q[chosen], *self.prefix, *(x[chosen] for x in self.own))
+        )
+        return (q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, lengths)
+
+    def answer(self) -> np.ndarray:
+        out = np.zeros_like(self.q)
+        for b, (row, p, r) in enumerate(
+            zip(self.prefix_rows, self.prefix_lengths, self.lengths, strict=True)
+        ):
+            for n in range(self.K * self.G):
+                k, v = (
+                    np.concatenate([x[row, n // self.G, :p], y[b, n // self.G, :r]])
+                    for x, y in zip(self.prefix, self.own, strict=True)
+                )
+                if self.window is not None:
+                    k, v = k[-self.window :], v[-self.window :]
+                if len(k):
+                    scores = k @ self.q[b, n] / np.sqrt(self.H)
+                    weights = np.exp(scores - scores.max())
+                    out[b, n] = weights @ v / weights.sum()
+        return out
+
+    def run(self, implementation: str = "pallas", **options) -> np.ndarray:
+        slots = options.pop("slots", None)
+        if implementation == "pallas":
+            options = {"num_splits": 1, "interpret": InterpretGPUParams(), **options}
+        out = prefix_decode_attention(
+            *self.arguments(slots), window=self.window, implementation=implementation, **options
+        )
+        assert out.dtype == jnp.bfloat16
+        return np.asarray(out.astype(jnp.float32))
+
+
+def assert_close(out: np.ndarray, answer: np.ndarray) -> None:
+    """To bf16's rounding of weights and output; a NaN fails."""
+    np.testing.assert_allclose(out, answer, atol=8e-3, rtol=8e-3)
+
+
+CASES = {
+    # Lengths 0, 1, one past a block, a block, both full; rows shared and out of order.
+    "ragged": Case([1, 0, 1, 0, 1, 1], [0, 1, 65, 64, 128, 0], [0, 1, 63, 64, 128, 65]),
+    "one query a head": Case([0, 0], [70, 0], [3, 64], G=1, K=2),
+    "1.5B": Case([0, 1], [33, 64], [1, 70], G=6, K=2, H=128, P=64),
+    "7B": Case([1, 0], [64, 2], [64, 5], G=7, K=2, H=128, P=64, R=64),
+    "8B": Case([0, 0], [9, 64], [5, 64], G=8, K=2, H=128, P=64, R=64),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_kernel_equals_float64_with_nan_past_every_length(case: Case):
+    assert_close(case.run(), case.answer())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_xla_equals_float64_with_finite_garbage(case: Case):
+    finite = Case(**{**case_fields(case), "garbage": 300.0})
+    assert_close(finite.run("xla"), finite.answer())
+
+
+def case_fields(case: Case) -> dict:
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("window", [1, 64, 70, 500])
+def test_window_trims_the_prompt_first(window: int):
+    """Across both parts, within one, within a block, wider than all, and with an empty slot."""
+    fields = dict(
+        prefix_rows=[0, 1, 0, 0],
+        prefix_lengths=[100, 128, 30, 0],
+        lengths=[65, 10, 128, 0],
+        window=window,
+    )
+    case = Case(**fields)
+    assert_close(case.run(), case.answer())
+    assert_close(case.run(num_splits=2), case.answer())
+    finite = Case(**fields, garbage=-200.0)
+    assert_close(finite.run("xla"), finite.answer())
+
+
+def test_entries_before_the_window_do_not_count():
+    case = Case([0], [128], [40], window=50)
+    for part in case.prefix:
+        part[0, :, : 128 - 10] = 1e4  # finite, but enormous were it seen
+    assert_close(case.run(), case.answer())
+
+
+@pytest.mark.parametrize("num_splits", [2, 4, 16])
+@pytest.mark.parametrize("case", [CASES["ragged"], CASES["1.5B"]], ids=["ragged", "1.5B"])
+def test_split_equals_float64(case: Case, num_splits: int):
+    """Also where a slot has fewer blocks than parts, or none."""
+    assert_close(case.run(num_splits=num_splits), case.answer())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_bits_do_not_depend_on_batch_index_or_neighbours(num_splits: int):
+    case = CASES["ragged"]
+    whole = case.run(num_splits=num_splits)
+    for slots in ([4], [5, 4, 2]):
+        part = case.run(num_splits=num_splits, slots=slots)
+        np.testing.assert_array_equal(part, whole[slots])
+
+
+@pytest.mark.parametrize("tuning", [DecodeTuning(stages=2), DecodeTuning(block=128, stages=4)])
+def test_tunings_agree(tuning: DecodeTuning):
+    case = CASES["ragged"]
+    assert_close(case.run(tuning=tuning), case.answer())
+
+
+def test_more_blocks_than_stages():
+    """The ring wraps several times, over both parts."""
+    case = Case([0], [250], [300], P=256, R=320)
+    tuning = DecodeTuning(stages=2)
+    assert_close(case.run(tuning=tuning), case.answer())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_no_race_between_loads_and_reads(num_splits: int, capfd: pytest.CaptureFixture):
+    case = Case([0, 0], [200, 0], [130, 65], P=256, R=192)
+    interpret = InterpretGPUParams(detect_races=True)
+    tuning = DecodeTuning(stages=2)
+    out = case.run(tuning=tuning, num_splits=num_splits, interpret=interpret)
+    assert_close(out, case.answer())
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_row_of_a_slot_without_prompt_is_never_read():
+    case = Case([0, 0], [10, 0], [4, 5])
+    case.prefix_rows = [0, 1_000_000]
+    out = case.run()
+    case.prefix_rows = [0, 0]
+    assert_close(out, case.answer())
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_reference_equals_float64_with_nan_past_every_length(prompts: int):
+    rows = [0, prompts - 1, 0]
+    case = Case(rows, [20, 128, 0], [1, 77, 0], G=2, K=2, window=90)
+    out = prefix_decode_attention_reference(*case.arguments(), window=90)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, case.answer(), atol=1e-5, rtol=1e-4)
+
+
+def test_auto_is_xla_without_a_gpu():
+    case = Case([0, 0], [20, 64], [1, 77], garbage=7.0)
+    np.testing.assert_array_equal(case.run("auto"), case.run("xla"))
+
+
+def test_xla_takes_any_dtype_and_length():
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.standard_normal((2, 4, 24)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((2, 2, 7, 24)), jnp.float32) for _ in range(2))
+    rows, lengths = jnp.array([1, 0]), jnp.array([7, 3])
+    arguments = (q, k, v, rows, lengths, v[:, :, :5], k[:, :, :5], jnp.array([5, 1]))
+    out = prefix_decode_attention(*arguments)
+    assert out.dtype == jnp.float32
+    expected = prefix_decode_attention_reference(*arguments)
+    np.testing.assert_allclose(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(P=96), "multiples of 64"),
+        (dict(R=100), "multiples of 64"),
+        (dict(H=96), "head_dim is 96"),
+        (dict(window=0), "window is 0"),
+        (dict(G=64), "use 'xla'"),
+    ],
+)
+def test_refusals_name_the_remedy(change: dict, message: str):
+    case = Case(**{"prefix_rows": [0], "prefix_lengths": [4], "lengths": [4], **change})
+    with pytest.raises(ValueError, match=message):
+        case.run()
+
+
+def test_refuses_other_dtypes_splits_and_shared_memory():
+    case = Case([0], [4], [4])
+    q, *others = case.arguments()
+    with pytest.raises(ValueError, match="takes bfloat16"):
+        prefix_decode_attention(q.astype(jnp.float32), *others, implementation="pallas")
+    with pytest.raises(ValueError, match="num_splits is 17"):
+        case.run(num_splits=17)
+    with pytest.raises(ValueError, match="fewer stages"):
+        case.run(tuning=DecodeTuning(block=256, stages=8))
+    with pytest.raises(ValueError, match="use auto, pallas or xla"):
+        case.run("cudnn")
+    with pytest.raises(ValueError, match="one number a slot"):
+        prefix_decode_attention(q, *others[:-1], jnp.zeros((2,), jnp.int32))
+    with pytest.raises(ValueError, match="use 64, 128"):
+        DecodeTuning(block=32)
+    with pytest.raises(ValueError, match="at least 2"):
+        DecodeTuning(stages=1)
+
+
+def test_splits_come_from_shapes_and_fill_the_card():
+    tuning = default_tuning(128)
+    assert choose_num_splits(1024, 2, 4096, tuning) == 1
+    assert choose_num_splits(1, 2, 4096, tuning) == 16
+    assert choose_num_splits(1, 2, 512, tuning) == 2  # no part under four blocks
+    assert choose_num_splits(64, 2, 4096, tuning) * 64 * 2 >= 264
+
+
+@pytest.mark.parametrize(("tokens", "entries"), [(0, 64), (1, 64), (64, 64), (65, 128)])
+def test_cache_length_rounds_up_to_the_block(tokens: int, entries: int):
+    assert cache_length(tokens) == entries

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.benchmarks.records import Row
 
@@ -125,20 +126,17 @@ def relative_error(found: Any, expected: Any) -> float:
 
     NaN where either holds a NaN, so a comparison must be written to fail on it.
     """
-
-    @jax.jit
-    def squares(found: Any, expected: Any) -> tuple[jax.Array, jax.Array]:
-        pairs = [
-            (x.astype("float32"), y.astype("float32"))
-            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-        ]
-        difference = sum(jax.numpy.square(x - y).sum() for x, y in pairs)
-        return jax.numpy.asarray(difference), jax.numpy.asarray(
-            sum(jax.numpy.square(y).sum() for _, y in pairs)
-        )
-
-    difference, norm = squares(found, expected)
+    difference, norm = _squares(jax.tree.leaves(found), jax.tree.leaves(expected))
     return float((difference / norm) ** 0.5)
+
+
+@jax.jit
+def _squares(found: list[Any], expected: list[Any]) -> tuple[Any, Any]:
+    pairs = [
+        (x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(found, expected, strict=True)
+    ]
+    difference = sum(jnp.square(x - y).sum() for x, y in pairs)
+    return difference, sum(jnp.square(y).sum() for _, y in pairs)
 
 
 def require(name: str, value: float, most: float) -> None:

@@ -66,6 +66,15 @@ ATTENTION_BATCHES: dict[str, tuple[Batch, ...]] = {
     "tiny": ((2, 64),),
     "": ((16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768)),
 }
+PACKED_BATCHES: dict[str, tuple[Batch, ...]] = {
+    "tiny": ((1, 128),),
+    "": ((1, 16384), (1, 32768)),
+}
+# Slots and the entries of each slot's own cache.
+DECODE_BATCHES: dict[str, tuple[Batch, ...]] = {
+    "tiny": ((4, 64),),
+    "": ((64, 2048), (256, 2048), (1024, 2048)),
+}
 # Prompt and response tokens where the command line gives none.
 PROMPT = {"tiny": 8, "": 512}
 RESPONSE = {"tiny": 8, "": 512}
@@ -112,6 +121,14 @@ class Options:
         if self.command == "generation":
             return tuple((rows, 0) for rows in _of(GENERATION_BATCHES, shape))
         return _of(TRAINING_BATCHES if self.command == "training" else ATTENTION_BATCHES, shape)
+
+    def packed_batches(self, shape: str) -> tuple[Batch, ...]:
+        """Rows to fill with uneven sequences, and the tokens of each."""
+        return self.batches or _of(PACKED_BATCHES, shape)
+
+    def decode_batches(self, shape: str) -> tuple[Batch, ...]:
+        """Slots, and the tokens that each may add to its prompt."""
+        return self.batches or _of(DECODE_BATCHES, shape)
 
     def config(self, shape: str, algorithm: str = "ppo") -> Config:
         """The config of a run at `shape`: bf16, float32 master weights, the overrides applied."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl_llm.benchmarks.options import NUM_MIX_LENGTHS, Options
+from jaxrl_llm.benchmarks.options import NUM_MIX_LENGTHS, PROMPT, Options
 
 MIX_MEDIAN, MIX_SIGMA, MIX_RANGE = 500, 0.8, (16, 2048)
 # What the published measurement of the mix drew from its generator before: prompts of a warm-up
@@ -95,6 +95,19 @@ def mix_limits(shape: str, rows: int) -> tuple[int, ...]:
     if shape == "tiny":
         lengths = np.maximum(lengths // TINY_SCALE, 1)
     return tuple(int(length) for length in lengths)
+
+
+def packed_lengths(shape: str, rows: int, tokens: int) -> list[list[int]]:
+    """Sequences, prompt and response of the mix, that fill `rows` rows up to `tokens` each."""
+    prompt = PROMPT.get(shape, PROMPT[""])
+    upcoming = iter(mix_limits(shape, NUM_MIX_LENGTHS) * rows)
+    packed: list[list[int]] = []
+    for _ in range(rows):
+        row = [min(prompt + next(upcoming), tokens)]
+        while sum(row) + (length := prompt + next(upcoming)) <= tokens:
+            row.append(length)
+        packed.append(row)
+    return packed
 
 
 def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:

@@ -1,10 +1,11 @@
-"""Attention of whole rows: cuDNN's on an NVIDIA GPU, XLA's elsewhere, one function before both.
+"""Attention of whole rows: cuDNN's or our kernels' on an NVIDIA GPU, XLA's elsewhere.
 
 Shape letters: B batch, T query tokens, S key tokens (T == S), N query heads, K KV heads,
 G = N / K query heads a KV head, H head dim.
 
 Rows are padded on the right, so under a causal mask no real token sees padding and `lengths` is
-needed only without one.
+needed only without one. Packed rows, prompts shared by several responses and padding anywhere are
+described by a `Visibility` instead.
 """
 
 from typing import Literal
@@ -13,7 +14,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-Implementation = Literal["auto", "cudnn", "xla"]
+from jaxrl_llm.kernels.flash_attention_mosaic import HEAD_DIMS, hopper_attention
+from jaxrl_llm.kernels.visibility import Visibility, packed_visibility
+
+__all__ = [
+    "Implementation",
+    "Visibility",
+    "attention",
+    "attention_reference",
+    "packed_visibility",
+    "visible_keys",
+]
+
+Implementation = Literal["auto", "pallas", "cudnn", "xla"]
 
 
 def attention(
@@ -24,23 +37,34 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
+    visibility: Visibility | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v with grouped KV heads, in the dtype of q.
 
     `window` lets a token see the last `window` positions, its own included; it needs `causal`.
     `lengths` (int32, tokens) hides keys at or past a row's length; outputs of queries there are 0.
-    "auto" takes cuDNN where it can run the call: an NVIDIA GPU, bf16 or float16, H a multiple of 8
-    and at most 256. There an odd T costs a padded copy. ValueError for shapes that do not fit.
+    `visibility` says instead, token by token, which keys are seen; what its padding tokens hold
+    (NaN too) reaches no output and no gradient, and theirs are 0.
+    "cudnn" runs on an NVIDIA GPU in bf16 or float16 with H a multiple of 8 and at most 256, and an
+    odd T costs a padded copy there; it takes no visibility. "pallas" is our kernels for Hopper:
+    bf16, H of 64, 96, 128 or 256, T best a multiple of 128, gradients the same bits every run; on
+    several devices it needs the mesh in scope (`jax.set_mesh`) or a shard_map around it. "auto"
+    chooses by what can run. ValueError for shapes that do not fit.
     """
-    _check(q_BTNH, k_BTKH, v_BTKH, causal, window)
+    _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
     if implementation == "auto":
-        implementation = "cudnn" if _cudnn_fits(q_BTNH) else "xla"
+        implementation = _fastest(q_BTNH, visibility)
+    masks = dict(causal=causal, window=window, lengths=lengths)
+    if implementation == "pallas":
+        return hopper_attention(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
     if implementation == "cudnn":
+        if visibility is not None:
+            raise ValueError("cudnn attention takes no visibility: use pallas, xla or auto")
         return _attention_cudnn(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
     if implementation == "xla":
-        return _attention_xla(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
-    raise ValueError(f"attention implementation {implementation!r}: use auto, cudnn or xla")
+        return _attention_xla(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
+    raise ValueError(f"attention implementation {implementation!r}: use pallas, auto, cudnn or xla")
 
 
 def attention_reference(
@@ -51,26 +75,34 @@ def attention_reference(
     causal: bool = True,
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
+    visibility: Visibility | None = None,
 ) -> Float[Array, "B T N H"]:
     """The same in float32, KV heads repeated: what every implementation is compared with."""
-    _check(q_BTNH, k_BTKH, v_BTKH, causal, window)
+    _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
+    q_BTNH, k_BTKH, v_BTKH = (_zero_unseeing(x, visibility) for x in (q_BTNH, k_BTKH, v_BTKH))
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     q = q_BTNH.astype(jnp.float32)
     k = jnp.repeat(k_BTKH.astype(jnp.float32), groups, axis=2)
     v = jnp.repeat(v_BTKH.astype(jnp.float32), groups, axis=2)
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
-    visible = visible_keys(q.shape[1], causal, window, lengths)[:, None]
+    visible = visible_keys(q.shape[1], causal, window, lengths, visibility)[:, None]
     scores = jnp.where(visible, scores, -1e30)
     weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     out = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
-    return _zero_padding(out, lengths)
+    return _zero_unseeing(_zero_padding(out, lengths), visibility)
 
 
 def visible_keys(
-    length: int, causal: bool, window: int | None, lengths: Int[Array, " B"] | None
+    length: int,
+    causal: bool,
+    window: int | None,
+    lengths: Int[Array, " B"] | None,
+    visibility: Visibility | None = None,
 ) -> Array:
     """Which key each query sees: bool [B or 1, T, S]."""
+    if visibility is not None:
+        return visibility.dense()
     t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
     visible = jnp.ones((1, length, length), bool)
     if causal:
@@ -89,17 +121,19 @@ def _attention_xla(
     causal: bool,
     window: int | None,
     lengths: Array | None,
+    visibility: Visibility | None,
 ) -> Array:
+    q_BTNH, k_BSKH, v_BSKH = (_zero_unseeing(x, visibility) for x in (q_BTNH, k_BSKH, v_BSKH))
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    visible = visible_keys(T, causal, window, lengths)[:, None, None]
+    visible = visible_keys(T, causal, window, lengths, visibility)[:, None, None]
     # Not -inf: a row with no visible key would turn into NaN, and its gradient with it.
     scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
-    return _zero_padding(out_BTKGH.reshape(B, T, N, H), lengths)
+    return _zero_unseeing(_zero_padding(out_BTKGH.reshape(B, T, N, H), lengths), visibility)
 
 
 def _attention_cudnn(
@@ -142,6 +176,29 @@ def _zero_padding(out_BTNH: Array, lengths: Array | None) -> Array:
     return jnp.where(real[:, :, None, None], out_BTNH, 0)
 
 
+def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
+    """Zeros for the tokens that see nothing, whatever they hold."""
+    if visibility is None:
+        return x_BTNH
+    return jnp.where(visibility.real()[:, :, None, None], x_BTNH, 0)
+
+
+def _fastest(q_BTNH: Array, visibility: Visibility | None) -> Implementation:
+    """What "auto" takes."""
+    if visibility is not None:
+        return "pallas" if _pallas_fits(q_BTNH) else "xla"
+    return "cudnn" if _cudnn_fits(q_BTNH) else "xla"
+
+
+def _pallas_fits(q_BTNH: Array) -> bool:
+    return (
+        q_BTNH.dtype == jnp.bfloat16
+        and q_BTNH.shape[-1] in HEAD_DIMS
+        and _on_nvidia_gpu()
+        and jax.devices()[0].compute_capability == "9.0"
+    )
+
+
 def _cudnn_fits(q_BTNH: Array) -> bool:
     head_dim = q_BTNH.shape[-1]
     return (
@@ -158,7 +215,15 @@ def _on_nvidia_gpu() -> bool:
     return "cuda" in jax.devices()[0].client.platform_version
 
 
-def _check(q_BTNH: Array, k: Array, v: Array, causal: bool, window: int | None) -> None:
+def _check(
+    q_BTNH: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+    visibility: Visibility | None,
+) -> None:
     B, T, N, H = q_BTNH.shape
     K = k.shape[2]
     if k.shape != (B, T, K, H) or v.shape != k.shape:
@@ -170,3 +235,12 @@ def _check(q_BTNH: Array, k: Array, v: Array, causal: bool, window: int | None) 
         raise ValueError(f"{N} query heads cannot share {K} KV heads: give a divisor of {N}")
     if window is not None and (window < 1 or not causal):
         raise ValueError(f"window {window} with causal={causal}: a window is at least 1 and causal")
+    if visibility is None:
+        return
+    if not causal or window is not None or lengths is not None:
+        raise ValueError(
+            "visibility says all of which keys a token sees: leave causal, window and lengths out "
+            "(packed_visibility takes a window)"
+        )
+    if visibility.start_BT.shape != (B, T):
+        raise ValueError(f"visibility {visibility.start_BT.shape} for rows of shape {(B, T)}")

@@ -6,7 +6,7 @@ one program in a fixed order, without atomics, so gradients are the same bits in
 weights are computed again from the forward pass's log-sum-exp (FlashAttention-2,
 arXiv:2307.08691).
 
-Shape letters as in flash_attention_mosaic.py. With P the weights, dP = dO V^T and
+Shape letters as in flash_attention_mosaic_forward.py. With P the weights, dP = dO V^T and
 delta = rowsum(dO * O): dS = P * (dP - delta), dQ = dS K / sqrt(H), dK = dS^T Q / sqrt(H),
 dV = P^T dO.
 """
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from jaxrl_llm.kernels.flash_attention_mosaic import (
+from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     BY_COLUMN,
     BY_ROW,
     LOG2_E,
@@ -225,7 +225,7 @@ def _dkv(
         out=tuple(jax.ShapeDtypeStruct(k_BTKH.shape, k_BTKH.dtype) for _ in wanted),
         scratch=dict(
             k_smem=mine,
-            # dv alone needs no values: their place is where a gradient leaves from.
+            # dv alone needs no values. A gradient leaves from the keys' place or the values'.
             v_smem=mine if "dk" in wanted else None,
             q_smem=matrix_smem((stages, block_q, H)),
             do_smem=matrix_smem((stages, block_q, H)),
@@ -278,7 +278,7 @@ def _dkv_kernel(
         base = k_block * block_k
         keys = pl.ds(base, block_k)
         my_k = k_smem.at[warpgroup]
-        my_v = None if v_smem is None else v_smem.at[warpgroup]
+        my_v: Any = None if v_smem is None else v_smem.at[warpgroup]
         my_spill = None if spill is None else spill.at[warpgroup]
         for ref, smem in ((k_ref, my_k), (v_ref, my_v)):
             if smem is not None:
@@ -296,7 +296,6 @@ def _dkv_kernel(
                 plgpu.barrier_wait(do_loaded.at[slot])
                 if dp_acc is not None:
                     plgpu.wgmma(dp_acc, my_v, do_smem.at[slot].transpose((1, 0)))
-                lse = plgpu.load(stats_smem.at[slot, 0], layout=BY_COLUMN)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if dp_acc is None else 1)
 
                 def masked(s: Array) -> Array:
@@ -307,6 +306,7 @@ def _dkv_kernel(
                     return jnp.where(sees(ranges, query, key, 1), s, -jnp.inf)
 
                 s = lax.cond(whole == 0, masked, lambda s: s, s)
+                lse = plgpu.load(stats_smem.at[slot, 0], layout=BY_COLUMN)
                 p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape, 1))
                 if "dv" in grad_accs:
                     p16 = p.astype(jnp.bfloat16)
@@ -335,7 +335,7 @@ def _dkv_kernel(
 
         accumulator = plgpu.ACC((block_k, H), jnp.float32)
         grads = pl.run_scoped(all_blocks, *[accumulator] * len(wanted))
-        for name, grad, smem, ref in zip(wanted, grads, (my_k, my_v), grad_refs, strict=False):
+        for name, grad, smem in zip(wanted, grads, (my_k, my_v), strict=False):
             scaled = grad * H**-0.5 if name == "dk" else grad
             smem[...] = scaled.astype(jnp.bfloat16)
         plgpu.commit_smem()

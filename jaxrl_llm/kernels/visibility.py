@@ -245,9 +245,7 @@ def _items(num_rows: int, columns: list[Any]) -> Any:
     xp = _module(*columns)
     num_tiles = columns[0].shape[1]
     row, tile = (x.reshape(-1) for x in np.indices((num_rows, num_tiles), np.int32))
-    flat = [
-        xp.broadcast_to(x, (num_rows, num_tiles)).reshape(-1).astype(np.int32) for x in columns
-    ]
+    flat = [xp.broadcast_to(x, (num_rows, num_tiles)).reshape(-1).astype(np.int32) for x in columns]
     empty = np.zeros_like(row)
     items = xp.stack([row, tile, *flat, empty, empty], axis=1)
     order = np.argsort(-flat[-1], kind="stable") if xp is np else jnp.argsort(-flat[-1])

@@ -17,14 +17,18 @@ Flags:
   --store=FILE             write the ratios to the peer into FILE (docs/benchmarks.json)
   --check=FILE             fail when a ratio is worse than in FILE: 15 % of time, 2 % of memory
   --devices=N              split the CPU into N devices
+  --compile_cache=FOLDER   keep compiled programs there, for the next time
   --compiler_option=NAME=VALUE   of XLA for the measured programs; may be repeated
   --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=true or
                            --config.mesh.fsdp=4
 The exit code is 1 when a case failed or got worse.
 """
 
+import contextlib
+import tempfile
+
 from jaxrl_llm.benchmarks.options import read_options
-from jaxrl_llm.launch.runtime import prepare, run_script
+from jaxrl_llm.launch.runtime import enable_compile_cache, prepare, run_script
 
 
 def main(argv: list[str]) -> int:
@@ -34,9 +38,13 @@ def main(argv: list[str]) -> int:
 
     peers = run_peers(options) if options.baseline else []
     prepare(num_cpu_devices=options.devices)
-    from jaxrl_llm.benchmarks.command import run_command
+    with contextlib.ExitStack() as stack:
+        # rl_step needs one: its programs are compiled ahead, side by side, and found there.
+        folder = options.compile_cache or stack.enter_context(tempfile.TemporaryDirectory())
+        enable_compile_cache(str(folder))
+        from jaxrl_llm.benchmarks.command import run_command
 
-    return run_command(options, peers)
+        return run_command(options, peers)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,9 @@ def _peers(options: Options, tokens: int) -> list[Implementation]:
     if not options.baseline:
         return []
     peers: list[Implementation] = ["cudnn"] if jax.default_backend() == "gpu" else []
-    return [*peers, "xla"] if tokens <= XLA_LONGEST else peers
+    if tokens <= XLA_LONGEST:
+        peers.append("xla")
+    return peers
 
 
 def _dense_cases(options: Options, shape: str) -> list[Case]:
@@ -202,7 +204,8 @@ def _dense_cases(options: Options, shape: str) -> list[Case]:
             first_row=tokens,
         )
         who: list[Who] = [("ours", own_implementation())]
-        who += [(peer, peer) for peer in _peers(options, tokens)]
+        for peer in _peers(options, tokens):
+            who.append((peer, peer))
         cases += _both(shape, f"dense_{rows}x{tokens}", layout, who)
     return cases
 

@@ -57,6 +57,10 @@ class Case(ABC):
     def figures(self, seconds: float) -> dict[str, float]:
         """What the median time means, by name with its unit."""
 
+    def memory(self, programs: dict[str, jax.stages.Compiled]) -> int | None:
+        """Bytes of a device that the timed program holds."""
+        return memory_bytes(programs["main"])
+
     def release(self) -> None:
         """Drop every array; called also after a failure."""
         vars(self).clear()
@@ -183,7 +187,7 @@ def _measure_case(
         checks = case.check()
         seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds)
         figures = case.figures(statistics.median(seconds))
-        memory = memory_bytes(programs["main"]) if "main" in programs else None
+        memory = case.memory(programs)
         return Row(**about, seconds=seconds, memory_bytes=memory, figures=figures, checks=checks)
     except Exception as error:  # out of memory, an unsupported kernel, a failed check: reported
         return Row(**about, error=_message(error))

@@ -100,6 +100,7 @@ class Options:
     check: Path | None
     store: Path | None
     devices: int
+    compile_cache: Path | None
     compiler_options: tuple[tuple[str, str], ...]  # for XLA, on every measured program
     overrides: tuple[tuple[str, str], ...]
     words: tuple[str, ...]  # the command line as given, for the record
@@ -165,6 +166,7 @@ def read_options(words: Sequence[str]) -> Options:
         check=given.check,
         store=given.store,
         devices=given.devices,
+        compile_cache=given.compile_cache,
         compiler_options=tuple(given.compiler_option),
         overrides=tuple(overrides),
         words=tuple(words),
@@ -195,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", type=Path)
     parser.add_argument("--store", type=Path)
     parser.add_argument("--devices", type=_count, default=0)
+    parser.add_argument("--compile_cache", type=Path)
     parser.add_argument("--compiler_option", type=_named, action="append", default=[])
     return parser
 
@@ -255,6 +258,8 @@ def _check(options: Options) -> None:
         if with_tokens != (tokens > 0):
             form = "ROWSxTOKENS, e.g. 4x2048" if with_tokens else "ROWS, e.g. 64"
             raise ConfigError(f"--batch of {command} is {form}")
+    if options.compiler_options and command == "rl_step":
+        raise ConfigError("rl_step compiles as a run does; drop --compiler_option")
     if options.overrides and command == "attention":
         raise ConfigError("attention takes no --config.KEY: it measures kernels, not a run")
     if options.baseline and command not in PEERS:

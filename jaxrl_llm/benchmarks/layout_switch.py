@@ -1,0 +1,71 @@
+"""The layout switch alone: weights from the training layout to the one of generation."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.benchmarks.harness import Case, CheckFailed
+from jaxrl_llm.benchmarks.options import Options
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
+from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
+from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.shapes import SHAPES
+
+
+class LayoutSwitch(Case):
+    """Every weight of a shape, in the dtype of generation."""
+
+    benchmark = "layout_switch"
+
+    def __init__(self, shape: str, config: Config) -> None:
+        self.mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        sizes = vars(config.mesh).items()
+        self.shape = shape
+        self.name = "_".join(["switch", *(f"{axis}{size}" for axis, size in sizes)])
+        self.spec = model_spec(SHAPES[shape], dtype=config.rollout.dtype or config.actor.dtype)
+        layout = partial(shardings, self.spec.axes, self.spec.params, self.mesh)
+        self.before, self.after = layout(TRAIN_RULES), layout(GENERATION_RULES)
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self.spec.params,
+            self.before,
+        )
+        switch = jax.jit(lambda params: to_layout(params, self.after), out_shardings=self.after)
+        return {"main": switch.lower(abstract)}
+
+    def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
+        self.program = programs["main"]
+        init = jax.jit(partial(init_params, self.spec), out_shardings=self.before)
+        self.params = init(jax.random.key(0))
+
+    def check(self) -> dict[str, float]:
+        """Every bit arrives, on every device."""
+        moved = self.run()
+        different = 0
+        for old, new in zip(jax.tree.leaves(self.params), jax.tree.leaves(moved), strict=True):
+            different += int(jnp.sum(old != new))
+        if different:
+            raise CheckFailed(f"{different} values are not those that were there before")
+        return {"values changed": float(different)}
+
+    def run(self) -> Any:
+        return self.program(self.params)
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        received = switch_bytes(self.spec.params, self.before, self.after)
+        return {
+            "GB received a device": received / 1e9,
+            "GB/s into a device": received / seconds / 1e9,
+        }
+
+
+def layout_switch_cases(options: Options) -> Sequence[Case]:
+    """One case a shape, on the mesh of the config."""
+    return [LayoutSwitch(shape, options.config(shape)) for shape in options.shapes]

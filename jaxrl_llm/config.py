@@ -101,7 +101,7 @@ class ModelSettings:
     hf_config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"  # of computation: float32 | bfloat16
     param_dtype: str = "float32"  # of the stored (master) weights
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
     remat: bool = False  # recompute each block in the backward pass
 
 
@@ -113,6 +113,10 @@ class ActorConfig(ModelSettings):
     ppo_mini_batch_size: int = 128  # prompts an optimizer step
     ppo_epochs: int = 1
     micro_batch_size: int = 0  # samples a device and forward pass; 0 takes the whole mini-batch
+    # Tokens a device and forward pass: samples are packed, without padding, into rows of so many.
+    # 0 gives each sample its own padded row.
+    micro_batch_tokens: int = 0
+    share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,8 @@ class CriticConfig(ModelSettings):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     ppo_epochs: int = 1
     micro_batch_size: int = 0
+    micro_batch_tokens: int = 0
+    share_prompts: bool = True
     warmup_steps: int = 0  # iterations in which only the critic learns
 
 

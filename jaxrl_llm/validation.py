@@ -56,7 +56,9 @@ AT_LEAST_ZERO = (
     "save_every",
     "data.num_workers",
     "actor.micro_batch_size",
+    "actor.micro_batch_tokens",
     "critic.micro_batch_size",
+    "critic.micro_batch_tokens",
     "critic.warmup_steps",
     "rollout.temperature",
     "rollout.top_k",
@@ -186,6 +188,7 @@ def _check_batches(config: Config) -> None:
     for role in ("actor", "critic"):
         micro = _get(config, f"{role}.micro_batch_size")
         _check_micro(f"{role}.micro_batch_size", micro, mini * n, replicas, "mini-batch")
+        _check_packing(config, role)
     for key, training in _trainings(config):
         size = training.batch_size
         if size % replicas:
@@ -203,6 +206,22 @@ def _check_micro(key: str, micro: int, samples: int, replicas: int, what: str) -
         raise ConfigError(
             f"config.{key}={micro}: must divide the {each} samples of a {what} that each of "
             f"{replicas} replicas holds; {better} works, 0 takes all at once"
+        )
+
+
+def _check_packing(config: Config, role: str) -> None:
+    tokens = _get(config, f"{role}.micro_batch_tokens")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if tokens and _get(config, f"{role}.micro_batch_size"):
+        raise ConfigError(
+            f"config.{role}.micro_batch_tokens={tokens} and config.{role}.micro_batch_size="
+            f"{_get(config, f'{role}.micro_batch_size')}: a pass is sized by tokens or by samples; "
+            "set one of them to 0"
+        )
+    if tokens and tokens < longest:
+        raise ConfigError(
+            f"config.{role}.micro_batch_tokens={tokens}: a sample may have {longest} tokens "
+            f"(max_prompt_length + max_response_length) and is never cut; {longest} or more works"
         )
 
 

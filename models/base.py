@@ -28,6 +28,7 @@ __all__ = [
     "RopeScaling",
     "bind",
     "init_params",
+    "merge_projections",
     "model_spec",
     "scalar_params_from",
 ]
@@ -37,7 +38,7 @@ Params = dict[str, Any]  # nested, str keys, array leaves
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without its values. Equal and hashable by config, kind and dtype: a static argument.
+    """A model without its values. Equal and hashable by its first four fields: a static argument.
 
     `params`, `axes` and `init` have the same structure; a leaf of `axes` is a tuple of logical
     axis names, one a dim, and of `init` "normal", "ones" or "zeros".
@@ -46,6 +47,7 @@ class ModelSpec:
     config: ModelConfig
     kind: Kind
     dtype: str
+    merged: bool  # the projections of one input as one kernel, see `merge_projections`
     graphdef: Any = field(compare=False, repr=False)
     params: Params = field(compare=False, repr=False)  # leaves jax.ShapeDtypeStruct
     axes: Params = field(compare=False, repr=False)
@@ -57,7 +59,9 @@ class ModelSpec:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
 
-def model_spec(config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "float32") -> ModelSpec:
+def model_spec(
+    config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "float32", *, merged: bool = False
+) -> ModelSpec:
     """Describes a model of `config` without allocating it.
 
     Raises ValueError where the family has no such model (see each family's `check`).
@@ -67,7 +71,7 @@ def model_spec(config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "floa
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
-    abstract = nnx.eval_shape(lambda: modules[kind](config, dtype=name))
+    abstract = nnx.eval_shape(lambda: modules[kind](config, merged=merged, dtype=name))
     graphdef, state = nnx.split(abstract)
 
     def metadata(key: str) -> Params:
@@ -80,6 +84,7 @@ def model_spec(config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "floa
         config=config,
         kind=kind,
         dtype=name,
+        merged=merged,
         graphdef=graphdef,
         params=nnx.to_pure_dict(state),
         axes=metadata("axes"),
@@ -99,6 +104,28 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
 def bind(spec: ModelSpec, params: Params) -> Any:
     """The module (CausalLM or ScalarModel) with these values; call it inside jit."""
     return nnx.merge(spec.graphdef, params)
+
+
+def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
+    """The same model with one kernel for q, k and v and one for gate and up; call it inside jit.
+
+    For decoding: a step of few tokens is bound by reading weights and by launches, and both gain
+    from fewer, larger products. Only for weights that are whole on their device: the merged dim
+    joins dims that rules split differently.
+    """
+    assert not spec.merged
+    layers = {}
+    for name, layer in params["decoder"]["layers"].items():
+        attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
+        parts = [attention.pop(part) for part in ("q", "k", "v")]
+        attention["qkv"] = {
+            leaf: jnp.concatenate([part[leaf] for part in parts], axis=-2) for leaf in parts[0]
+        }
+        kernels = [mlp.pop(part)["kernel"] for part in ("gate", "up")]
+        mlp["gate_up"] = {"kernel": jnp.concatenate(kernels, axis=-1)}
+        layers[name] = layer | {"attention": attention, "mlp": mlp}
+    merged = params | {"decoder": params["decoder"] | {"layers": layers}}
+    return model_spec(spec.config, spec.kind, spec.dtype, merged=True), merged
 
 
 def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Params:

@@ -17,12 +17,14 @@ from jaxrl_llm.models.layers import MLP, Embedding, RMSNorm, rope_tables
 class Block(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, *, window: int | None, dtype: DTypeLike) -> None:
+    def __init__(
+        self, config: ModelConfig, *, window: int | None, merged: bool, dtype: DTypeLike
+    ) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.attention = Attention(config, window=window, dtype=dtype)
+        self.attention = Attention(config, window=window, merged=merged, dtype=dtype)
         self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype)
+        self.mlp = MLP(config, merged=merged, dtype=dtype)
 
     def __call__(
         self,
@@ -43,12 +45,12 @@ class Decoder(nnx.Module):
     strings; each layer has its own leaves, which is what decoding wants.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
+    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
         self.config = config
         self.embed = Embedding(config, dtype=dtype)
         self.layers = nnx.Dict(
             {
-                str(i): Block(config, window=window, dtype=dtype)
+                str(i): Block(config, window=window, merged=merged, dtype=dtype)
                 for i, window in enumerate(config.sliding_window)
             }
         )

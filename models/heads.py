@@ -37,8 +37,8 @@ class _WithDecoder(nnx.Module):
 class CausalLM(_WithDecoder):
     """A decoder whose head gives the logits of the next token; `head` is None when tied."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
-        self.decoder = Decoder(config, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
+        self.decoder = Decoder(config, merged=merged, dtype=dtype)
         self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
 
     def unembedding(self) -> jax.Array:
@@ -56,8 +56,8 @@ class CausalLM(_WithDecoder):
 class ScalarModel(_WithDecoder):
     """A decoder with one number a token: the value of a critic, the score of a reward model."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
-        self.decoder = Decoder(config, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
+        self.decoder = Decoder(config, merged=merged, dtype=dtype)
         # From zero, so that a new critic predicts 0 everywhere and not noise.
         shape, axes = (config.hidden_size, 1), ("embed", "value")
         self.score = Projection(shape, axes, init="zeros", dtype=dtype)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import ModelConfig
 
-AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value")
+AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value", "merged")
 
 
 def parameter(
@@ -78,16 +78,26 @@ class Embedding(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
+    """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202).
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
+    `merged` holds gate and up as one kernel [D, 2F]; see `base.merge_projections`.
+    """
+
+    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
         D, F = config.hidden_size, config.intermediate_size
-        self.gate = Projection((D, F), ("embed", "mlp"), dtype=dtype)
-        self.up = Projection((D, F), ("embed", "mlp"), dtype=dtype)
+        if merged:
+            self.gate_up = Projection((D, 2 * F), ("embed", "merged"), dtype=dtype)
+        else:
+            self.gate = Projection((D, F), ("embed", "mlp"), dtype=dtype)
+            self.up = Projection((D, F), ("embed", "mlp"), dtype=dtype)
         self.down = Projection((F, D), ("mlp", "embed"), dtype=dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        if hasattr(self, "gate_up"):
+            gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD), 2, axis=-1)
+        else:
+            gate_BTF, up_BTF = self.gate(x_BTD), self.up(x_BTD)
+        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.generation.engine import REFILL_INTERVAL, generate
+from jaxrl_llm.generation.engine import MAX_REFILL_WAIT, generate
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.kernels.decode_attention import cache_length
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import ModelConfig, bind, init_params, model_spec
 
@@ -55,6 +56,9 @@ def prompts(count, seed=0):
 @functools.partial(jax.jit, static_argnames=("family", "sampling", "num_slots", "options"))
 def run_jit(family, params, tokens, lengths, ids, key, sampling, num_slots, options):
     spec, _ = model(family)
+    options = dict(options)
+    if "limits_N" in options:
+        options["limits_N"] = jnp.array(options["limits_N"])
     return generate(
         spec,
         params,
@@ -65,7 +69,7 @@ def run_jit(family, params, tokens, lengths, ids, key, sampling, num_slots, opti
         sampling=sampling,
         num_slots=num_slots,
         pad_id=VOCAB - 1,
-        **dict(options),
+        **options,
     )
 
 
@@ -117,7 +121,7 @@ def test_tokens_do_not_depend_on_slots_order_or_batch():
     spread = whole.mask.sum(1)
     assert spread.min() < 4 and spread.max() == R  # uneven, so that slots are really refilled
     for slots, batch in ((1, 1), (2, 1), (3, 2), (8, 8)):
-        assert_same_tokens(run(tokens, lengths, ids, num_slots=slots, refill_batch=batch), whole)
+        assert_same_tokens(run(tokens, lengths, ids, num_slots=slots, prefill_batch=batch), whole)
 
     order = np.random.default_rng(1).permutation(11)
     permuted = run(tokens[order], lengths[order], ids[order], num_slots=3)
@@ -140,6 +144,31 @@ def test_samples_of_one_prompt_differ_and_repeat_with_their_id():
     output = run(tokens, lengths, np.array([0, 1, 2, 0], np.uint32), num_slots=2, sampling=sampling)
     assert len({tuple(row) for row in output.tokens}) == 3
     np.testing.assert_array_equal(output.tokens[0], output.tokens[3])
+
+
+@pytest.mark.parametrize(("slots", "batch"), [(0, 0), (3, 1), (5, 2), (7, 3), (12, 1)])
+def test_a_group_shares_its_prompt_and_nothing_else(slots, batch):
+    """The same tokens as with every sample's own copy, however groups meet slots and prefills."""
+    tokens, lengths, _ = prompts(5)
+    lengths[3] = 0  # a group of padding
+    tokens, lengths = np.repeat(tokens, 4, 0), np.repeat(lengths, 4)
+    ids = np.arange(20, dtype=np.uint32)
+    alone = run(tokens, lengths, ids, num_slots=0)
+    shared = run(tokens, lengths, ids, num_slots=slots, prefill_batch=batch, group=4)
+    assert_same_tokens(shared, alone)
+    assert not shared.mask[12:16].any() and shared.mask[16:, 0].all()
+    assert shared.prefills == -(-4 // (batch or 5))  # of four prompts, each once
+
+
+def test_a_limit_ends_its_own_response_only():
+    tokens, lengths, ids = prompts(6)
+    limits = np.array([1, R, 3, R + 5, 2, 7], np.int32)
+    whole = run(tokens, lengths, ids, num_slots=2)
+    cut = run(tokens, lengths, ids, num_slots=2, limits_N=tuple(limits.tolist()))
+    expected = whole.mask * (np.arange(R) < limits[:, None])
+    np.testing.assert_array_equal(cut.mask, expected)
+    np.testing.assert_array_equal(cut.tokens, np.where(expected == 1, whole.tokens, VOCAB - 1))
+    np.testing.assert_array_equal(cut.finished, whole.finished & (whole.mask.sum(1) <= limits))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
@@ -182,7 +211,7 @@ def test_a_stop_token_may_come_first():
     np.testing.assert_array_equal(output.mask.sum(1), np.ones(7))
     assert output.mask[:, 0].all() and output.finished.all()
     assert (output.logprobs[:, 0] < 0).all()
-    assert output.steps == 0  # the prefill alone answered
+    assert output.steps == 4  # seven tokens from two slots
 
 
 def test_without_a_stop_token_every_response_has_full_length_and_is_not_finished():
@@ -191,7 +220,7 @@ def test_without_a_stop_token_every_response_has_full_length_and_is_not_finished
         sampling = SamplingParams(max_new_tokens=length)
         output = run(tokens, lengths, ids, num_slots=2, sampling=sampling)
         assert output.mask.all() and not output.finished.any()
-        assert output.steps == (length - 1) * 3  # three rounds of two slots
+        assert output.steps == length * 3  # three rounds of two slots
 
 
 def test_a_stop_at_the_last_position_is_finished():
@@ -208,7 +237,7 @@ def test_an_empty_queue_and_padding_rows():
     nothing = run(tokens[:0], lengths[:0], ids[:0], num_slots=4)
     assert nothing.tokens.shape == (0, R) and nothing.steps == 0
     padding = run(tokens, np.zeros_like(lengths), ids, num_slots=2)
-    assert not padding.mask.any() and not padding.finished.any() and padding.refills == 0
+    assert not padding.mask.any() and not padding.finished.any() and padding.prefills == 0
 
     whole = run(tokens, lengths, ids, num_slots=2)
     gaps = np.array([0, 1, 0, 1])
@@ -224,32 +253,24 @@ def test_fewer_prompts_than_slots():
     )
 
 
-@pytest.mark.parametrize("interval", [0, 3, REFILL_INTERVAL])
-def test_a_free_slot_is_refilled_within_the_interval(interval):
+def test_a_free_slot_is_refilled_at_once():
     tokens, lengths, ids = prompts(24)
     sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(1, 2, 5))
-    output = run(
-        tokens,
-        lengths,
-        ids,
-        num_slots=8,
-        sampling=sampling,
-        refill_batch=6,
-        refill_interval=interval,
-    )
-    assert output.max_refill_wait <= interval
-    if interval == 3:
-        assert output.max_refill_wait == interval  # it was the interval that called the refill
-    assert output.live_slot_steps == output.mask.sum() - 24  # first tokens come from the prefill
-    assert output.refills >= 24 / 6
+    output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill_batch=3)
+    assert output.max_refill_wait <= MAX_REFILL_WAIT
+    assert output.live_slot_steps == output.mask.sum()  # a step for every token
+    assert output.prefills == 24 / 3
+    # With no slot idle while prompts were pending, only the last eight can leave slots free.
+    longest = output.mask.sum(1).max()
+    assert output.steps * 8 - output.live_slot_steps < 8 * longest
 
 
-def test_refill_waits_for_enough_free_slots():
-    """Equal lengths free all slots at once, so each refill is full whatever the interval."""
+def test_prompts_are_prefilled_only_when_a_slot_needs_one():
+    """Equal lengths free all slots at once, so each round takes one prefill of as many prompts."""
     tokens, lengths, ids = prompts(12)
     sampling = SamplingParams(max_new_tokens=5)
-    output = run(tokens, lengths, ids, num_slots=4, refill_batch=4, sampling=sampling)
-    assert (output.refills, output.steps, output.max_refill_wait) == (3, 12, 0)
+    output = run(tokens, lengths, ids, num_slots=4, prefill_batch=4, sampling=sampling)
+    assert (output.prefills, output.steps, output.max_refill_wait) == (3, 15, 0)
 
 
 def test_bf16_parameters_generate_with_bf16_caches():
@@ -262,15 +283,18 @@ def test_bf16_parameters_generate_with_bf16_caches():
             spec, p, tokens, lengths, ids, jax.random.key(0), sampling=sampling, num_slots=2
         )
     )(half)
-    assert f"bf16[2,2,{P + 4},8]" in str(program) and f"f32[2,2,{P + 4},8]" not in str(program)
+    prompt_cache, own_cache = f"[3,2,{cache_length(P)},8]", f"[2,2,{cache_length(4)},8]"
+    for shape in (prompt_cache, own_cache):
+        assert f"bf16{shape}" in str(program) and f":f32{shape}" not in str(program)
 
 
 def test_bad_sizes_are_refused():
     tokens, lengths, ids = prompts(2)
     for options, word in (
         ({"num_slots": -1}, "num_slots"),
-        ({"num_slots": 1, "refill_batch": -2}, "refill_batch"),
-        ({"num_slots": 1, "refill_interval": -1}, "refill_interval"),
+        ({"num_slots": 1, "prefill_batch": -2}, "prefill_batch"),
+        ({"num_slots": 1, "group": 3}, "2 prompts are not groups of 3"),
+        ({"num_slots": 1, "limits_N": (1,)}, "limits"),
     ):
         with pytest.raises(ValueError, match=word):
             run(tokens, lengths, ids, **options)

@@ -22,6 +22,7 @@ from jaxrl_llm.algorithms.alias import ppo
 from jaxrl_llm.config import FunctionConfig, OptimizerConfig
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.losses import policy_loss, supervised_loss, value_loss, with_counts
+from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state
 from jaxrl_llm.learner.train_step import (
@@ -115,13 +116,14 @@ def test_accumulation_equals_the_full_batch(name):
 
     def gradients(params, fields, parts):
         batch = with_counts(fields, jnp.bool_(False))
-        return accumulate(loss, params, batch, num_micro_batches=parts, shard=whole)
+        return accumulate(loss, params, batch, micro_batches=Padded(num=parts))
 
     run = jax.jit(gradients, static_argnums=2)
     grads, metrics = run(params, fields, 1)
     found, found_metrics = run(params, fields, 4)
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, found, grads))
     assert difference <= 1e-6 * optax.tree.norm(grads)
+    assert (metrics.pop("micro_batches"), found_metrics.pop("micro_batches")) == (1, 4)
     for key, value in metrics.items():
         np.testing.assert_allclose(found_metrics[key], value, rtol=1e-6, atol=1e-6)
     assert optax.tree.norm(grads) > 1e-3
@@ -149,8 +151,7 @@ def test_only_the_first_mini_batch_has_a_ratio_of_one():
         optimizer=optimizer,
         learning_rate=lambda _: 1e-2,
         max_grad_norm=1.0,
-        num_micro_batches=2,
-        shard=whole,
+        micro_batches=Padded(num=2),
     )
     update = jax.jit(
         lambda state: over_mini_batches(

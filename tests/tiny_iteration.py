@@ -78,6 +78,15 @@ def in_micro_batches(config: Config, actor: int) -> Config:
     )
 
 
+def packed(config: Config, tokens: int) -> Config:
+    """`config` with samples packed into rows of `tokens`, the prompts of a group shared."""
+    return replace(
+        config,
+        actor=replace(config.actor, micro_batch_size=0, micro_batch_tokens=tokens),
+        critic=replace(config.critic, micro_batch_size=0, micro_batch_tokens=tokens),
+    )
+
+
 def even_tokens(context: Any, step: int, responses: Any, mask: Any, logprobs: Any) -> StageOutput:
     """A reward stage in Python: the share of even tokens."""
     scores = ((responses % 2 == 0) * mask).sum(axis=1) / mask.sum(axis=1)

@@ -229,5 +229,5 @@ def assert_close(
     A replica decodes its own samples only, so the more replicas, the fewer steps it takes.
     """
     assert found.keys() == expected.keys()
-    for name in expected.keys() - {"rollout/decode_steps", "rollout/refills"}:
+    for name in expected.keys() - {"rollout/decode_steps", "rollout/prefills"}:
         np.testing.assert_allclose(found[name], expected[name], rtol=rtol, atol=atol, err_msg=name)

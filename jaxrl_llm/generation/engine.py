@@ -1,14 +1,16 @@
 """Generation in one program: a fixed number of slots, refilled from a queue inside the loop.
 
-The outer while_loop refills: it prefills up to `refill_batch` pending prompts into free slots. The
-inner one decodes one token in every slot until a refill is due or everything is done. No host
-takes part, so every host of a mesh runs the same program.
+The outer while_loop prefills prompts, many at once and ahead of need; the inner one decodes one
+token in every slot. A slot that becomes free takes the next sample whose prompt is prefilled, in
+the same step; the inner loop ends when a slot is free and no such sample is left. No host takes
+part, so every host of a mesh runs the same program.
 
-Shape letters: N samples, P prompt tokens, R response tokens, B slots, M rows of a refill,
-V vocabulary, S = P + R cache length.
+Shape letters: N samples, G groups (prompts), P prompt tokens, R response tokens, B slots, M prompts
+of a prefill, C prompt rows of the cache, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,14 +22,22 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import GENERATION_RULES, ShardingRules, shardings
-from jaxrl_llm.generation.kv_cache import LayerCache, decode_attend, init_cache, prefill_attend
+from jaxrl_llm.generation.kv_cache import (
+    Context,
+    LayerCache,
+    decode_attend,
+    init_cache,
+    prefill_attend,
+)
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
 from jaxrl_llm.kernels.flash_attention import Implementation
-from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.base import ModelSpec, bind, merge_projections
 
-# While prompts are pending, a slot stays free for at most this many decode steps. A refill costs
-# about as much as a few decode steps, so refilling at once for each slot would starve the others.
-REFILL_INTERVAL = 16
+# Tokens that a prefill computes at once unless told otherwise: enough to keep a GPU's matrix units
+# busy. Prompts are prefilled ahead, so a large prefill starves no slot.
+PREFILL_TOKENS = 8192
+# Decode steps for which a slot may stay free while prompts are pending.
+MAX_REFILL_WAIT = 0
 
 
 @jax.tree_util.register_dataclass
@@ -41,21 +51,22 @@ class GenerationOutput:
     tokens: jax.Array  # int32 [N, R]; the pad id after the end
     mask: jax.Array  # float32 [N, R]; 1 for every token of the response, its stop token included
     logprobs: jax.Array  # float32 [N, R]; under the sampling temperature, 0 after the end
-    finished: jax.Array  # bool [N]; False when cut at max_new_tokens, and for padding rows
+    finished: jax.Array  # bool [N]; False when cut at its limit, and for padding rows
     steps: jax.Array  # decode steps run
-    refills: jax.Array  # prefills run
+    prefills: jax.Array  # prefills run
     live_slot_steps: jax.Array  # over steps * slots: the share of the decode work that was used
-    max_refill_wait: jax.Array  # most decode steps for which a slot stayed free before a refill
+    max_refill_wait: jax.Array  # most decode steps a slot stayed free while prompts were pending
 
 
 class _Queue(NamedTuple):
-    """What generation reads and never changes; `order` lists the rows that hold a prompt."""
+    """What generation reads and never changes; `order_G` lists the groups that hold a prompt."""
 
     prompts_NP: jax.Array
     lengths_N: jax.Array
     sample_ids_N: jax.Array
-    order_N: jax.Array
-    total: jax.Array
+    limits_N: jax.Array
+    order_G: jax.Array
+    num_groups: jax.Array
 
 
 class _State(NamedTuple):
@@ -63,13 +74,28 @@ class _State(NamedTuple):
 
     cache: tuple[LayerCache, ...]
     row_B: jax.Array  # row of the queue that the slot answers
-    token_B: jax.Array  # last token sampled, not yet in the cache
-    length_B: jax.Array  # entries of the slot's cache row that hold its sequence
-    count_B: jax.Array  # response tokens so far
+    prompt_row_B: jax.Array  # row of the cache that holds its prompt
+    token_B: jax.Array  # last token of the sequence, not yet in the cache
+    count_B: jax.Array  # response tokens so far, and entries of the slot's own cache row
     live_B: jax.Array
     idle_B: jax.Array  # decode steps since the slot became free
-    head: jax.Array  # prompts taken from the queue
-    output: GenerationOutput
+    prompt_row_G: jax.Array  # where a group's prompt was put
+    prefilled: jax.Array  # groups of the queue's order whose prompt is in the cache
+    head: jax.Array  # samples of the queue's order that a slot has taken
+    tokens_NR: jax.Array  # -1 where nothing was written
+    logprobs_NR: jax.Array
+    steps: jax.Array
+    prefills: jax.Array
+    live_slot_steps: jax.Array
+    max_refill_wait: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    num_slots: int
+    group: int
+    prefill_batch: int  # prompts, M
+    prompt_rows: int  # C
 
 
 def generate(
@@ -81,9 +107,10 @@ def generate(
     seed_key: jax.Array,
     *,
     sampling: SamplingParams,
+    limits_N: jax.Array | None = None,
+    group: int = 1,
     num_slots: int = 0,
-    refill_batch: int = 0,
-    refill_interval: int = REFILL_INTERVAL,
+    prefill_batch: int = 0,
     attention: Implementation = "auto",
     pad_id: int = 0,
     heads_axis: str | None = None,
@@ -94,62 +121,46 @@ def generate(
     tokens depend on its prompt, its `sample_ids` entry and `seed_key` (fold_in(key(seed), step))
     alone. Parameters come in the dtype to compute in; caches take that of the embedding.
 
-    `num_slots` sequences are decoded at once (0: all); `refill_batch` prompts are prefilled at once
-    (0: an eighth of the slots). `attention` is the implementation for the prefill; `heads_axis` is
-    the mesh axis that splits heads where a caller left one automatic (see `generate_on_mesh`).
+    `group` says that each `group` consecutive rows hold one and the same prompt (all of them
+    padding, or none), which is then computed and stored once. `limits_N` (int32 tokens) ends single
+    responses before `sampling.max_new_tokens`.
+
+    `num_slots` sequences are decoded at once (0: all); `prefill_batch` prompts are prefilled at
+    once (0: about PREFILL_TOKENS tokens of them). `attention` is the implementation; `heads_axis`
+    is the mesh axis that splits heads where a caller left one automatic (see `generate_on_mesh`).
     """
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
-    slots, batch = _check_sizes(prompts_NP, prompt_lengths_N, num_slots, refill_batch)
-    if refill_interval < 0:
-        raise ValueError(f"refill_interval must be 0 (refill at once) or more: {refill_interval}.")
-    num_samples, width = prompts_NP.shape
-    output = _empty_output(num_samples, sampling.max_new_tokens, pad_id)
-    if num_samples == 0:
-        return output
-
-    has_prompt_N = prompt_lengths_N > 0
+    sizes = _sizes(prompts_NP, prompt_lengths_N, num_slots, prefill_batch, group)
+    num_samples, max_new_tokens = prompts_NP.shape[0], sampling.max_new_tokens
+    if limits_N is None:
+        limits_N = jnp.full((num_samples,), max_new_tokens, jnp.int32)
+    if limits_N.shape != (num_samples,):
+        raise ValueError(f"{num_samples} prompts but limits of shape {limits_N.shape}.")
+    has_prompt_G = prompt_lengths_N[:: sizes.group] > 0
+    order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
     queue = _Queue(
         prompts_NP,
         prompt_lengths_N,
         sample_ids_N,
-        order_N=jnp.nonzero(has_prompt_N, size=num_samples, fill_value=0)[0].astype(jnp.int32),
-        total=jnp.sum(has_prompt_N, dtype=jnp.int32),
+        jnp.minimum(limits_N, max_new_tokens),
+        order_G=order_G.astype(jnp.int32),
+        num_groups=jnp.sum(has_prompt_G, dtype=jnp.int32),
     )
-    zeros_B = jnp.zeros((slots,), jnp.int32)
-    dtype = bind(spec, params).unembedding().dtype
-    state = _State(
-        cache=init_cache(spec.config, slots, width + sampling.max_new_tokens, dtype),
-        row_B=zeros_B,
-        token_B=zeros_B,
-        length_B=zeros_B,
-        count_B=zeros_B,
-        live_B=jnp.zeros((slots,), bool),
-        idle_B=zeros_B,
-        head=jnp.int32(0),
-        output=output,
-    )
-
-    def refill_due(state: _State) -> jax.Array:
-        free_B = ~state.live_B
-        waited = jnp.any(free_B & (state.idle_B >= refill_interval))
-        return (state.head < queue.total) & (waited | (jnp.sum(free_B) >= batch))
-
-    model_inputs = (spec, params, queue, seed_key, sampling)
-    refill = partial(
-        _refill, *model_inputs, batch=batch, attention=attention, heads_axis=heads_axis
-    )
-    decode = partial(_decode, *model_inputs)
-
-    def refill_then_decode(state: _State) -> _State:
-        return lax.while_loop(
-            lambda state: jnp.any(state.live_B) & ~refill_due(state), decode, refill(state)
+    if heads_axis is None:
+        spec, params = merge_projections(spec, params)
+    state = _empty_state(spec, params, queue, sizes, max_new_tokens)
+    if num_samples > 0:
+        settings = {"attention": attention, "heads_axis": heads_axis}
+        state = _run(
+            partial(_prefill, spec, params, queue, sizes, **settings),
+            partial(_decode, spec, params, queue, sizes, seed_key, sampling, **settings),
+            queue,
+            sizes,
+            state,
         )
-
-    return lax.while_loop(
-        lambda state: jnp.any(state.live_B) | (state.head < queue.total), refill_then_decode, state
-    ).output
+    return _output(state, sampling, pad_id)
 
 
 def generate_on_mesh(
@@ -162,10 +173,11 @@ def generate_on_mesh(
     *,
     mesh: Mesh,
     sampling: SamplingParams,
+    limits_N: jax.Array | None = None,
     rules: ShardingRules = GENERATION_RULES,
+    group: int = 1,
     num_slots: int = 0,
-    refill_batch: int = 0,
-    refill_interval: int = REFILL_INTERVAL,
+    prefill_batch: int = 0,
     attention: Implementation = "auto",
     pad_id: int = 0,
 ) -> GenerationOutput:
@@ -174,7 +186,8 @@ def generate_on_mesh(
     The layout switch is inside: `params` come in any layout and leave for that of `rules`, whole
     over the replica axes, split over `tensor`. Each replica has its own `num_slots` and runs its
     own number of steps; only collectives over `tensor` are in the loops. N must be a multiple of
-    the replicas. Call inside jit.
+    the replicas; a group that would be cut between two of them is computed in each. Call inside
+    jit.
     """
     replicas, num_samples = num_replicas(mesh), prompts_NP.shape[0]
     if num_samples % replicas:
@@ -185,15 +198,19 @@ def generate_on_mesh(
     # With `tensor` of 1 there is nothing to split, and it is manual like the others.
     split = mesh.shape["tensor"] > 1
     params = to_layout(params, shardings(spec.axes, spec.params, mesh, rules))
+    if limits_N is None:
+        limits_N = jnp.full((num_samples,), sampling.max_new_tokens, jnp.int32)
 
     def one_replica(*arguments: Any) -> GenerationOutput:
+        *arguments, limits = arguments
         output = generate(
             spec,
             *arguments,
             sampling=sampling,
+            limits_N=limits,
+            group=math.gcd(group, num_samples // replicas),
             num_slots=num_slots,
-            refill_batch=refill_batch,
-            refill_interval=refill_interval,
+            prefill_batch=prefill_batch,
             attention=attention,
             pad_id=pad_id,
             heads_axis="tensor" if split else None,
@@ -206,101 +223,178 @@ def generate_on_mesh(
     return jax.shard_map(
         one_replica,
         mesh=mesh,
-        in_specs=(whole, rows, rows, rows, whole),
+        in_specs=(whole, rows, rows, rows, whole, rows),
         out_specs=rows,
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types could not agree
-    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key)
+    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N)
 
 
-def _check_sizes(
-    prompts_NP: jax.Array, lengths_N: jax.Array, num_slots: int, refill_batch: int
-) -> tuple[int, int]:
-    """The slots and the rows of a refill; neither exceeds the number of prompts."""
+def _sizes(
+    prompts_NP: jax.Array, lengths_N: jax.Array, num_slots: int, prefill_batch: int, group: int
+) -> _Sizes:
     num_samples, width = prompts_NP.shape
     if lengths_N.shape != (num_samples,):
         raise ValueError(f"{num_samples} prompts but prompt lengths of shape {lengths_N.shape}.")
     if width == 0 and num_samples > 0:
         raise ValueError("prompts have a width of 0 tokens; pad them to 1 or more.")
-    if num_slots < 0 or refill_batch < 0:
+    if num_slots < 0 or prefill_batch < 0:
         raise ValueError(
-            f"num_slots={num_slots} and refill_batch={refill_batch} must be 0 (automatic) or more."
+            f"num_slots={num_slots} and prefill_batch={prefill_batch} must be 0 (automatic) or "
+            "more."
         )
+    if group < 1 or num_samples % group:
+        raise ValueError(f"{num_samples} prompts are not groups of {group}: give a divisor.")
+    num_groups = num_samples // group
     slots = max(1, min(num_slots or num_samples, num_samples))
-    return slots, min(refill_batch or -(-slots // 8), slots)
-
-
-def _empty_output(num_samples: int, max_new_tokens: int, pad_id: int) -> GenerationOutput:
-    shape = (num_samples, max_new_tokens)
-    return GenerationOutput(
-        tokens=jnp.full(shape, pad_id, jnp.int32),
-        mask=jnp.zeros(shape, jnp.float32),
-        logprobs=jnp.zeros(shape, jnp.float32),
-        finished=jnp.zeros((num_samples,), bool),
-        steps=jnp.int32(0),
-        refills=jnp.int32(0),
-        live_slot_steps=jnp.int32(0),
-        max_refill_wait=jnp.int32(0),
+    # Unless told otherwise, no more prompts than all slots can take at once.
+    batch = prefill_batch or min(PREFILL_TOKENS // max(width, 1), -(-slots // group))
+    batch = max(1, min(batch, num_groups))
+    # Live slots hold at most `slots` prompts, so `batch` rows are free whenever a prefill is due.
+    return _Sizes(
+        num_slots=slots,
+        group=group,
+        prefill_batch=batch,
+        prompt_rows=max(1, min(num_groups, slots + batch)),
     )
 
 
-def _refill(
+def _empty_state(
+    spec: ModelSpec, params: Any, queue: _Queue, sizes: _Sizes, max_new_tokens: int
+) -> _State:
+    num_samples, width = queue.prompts_NP.shape
+    zeros_B, zero = jnp.zeros((sizes.num_slots,), jnp.int32), jnp.int32(0)
+    cache = init_cache(
+        spec.config,
+        num_prompts=sizes.prompt_rows,
+        prompt_length=width,
+        num_slots=sizes.num_slots,
+        own_length=max_new_tokens,
+        dtype=bind(spec, params).unembedding().dtype,
+    )
+    return _State(
+        cache=cache,
+        row_B=zeros_B,
+        prompt_row_B=zeros_B,
+        token_B=zeros_B,
+        count_B=zeros_B,
+        live_B=jnp.zeros((sizes.num_slots,), bool),
+        idle_B=zeros_B,
+        prompt_row_G=jnp.zeros(queue.order_G.shape, jnp.int32),
+        prefilled=zero,
+        head=zero,
+        tokens_NR=jnp.full((num_samples, max_new_tokens), -1, jnp.int32),
+        logprobs_NR=jnp.zeros((num_samples, max_new_tokens), jnp.float32),
+        steps=zero,
+        prefills=zero,
+        live_slot_steps=zero,
+        max_refill_wait=zero,
+    )
+
+
+def _run(prefill: Any, decode: Any, queue: _Queue, sizes: _Sizes, state: _State) -> _State:
+    """The two loops."""
+
+    def prefill_due(state: _State) -> jax.Array:
+        taken = state.head >= state.prefilled * sizes.group
+        return (state.prefilled < queue.num_groups) & taken & ~jnp.all(state.live_B)
+
+    def prefill_then_decode(state: _State) -> _State:
+        return lax.while_loop(
+            lambda state: jnp.any(state.live_B) & ~prefill_due(state), decode, prefill(state)
+        )
+
+    return lax.while_loop(
+        lambda state: jnp.any(state.live_B) | (state.prefilled < queue.num_groups),
+        prefill_then_decode,
+        state,
+    )
+
+
+def _output(state: _State, sampling: SamplingParams, pad_id: int) -> GenerationOutput:
+    written_NR = state.tokens_NR >= 0
+    lengths_N = jnp.sum(written_NR, axis=1)
+    last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
+    last_N = jnp.take_along_axis(state.tokens_NR, last_N1, axis=1)[:, 0]
+    return GenerationOutput(
+        tokens=jnp.where(written_NR, state.tokens_NR, pad_id),
+        mask=written_NR.astype(jnp.float32),
+        logprobs=state.logprobs_NR,
+        finished=(lengths_N > 0) & sampling.is_stop(last_N),
+        steps=state.steps,
+        prefills=state.prefills,
+        live_slot_steps=state.live_slot_steps,
+        max_refill_wait=state.max_refill_wait,
+    )
+
+
+def _prefill(
     spec: ModelSpec,
     params: Any,
     queue: _Queue,
-    seed_key: jax.Array,
-    sampling: SamplingParams,
+    sizes: _Sizes,
     state: _State,
     *,
-    batch: int,
     attention: Implementation,
     heads_axis: str | None,
 ) -> _State:
-    """Prefill pending prompts into the slots free for longest, and sample their first tokens."""
-    num_samples, width = queue.prompts_NP.shape
-    num_slots = state.live_B.shape[0]
-    waits_M, slots_M = lax.top_k(jnp.where(state.live_B, -1, state.idle_B), batch)
-    next_M = state.head + jnp.arange(batch)
-    used_M = (waits_M >= 0) & (next_M < queue.total)
-    rows_M = queue.order_N[jnp.minimum(next_M, num_samples - 1)]
-    # Distinct rows out of range: the scatters drop them, and stay free of duplicates.
-    targets_M = jnp.where(used_M, slots_M, num_slots + jnp.arange(batch))
+    """Put the next prompts into rows of the cache that no live slot reads, then fill the slots.
 
-    model = bind(spec, params)
-    lengths_M = queue.lengths_N[rows_M]
-    positions_MP = jnp.broadcast_to(jnp.arange(width), (batch, width))
+    A prompt's last token is left to the first decode step, which has to compute the logits after it
+    anyway: so a prefill needs no head and no sampling.
+    """
+    M, num_groups = sizes.prefill_batch, queue.order_G.shape[0]
+    next_M = state.prefilled + jnp.arange(M)
+    groups_M = queue.order_G[jnp.minimum(next_M, num_groups - 1)]
+    read_B = jnp.where(state.live_B, state.prompt_row_B, sizes.prompt_rows)
+    used_C = jnp.zeros((sizes.prompt_rows,), bool).at[read_B].set(True, mode="drop")
+    _, free_M = lax.top_k((~used_C).astype(jnp.int32), M)
+    wanted_M = next_M < queue.num_groups
+    # Rows out of range, each another: the scatters drop them and stay free of duplicates.
+    rows_M = jnp.where(wanted_M, free_M, sizes.prompt_rows + jnp.arange(M))
+
+    width = queue.prompts_NP.shape[1]
+    first_M = groups_M * sizes.group
+    positions_MP = jnp.broadcast_to(jnp.arange(width), (M, width))
     # A pad id outside the vocabulary embeds as NaN, and NaN in the cache outlives any mask.
-    prompts_MP = jnp.where(positions_MP < lengths_M[:, None], queue.prompts_NP[rows_M], 0)
-    hidden_MPD, cache = model(
+    real_MP = positions_MP < queue.lengths_N[first_M][:, None]
+    prompts_MP = jnp.where(real_MP, queue.prompts_NP[first_M], 0)
+    _, cache = bind(spec, params)(
         prompts_MP,
         positions_MP,
-        attend=prefill_attend(targets_M, attention, heads_axis),
+        attend=prefill_attend(rows_M, attention, heads_axis),
         cache=state.cache,
     )
-    logits_MV = model.logits(hidden_MPD[jnp.arange(batch), lengths_M - 1])
-    first_M = jnp.zeros((batch,), jnp.int32)
-    keys_M2 = token_keys(seed_key, queue.sample_ids_N[rows_M], first_M)
-    tokens_M, logprobs_M = sample(logits_MV, keys_M2, sampling)
-    output, ended_M = _record(state.output, rows_M, first_M, tokens_M, logprobs_M, used_M, sampling)
-
-    def put(old_B: jax.Array, new_M: Any) -> jax.Array:
-        return old_B.at[targets_M].set(new_M, mode="drop", unique_indices=True)
-
-    wait = jnp.max(jnp.where(used_M, waits_M, 0))
-    return _State(
+    targets_M = jnp.where(wanted_M, groups_M, num_groups + jnp.arange(M))
+    state = state._replace(
         cache=cache,
-        row_B=put(state.row_B, rows_M),
-        token_B=put(state.token_B, tokens_M),
-        length_B=put(state.length_B, lengths_M),
-        count_B=put(state.count_B, 1),
-        live_B=put(state.live_B, ~ended_M),
-        idle_B=put(state.idle_B, 0),
-        head=state.head + jnp.sum(used_M, dtype=jnp.int32),
-        output=replace(
-            output,
-            refills=output.refills + 1,
-            max_refill_wait=jnp.maximum(output.max_refill_wait, wait),
-        ),
+        prompt_row_G=state.prompt_row_G.at[targets_M].set(rows_M, mode="drop", unique_indices=True),
+        prefilled=jnp.minimum(state.prefilled + M, queue.num_groups),
+        prefills=state.prefills + 1,
+    )
+    return _fill_slots(queue, sizes, state)
+
+
+def _fill_slots(queue: _Queue, sizes: _Sizes, state: _State) -> _State:
+    """Free slots take the next samples whose prompt is in the cache."""
+    num_samples = queue.prompts_NP.shape[0]
+    free_B = ~state.live_B
+    index_B = state.head + jnp.cumsum(free_B, dtype=jnp.int32) - 1
+    take_B = free_B & (index_B < state.prefilled * sizes.group)
+    index_B = jnp.clip(index_B, 0, num_samples - 1)
+    group_B = queue.order_G[index_B // sizes.group]
+    row_B = group_B * sizes.group + index_B % sizes.group
+    token_B = queue.prompts_NP[row_B, jnp.maximum(queue.lengths_N[row_B] - 1, 0)]
+    wait = jnp.max(jnp.where(take_B, state.idle_B, 0))
+    return state._replace(
+        row_B=jnp.where(take_B, row_B, state.row_B),
+        prompt_row_B=jnp.where(take_B, state.prompt_row_G[group_B], state.prompt_row_B),
+        token_B=jnp.where(take_B, token_B, state.token_B),
+        count_B=jnp.where(take_B, 0, state.count_B),
+        live_B=state.live_B | take_B,
+        idle_B=jnp.where(take_B, 0, state.idle_B),
+        head=state.head + jnp.sum(take_B, dtype=jnp.int32),
+        max_refill_wait=jnp.maximum(state.max_refill_wait, wait),
     )
 
 
@@ -308,64 +402,44 @@ def _decode(
     spec: ModelSpec,
     params: Any,
     queue: _Queue,
+    sizes: _Sizes,
     seed_key: jax.Array,
     sampling: SamplingParams,
     state: _State,
+    *,
+    attention: Implementation,
+    heads_axis: str | None,
 ) -> _State:
-    """One token in every slot; a free slot computes along and leaves no trace."""
+    """One token in every slot, then new samples for those that ended.
+
+    A free slot computes along, reads nothing of the cache and leaves no trace.
+    """
     model = bind(spec, params)
-    live_B = state.live_B
-    # In bounds for free slots too: at its end a row holds at most P + R - 1 = S - 1 entries.
-    positions_B = state.length_B
+    live_B, row_B, count_B = state.live_B, state.row_B, state.count_B
+    prompt_B = jnp.where(live_B, queue.lengths_N[row_B] - 1, 0)
+    own_B = jnp.where(live_B, count_B, 0)
+    context = Context(state.prompt_row_B, prompt_B, own_B, jnp.where(live_B, count_B + 1, 0))
     hidden_B1D, cache = model(
-        state.token_B[:, None],
-        positions_B[:, None],
-        attend=decode_attend(positions_B),
+        jnp.where(live_B, state.token_B, 0)[:, None],
+        (prompt_B + own_B)[:, None],
+        attend=decode_attend(context, attention, heads_axis),
         cache=state.cache,
     )
-    keys_B2 = token_keys(seed_key, queue.sample_ids_N[state.row_B], state.count_B)
+    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
     tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)
-    output, ended_B = _record(
-        state.output, state.row_B, state.count_B, tokens_B, logprobs_B, live_B, sampling
-    )
-    advance_B = live_B.astype(jnp.int32)
-    return state._replace(
+
+    slots_B = jnp.arange(sizes.num_slots)
+    at = (jnp.where(live_B, row_B, state.tokens_NR.shape[0] + slots_B), own_B)
+    ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
+    state = state._replace(
         cache=cache,
         token_B=tokens_B,
-        length_B=state.length_B + advance_B,
-        count_B=state.count_B + advance_B,
+        count_B=count_B + 1,
         live_B=live_B & ~ended_B,
         idle_B=jnp.where(live_B, 0, state.idle_B + 1),
-        output=replace(
-            output,
-            steps=output.steps + 1,
-            live_slot_steps=output.live_slot_steps + jnp.sum(advance_B),
-        ),
+        tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
+        logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
+        steps=state.steps + 1,
+        live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
     )
-
-
-def _record(
-    output: GenerationOutput,
-    rows: jax.Array,
-    columns: jax.Array,
-    tokens: jax.Array,
-    logprobs: jax.Array,
-    valid: jax.Array,
-    sampling: SamplingParams,
-) -> tuple[GenerationOutput, jax.Array]:
-    """Write tokens where `valid`; also returns whether each response ended with its token."""
-    num_samples, max_new_tokens = output.tokens.shape
-    rows = jnp.where(valid, rows, num_samples)  # out of range: dropped
-    stopped = sampling.is_stop(tokens)
-
-    def put(old: jax.Array, new: Any) -> jax.Array:
-        return old.at[rows, columns].set(new, mode="drop")
-
-    written = replace(
-        output,
-        tokens=put(output.tokens, tokens),
-        mask=put(output.mask, 1.0),
-        logprobs=put(output.logprobs, logprobs),
-        finished=output.finished.at[rows].max(stopped, mode="drop"),
-    )
-    return written, stopped | (columns + 1 >= max_new_tokens)
+    return _fill_slots(queue, sizes, state)

@@ -1,62 +1,95 @@
-"""The key-value cache: for each layer one array a side, [slots, K, S, H].
+"""The key-value cache of generation: prompts in one part, what each slot adds in the other.
 
-Layers are separate leaves, never stacked: a stacked cache is copied whole in every decode step.
-Shape letters: B slots, M rows of a refill, T tokens, K KV heads, N query heads, S cache length,
-H head dim.
+A prompt's keys and values lie in a row of their own, and every slot that answers the prompt reads
+them there: a group of n samples stores and computes its prompt once. A slot's own row holds what
+its sample added. Each layer has its own leaves, never stacked: a stacked cache is copied whole in
+every decode step.
+
+Shape letters: C prompt rows, B slots, M prompts of a prefill, P prompt entries, R own entries,
+K KV heads, N query heads, H head dim.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.kernels.decode_attention import decode_attention
+from jaxrl_llm.kernels.decode_attention import cache_length, prefix_decode_attention
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
 
-LayerCache = tuple[jax.Array, jax.Array]  # keys, values
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer."""
+
+    prompt_keys: jax.Array  # [C, K, P, H]
+    prompt_values: jax.Array
+    own_keys: jax.Array  # [B, K, R, H]
+    own_values: jax.Array
+
+
+class Context(NamedTuple):
+    """What each slot sees of the cache in one decode step."""
+
+    prompt_rows_B: jax.Array
+    prompt_lengths_B: jax.Array  # entries of the prompt row; 0 in a free slot
+    own_position_B: jax.Array  # where the new entry goes
+    own_lengths_B: jax.Array  # entries of the own row, the new one included; 0 in a free slot
 
 
 def init_cache(
-    config: ModelConfig, num_slots: int, length: int, dtype: jnp.dtype
+    config: ModelConfig,
+    *,
+    num_prompts: int,
+    prompt_length: int,
+    num_slots: int,
+    own_length: int,
+    dtype: jnp.dtype,
 ) -> tuple[LayerCache, ...]:
-    """Zeroed caches, one (keys, values) pair a layer."""
-    shape = (num_slots, config.num_kv_heads, length, config.head_dim)
+    """Zeroed caches, one a layer; lengths in tokens, rounded up to what the kernel reads."""
+    K, H = config.num_kv_heads, config.head_dim
+    prompts = (num_prompts, K, cache_length(prompt_length), H)
+    own = (num_slots, K, cache_length(own_length), H)
     return tuple(
-        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
+        LayerCache(*(jnp.zeros(shape, dtype) for shape in (prompts, prompts, own, own)))
+        for _ in range(config.num_layers)
     )
 
 
 def prefill_attend(
-    slots_M: jax.Array, implementation: Implementation, heads_axis: str | None
+    rows_M: jax.Array, implementation: Implementation, heads_axis: str | None
 ) -> Attend:
-    """Attention over whole prompts that also writes keys and values into the rows `slots_M`.
+    """Attention over whole prompts that also writes keys and values into the prompt rows `rows_M`.
 
-    A slot out of range writes nothing. Prompts are padded on the right, so causal masking keeps
-    padding out of every real token; what padding leaves in the cache lies past the row's length
-    and is overwritten by the response. For `heads_axis` see `_attention_by_heads`.
+    A row out of range writes nothing. Prompts are padded on the right, so causal masking keeps
+    padding out of every real token; what padding leaves in the cache lies past the prompt's length,
+    where nothing reads. For `heads_axis` see `_attention_by_heads`.
     """
 
     def attend(
-        q_MTNH: jax.Array,
-        k_MTKH: jax.Array,
-        v_MTKH: jax.Array,
+        q_MPNH: jax.Array,
+        k_MPKH: jax.Array,
+        v_MPKH: jax.Array,
         layer_cache: LayerCache,
         /,
         *,
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
-        out_MTNH = _attention_by_heads(q_MTNH, k_MTKH, v_MTKH, window, implementation, heads_axis)
+        out_MPNH = _attention_by_heads(q_MPNH, k_MPKH, v_MPKH, window, implementation, heads_axis)
 
-        def write(cache_BKSH: jax.Array, new_MTKH: jax.Array) -> jax.Array:
-            new_MKTH = new_MTKH.swapaxes(1, 2).astype(cache_BKSH.dtype)
-            rows = cache_BKSH.at[slots_M, :, : new_MKTH.shape[2]]
-            return rows.set(new_MKTH, mode="drop", unique_indices=True)
+        def write(cache_CKPH: jax.Array, new_MPKH: jax.Array) -> jax.Array:
+            new_MKPH = new_MPKH.swapaxes(1, 2).astype(cache_CKPH.dtype)
+            rows = cache_CKPH.at[rows_M, :, : new_MKPH.shape[2]]
+            return rows.set(new_MKPH, mode="drop", unique_indices=True)
 
-        keys, values = layer_cache
-        return out_MTNH, (write(keys, k_MTKH), write(values, v_MTKH))
+        new_cache = layer_cache._replace(
+            prompt_keys=write(layer_cache.prompt_keys, k_MPKH),
+            prompt_values=write(layer_cache.prompt_values, v_MPKH),
+        )
+        return out_MPNH, new_cache
 
     return attend
 
@@ -95,9 +128,11 @@ def _attention_by_heads(
     )(q_MTNH, k_MTKH, v_MTKH)
 
 
-def decode_attend(positions_B: jax.Array) -> Attend:
-    """Attention of one new token a slot, which is written at `positions_B` of its row first."""
-    slots_B = jnp.arange(positions_B.shape[0])
+def decode_attend(
+    context: Context, implementation: Implementation, heads_axis: str | None
+) -> Attend:
+    """Attention of one new token a slot, whose keys and values go into the slot's own row first."""
+    slots_B = jnp.arange(context.own_position_B.shape[0])
 
     def attend(
         q_B1NH: jax.Array,
@@ -108,17 +143,63 @@ def decode_attend(positions_B: jax.Array) -> Attend:
         *,
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
-        def write(cache_BKSH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
-            entries = cache_BKSH.at[slots_B, :, positions_B]
+        def write(cache_BKRH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
+            entries = cache_BKRH.at[slots_B, :, context.own_position_B]
             return entries.set(
-                new_B1KH[:, 0].astype(cache_BKSH.dtype),
+                new_B1KH[:, 0].astype(cache_BKRH.dtype),
                 mode="promise_in_bounds",
                 unique_indices=True,
             )
 
-        keys, values = layer_cache
-        keys, values = write(keys, k_B1KH), write(values, v_B1KH)
-        out_BNH = decode_attention(q_B1NH[:, 0], keys, values, positions_B + 1, window=window)
-        return out_BNH[:, None], (keys, values)
+        new_cache = layer_cache._replace(
+            own_keys=write(layer_cache.own_keys, k_B1KH),
+            own_values=write(layer_cache.own_values, v_B1KH),
+        )
+        out_BNH = _decode_by_heads(
+            q_B1NH[:, 0], new_cache, context, window, implementation, heads_axis
+        )
+        return out_BNH[:, None], new_cache
 
     return attend
+
+
+def _decode_by_heads(
+    q_BNH: jax.Array,
+    cache: LayerCache,
+    context: Context,
+    window: int | None,
+    implementation: Implementation,
+    heads_axis: str | None,
+) -> jax.Array:
+    """Decode attention, each device of `heads_axis` (if given) on its own KV heads."""
+    chosen = implementation if implementation in ("pallas", "xla") else "auto"
+
+    def local(q_BNH: jax.Array, cache: LayerCache, context: Context) -> jax.Array:
+        return prefix_decode_attention(
+            q_BNH,
+            cache.prompt_keys,
+            cache.prompt_values,
+            context.prompt_rows_B,
+            context.prompt_lengths_B,
+            cache.own_keys,
+            cache.own_values,
+            context.own_lengths_B,
+            window=window,
+            implementation=chosen,
+        )
+
+    if heads_axis is None:
+        return local(q_BNH, cache, context)
+    if cache.own_keys.shape[1] % jax.sharding.get_abstract_mesh().shape[heads_axis]:
+        # The KV heads are whole on every device while q may be split: the partitioner can do that
+        # with XLA's products, not with a kernel.
+        chosen = "xla"
+        return local(q_BNH, cache, context)
+    by_heads = PartitionSpec(None, heads_axis)
+    return jax.shard_map(
+        local,
+        in_specs=(by_heads, by_heads, PartitionSpec()),
+        out_specs=by_heads,
+        axis_names={heads_axis},
+        check_vma=False,
+    )(q_BNH, cache, context)

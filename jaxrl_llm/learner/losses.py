@@ -23,12 +23,11 @@ from jaxrl_llm.learner.forward import (
     row_logprobs,
     row_scores,
 )
+from jaxrl_llm.learner.rows import Fields, rows_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.learner.train_step import Loss, Metrics
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.types import PreferenceBatch, TokenBatch
-
-Fields = dict[str, Array]
 
 
 def with_counts(fields: Fields, first: Array) -> Fields:
@@ -68,9 +67,7 @@ def policy_loss(
     def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
         logprobs, entropy = response_logprobs(
             params,
-            fields["prompts"],
-            fields["prompt_lengths"],
-            fields["responses"],
+            rows_of(fields),
             spec=spec,
             settings=settings,
             temperature=temperature,
@@ -109,14 +106,7 @@ def value_loss(algorithm: Algorithm, *, spec: ModelSpec, settings: ForwardSettin
     fn, reads = algorithm.value_loss, field_names(algorithm.value_loss)
 
     def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
-        new_values = response_values(
-            params,
-            fields["prompts"],
-            fields["prompt_lengths"],
-            fields["responses"],
-            spec=spec,
-            settings=settings,
-        )
+        new_values = response_values(params, rows_of(fields), spec=spec, settings=settings)
         current = fields | {"new_values": new_values}
         counts, mask = _counts(fields), fields["mask"]
         per_token, parts = fn(*(current[name] for name in reads))

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jaxrl_llm.learner.forward import split_micro_batches
+from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
+from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState
 
 Metrics = dict[str, Array]
@@ -22,38 +23,21 @@ NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into na
 
 
 def accumulate(
-    loss: Loss,
-    params: Params,
-    batch: Any,
-    *,
-    num_micro_batches: int,
-    shard: Callable[[Any], Any],
+    loss: Loss, params: Params, batch: Fields, *, micro_batches: MicroBatches
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
-    Gradients are summed in float32 whatever the parameters' dtype.
+    Gradients are summed in float32 whatever the parameters' dtype. The metric `micro_batches`
+    counts the parts.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
 
-    def step(carry: tuple[Params, Metrics], micro_batch: Any):
-        (value, metrics), grads = grad(params, micro_batch)
-        metrics = metrics | {"loss": value}
-        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
-        return jax.tree.map(jnp.add, carry, (grads, metrics)), None
+    def run(part: Fields) -> tuple[Params, Metrics]:
+        (value, metrics), grads = grad(params, part)
+        metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
+        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), metrics
 
-    if num_micro_batches == 1:
-        (value, metrics), grads = grad(params, batch)
-        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
-        return grads, metrics | {"loss": value}
-    stacked = shard(split_micro_batches(batch, num_micro_batches))
-    first = jax.tree.map(lambda x: x[0], stacked)
-    shapes = jax.eval_shape(lambda: grad(params, first))
-    (value, metrics), grads = shapes
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.float32), (grads, metrics | {"loss": value})
-    )
-    total, _ = jax.lax.scan(step, zeros, stacked)
-    return total
+    return micro_batches.sum(run, batch)
 
 
 def apply_gradients(
@@ -97,13 +81,10 @@ def train_step(
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
-    num_micro_batches: int,
-    shard: Callable[[Any], Any],
+    micro_batches: MicroBatches,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a global mini-batch whose rows are the leading axis of every array."""
-    grads, metrics = accumulate(
-        loss, state.params, batch, num_micro_batches=num_micro_batches, shard=shard
-    )
+    grads, metrics = accumulate(loss, state.params, batch, micro_batches=micro_batches)
     state, norms = apply_gradients(
         state,
         grads,

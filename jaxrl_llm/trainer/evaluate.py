@@ -77,6 +77,7 @@ class Validator:
                 sample_ids,
                 key,
                 sampling=sampling,
+                group=n,
                 num_slots=num_slots,
                 mesh=role.mesh,
                 attention=role.forward.attention,

@@ -15,13 +15,14 @@ from jaxrl_llm.config import SupervisedConfig
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.losses import (
-    Fields,
     preference_fields,
     reward_model_loss,
     supervised_fields,
     supervised_loss,
     with_counts,
 )
+from jaxrl_llm.learner.micro_batches import Padded
+from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState
 from jaxrl_llm.learner.train_step import Loss, train_step
 from jaxrl_llm.trainer.guards import check_gradients
@@ -109,8 +110,7 @@ def _compile_step(role: Role, task: Supervised, config: SupervisedConfig) -> Any
         optimizer=role.optimizer,
         learning_rate=role.learning_rate,
         max_grad_norm=role.max_grad_norm,
-        num_micro_batches=config.batch_size // rows,
-        shard=shard_stacked(role.mesh),
+        micro_batches=Padded(num=config.batch_size // rows, shard=shard_stacked(role.mesh)),
     )
 
     def supervised_step(state: TrainState, fields: Fields) -> tuple[TrainState, dict[str, Any]]:

@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.config import Config, FunctionConfig, ModelSettings
 from jaxrl_llm.data.sources import load_attribute
+from jaxrl_llm.distributed.mesh import num_replicas
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer import stages
 from jaxrl_llm.trainer.dataflow import Stage, StageOutput, plan, segments
@@ -94,7 +96,7 @@ def plan_iteration(
             )
         reward_model = _with_attention(config.reward.model, config)
         _add_scalar_role(reward_model, tokenizer, "reward", sources, roles, mesh)
-    steps = config.total_steps * update_sizes(config, "actor").num_mini_batches
+    steps = config.total_steps * update_sizes(config, "actor", mesh).num_mini_batches
     critic_steps = steps * config.critic.ppo_epochs
     roles["actor"] = roles["actor"].with_optimizer(
         config.actor.optimizer, steps * config.actor.ppo_epochs
@@ -151,17 +153,29 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
 
 
-def update_sizes(config: Config, role: str) -> stages.UpdateSizes:
-    """How the update of `role` (actor or critic) walks through an iteration's samples."""
+def update_sizes(config: Config, role: str, mesh: Mesh) -> stages.UpdateSizes:
+    """How the passes of `role` (actor or critic) walk through an iteration's samples."""
     settings = config.critic if role == "critic" else config.actor
     samples = config.data.train_batch_size * config.rollout.n
     mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
-    micro_batch = settings.micro_batch_size * config.mesh.num_replicas or mini_batch
+    if settings.micro_batch_tokens:
+        packed = Packed(
+            row_tokens=settings.micro_batch_tokens,
+            group=config.rollout.n if settings.share_prompts else 1,
+            num_replicas=num_replicas(mesh),
+            shard=stages.shard_rows(mesh),
+        )
+        update, forward = packed, packed
+    else:
+        micro_batch = settings.micro_batch_size * config.mesh.num_replicas or mini_batch
+        shard = stages.shard_stacked(mesh)
+        update = Padded(num=mini_batch // micro_batch, shard=shard)
+        forward = Padded(num=samples // micro_batch, shard=shard)
     return stages.UpdateSizes(
         num_mini_batches=samples // mini_batch,
         num_epochs=settings.ppo_epochs,
-        num_micro_batches=mini_batch // micro_batch,
-        num_forward_micro_batches=samples // micro_batch,
+        update=update,
+        forward=forward,
     )
 
 
@@ -175,12 +189,14 @@ def _catalogue(
 ) -> list[Stage]:
     """Every stage that might be needed; the planner keeps those that are."""
     actor, critic = roles["actor"], roles["critic"]
-    actor_sizes, critic_sizes = update_sizes(config, "actor"), update_sizes(config, "critic")
+    actor_sizes = update_sizes(config, "actor", actor.mesh)
+    critic_sizes = update_sizes(config, "critic", actor.mesh)
     temperature = config.rollout.temperature
     catalogue = [
         stages.generate_stage(
             actor,
             sampling=sampling,
+            group=config.rollout.n,
             num_slots=config.rollout.num_slots,
             dtype=config.rollout.dtype or config.actor.dtype,
             seed=config.seed,

@@ -101,6 +101,7 @@ def complete(
             samples,
             jax.random.key(seed),
             sampling=sampling,
+            group=n,
             pad_id=model.tokenizer.pad_id,
         )
 

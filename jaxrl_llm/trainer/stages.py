@@ -4,7 +4,7 @@ Nothing here knows an algorithm's name: which fields a stage reads comes from th
 the functions that the `Algorithm` holds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +21,10 @@ from jaxrl_llm.algorithms.kl import batch_kl
 from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.generation.engine import generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.learner.forward import (
-    in_micro_batches,
-    response_logprobs,
-    response_scores,
-    response_values,
-)
+from jaxrl_llm.learner.forward import response_logprobs, response_scores, response_values
 from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
+from jaxrl_llm.learner.micro_batches import MicroBatches
+from jaxrl_llm.learner.rows import Fields, rows_of
 from jaxrl_llm.learner.train_state import TrainState, cast
 from jaxrl_llm.learner.train_step import NONFINITE, over_mini_batches, train_step
 from jaxrl_llm.numerics import masked_mean
@@ -36,17 +33,17 @@ from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput
 from jaxrl_llm.trainer.roles import Role, params_of
 
 KL_CONTROLLER = "kl_controller"
-ROW = ("prompts", "prompt_lengths", "responses")
+ROW = ("prompts", "prompt_lengths", "responses", "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSizes:
-    """How an update walks through the samples of an iteration; all counts are global."""
+    """How a role's passes walk through the samples of an iteration; all counts are global."""
 
     num_mini_batches: int
     num_epochs: int
-    num_micro_batches: int  # of one mini-batch
-    num_forward_micro_batches: int  # of the whole batch, in passes without gradient
+    update: MicroBatches  # of one mini-batch
+    forward: MicroBatches  # of the whole batch, in passes without gradient
 
 
 def shard_stacked(mesh: Mesh) -> Callable[[Any], Any]:
@@ -57,16 +54,25 @@ def shard_stacked(mesh: Mesh) -> Callable[[Any], Any]:
     return lambda tree: jax.lax.with_sharding_constraint(tree, sharding)
 
 
+def shard_rows(mesh: Mesh) -> Callable[[Any], Any]:
+    """Constrains arrays of rows, one row a replica, to lie with their replica."""
+    if mesh.size == 1:
+        return lambda tree: tree
+    sharding = NamedSharding(mesh, PartitionSpec(REPLICA_AXES))
+    return lambda tree: jax.lax.with_sharding_constraint(tree, sharding)
+
+
 def generate_stage(
     role: Role,
     *,
     sampling: SamplingParams,
+    group: int,
     num_slots: int,
     dtype: str,
     seed: int,
     pad_id: int,
 ) -> Stage:
-    """Samples responses from the actor in its generation layout."""
+    """Samples responses from the actor in its generation layout, `group` a prompt."""
 
     def fn(state: Any, step: jax.Array, prompts: Any, lengths: Any, sample_ids: Any) -> StageOutput:
         params = cast(params_of(state), dtype)
@@ -78,12 +84,13 @@ def generate_stage(
             sample_ids,
             jax.random.fold_in(jax.random.key(seed), step),
             sampling=sampling,
+            group=group,
             num_slots=num_slots,
             mesh=role.mesh,
             attention=role.forward.attention,
             pad_id=pad_id,
         )
-        metrics = {"rollout/decode_steps": out.steps.max(), "rollout/refills": out.refills.max()}
+        metrics = {"rollout/decode_steps": out.steps.max(), "rollout/prefills": out.prefills.max()}
         return StageOutput(writes=(out.tokens, out.mask, out.logprobs), metrics=metrics)
 
     return Stage(
@@ -100,21 +107,22 @@ def old_logprob_stage(
 ) -> Stage:
     """Log-probs of the policy before its update, and how far the sampler's are from them."""
     importance = algorithm.importance
-    shard = shard_stacked(role.mesh)
 
     def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
-        prompts, lengths, responses, mask, rollout = fields
-        forward = partial(
-            response_logprobs,
-            params_of(state),
-            spec=role.spec,
-            settings=role.forward,
-            temperature=temperature,
-            with_entropy=True,
-        )
-        old, entropy = in_micro_batches(
-            forward, sizes.num_forward_micro_batches, prompts, lengths, responses, shard=shard
-        )
+        *row, rollout = fields
+        mask = row[-1]
+
+        def forward(part: Fields) -> Any:
+            return response_logprobs(
+                params_of(state),
+                rows_of(part),
+                spec=role.spec,
+                settings=role.forward,
+                temperature=temperature,
+                with_entropy=True,
+            )
+
+        old, entropy = sizes.forward.join(forward, _row_fields(row))
         metrics = mismatch_metrics(old, rollout, mask)
         metrics["actor/entropy"] = masked_mean(entropy, mask)
         if importance is None:
@@ -127,7 +135,7 @@ def old_logprob_stage(
     return Stage(
         name="old_log_prob",
         fn=fn,
-        reads=(*ROW, "mask", "rollout_logprobs"),
+        reads=(*ROW, "rollout_logprobs"),
         writes=("old_logprobs", "importance_weights") if importance else ("old_logprobs",),
         role=role.name,
     )
@@ -135,19 +143,18 @@ def old_logprob_stage(
 
 def reference_stage(role: Role, sizes: UpdateSizes, *, temperature: float) -> Stage:
     """Log-probs of the frozen reference model."""
-    shard = shard_stacked(role.mesh)
 
-    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
-        forward = partial(
-            response_logprobs,
-            params_of(state),
-            spec=role.spec,
-            settings=role.forward,
-            temperature=temperature,
-        )
-        logprobs, _ = in_micro_batches(
-            forward, sizes.num_forward_micro_batches, *fields, shard=shard
-        )
+    def fn(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            return response_logprobs(
+                params_of(state),
+                rows_of(part),
+                spec=role.spec,
+                settings=role.forward,
+                temperature=temperature,
+            )[0]
+
+        logprobs = sizes.forward.join(forward, _row_fields(row))
         return StageOutput(writes=(logprobs,), metrics={})
 
     return Stage(name="ref", fn=fn, reads=ROW, writes=("reference_logprobs",), role=role.name)
@@ -155,11 +162,15 @@ def reference_stage(role: Role, sizes: UpdateSizes, *, temperature: float) -> St
 
 def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
     """The critic's values before its update."""
-    shard = shard_stacked(role.mesh)
 
-    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
-        forward = partial(response_values, params_of(state), spec=role.spec, settings=role.forward)
-        values = in_micro_batches(forward, sizes.num_forward_micro_batches, *fields, shard=shard)
+    def fn(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            settings = role.forward
+            return response_values(
+                params_of(state), rows_of(part), spec=role.spec, settings=settings
+            )
+
+        values = sizes.forward.join(forward, _row_fields(row))
         return StageOutput(writes=(values,), metrics={})
 
     return Stage(name="values", fn=fn, reads=ROW, writes=("values",), role=role.name)
@@ -167,14 +178,21 @@ def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
 
 def reward_model_stage(role: Role, sizes: UpdateSizes) -> Stage:
     """A model's score of each sample, on the device."""
-    shard = shard_stacked(role.mesh)
 
-    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
-        forward = partial(response_scores, params_of(state), spec=role.spec, settings=role.forward)
-        scores = in_micro_batches(forward, sizes.num_forward_micro_batches, *fields, shard=shard)
+    def fn(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            return response_scores(
+                params_of(state),
+                rows_of(part),
+                part["mask"],
+                spec=role.spec,
+                settings=role.forward,
+            )
+
+        scores = sizes.forward.join(forward, _row_fields(row))
         return StageOutput(writes=(scores,), metrics={})
 
-    return Stage(name="reward", fn=fn, reads=(*ROW, "mask"), writes=("scores",), role=role.name)
+    return Stage(name="reward", fn=fn, reads=ROW, writes=("scores",), role=role.name)
 
 
 def reward_function_stage(fn: Callable[..., StageOutput]) -> Stage:
@@ -278,7 +296,11 @@ def update_critic_stage(role: Role, algorithm: Algorithm, sizes: UpdateSizes) ->
 def _update_reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
     """What an update takes from the batch: its rows, and the fields that its functions name."""
     named = [name for fn in functions if fn is not None for name in field_names(fn)]
-    return tuple(dict.fromkeys((*ROW, "mask", *(n for n in named if n not in UPDATE_FIELDS))))
+    return tuple(dict.fromkeys((*ROW, *(n for n in named if n not in UPDATE_FIELDS))))
+
+
+def _row_fields(row: Sequence[jax.Array]) -> Fields:
+    return dict(zip(ROW, row, strict=True))
 
 
 def _updater(
@@ -293,8 +315,7 @@ def _updater(
         optimizer=role.optimizer,
         learning_rate=role.learning_rate,
         max_grad_norm=role.max_grad_norm,
-        num_micro_batches=sizes.num_micro_batches,
-        shard=shard,
+        micro_batches=sizes.update,
     )
 
     def update(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:

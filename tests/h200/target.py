@@ -5,6 +5,7 @@ and nvidia-cuda-nvcc (for ptxas). No driver, cuBLAS, cuDNN or NCCL. The card's d
 h200.txtpb.
 """
 
+import functools
 import importlib.metadata
 import math
 import os
@@ -37,13 +38,18 @@ needs_compiler = [
 
 def h200_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     """A mesh of H200s of one host that exist for the compiler only."""
+    devices = np.array(_devices(math.prod(shape))).reshape(shape)
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@functools.cache  # two topologies have two different devices 0
+def _devices(count: int) -> tuple[Any, ...]:
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=Path(__file__).with_name("h200.txtpb").read_text(),
-        topology=f"1x1x{math.prod(shape)}",
+        topology=f"1x1x{count}",
     )
-    devices = np.array(topology.devices).reshape(shape)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    return tuple(topology.devices)
 
 
 def one_h200() -> NamedSharding:
@@ -54,6 +60,4 @@ def one_h200() -> NamedSharding:
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
     """Every array of a pytree as a ShapeDtypeStruct on the card."""
     sharding = sharding or one_h200()
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

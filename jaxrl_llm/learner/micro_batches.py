@@ -1,0 +1,120 @@
+"""A batch of samples in parts that fit into memory: a pass for each part, and their results joined.
+
+`Padded` cuts the samples into equal parts of one row a sample. `Packed` fills rows with samples up
+to a number of tokens, so that the number of parts depends on the lengths and padding costs nothing.
+One program serves every mix of lengths: the loop's trip count is data.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxrl_llm.learner.rows import ROWS, Fields, packed_rows, plan_packing
+
+Pass = Callable[[Fields], Any]  # of one part
+Shard = Callable[[Any], Any]
+
+
+class MicroBatches(Protocol):
+    """How a batch, a dict of arrays with one entry a sample, is walked through."""
+
+    def sum(self, fn: Pass, fields: Fields) -> Any:
+        """The sum of fn's results over the parts, e.g. of gradients."""
+        ...
+
+    def join(self, fn: Pass, fields: Fields) -> Any:
+        """fn's results, arrays with one entry a sample, for all samples in their order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padded:
+    """Equal parts of the samples. `shard` spreads each part over the mesh."""
+
+    num: int = 1
+    shard: Shard = lambda tree: tree
+
+    def sum(self, fn: Pass, fields: Fields) -> Any:
+        if self.num == 1:
+            return fn(fields)
+        stacked = self.shard(split_micro_batches(fields, self.num))
+        first = jax.tree.map(lambda x: x[0], stacked)
+        zeros = _zeros(jax.eval_shape(fn, first))
+        return jax.lax.scan(lambda total, part: (_add(total, fn(part)), None), zeros, stacked)[0]
+
+    def join(self, fn: Pass, fields: Fields) -> Any:
+        if self.num == 1:
+            return fn(fields)
+        stacked = self.shard(split_micro_batches(fields, self.num))
+        _, out = jax.lax.scan(lambda carry, part: (carry, fn(part)), None, stacked)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Rows of `row_tokens` tokens, one a replica and part; see `rows.plan_packing`.
+
+    A part's fields are those of all samples, the values of tokens being 0 outside of the part, and
+    its rows under ROWS. What a pass computes for samples outside of its part must be 0.
+    """
+
+    row_tokens: int
+    group: int = 1
+    num_replicas: int = 1
+    shard: Shard = lambda tree: tree
+
+    def sum(self, fn: Pass, fields: Fields) -> Any:
+        num_rows, run = self._parts(fn, fields)
+        zeros = _zeros(jax.eval_shape(run, jnp.int32(0)))
+        return jax.lax.fori_loop(0, num_rows, lambda i, total: _add(total, run(i)), zeros)
+
+    def join(self, fn: Pass, fields: Fields) -> Any:
+        return self.sum(fn, fields)
+
+    def _parts(self, fn: Pass, fields: Fields) -> tuple[Array, Callable[[Array], Any]]:
+        lengths = fields["mask"].sum(axis=1).astype(jnp.int32)
+        samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
+        plan = plan_packing(
+            fields["prompt_lengths"],
+            lengths,
+            row_tokens=self.row_tokens,
+            group=self.group,
+            num_replicas=self.num_replicas,
+        )
+
+        def run(row: Array) -> Any:
+            rows = self.shard(packed_rows(plan, row, *samples))
+            # All of a sample's values and not the mask alone: a ratio of log-probs of which one is
+            # 0 may overflow, and its gradient then outlives the mask.
+            part = {name: _where_included(x, rows.included) for name, x in fields.items()}
+            return fn(part | {ROWS: rows})
+
+        return plan.num_rows, run
+
+
+def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:
+    """[B, ...] -> [M, B/M, ...] on every array of a pytree."""
+
+    def split(x: Array) -> Array:
+        assert x.shape[0] % num_micro_batches == 0, (x.shape, num_micro_batches)
+        return x.reshape(num_micro_batches, x.shape[0] // num_micro_batches, *x.shape[1:])
+
+    return jax.tree.map(split, tree)
+
+
+def _where_included(x: Array, included_B: Array) -> Array:
+    if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.where(included_B[:, None], x, 0)
+    return x
+
+
+def _add(total: Any, part: Any) -> Any:
+    return jax.tree.map(jnp.add, total, part)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

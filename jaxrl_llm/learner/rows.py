@@ -1,0 +1,305 @@
+"""Samples as rows of tokens: how a forward pass sees prompts and responses, and the way back.
+
+Padded, a row is one sample: its prompt followed at once by its response. Packed, a row holds as
+many samples as fit into its tokens, and a prompt that several of them answer is in it once; each
+response then sees the prompt and itself. Either way what a pass computes for each response token
+comes back as [B, R], in the order of the samples, so that no loss knows which it was.
+
+Shape letters: B samples, P prompt, R response, T tokens of a row, X predicted tokens of a row,
+D replicas of the mesh, S samples of a replica (B = D * S).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.kernels.visibility import Visibility
+
+Fields = dict[str, Any]  # a batch by the names of its fields
+ROWS = "rows"  # the field under which packed rows travel
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """What visibility in a packed row is made of, all int32 [D, T]."""
+
+    start: Int[Array, "D T"]  # first token of the run of tokens that a token belongs to
+    position: Int[Array, "D T"]  # in its sample's sequence
+    prefix_start: Int[Array, "D T"]  # of the prompt, where it is not part of the run
+    prefix_end: Int[Array, "D T"]
+
+    def visibility(self, window: int | None, *, shared: bool) -> Visibility:
+        """Causal within the run and over the prompt; a window counts positions of the sequence."""
+        if window is None:
+            start, prefix_start = self.start, self.prefix_start
+        else:
+            token = jnp.arange(self.start.shape[1])
+            start = jnp.maximum(self.start, token - window + 1)
+            hidden = jnp.maximum(self.position - window + 1, 0)
+            prefix_start = jnp.minimum(self.prefix_start + hidden, self.prefix_end)
+        if not shared:
+            return Visibility(start_BT=start)
+        return Visibility(
+            start_BT=start, prefix_start_BT=prefix_start, prefix_end_BT=self.prefix_end
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of tokens for one forward pass. Built by `padded_rows` and `packed_rows`."""
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    predictors: Int[Array, "B X"]  # the token of the row whose hidden state predicts the target
+    targets: Int[Array, "B X"]
+    included: Bool[Array, " B"]  # the samples that are in these rows
+    # The rest is of packed rows only.
+    ranges: Ranges | None = None
+    sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
+    column: Int[Array, "B X"] | None = None
+    response_length: int = field(metadata={"static": True})
+    shared: bool = field(default=False, metadata={"static": True})
+
+    def visibility(self, window: int | None) -> Visibility | None:
+        """What attention may see; None for plain causal rows, to which a window is given apart."""
+        return None if self.ranges is None else self.ranges.visibility(window, shared=self.shared)
+
+    def predicting(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B X D"]:
+        """The hidden state before each target."""
+        return jnp.take_along_axis(hidden, self.predictors[..., None], axis=1)
+
+    def to_samples(self, x: Float[Array, "B X"]) -> Float[Array, "B R"]:
+        """One value a target as [B, R]; 0 for samples that are not in these rows."""
+        if self.sample is None:
+            return x
+        return self._scatter(x)
+
+    def own(self, x: Float[Array, "B T"]) -> Float[Array, "B R"]:
+        """A value of every token of the rows, read at the response tokens, as [B, R]."""
+        if self.sample is None:
+            index = jnp.minimum(self.predictors + 1, x.shape[1] - 1)
+            return jnp.take_along_axis(x, index, axis=1)
+        return self._scatter(x)  # X is T
+
+    def _scatter(self, x: Array) -> Array:
+        num_replicas = self.tokens.shape[0]
+        num_samples = self.included.shape[0] // num_replicas
+
+        def one(x_T: Array, sample_T: Array, column_T: Array) -> Array:
+            empty = jnp.zeros((num_samples, self.response_length), x.dtype)
+            return empty.at[sample_T, column_T].set(x_T, mode="drop", unique_indices=True)
+
+        return jax.vmap(one)(x, self.sample, self.column).reshape(-1, self.response_length)
+
+
+def padded_rows(
+    prompts: Int[Array, "B P"], prompt_lengths: Int[Array, " B"], responses: Int[Array, "B R"]
+) -> Rows:
+    """One row a sample, prompt + response without a gap, padded on the right.
+
+    What follows a response is its own padding, so causal attention alone keeps it out of every
+    real token.
+    """
+    num_prompt, num_response = prompts.shape[1], responses.shape[1]
+    position = jnp.arange(num_prompt + num_response)
+    from_prompt = jnp.broadcast_to(
+        jnp.minimum(position, num_prompt - 1), (prompts.shape[0], position.size)
+    )
+    offset = jnp.clip(position - prompt_lengths[:, None], 0, num_response - 1)
+    tokens = jnp.where(
+        position < prompt_lengths[:, None],
+        jnp.take_along_axis(prompts, from_prompt, axis=1),
+        jnp.take_along_axis(responses, offset, axis=1),
+    )
+    before = prompt_lengths[:, None] - 1 + jnp.arange(num_response)
+    return Rows(
+        tokens=tokens,
+        positions=jnp.broadcast_to(position, tokens.shape),
+        predictors=jnp.maximum(before, 0),
+        targets=responses,
+        included=jnp.ones(prompts.shape[0], bool),
+        response_length=num_response,
+    )
+
+
+def rows_of(fields: Fields) -> Rows:
+    """The rows of a part of a batch: those that it was packed into, or one a sample."""
+    if ROWS in fields:
+        return fields[ROWS]
+    return padded_rows(fields["prompts"], fields["prompt_lengths"], fields["responses"])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PackingPlan:
+    """Where each sample lies, for every replica: row after row, samples in their order.
+
+    A sample's block is its response, after its prompt if it leads: `starts` is the block's first
+    token, counted over all rows of the replica. Samples without a response take no room.
+    """
+
+    starts: Int[Array, "D S"]
+    leaders: Int[Array, "D S"]  # the sample whose block holds the prompt; its own if it leads
+    row: Int[Array, "D S"]
+    num_rows: Int[Array, ""]  # most of any replica; the others' last rows are empty
+    row_tokens: int = field(metadata={"static": True})
+    shared: bool = field(metadata={"static": True})
+
+
+def plan_packing(
+    prompt_lengths: Int[Array, " B"],
+    response_lengths: Int[Array, " B"],
+    *,
+    row_tokens: int,
+    group: int,
+    num_replicas: int,
+) -> PackingPlan:
+    """Fill rows of `row_tokens` tokens with samples in their order, each whole.
+
+    `group` consecutive samples answer one prompt, which is then put into a row once; 1 gives every
+    sample its own. The longest prompt and response together must fit a row (a caller checks that
+    of its settings).
+    """
+    samples = prompt_lengths.shape[0] // num_replicas
+    prompt_DS = prompt_lengths.reshape(num_replicas, samples)
+    response_DS = response_lengths.reshape(num_replicas, samples)
+    group_DS = (jnp.arange(prompt_lengths.shape[0]) // group).reshape(num_replicas, samples)
+    starts, leaders, row = jax.vmap(lambda p, r, g: _plan_replica(p, r, g, row_tokens))(
+        prompt_DS, response_DS, group_DS
+    )
+    return PackingPlan(
+        starts=starts,
+        leaders=leaders,
+        row=row,
+        num_rows=row.max() + 1,
+        row_tokens=row_tokens,
+        shared=group > 1,
+    )
+
+
+def _plan_replica(
+    prompt_S: Array, response_S: Array, group_S: Array, row_tokens: int
+) -> tuple[Array, Array, Array]:
+    size = prompt_S.shape[0]
+    index_S = jnp.arange(size)
+    some_S = response_S > 0
+    # Groups come in order, so the last group seen before a sample is the largest.
+    seen_S = jax.lax.cummax(jnp.where(some_S, group_S, -1))
+    before_S = jnp.concatenate([jnp.full(1, -1), seen_S[:-1]])
+    first_S = some_S & (group_S != before_S)
+    cost_S = jnp.where(some_S, response_S + jnp.where(first_S, prompt_S, 0), 0)
+    total_S1 = jnp.concatenate([jnp.zeros(1, cost_S.dtype), jnp.cumsum(cost_S)])
+    # A row that begins inside a group needs the group's prompt once more.
+    again_S = jnp.where(some_S & ~first_S, prompt_S, 0)
+    room_S = total_S1[:-1] + row_tokens - again_S
+    next_S = jnp.searchsorted(total_S1, room_S, side="right") - 1
+    next_S = jnp.maximum(next_S, index_S + 1)
+
+    def walk(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        at, begins_S = carry
+        return next_S[at], begins_S.at[at].set(True)
+
+    _, begins_S = jax.lax.while_loop(
+        lambda carry: carry[0] < size, walk, (jnp.int32(0), jnp.zeros(size, bool))
+    )
+    row_S = jnp.cumsum(begins_S) - 1
+    begin_S = jax.lax.cummax(jnp.where(begins_S, index_S, 0))
+    offset_S = total_S1[:-1] - total_S1[begin_S]
+    offset_S += jnp.where(index_S > begin_S, again_S[begin_S], 0)
+    leads_S = some_S & (first_S | begins_S)
+    leader_S = jnp.maximum(jax.lax.cummax(jnp.where(leads_S, index_S, -1)), 0)
+    return row_S * row_tokens + offset_S, leader_S, row_S
+
+
+def packed_rows(
+    plan: PackingPlan,
+    row: Int[Array, ""],
+    prompts: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"],
+    responses: Int[Array, "B R"],
+    response_lengths: Int[Array, " B"],
+) -> Rows:
+    """Row number `row` of every replica: arrays are [D, T]."""
+    num_replicas, num_samples = plan.starts.shape
+
+    def by_replica(x: Array) -> Array:
+        return x.reshape(num_replicas, num_samples, *x.shape[1:])
+
+    def one(starts: Array, leaders: Array, *samples: Array) -> dict[str, Any]:
+        return _packed_row(starts, leaders, row, plan.row_tokens, *samples)
+
+    arrays = jax.vmap(one)(
+        plan.starts,
+        plan.leaders,
+        *(by_replica(x) for x in (prompts, prompt_lengths, responses, response_lengths)),
+    )
+    included = (plan.row == row) & (by_replica(response_lengths) > 0)
+    return Rows(
+        **arrays,
+        included=included.reshape(-1),
+        response_length=responses.shape[1],
+        shared=plan.shared,
+    )
+
+
+def _packed_row(
+    starts_S: Array,
+    leaders_S: Array,
+    row: Array,
+    row_tokens: int,
+    prompts_SP: Array,
+    prompt_lengths_S: Array,
+    responses_SR: Array,
+    response_lengths_S: Array,
+) -> dict[str, Any]:
+    token_T = jnp.arange(row_tokens)
+    base = row * row_tokens
+    # The last of equal starts: samples without a response share theirs with the next.
+    sample_T = jnp.searchsorted(starts_S, base + token_T, side="right") - 1
+    sample_T = jnp.maximum(sample_T, 0)
+    leads_T = leaders_S[sample_T] == sample_T
+    leader_T = leaders_S[sample_T]
+    prompt_T = prompt_lengths_S[leader_T]
+    start_T = starts_S[sample_T] - base
+    offset_T = token_T - start_T
+    column_T = offset_T - jnp.where(leads_T, prompt_T, 0)
+    some_T = response_lengths_S[sample_T] > 0
+    in_prompt_T = some_T & (column_T < 0)
+    in_response_T = some_T & (column_T >= 0) & (column_T < response_lengths_S[sample_T])
+    prompt_start_T = starts_S[leader_T] - base
+    prompt_end_T = prompt_start_T + prompt_T
+
+    safe_column_T = jnp.clip(column_T, 0, responses_SR.shape[1] - 1)
+    safe_offset_T = jnp.clip(offset_T, 0, prompts_SP.shape[1] - 1)
+    tokens_T = jnp.where(
+        in_prompt_T,
+        prompts_SP[sample_T, safe_offset_T],
+        jnp.where(in_response_T, responses_SR[sample_T, safe_column_T], 0),
+    )
+    positions_T = jnp.where(in_prompt_T, offset_T, prompt_T + column_T)
+    positions_T = jnp.where(in_prompt_T | in_response_T, positions_T, 0)
+    apart_T = in_response_T & ~leads_T
+    none = jnp.zeros_like(token_T)
+    num_samples = starts_S.shape[0]
+    return {
+        "tokens": tokens_T,
+        "positions": positions_T,
+        "predictors": jnp.clip(
+            jnp.where(column_T == 0, prompt_end_T, token_T) - 1, 0, row_tokens - 1
+        ),
+        "targets": tokens_T,
+        "ranges": Ranges(
+            start=jnp.where(in_prompt_T | in_response_T, start_T, row_tokens),
+            position=positions_T,
+            prefix_start=jnp.where(apart_T, prompt_start_T, none),
+            prefix_end=jnp.where(apart_T, prompt_end_T, none),
+        ),
+        # Out of range and each another: a scatter drops them and stays free of duplicates.
+        "sample": jnp.where(in_response_T, sample_T, num_samples + token_T),
+        "column": jnp.where(in_response_T, column_T, 0),
+    }

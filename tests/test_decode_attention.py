@@ -1,6 +1,7 @@
 """Attention of one new token a slot: XLA and the Hopper kernel (interpreted) against float64."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +39,21 @@ class Case:
     window: int | None = None
     garbage: float = np.nan
     seed: int = 0
+    cache_dtype: Any = jnp.bfloat16
+    scales: tuple[Any, Any] = (1.0, 1.0)  # of keys and values; one number, or one a KV head
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         B, C = len(self.lengths), max(self.prefix_rows) + 1
 
-        def draw(*shape: int) -> np.ndarray:
-            # Through bf16, so that the answer is computed from what the kernel is given.
-            x = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        def draw(dtype: Any, *shape: int) -> np.ndarray:
+            # Through the dtype, so that the answer is computed from what the kernel is given.
+            x = jnp.asarray(rng.standard_normal(shape), dtype)
             return np.asarray(x.astype(jnp.float32), np.float64)
 
-        self.q = draw(B, self.K * self.G, self.H)
-        self.prefix = [draw(C, self.K, self.P, self.H) for _ in range(2)]
-        self.own = [draw(B, self.K, self.R, self.H) for _ in range(2)]
+        self.q = draw(jnp.bfloat16, B, self.K * self.G, self.H)
+        self.prefix = [draw(self.cache_dtype, C, self.K, self.P, self.H) for _ in range(2)]
+        self.own = [draw(self.cache_dtype, B, self.K, self.R, self.H) for _ in range(2)]
         longest = np.zeros(C, int)
         np.maximum.at(longest, self.prefix_rows, self.prefix_lengths)
         for part, ends in ((self.prefix, longest), (self.own, self.lengths)):
@@ -65,21 +68,23 @@ class Case:
             jnp.asarray(np.array(x)[chosen], jnp.int32)
             for x in (self.prefix_rows, self.prefix_lengths, self.lengths)
         )
-        q, k_prefix, v_prefix, k_own, v_own = (
-            jnp.asarray(x, jnp.bfloat16)
-            for x in (self.q[chosen], *self.prefix, *(x[chosen] for x in self.own))
+        q = jnp.asarray(self.q[chosen], jnp.bfloat16)
+        k_prefix, v_prefix, k_own, v_own = (
+            jnp.asarray(x, self.cache_dtype) for x in (*self.prefix, *(x[chosen] for x in self.own))
         )
         return (q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, lengths)
 
     def answer(self) -> np.ndarray:
         out = np.zeros_like(self.q)
+        scales = [np.broadcast_to(scale, self.K) for scale in self.scales]
         for b, (row, p, r) in enumerate(
             zip(self.prefix_rows, self.prefix_lengths, self.lengths, strict=True)
         ):
             for n in range(self.K * self.G):
+                head = n // self.G
                 k, v = (
-                    np.concatenate([x[row, n // self.G, :p], y[b, n // self.G, :r]])
-                    for x, y in zip(self.prefix, self.own, strict=True)
+                    np.concatenate([x[row, head, :p], y[b, head, :r]]) * scale[head]
+                    for x, y, scale in zip(self.prefix, self.own, scales, strict=True)
                 )
                 if self.window is not None:
                     k, v = k[-self.window :], v[-self.window :]
@@ -180,9 +185,12 @@ def test_more_blocks_than_stages():
     assert_close(case.run(tuning=tuning), case.answer())
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_no_race_between_loads_and_reads(num_splits: int, capfd: pytest.CaptureFixture):
-    case = Case([0, 0], [200, 0], [130, 65], P=256, R=192)
+@pytest.mark.parametrize(
+    ("num_splits", "cache_dtype"),
+    [(1, jnp.bfloat16), (2, jnp.bfloat16), (1, jnp.float8_e4m3fn)],
+)
+def test_no_race_between_loads_and_reads(num_splits: int, cache_dtype: Any):
+    case = Case([0, 0], [200, 0], [130, 65], P=256, R=192, cache_dtype=cache_dtype)
     interpret = InterpretGPUParams(detect_races=True)
     tuning = DecodeTuning(stages=2)
     out = case.run(tuning=tuning, num_splits=num_splits, interpret=interpret)
@@ -205,6 +213,31 @@ def test_reference_equals_float64_with_nan_past_every_length(prompts: int):
     out = prefix_decode_attention_reference(*case.arguments(), window=90)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, case.answer(), atol=1e-5, rtol=1e-4)
+
+
+FLOAT8 = dict(cache_dtype=jnp.float8_e4m3fn, G=3, K=2, R=192)
+
+
+@pytest.mark.parametrize(("H", "num_splits"), [(64, 1), (128, 2)])
+def test_float8_cache_equals_float64_with_nan_past_every_length(H: int, num_splits: int):
+    case = Case([1, 0, 1], [70, 0, 128], [1, 0, 150], H=H, window=190, **FLOAT8)
+    assert_close(case.run(num_splits=num_splits), case.answer())
+
+
+@pytest.mark.parametrize("scales", [(0.5, 3.0), (np.array([0.3, 2.0]), np.array([4.0, 0.7]))])
+def test_float8_scales_are_a_number_or_one_a_head(scales: tuple):
+    case = Case([0, 0], [20, 128], [1, 77], scales=scales, **FLOAT8)
+    k_scale, v_scale = scales
+    kernel = case.run(k_scale=k_scale, v_scale=v_scale)
+    assert_close(kernel, case.answer())
+    reference = prefix_decode_attention_reference(
+        *case.arguments(), k_scale=k_scale, v_scale=v_scale
+    )
+    np.testing.assert_allclose(reference, case.answer(), atol=1e-5, rtol=1e-4)
+    finite = Case([0, 0], [20, 128], [1, 77], scales=scales, garbage=448.0, **FLOAT8)
+    assert_close(finite.run("xla", k_scale=k_scale, v_scale=v_scale), finite.answer())
+    with pytest.raises(ValueError, match="one a KV head"):
+        case.run(k_scale=np.ones(3))
 
 
 def test_auto_is_xla_without_a_gpu():
@@ -245,6 +278,8 @@ def test_refuses_other_dtypes_splits_and_shared_memory():
     q, *others = case.arguments()
     with pytest.raises(ValueError, match="takes bfloat16"):
         prefix_decode_attention(q.astype(jnp.float32), *others, implementation="pallas")
+    with pytest.raises(ValueError, match="different dtypes"):
+        prefix_decode_attention(q, others[0].astype(jnp.float32), *others[1:])
     with pytest.raises(ValueError, match="num_splits is 17"):
         case.run(num_splits=17)
     with pytest.raises(ValueError, match="fewer stages"):

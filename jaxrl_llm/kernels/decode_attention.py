@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.decode_attention_mosaic import (
+    CACHE_DTYPES,
     HEAD_DIMS,
     DecodeTuning,
     check_supported,
@@ -24,6 +25,7 @@ from jaxrl_llm.kernels.decode_attention_mosaic import (
 )
 
 DecodeImplementation = Literal["auto", "pallas", "xla"]
+Scale = float | Float[Array, ""] | Float[Array, " K"]
 
 
 def cache_length(num_tokens: int) -> int:
@@ -43,6 +45,8 @@ def prefix_decode_attention(
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     implementation: DecodeImplementation = "auto",
     num_splits: int | None = None,
     tuning: DecodeTuning | None = None,
@@ -53,7 +57,8 @@ def prefix_decode_attention(
     Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then the
     first `lengths_B[b]` entries of its own row, the current token's included (all int32). `window`
     keeps the last `window` of them. A slot that sees nothing gives 0, and its prompt row may be
-    any number.
+    any number. A float8_e4m3fn cache holds keys / `k_scale` and values / `v_scale`, one number or
+    one a KV head; None is 1.
 
     "auto" takes the Pallas kernel on a Hopper GPU where it can run the call, XLA elsewhere.
     - "pallas" reads a slot's visible entries, rounded to blocks of 64, and nothing else. What lies
@@ -77,20 +82,26 @@ def prefix_decode_attention(
         lengths_B,
     )
     _check_prefix(*arguments, window)
+    scales_K = _scales(k_scale, v_scale, k_own_BKRH.shape[1])
     if implementation == "auto":
-        implementation = "pallas" if _kernel_fits(q_BNH, k_prefix_CKPH, k_own_BKRH) else "xla"
+        implementation = "pallas" if _kernel_fits(q_BNH, k_own_BKRH) else "xla"
     if implementation == "xla":
-        return _prefix_decode_xla(*arguments, window)
+        return _prefix_decode_xla(*arguments, window, scales_K)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, K, R, H = k_own_BKRH.shape
     if num_splits is None:
         entries = k_prefix_CKPH.shape[2] + R
-        num_splits = choose_num_splits(B, K, entries, tuning or default_tuning(H))
-    tuning = tuning or default_tuning(H, num_splits)
+        num_splits = choose_num_splits(B, K, entries, tuning or DecodeTuning())
+    tuning = tuning or default_tuning(H, num_splits, k_own_BKRH.dtype)
     check_supported(q_BNH, k_prefix_CKPH, k_own_BKRH, tuning, num_splits)
     return decode_attention_mosaic(
-        *arguments, window=window, num_splits=num_splits, tuning=tuning, interpret=interpret
+        *arguments,
+        window=window,
+        scales_K=scales_K,
+        num_splits=num_splits,
+        tuning=tuning,
+        interpret=interpret,
     )
 
 
@@ -105,6 +116,8 @@ def prefix_decode_attention_reference(
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
 ) -> Float[Array, "B N H"]:
     """The same in float32, KV heads repeated, both parts joined: what the others must equal.
 
@@ -114,12 +127,15 @@ def prefix_decode_attention_reference(
     P, R = k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
     seen_BS = _seen(P, R, prefix_lengths_B, lengths_B, window)
 
-    def joined(prefix_CKPH: Array, own_BKRH: Array) -> Array:
+    def joined(prefix_CKPH: Array, own_BKRH: Array, scale: Scale | None) -> Array:
         both = jnp.concatenate([_rows(prefix_CKPH, prefix_rows_B), own_BKRH], axis=2)
         both = jnp.where(seen_BS[:, None, :, None], both.astype(jnp.float32), 0.0)
+        if scale is not None:
+            both *= jnp.broadcast_to(scale, both.shape[1])[:, None, None]
         return jnp.repeat(both, groups, axis=1)
 
-    k_BNSH, v_BNSH = joined(k_prefix_CKPH, k_own_BKRH), joined(v_prefix_CKPH, v_own_BKRH)
+    k_BNSH = joined(k_prefix_CKPH, k_own_BKRH, k_scale)
+    v_BNSH = joined(v_prefix_CKPH, v_own_BKRH, v_scale)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
     scores = jnp.where(seen_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen_BS[:, None]
@@ -137,6 +153,7 @@ def _prefix_decode_xla(
     v_own_BKRH: Array,
     lengths_B: Array,
     window: int | None,
+    scales_K: tuple[Array, Array] | None,
 ) -> Array:
     """One softmax over the scores of both parts; the caches themselves are never joined."""
     B, N, H = q_BNH.shape
@@ -152,8 +169,11 @@ def _prefix_decode_xla(
         )
 
     scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_BKRH)]
+    scores = jnp.concatenate(scores, axis=-1) * H**-0.5
+    if scales_K is not None:
+        scores *= scales_K[0][:, None, None]
     seen = _seen(P, R, prefix_lengths_B, lengths_B, window)[:, None, None]
-    scores = jnp.where(seen, jnp.concatenate(scores, axis=-1) * H**-0.5, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
 
     def values_of(weights_BKGS: Array, v_BKSH: Array) -> Array:
@@ -166,7 +186,28 @@ def _prefix_decode_xla(
 
     out_BKGH = values_of(weights[..., :P], _rows(v_prefix_CKPH, prefix_rows_B))
     out_BKGH += values_of(weights[..., P:], v_own_BKRH)
+    if scales_K is not None:
+        out_BKGH *= scales_K[1][:, None, None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _scales(
+    k_scale: Scale | None, v_scale: Scale | None, num_kv_heads: int
+) -> tuple[Array, Array] | None:
+    """Both scales, one a KV head, or None where neither is given."""
+    if k_scale is None and v_scale is None:
+        return None
+
+    def a_head(scale: Scale | None) -> Array:
+        scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
+        if scale.shape not in ((), (num_kv_heads,)):
+            raise ValueError(
+                f"a scale has shape {scale.shape}: give one number, or one a KV head, "
+                f"({num_kv_heads},)"
+            )
+        return jnp.broadcast_to(scale, (num_kv_heads,))
+
+    return a_head(k_scale), a_head(v_scale)
 
 
 def _rows(prefix_CKPH: Array, prefix_rows_B: Array) -> Array:
@@ -188,10 +229,14 @@ def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int
     return jnp.concatenate([in_prefix, in_own], axis=1)
 
 
-def _kernel_fits(q_BNH: Array, k_prefix_CKPH: Array, k_own_BKRH: Array) -> bool:
+def _kernel_fits(q_BNH: Array, k_own_BKRH: Array) -> bool:
     """Whether "auto" takes the kernel. Its other needs are the caller's to meet (ValueError)."""
-    dtypes = {x.dtype for x in (q_BNH, k_prefix_CKPH, k_own_BKRH)}
-    return dtypes == {jnp.dtype(jnp.bfloat16)} and q_BNH.shape[-1] in HEAD_DIMS and _on_hopper()
+    return (
+        q_BNH.dtype == jnp.bfloat16
+        and k_own_BKRH.dtype in CACHE_DTYPES
+        and q_BNH.shape[-1] in HEAD_DIMS
+        and _on_hopper()
+    )
 
 
 def _on_hopper() -> bool:
@@ -221,6 +266,8 @@ def _check_prefix(
             f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, entries, {H}] and of "
             f"slots [{B}, K, entries, {H}] where K divides {N}, not {caches}"
         )
+    if len({x.dtype for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_BKRH, v_own_BKRH)}) > 1:
+        raise ValueError("the four caches have different dtypes: give them one")
     for name, x in (
         ("prefix_rows", prefix_rows_B),
         ("prefix_lengths", prefix_lengths_B),

@@ -14,6 +14,9 @@ Rows of a matrix product never mix, so they cost nothing that is waited for and 
 Two or more programs share an SM (`DecodeTuning`): while one starts, ends or computes, the others'
 loads are in flight, and when lengths are uneven the longer ones get the bandwidth.
 
+A cache in float8_e4m3fn is loaded as it is. A block is widened to float16, exactly, on its way from
+the ring to a second place in shared memory, and multiplied there.
+
 A program's result depends on its own slot's tokens and on S alone, so a slot's output has the
 same bits whatever the batch size, its index, or the other slots.
 """
@@ -32,6 +35,7 @@ from jaxtyping import Array, Float, Int
 
 TILE_ROWS = 64  # of a warpgroup's matrix product
 HEAD_DIMS = (64, 128)
+CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
 MAX_SPLITS = 16
 _SMS = 132
 _WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
@@ -52,17 +56,30 @@ class DecodeTuning:
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
 
-    def smem(self, head_dim: int, num_splits: int) -> int:
+    def smem(self, head_dim: int, num_splits: int, cache_dtype: jax.typing.DTypeLike) -> int:
         """Bytes of shared memory of one program; 112 KiB let two share an SM, 74 KiB three."""
+        itemsize = jnp.dtype(cache_dtype).itemsize
         queries = TILE_ROWS * head_dim * 2
         partial = 0 if num_splits == 1 else TILE_ROWS * head_dim * 4
-        return queries + partial + 2 * self.stages * self.block * head_dim * 2
+        widened = 0 if itemsize == 2 else self.block * head_dim * 2
+        ring = 2 * self.stages * self.block * head_dim * itemsize
+        return queries + partial + widened + ring
 
 
-def default_tuning(head_dim: int, num_splits: int = 1) -> DecodeTuning:
-    """Two programs an SM at H = 128, three at H = 64, with 128 to 192 KiB of loads in flight."""
-    stages = 3 if head_dim == 128 else 4
-    return DecodeTuning(stages=stages if num_splits == 1 else stages - 1)
+def default_tuning(
+    head_dim: int, num_splits: int = 1, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16
+) -> DecodeTuning:
+    """Two programs an SM at H = 128, three at H = 64, and as many stages as that leaves room for.
+
+    So 128 to 192 KiB of loads are in flight on an SM.
+    """
+    room = (112 if head_dim == 128 else 72) * 1024
+    fitting = (
+        tuning
+        for tuning in (DecodeTuning(stages=stages) for stages in range(8, 2, -1))
+        if tuning.smem(head_dim, num_splits, cache_dtype) <= room
+    )
+    return next(fitting, DecodeTuning(stages=2))
 
 
 def choose_num_splits(
@@ -89,6 +106,7 @@ def decode_attention_mosaic(
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
+    scales_K: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
     num_splits: int = 1,
     tuning: DecodeTuning | None = None,
     interpret: Any = None,
@@ -96,12 +114,13 @@ def decode_attention_mosaic(
     """The kernel, and with `num_splits` > 1 the merge of its parts in one fused XLA operation.
 
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
-    with `check_supported`). Entries past a length, NaN included, never change the result.
-    `interpret` runs the kernel on the CPU (InterpretGPUParams).
+    with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
+    length, NaN included, never change the result. `interpret` runs the kernel on the CPU
+    (InterpretGPUParams).
     """
     B, N, H = q_BNH.shape
     K = k_own_BKRH.shape[1]
-    tuning = tuning or default_tuning(H, num_splits)
+    tuning = tuning or default_tuning(H, num_splits, k_own_BKRH.dtype)
     G = N // K
     split = num_splits > 1
     parts = (B, K, num_splits)
@@ -111,7 +130,7 @@ def decode_attention_mosaic(
     outputs = plgpu.kernel(
         _make_body(G, window, num_splits, tuning, interpret is not None),
         out_type=out_types,
-        scratch_types=_scratch(H, split, tuning, interpret is not None),
+        scratch_types=_scratch(H, split, k_own_BKRH.dtype, tuning, interpret is not None),
         grid=(B, K, num_splits),
         grid_names=("slot", "kv_head", "split"),
         compiler_params=plgpu.CompilerParams(
@@ -130,6 +149,7 @@ def decode_attention_mosaic(
         prefix_rows_B.astype(jnp.int32),
         prefix_lengths_B.astype(jnp.int32),
         lengths_B.astype(jnp.int32),
+        *(scales_K or ()),
     )
     if not split:
         return outputs[0].reshape(B, N, H)
@@ -150,12 +170,12 @@ def check_supported(
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    if tuning.smem(H, num_splits) > _MAX_SMEM:
+    if tuning.smem(H, num_splits, k_own_BKRH.dtype) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
-    if not q_BNH.dtype == k_prefix_CKPH.dtype == k_own_BKRH.dtype == jnp.bfloat16:
+    if q_BNH.dtype != jnp.bfloat16 or k_own_BKRH.dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"q is {q_BNH.dtype}, the caches are {k_prefix_CKPH.dtype} and {k_own_BKRH.dtype}: "
-            "the kernel takes bfloat16; use 'xla' for others"
+            f"q is {q_BNH.dtype}, the cache {k_own_BKRH.dtype}: the kernel takes bfloat16, and "
+            "bfloat16 or float8_e4m3fn for the cache; use 'xla' for others"
         )
     if not P or not R or P % tuning.block or R % tuning.block:
         raise ValueError(
@@ -164,23 +184,40 @@ def check_supported(
         )
 
 
-def _scratch(H: int, split: bool, tuning: DecodeTuning, interpreted: bool) -> dict[str, Any]:
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+def _matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory laid out for the tensor cores: rows of H elements in swizzled tiles."""
+    row_bytes = min(128, shape[-1] * dtype.itemsize)
+    tiling = plgpu.TilingTransform((8, row_bytes // dtype.itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(row_bytes)))
+
+
+def _scratch(
+    H: int, split: bool, cache_dtype: jnp.dtype, tuning: DecodeTuning, interpreted: bool
+) -> dict[str, Any]:
     ring = (tuning.stages, tuning.block, H)
+    operand = jnp.dtype(_operand_dtype(cache_dtype))
     scratch: dict[str, Any] = {
         "q_MH": plgpu.SMEM((TILE_ROWS, H), jnp.bfloat16),
-        "k_ring": plgpu.SMEM(ring, jnp.bfloat16, transforms=tiled),
-        "v_ring": plgpu.SMEM(ring, jnp.bfloat16, transforms=tiled),
+        "k_ring": _matrix(ring, cache_dtype),
+        "v_ring": _matrix(ring, cache_dtype),
         "q_barrier": plgpu.Barrier(),
         "k_barriers": plgpu.Barrier(num_barriers=tuning.stages),
         "v_barriers": plgpu.Barrier(num_barriers=tuning.stages),
     }
+    if operand != cache_dtype:
+        scratch["wide_JH"] = _matrix((tuning.block, H), operand)
     if split:
         scratch["part_MH"] = plgpu.SMEM((TILE_ROWS, H), jnp.float32)
     if interpreted:
-        scratch["spill_MJ"] = plgpu.SMEM((TILE_ROWS, tuning.block), jnp.bfloat16)
-        scratch["spill_HJ"] = plgpu.SMEM((H, tuning.block), jnp.bfloat16)
+        scratch["spill_MH"] = plgpu.SMEM((TILE_ROWS, H), operand)
+        scratch["spill_MJ"] = plgpu.SMEM((TILE_ROWS, tuning.block), operand)
+        scratch["spill_HJ"] = plgpu.SMEM((H, tuning.block), operand)
     return scratch
+
+
+def _operand_dtype(cache_dtype: jnp.dtype) -> Any:
+    """What the tensor cores multiply. The card widens float8 to float16, not to bfloat16."""
+    return cache_dtype if cache_dtype == jnp.bfloat16 else jnp.float16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +296,8 @@ def _make_body(
     J, stages = tuning.block, tuning.stages
     # The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
     # neither layouts nor transposed operands.
-    tile, rows = (None, None) if interpreted else (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1))
+    tile = None if interpreted else plgpu.Layout.WGMMA
+    rows = None if interpreted else plgpu.Layout.WGMMA.reduce(1)
 
     def held(x: jax.Array, layout: Any) -> jax.Array:
         return x if layout is None else plgpu.layout_cast(x, layout)
@@ -273,21 +311,27 @@ def _make_body(
         prefix_rows_B,
         prefix_lengths_B,
         lengths_B,
-        out_BKSGH,
-        *lse_BKSM,
+        *scales_and_outputs,
         q_MH,
         k_ring,
         v_ring,
         q_barrier,
         k_barriers,
         v_barriers,
-        part_MH: Any = None,
+        wide_JH: Any = None,  # only with a float8 cache
+        part_MH: Any = None,  # only with splits
+        spill_MH: Any = None,  # the rest only when interpreted
         spill_MJ: Any = None,
         spill_HJ: Any = None,
     ):
         H = q_MH.shape[1]
-        to_base_2 = H**-0.5 * math.log2(math.e)
+        num_outputs = 1 if part_MH is None else 2
+        scales_K = scales_and_outputs[:-num_outputs]
+        out_BKSGH, *lse_BKSM = scales_and_outputs[-num_outputs:]
+        operand = _operand_dtype(k_ring.dtype)
         slot, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
+        k_scale, v_scale = (scale_K[head] for scale_K in scales_K) if scales_K else (1.0, 1.0)
+        to_base_2 = k_scale * (H**-0.5 * math.log2(math.e))
         prefix_row = prefix_rows_B[slot]
         blocks = _Blocks.of(prefix_lengths_B[slot], lengths_B[slot], part, num_splits, window, J)
 
@@ -316,7 +360,37 @@ def _make_body(
             load_values(jnp.int32(i), i)
         plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], q_barrier)
         plgpu.barrier_wait(q_barrier)
-        q = q_MH if interpreted else plgpu.load(q_MH, *_WHOLE, layout=tile, optimized=False)
+        if interpreted:
+            q = spill_MH
+            spill_MH[...] = q_MH[...].astype(operand)
+        else:
+            q = plgpu.load(q_MH, *_WHOLE, layout=tile, optimized=False)
+            if wide_JH is not None:
+                q = q.astype(jnp.float32).astype(operand)
+
+        def clear(block_JH, end, layout):
+            """The block with zeros for its entries from `end` on."""
+            entry = plgpu.broadcasted_iota(jnp.int32, (J, H), 0, layout=layout)
+            return jnp.where(entry < end, block_JH, jnp.zeros_like(block_JH))
+
+        def widen(block_ref, end=None):
+            """Copies a float8 block into `wide_JH`, cleared from `end` on; its place is free then.
+
+            Safe by the barrier of the warpgroup that goes before each store: all of it has waited
+            for the product that read `wide_JH` last.
+            """
+            assert wide_JH is not None
+            layout = None if interpreted else plgpu.Layout.WGMMA_8BIT
+            block = held(block_ref[...], layout).astype(operand)
+            if end is not None:
+                block = lax.cond(
+                    end < J,
+                    lambda block: clear(block, end, layout),
+                    lambda block: block,
+                    block,
+                )
+            wide_JH[...] = block
+            plgpu.commit_smem()
 
         def step_fn(step, carry):
             acc, high, total = carry  # sum of weighted values, maximum (base 2), sum of weights
@@ -324,11 +398,15 @@ def _make_body(
             visible_from, visible_to = blocks.visible(step, J)
 
             plgpu.barrier_wait(k_barriers.at[place])
+            if wide_JH is not None:
+                widen(k_ring.at[place])
+                load_keys(step + stages, place)
+            keys_JH = k_ring.at[place] if wide_JH is None else wide_JH
 
             def multiply_keys(scores_ref):
-                keys_HJ = k_ring.at[place].transpose((1, 0))
+                keys_HJ = keys_JH.transpose((1, 0))
                 if interpreted:
-                    spill_HJ[...] = k_ring[place].T
+                    spill_HJ[...] = keys_JH[...].T
                     plgpu.commit_smem()  # this read, before the load that refills the place
                     keys_HJ = spill_HJ
                 plgpu.wgmma(scores_ref, q, keys_HJ)
@@ -337,7 +415,8 @@ def _make_body(
             scores = pl.run_scoped(
                 multiply_keys, plgpu.WGMMAAccumulatorRef((TILE_ROWS, J), jnp.float32)
             )
-            load_keys(step + stages, place)
+            if wide_JH is None:
+                load_keys(step + stages, place)
 
             # Most blocks are seen whole: leaving out the mask saves a sixth of the instructions.
             partial = visible_to < J
@@ -359,7 +438,7 @@ def _make_body(
                 scores * to_base_2 - lax.broadcast_in_dim(new_high, scores.shape, [0])
             )
             total = total * keep + weights.sum(axis=1)
-            weights = weights.astype(jnp.bfloat16)
+            weights = weights.astype(operand)
             if interpreted:
                 spill_MJ[...] = weights
                 weights = spill_MJ
@@ -367,15 +446,20 @@ def _make_body(
             plgpu.barrier_wait(v_barriers.at[place])
 
             # A weight of zero does not undo a NaN: values past the length are cleared.
-            @pl.when(visible_to < J)
-            def _():
-                values = held(v_ring[place], tile)
-                valid = plgpu.broadcasted_iota(jnp.int32, (J, H), 0, layout=tile) < visible_to
-                v_ring[place] = jnp.where(valid, values, jnp.zeros_like(values))
-                plgpu.commit_smem()
+            if wide_JH is None:
+
+                @pl.when(visible_to < J)
+                def _():
+                    v_ring[place] = clear(held(v_ring[place], tile), visible_to, tile)
+                    plgpu.commit_smem()
+
+            else:
+                widen(v_ring.at[place], visible_to)
+                load_values(step + stages, place)
+            values_JH = v_ring.at[place] if wide_JH is None else wide_JH
 
             def multiply_values(values_ref):
-                plgpu.wgmma(values_ref, weights, v_ring.at[place])
+                plgpu.wgmma(values_ref, weights, values_JH)
                 return values_ref[...]
 
             # A fresh accumulator a block, added here: the same number of instructions as scaling
@@ -383,7 +467,8 @@ def _make_body(
             new = pl.run_scoped(
                 multiply_values, plgpu.WGMMAAccumulatorRef((TILE_ROWS, H), jnp.float32)
             )
-            load_values(step + stages, place)
+            if wide_JH is None:
+                load_values(step + stages, place)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
             return acc, new_high, total
 
@@ -394,7 +479,7 @@ def _make_body(
         )
         acc, high, total = lax.fori_loop(0, blocks.steps, step_fn, carry)
 
-        scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
+        scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step leaves zeros
         acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
         staging = q_MH if part_MH is None else part_MH  # the queries are in registers
         staging[...] = acc.astype(staging.dtype)

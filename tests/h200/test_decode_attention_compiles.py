@@ -20,12 +20,12 @@ SM_REGISTERS = 64 * 1024
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
 SLOTS, PROMPTS, P, R = 64, 8, 512, 1024
-SHAPES = {  # KV heads, query heads, head dim, programs an SM unsplit and split
-    "0.5B": (2, 14, 64, 3, 3),
-    "SmolLM2": (3, 9, 64, 3, 3),
-    "1.5B": (2, 12, 128, 2, 2),
-    "7B": (4, 28, 128, 2, 2),
-    "8B": (8, 32, 128, 2, 2),
+SHAPES = {  # KV heads, query heads, head dim, programs an SM
+    "0.5B": (2, 14, 64, 3),
+    "SmolLM2": (3, 9, 64, 3),
+    "1.5B": (2, 12, 128, 2),
+    "7B": (4, 28, 128, 2),
+    "8B": (8, 32, 128, 2),
 }
 
 
@@ -44,12 +44,16 @@ class Resources:
         return min(SM_REGISTERS // registers, SM_SHARED_BYTES // shared)
 
 
-def compile_decode(shape: str, num_splits: int, window: int | None) -> str:
+def compile_decode(shape: str, num_splits: int, window: int | None, cache: str) -> str:
     """The optimised HLO of one decode attention call."""
-    K, N, H, *_ = SHAPES[shape]
+    K, N, H, _ = SHAPES[shape]
     q, prefix, own = (
-        jax.ShapeDtypeStruct(dims, jnp.bfloat16)
-        for dims in ((SLOTS, N, H), (PROMPTS, K, P, H), (SLOTS, K, R, H))
+        jax.ShapeDtypeStruct(dims, dtype)
+        for dims, dtype in (
+            ((SLOTS, N, H), "bfloat16"),
+            ((PROMPTS, K, P, H), cache),
+            ((SLOTS, K, R, H), cache),
+        )
     )
     int32 = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
     arguments = (q, prefix, prefix, int32, int32, own, own, int32)
@@ -63,7 +67,9 @@ def compile_decode(shape: str, num_splits: int, window: int | None) -> str:
     return lowered.compile().as_text()
 
 
-def resources_of(folder: Path, shape: str, num_splits: int, window: int | None) -> Resources:
+def resources_of(
+    folder: Path, shape: str, num_splits: int, window: int | None, cache: str
+) -> Resources:
     """Compiles in a process of its own, whose dumps are asked for by its environment."""
     nvcc = Path(sys.prefix) / "lib/python3.12/site-packages/nvidia/cu13/bin"
     flags = dict.fromkeys(("PTX", "PTXAS", "RESOURCES"), "1")
@@ -74,7 +80,8 @@ def resources_of(folder: Path, shape: str, num_splits: int, window: int | None) 
         "PATH": f"{nvcc}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    code = f"from {Path(__file__).stem} import *; compile_decode({shape!r}, {num_splits}, {window})"
+    arguments = (shape, num_splits, window, cache)
+    code = f"from {Path(__file__).stem} import *; compile_decode(*{arguments!r})"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=240)
     (ptxas,) = (path.read_text() for path in folder.glob("*.ptxas"))
     (resources,) = (path.read_text() for path in folder.glob("*.resources.txt"))
@@ -87,13 +94,21 @@ def resources_of(folder: Path, shape: str, num_splits: int, window: int | None) 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (4, None), (1, 300)])
+@pytest.mark.parametrize(
+    ("num_splits", "window", "cache"),
+    [
+        (1, None, "bfloat16"),
+        (4, None, "bfloat16"),
+        (1, 300, "bfloat16"),
+        (1, None, "float8_e4m3fn"),
+    ],
+)
 def test_no_spills_and_several_programs_an_sm(
-    shape: str, num_splits: int, window: int | None, tmp_path: Path
+    shape: str, num_splits: int, window: int | None, cache: str, tmp_path: Path
 ):
-    found = resources_of(tmp_path, shape, num_splits, window)
+    found = resources_of(tmp_path, shape, num_splits, window, cache)
     assert found.spilled_bytes == 0
-    assert found.programs_per_sm() >= SHAPES[shape][3 if num_splits == 1 else 4]
+    assert found.programs_per_sm() >= SHAPES[shape][3]
 
 
 def operations(hlo: str) -> list[str]:
@@ -105,12 +120,12 @@ def operations(hlo: str) -> list[str]:
 
 def test_unsplit_is_one_kernel():
     """The queries go in and the output comes out as they are: no padding, slice or copy."""
-    hlo = compile_decode("1.5B", 1, None)
+    hlo = compile_decode("1.5B", 1, None, "bfloat16")
     assert operations(hlo) == ["custom-call"]
     assert hlo.count(" custom-call(") == 1
 
 
 def test_split_adds_one_kernel():
-    hlo = compile_decode("1.5B", 4, None)
+    hlo = compile_decode("1.5B", 4, None, "bfloat16")
     assert operations(hlo) == ["custom-call", "fusion"]
     assert hlo.count(" custom-call(") == hlo.count(" fusion(") == 1

@@ -19,6 +19,8 @@ PEERS: dict[str, tuple[str, ...]] = {
     "training": ("torch_training",),
     "attention": (),
 }
+# These need jax, so this Python has what they need; --peer_python is for the others.
+WITH_JAX = ("naive_jax_generation",)
 
 
 def run_peer(name: str, work: dict[str, Any], *, python: str | None) -> list[dict[str, Any]]:
@@ -26,7 +28,8 @@ def run_peer(name: str, work: dict[str, Any], *, python: str | None) -> list[dic
 
     Each has `case` and `peer`, and `seconds` (a list, one a repeat) or `error`.
     """
-    command = [python or sys.executable, str(FOLDER / f"{name}.py")]
+    interpreter = python if python and name not in WITH_JAX else sys.executable
+    command = [interpreter, str(FOLDER / f"{name}.py")]
     try:
         done = subprocess.run(
             command, input=json.dumps(work), capture_output=True, text=True, timeout=TIME_LIMIT_S

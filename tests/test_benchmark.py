@@ -1,0 +1,392 @@
+"""The benchmarks: sizes and bounds against hand-made answers, checks that find mistakes, and whole
+commands on the CPU."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.benchmarks import attention, command, generation, records, training, workloads
+from jaxrl_llm.benchmarks.baseline import run_peers
+from jaxrl_llm.benchmarks.harness import Case, CheckFailed, measure, relative_error, run_cases
+from jaxrl_llm.benchmarks.options import read_options
+from jaxrl_llm.benchmarks.records import Row
+from jaxrl_llm.benchmarks.roofline import (
+    Limits,
+    attention_flops,
+    decode_seconds,
+    forward_flops,
+    kv_bytes_per_token,
+    training_flops,
+)
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.shapes import SHAPES, num_parameters
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
+TINY = "--shape=tiny"
+
+
+# ------------------------------------------------------------------------- sizes and bounds
+
+
+@pytest.mark.parametrize(
+    ("shape", "published"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("llama-3.1-8b", 8_030_261_248),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(shape, published):
+    assert num_parameters(SHAPES[shape]) == published
+
+
+def test_parameter_count_is_that_of_the_model():
+    assert num_parameters(SHAPES["tiny"]) == model_spec(SHAPES["tiny"]).num_params
+    untied = dataclasses.replace(SHAPES["tiny"], tie_word_embeddings=False)
+    assert num_parameters(untied) == model_spec(untied).num_params
+
+
+def test_mix_draws_what_the_published_run_drew():
+    """The same calls in the same order as that run made, one after the other."""
+    rng = np.random.default_rng(0)
+    for prompts, length in ((16, 128), (1, 512), (64, 512), (256, 512), (1024, 512)):
+        for _ in range(prompts):
+            rng.integers(10, 120_000, length)
+    drawn = np.clip(np.exp(rng.normal(np.log(500), 0.8, 1024)), 16, 2048).astype(int)
+    found = workloads.rl_mix_lengths()
+    np.testing.assert_array_equal(found, drawn)
+    assert round(found.mean()) == 633 and found.max() == 2048 and found.min() >= 16
+
+
+def test_packed_lengths_fill_rows_and_no_more():
+    (first, second) = workloads.packed_lengths("qwen2.5-1.5b", 2, 16384)
+    assert 12_000 < sum(first) <= 16384 and sum(second) <= 16384
+    assert first[:2] == [512 + 388, 512 + 252]
+
+
+def test_flops_by_hand():
+    tiny = SHAPES["tiny"]
+    parameters, layer = num_parameters(tiny), 2 * 4 * 16  # 2 * heads * head_dim
+    expected = 2 * parameters * (5 + 3) + 2 * layer * (25 + 9)
+    assert forward_flops(tiny, (5, 3)) == expected
+    assert training_flops(tiny, (5, 3)) == 3 * expected
+    untied = dataclasses.replace(tiny, tie_word_embeddings=False)
+    assert forward_flops(untied, (5, 3)) == expected  # an embedding that is no head multiplies none
+    # 4 B N S^2 H / 2, and 2.5 times as much for the backward pass.
+    assert attention_flops(32, 128, (1024,) * 16) == 4 * 16 * 32 * 1024**2 * 128 / 2
+    assert attention_flops(4, 8, (7,), backward=True) == 3.5 * attention_flops(4, 8, (7,))
+
+
+def test_decode_bound_sums_the_steps():
+    config, limits = SHAPES["tiny"], Limits(memory=1e9, matmul=1e11, peak=1e12)
+    parameters, lengths = num_parameters(config), (3, 9, 1, 9)
+    seconds = 0.0
+    for step in range(max(lengths)):
+        live = sum(length > step for length in lengths)
+        dense = max(2 * parameters / 1e9, 2 * parameters * live / 1e11)
+        seconds += dense + live * (7 + step) * kv_bytes_per_token(config) / 1e9
+    assert decode_seconds(config, 7, lengths, limits=limits) == pytest.approx(seconds)
+
+
+def test_decode_bound_of_the_mix_is_the_known_one():
+    lengths = workloads.rl_mix_lengths()
+    rate = lengths.sum() / decode_seconds(SHAPES["qwen2.5-1.5b"], 512, tuple(lengths))
+    assert rate == pytest.approx(87_000, rel=0.03)
+
+
+# ------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "command"),
+        (["generate"], "invalid choice"),
+        (["generation", "--shape=qwen2.5-2b"], "did you mean 'qwen2.5-7b'|'qwen2.5-1.5b'"),
+        (["generation", "--batch=4x8"], "ROWS, e.g. 64"),
+        (["training", "--batch=4"], "ROWSxTOKENS"),
+        (["training", "--batch=4x"], "two numbers"),
+        (["training", "--workload=rl_mix"], "training has no workload rl_mix"),
+        (["training", "--repeats=0"], "1 or more"),
+        (["training", "--reapeats=2"], "did you mean '--repeats'"),
+        (["training", "--config.actor.rematt=true"], "config.actor.remat"),
+        (["training", "--config.actor.ppo_epochs=2"], "--batch"),
+        (["attention", "--config.actor.remat=true"], "takes no --config"),
+        (["generation", "--config.rollout.temperature=0.5"], "temperature 1"),
+        (["generation", "--groups=1000x8"], "128x8"),
+        (["rl_step", "--batch=4"], "--groups"),
+        (["rl_step", "--baseline"], "no peer"),
+        (["training", "--check=x.json"], "--baseline"),
+        (["training", "--baseline", "--check=missing.json"], "--store"),
+    ],
+)
+def test_mistakes_are_answered(words, message):
+    with pytest.raises(ConfigError, match=message):
+        read_options(words)
+
+
+def test_mistakes_are_answered_without_jax(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "training", "--batch=nonsense"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+    assert "nonsense" in done.stderr
+
+
+def test_overrides_reach_the_config():
+    options = read_options(["training", TINY, "--config.actor.remat=true"])
+    config = options.config("tiny")
+    assert config.actor.remat and config.actor.dtype == "bfloat16" and not config.exact
+
+
+# ------------------------------------------------------------------------- measuring
+
+
+class Sum(Case):
+    """A tiny case that fails where it is told to."""
+
+    benchmark, shape = "test", "none"
+
+    def __init__(self, name, fails=""):
+        self.name, self.fails = name, fails
+
+    def lower(self):
+        if self.fails == "lower":
+            raise ValueError("cannot lower")
+        return {"main": jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((8,), jnp.float32))}
+
+    def prepare(self, programs):
+        self.program, self.x = programs["main"], jnp.arange(8.0)
+
+    def check(self):
+        if self.fails == "check":
+            raise CheckFailed("wrong")
+        return {"error": 0.0}
+
+    def run(self):
+        return self.program(self.x)
+
+    def figures(self, seconds):
+        return {"calls/s": 1 / seconds}
+
+
+def test_a_failure_is_reported_and_the_rest_go_on():
+    seen = []
+    cases = [Sum("a", "lower"), Sum("b", "check"), Sum("c")]
+    rows = run_cases(cases, repeats=2, compiler_options={}, report=seen.append)
+    assert rows == seen
+    assert [row.error for row in rows] == ["ValueError: cannot lower", "CheckFailed: wrong", ""]
+    assert len(rows[2].seconds) == 2 and rows[2].memory_bytes and rows[2].figures["calls/s"] > 0
+    assert not rows[1].seconds and all(not vars(case) for case in cases)
+
+
+def test_short_calls_are_queued():
+    calls = []
+
+    def run():
+        calls.append(0)
+        return jnp.zeros(1)
+
+    assert len(measure(run, repeats=3, min_seconds=0.0)) == 3 and len(calls) == 1 + 3
+    calls.clear()
+    assert len(measure(run, repeats=2, min_seconds=10.0)) == 2
+    assert len(calls) == 2 + 2 * 200
+
+
+def test_nan_is_an_error():
+    x = jnp.array([1.0, 2.0])
+    assert relative_error({"a": x * 1.5}, {"a": x}) == pytest.approx(0.5)
+    assert np.isnan(relative_error(x * jnp.nan, x))
+    with pytest.raises(CheckFailed, match="nan"):
+        training.require("error", float("nan"), 1.0)
+
+
+# ------------------------------------------------------------------------- ratios
+
+
+def row(who: str, seconds: float, memory: int | None = None, case: str = "update") -> Row:
+    return Row(
+        benchmark="training",
+        shape="tiny",
+        case=case,
+        who=who,
+        seconds=(seconds * 2, seconds, seconds / 2),
+        memory_bytes=memory,
+    )
+
+
+def test_ratios_are_ours_over_the_peer():
+    failed = Row(benchmark="training", shape="tiny", case="update", who="b", error="no")
+    rows = [row("ours", 3.0, 50), row("a", 2.0, 100), failed, row("a", 1.0, case="other")]
+    assert records.ratios(rows) == {
+        "training/tiny/update/a/time": 1.5,
+        "training/tiny/update/a/memory": 0.5,
+    }
+
+
+def test_gate_names_what_got_worse(tmp_path):
+    file = tmp_path / "ratios.json"
+    about = {"device": "x", "date": "2026-01-01"}
+    records.store({"kept/time": 1.0}, file, about)
+    records.store({"a/time": 0.8, "a/memory": 1.0}, file, about)
+    assert json.loads(file.read_text())["ratios"] == {
+        "a/memory": 1.0,
+        "a/time": 0.8,
+        "kept/time": 1.0,
+    }
+    assert records.regressions({"a/time": 0.91, "a/memory": 1.01, "new/time": 9.0}, file) == []
+    (worse,) = records.regressions({"a/time": 0.93, "a/memory": 1.01}, file)
+    assert worse.startswith("a/time: 0.930")
+    (worse,) = records.regressions({"a/time": 0.5, "a/memory": 1.03}, file)
+    assert worse.startswith("a/memory")
+    assert records.regressions({"a/time": float("nan")}, file)
+    with pytest.raises(ConfigError, match="--store"):
+        records.regressions({"unknown/time": 1.0}, file)
+
+
+# ------------------------------------------------------------------------- checks find mistakes
+
+
+def test_packed_layout_by_hand():
+    layout = attention._packed_layout([[2, 3], [4]], 6)
+    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
+    np.testing.assert_array_equal(layout.starts, [0, 0, 2, 2, 2, 0])
+    assert layout.first_row == 5 and layout.lengths == (2, 3, 4)
+
+
+def rows_of(*words: str) -> list[Row]:
+    options = read_options([*words, TINY, "--repeats=1"])
+    return run_cases(
+        command._cases(options), repeats=1, compiler_options={}, report=lambda row: None
+    )
+
+
+def test_wrong_attention_is_found(monkeypatch):
+    def not_causal(q, k, v, **settings):
+        return attention_of(q, k, v, causal=False)
+
+    attention_of = attention.attention
+    monkeypatch.setattr(attention, "attention", not_causal)
+    rows = rows_of("attention", "--workload=dense", "--batch=1x32")
+    assert all("output_error" in row.error for row in rows), rows
+
+
+def test_wrong_gradient_of_attention_is_found(monkeypatch):
+    def twice_dv(q, k, v, **settings):
+        # The value of v with twice its gradient.
+        return attention_of(q, k, 2 * v - jax.lax.stop_gradient(v), **settings)
+
+    attention_of = attention.attention
+    monkeypatch.setattr(attention, "attention", twice_dv)
+    forward, both = rows_of("attention", "--workload=dense", "--batch=1x32")
+    assert not forward.error and "dv_error" in both.error
+
+
+def test_wrong_loss_is_found(monkeypatch):
+    monkeypatch.setattr(training, "CLIP", 0.01)
+    (found,) = rows_of("training", "--workload=logprob", "--batch=1x8")
+    assert "gradient_error" in found.error
+
+
+def test_wrong_logprobs_are_found(monkeypatch):
+    right = generation.row_logprobs
+    monkeypatch.setattr(generation, "row_logprobs", lambda *a, **k: right(*a, **k) - 0.1)
+    (found,) = rows_of("generation", "--workload=fixed", "--batch=1")
+    assert "token_mult_prob_error" in found.error
+
+
+# ------------------------------------------------------------------------- whole commands
+
+
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
+        (
+            ["training", "--workload=update,values,mix", "--config.actor.micro_batch_tokens=64"],
+            ["update_2x32", "values_2x32", "update_mix_4x2"],
+        ),
+        (
+            ["attention"],
+            [
+                "dense_2x64_fwd",
+                "dense_2x64_fwdbwd",
+                "packed_1x128_fwd",
+                "packed_1x128_fwdbwd",
+                "decode_4x64",
+                "decode_4x64_shared",
+            ],
+        ),
+        (["rl_step", "--groups=2x2"], ["ppo_2x2_8+8"]),
+    ],
+)
+def test_command_measures_every_case(words, cases):
+    rows = rows_of(*words)
+    assert [row.error for row in rows] == [""] * len(cases)
+    assert [row.case for row in rows] == cases
+    for found in rows:
+        assert found.seconds and min(found.seconds) > 0 and found.checks
+        assert all(np.isfinite(value) and value >= 0 for value in found.figures.values())
+
+
+def test_script_writes_json_lines(tmp_path):
+    """Two devices, in a process of its own: the bytes that a device receives are half the model."""
+    file = tmp_path / "rows.jsonl"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "layout_switch", TINY, "--devices=2", f"--json={file}"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert json.loads(done.stdout) == record
+    assert record["case"] == "switch_data1_fsdp2_tensor1" and record["num_devices"] == 2
+    assert record["repeats"] == 3 and record["seconds_min"] <= record["seconds"]
+    assert record["versions"]["jax"] == jax.__version__ and record["command"].endswith(str(file))
+    axes = model_spec(SHAPES["tiny"]).axes
+    is_names = lambda x: isinstance(x, tuple)  # noqa: E731
+    split = [
+        np.prod(shape.shape)
+        for names, shape in zip(
+            jax.tree.leaves(axes, is_leaf=is_names),
+            jax.tree.leaves(model_spec(SHAPES["tiny"]).params),
+            strict=True,
+        )
+        if "embed" in names
+    ]
+    assert record["figures"]["GB received a device"] == pytest.approx(sum(split) * 2 / 2 / 1e9)
+
+
+def test_peers_of_generation():
+    options = read_options(
+        ["generation", TINY, "--batch=2", "--repeats=1", "--baseline", "--peer_python=/missing"]
+    )
+    fixed, mix, vllm = run_peers(options)
+    assert (fixed.who, fixed.case, mix.case) == ("naive_jax", "fixed_2", "rl_mix")
+    assert fixed.figures["tokens/s"] == pytest.approx(16 / fixed.seconds[0])
+    assert "--peer_python=/missing" in vllm.error
+
+
+@pytest.mark.torch
+def test_peers_of_training():
+    options = read_options(["training", TINY, "--workload=update,mix", "--repeats=2", "--baseline"])
+    update, mix = run_peers(options)
+    assert (update.who, update.case, mix.case) == ("torch_eager", "update_2x32", "update_mix_4x2")
+    assert len(update.seconds) == 2 and update.figures["TFLOP/s"] > 0 and not mix.error

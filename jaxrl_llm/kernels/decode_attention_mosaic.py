@@ -128,7 +128,7 @@ def decode_attention_mosaic(
     if split:
         out_types.append(jax.ShapeDtypeStruct((*parts, TILE_ROWS), jnp.float32))
     outputs = plgpu.kernel(
-        _make_body(G, window, num_splits, tuning, interpret is not None),
+        _make_body(G, window, num_splits, tuning),
         out_type=out_types,
         scratch_types=_scratch(H, split, k_own_BKRH.dtype, tuning, interpret is not None),
         grid=(B, K, num_splits),
@@ -289,208 +289,263 @@ class _Blocks:
         return low - start, high - start
 
 
-def _make_body(
-    G: int, window: int | None, num_splits: int, tuning: DecodeTuning, interpreted: bool
-) -> Callable[..., None]:
-    """The program of one slot, KV head and part."""
-    J, stages = tuning.block, tuning.stages
-    # The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
-    # neither layouts nor transposed operands.
-    tile = None if interpreted else plgpu.Layout.WGMMA
-    rows = None if interpreted else plgpu.Layout.WGMMA.reduce(1)
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """A program's shared memory and barriers, as `_scratch` asks for them."""
 
-    def held(x: jax.Array, layout: Any) -> jax.Array:
-        return x if layout is None else plgpu.layout_cast(x, layout)
+    q_MH: Any
+    k_ring: Any
+    v_ring: Any
+    q_barrier: Any
+    k_barriers: Any
+    v_barriers: Any
+    wide_JH: Any = None  # only with a float8 cache
+    part_MH: Any = None  # only with splits
+    spill_MH: Any = None  # the rest only when interpreted
+    spill_MJ: Any = None
+    spill_HJ: Any = None
 
-    def body(
-        q_BKGH,
-        k_prefix_CKPH,
-        v_prefix_CKPH,
-        k_own_BKRH,
-        v_own_BKRH,
-        prefix_rows_B,
-        prefix_lengths_B,
-        lengths_B,
-        *scales_and_outputs,
-        q_MH,
-        k_ring,
-        v_ring,
-        q_barrier,
-        k_barriers,
-        v_barriers,
-        wide_JH: Any = None,  # only with a float8 cache
-        part_MH: Any = None,  # only with splits
-        spill_MH: Any = None,  # the rest only when interpreted
-        spill_MJ: Any = None,
-        spill_HJ: Any = None,
-    ):
-        H = q_MH.shape[1]
-        num_outputs = 1 if part_MH is None else 2
-        scales_K = scales_and_outputs[:-num_outputs]
-        out_BKSGH, *lse_BKSM = scales_and_outputs[-num_outputs:]
-        operand = _operand_dtype(k_ring.dtype)
-        slot, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
-        k_scale, v_scale = (scale_K[head] for scale_K in scales_K) if scales_K else (1.0, 1.0)
-        to_base_2 = k_scale * (H**-0.5 * math.log2(math.e))
-        prefix_row = prefix_rows_B[slot]
-        blocks = _Blocks.of(prefix_lengths_B[slot], lengths_B[slot], part, num_splits, window, J)
 
-        def load(step, place, ring, barriers, prefix_CKPH, own_BKRH):
-            """Starts the load of a step's block, if there is such a step."""
-            args = (ring.at[place], barriers.at[place])
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """One slot, KV head and part.
 
-            @pl.when((step < blocks.steps) & (step < blocks.prefix_steps))
-            def _():
-                entries = pl.ds(blocks.start(step, True, J), J)
-                plgpu.copy_gmem_to_smem(prefix_CKPH.at[prefix_row, head, entries], *args)
+    The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
+    neither layouts nor transposed operands: there, operands go through the `spill` places.
+    """
 
-            @pl.when((step < blocks.steps) & (step >= blocks.prefix_steps))
-            def _():
-                entries = pl.ds(blocks.start(step, False, J), J)
-                plgpu.copy_gmem_to_smem(own_BKRH.at[slot, head, entries], *args)
+    memory: _Scratch
+    blocks: _Blocks
+    block: int
+    stages: int
+    window: int | None
+    to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
+    keys: tuple[Any, Any]  # [P, H] and [R, H] in global memory
+    values: tuple[Any, Any]
 
-        def load_keys(step, place):
-            load(step, place, k_ring, k_barriers, k_prefix_CKPH, k_own_BKRH)
+    @property
+    def interpreted(self) -> bool:
+        return self.memory.spill_MH is not None
 
-        def load_values(step, place):
-            load(step, place, v_ring, v_barriers, v_prefix_CKPH, v_own_BKRH)
+    @property
+    def operand(self) -> Any:
+        return _operand_dtype(self.memory.k_ring.dtype)
 
-        for i in range(stages):
-            load_keys(jnp.int32(i), i)
-            load_values(jnp.int32(i), i)
-        plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], q_barrier)
-        plgpu.barrier_wait(q_barrier)
-        if interpreted:
-            q = spill_MH
-            spill_MH[...] = q_MH[...].astype(operand)
-        else:
-            q = plgpu.load(q_MH, *_WHOLE, layout=tile, optimized=False)
-            if wide_JH is not None:
-                q = q.astype(jnp.float32).astype(operand)
+    def held(self, x: jax.Array, layout: Any) -> jax.Array:
+        return x if self.interpreted else plgpu.layout_cast(x, layout)
 
-        def clear(block_JH, end, layout):
-            """The block with zeros for its entries from `end` on."""
-            entry = plgpu.broadcasted_iota(jnp.int32, (J, H), 0, layout=layout)
-            return jnp.where(entry < end, block_JH, jnp.zeros_like(block_JH))
+    def positions(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+        layout = None if self.interpreted else layout
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
-        def widen(block_ref, end=None):
-            """Copies a float8 block into `wide_JH`, cleared from `end` on; its place is free then.
+    def load(self, step: Any, place: Any, keys: bool) -> None:
+        """Starts the load of a step's block of keys or values, if there is such a step."""
+        blocks, J = self.blocks, self.block
+        ring = self.memory.k_ring if keys else self.memory.v_ring
+        barriers = self.memory.k_barriers if keys else self.memory.v_barriers
+        prefix_PH, own_RH = self.keys if keys else self.values
+        step = jnp.int32(step)
 
-            Safe by the barrier of the warpgroup that goes before each store: all of it has waited
-            for the product that read `wide_JH` last.
-            """
-            assert wide_JH is not None
-            layout = None if interpreted else plgpu.Layout.WGMMA_8BIT
-            block = held(block_ref[...], layout).astype(operand)
-            if end is not None:
-                block = lax.cond(
-                    end < J,
-                    lambda block: clear(block, end, layout),
-                    lambda block: block,
-                    block,
-                )
-            wide_JH[...] = block
-            plgpu.commit_smem()
+        def start(in_prefix: bool, rows: Any) -> None:
+            entries = pl.ds(blocks.start(step, in_prefix, J), J)
+            plgpu.copy_gmem_to_smem(rows.at[entries], ring.at[place], barriers.at[place])
 
-        def step_fn(step, carry):
-            acc, high, total = carry  # sum of weighted values, maximum (base 2), sum of weights
-            place = lax.rem(step, jnp.int32(stages))
-            visible_from, visible_to = blocks.visible(step, J)
+        in_prefix = step < blocks.prefix_steps
+        pl.when((step < blocks.steps) & in_prefix)(lambda: start(True, prefix_PH))
+        pl.when((step < blocks.steps) & ~in_prefix)(lambda: start(False, own_RH))
 
-            plgpu.barrier_wait(k_barriers.at[place])
-            if wide_JH is not None:
-                widen(k_ring.at[place])
-                load_keys(step + stages, place)
-            keys_JH = k_ring.at[place] if wide_JH is None else wide_JH
+    def queries(self) -> Any:
+        """The queries as a product's left operand: registers, which leaves `q_MH` free."""
+        q_MH = self.memory.q_MH
+        if self.interpreted:
+            self.memory.spill_MH[...] = q_MH[...].astype(self.operand)
+            return self.memory.spill_MH
+        q = plgpu.load(q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
+        return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
 
-            def multiply_keys(scores_ref):
-                keys_HJ = keys_JH.transpose((1, 0))
-                if interpreted:
-                    spill_HJ[...] = keys_JH[...].T
-                    plgpu.commit_smem()  # this read, before the load that refills the place
-                    keys_HJ = spill_HJ
-                plgpu.wgmma(scores_ref, q, keys_HJ)
-                return scores_ref[...]
+    def clear(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
+        """The block with zeros for its entries from `end` on."""
+        entry = self.positions(block_JH.shape, 0, layout)
+        return jnp.where(entry < end, block_JH, jnp.zeros_like(block_JH))
 
-            scores = pl.run_scoped(
-                multiply_keys, plgpu.WGMMAAccumulatorRef((TILE_ROWS, J), jnp.float32)
+    def widen(self, block_ref: Any, end: Any = None) -> None:
+        """Copies a float8 block into `wide_JH`, cleared from `end` on; its place is free then.
+
+        Safe by the barrier of the warpgroup that goes before each store: all of it has waited for
+        the product that read `wide_JH` last.
+        """
+        layout = plgpu.Layout.WGMMA_8BIT
+        block = self.held(block_ref[...], layout).astype(self.operand)
+        if end is not None:
+            block = lax.cond(
+                end < self.block,
+                lambda block: self.clear(block, end, layout),
+                lambda block: block,
+                block,
             )
-            if wide_JH is None:
-                load_keys(step + stages, place)
+        self.memory.wide_JH[...] = block
+        plgpu.commit_smem()
 
-            # Most blocks are seen whole: leaving out the mask saves a sixth of the instructions.
-            partial = visible_to < J
-            if window is not None:
-                partial |= visible_from > 0
+    def scores(self, q: Any, step: Any, place: Any) -> jax.Array:
+        """Products of the queries with a step's keys, [M, J]; the keys' place is loaded anew."""
+        wide_JH = self.memory.wide_JH
+        plgpu.barrier_wait(self.memory.k_barriers.at[place])
+        if wide_JH is not None:
+            self.widen(self.memory.k_ring.at[place])
+            self.load(step + self.stages, place, keys=True)
+        keys_JH = self.memory.k_ring.at[place] if wide_JH is None else wide_JH
 
-            def mask(scores: jax.Array) -> jax.Array:
-                entry = plgpu.broadcasted_iota(jnp.int32, (TILE_ROWS, J), 1, layout=tile)
-                seen = entry < visible_to
-                if window is not None:
-                    seen &= entry >= visible_from
-                return jnp.where(seen, scores, -jnp.inf)
+        def multiply(scores_ref: Any) -> jax.Array:
+            keys_HJ = keys_JH.transpose((1, 0))
+            if self.interpreted:
+                self.memory.spill_HJ[...] = keys_JH[...].T
+                plgpu.commit_smem()  # this read, before the load that refills the place
+                keys_HJ = self.memory.spill_HJ
+            plgpu.wgmma(scores_ref, q, keys_HJ)
+            return scores_ref[...]
 
-            scores = lax.cond(partial, mask, lambda scores: scores, scores)
-            new_high = jnp.maximum(high, scores.max(axis=1) * to_base_2)
+        shape = (TILE_ROWS, self.block)
+        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if wide_JH is None:
+            self.load(step + self.stages, place, keys=True)
+        return self.masked(scores, step)
+
+    def masked(self, scores: jax.Array, step: Any) -> jax.Array:
+        """-inf for entries that are not seen.
+
+        Most blocks are seen whole: passing them by saves a sixth of the loop's instructions.
+        """
+        visible_from, visible_to = self.blocks.visible(step, self.block)
+        partial = visible_to < self.block
+        if self.window is not None:
+            partial |= visible_from > 0
+
+        def mask(scores: jax.Array) -> jax.Array:
+            entry = self.positions(scores.shape, 1, plgpu.Layout.WGMMA)
+            seen = entry < visible_to
+            if self.window is not None:
+                seen &= entry >= visible_from
+            return jnp.where(seen, scores, -jnp.inf)
+
+        return lax.cond(partial, mask, lambda scores: scores, scores)
+
+    def weighted_values(self, weights: jax.Array, step: Any, place: Any) -> jax.Array:
+        """Products of the weights with a step's values, [M, H]; their place is loaded anew."""
+        wide_JH, v_ring = self.memory.wide_JH, self.memory.v_ring
+        left: Any = weights.astype(self.operand)
+        if self.interpreted:
+            self.memory.spill_MJ[...] = left
+            left = self.memory.spill_MJ
+        plgpu.barrier_wait(self.memory.v_barriers.at[place])
+
+        # A weight of zero does not undo a NaN: values past the length are cleared.
+        visible_to = self.blocks.visible(step, self.block)[1]
+        if wide_JH is None:
+
+            @pl.when(visible_to < self.block)
+            def _() -> None:
+                layout = plgpu.Layout.WGMMA
+                v_ring[place] = self.clear(self.held(v_ring[place], layout), visible_to, layout)
+                plgpu.commit_smem()
+
+        else:
+            self.widen(v_ring.at[place], visible_to)
+            self.load(step + self.stages, place, keys=False)
+
+        def multiply(values_ref: Any) -> jax.Array:
+            plgpu.wgmma(values_ref, left, v_ring.at[place] if wide_JH is None else wide_JH)
+            return values_ref[...]
+
+        # A fresh accumulator a block, added by the caller: as many instructions as scaling one
+        # that lives through the loop, and the interpreter can run it.
+        shape = (TILE_ROWS, v_ring.shape[-1])
+        values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if wide_JH is None:
+            self.load(step + self.stages, place, keys=False)
+        return values
+
+    def attend(self, q: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sum of weighted values, maximum score in base 2, and sum of weights, over all steps."""
+
+        def step_fn(step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            acc, high, total = carry
+            place = lax.rem(step, jnp.int32(self.stages))
+            scores = self.scores(q, step, place)
+            new_high = jnp.maximum(high, scores.max(axis=1) * self.to_base_2)
             keep = jnp.exp2(high - new_high)
             # A multiplication and a subtraction: one instruction together.
             weights = jnp.exp2(
-                scores * to_base_2 - lax.broadcast_in_dim(new_high, scores.shape, [0])
+                scores * self.to_base_2 - lax.broadcast_in_dim(new_high, scores.shape, [0])
             )
             total = total * keep + weights.sum(axis=1)
-            weights = weights.astype(operand)
-            if interpreted:
-                spill_MJ[...] = weights
-                weights = spill_MJ
-
-            plgpu.barrier_wait(v_barriers.at[place])
-
-            # A weight of zero does not undo a NaN: values past the length are cleared.
-            if wide_JH is None:
-
-                @pl.when(visible_to < J)
-                def _():
-                    v_ring[place] = clear(held(v_ring[place], tile), visible_to, tile)
-                    plgpu.commit_smem()
-
-            else:
-                widen(v_ring.at[place], visible_to)
-                load_values(step + stages, place)
-            values_JH = v_ring.at[place] if wide_JH is None else wide_JH
-
-            def multiply_values(values_ref):
-                plgpu.wgmma(values_ref, weights, values_JH)
-                return values_ref[...]
-
-            # A fresh accumulator a block, added here: the same number of instructions as scaling
-            # one that lives through the loop, and the interpreter can run it.
-            new = pl.run_scoped(
-                multiply_values, plgpu.WGMMAAccumulatorRef((TILE_ROWS, H), jnp.float32)
-            )
-            if wide_JH is None:
-                load_values(step + stages, place)
+            new = self.weighted_values(weights, step, place)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
             return acc, new_high, total
 
+        rows, H = plgpu.Layout.WGMMA.reduce(1), self.memory.q_MH.shape[1]
         carry = (
-            held(jnp.zeros((TILE_ROWS, H), jnp.float32), tile),
-            held(jnp.full((TILE_ROWS,), -jnp.inf, jnp.float32), rows),
-            held(jnp.zeros((TILE_ROWS,), jnp.float32), rows),
+            self.held(jnp.zeros((TILE_ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
+            self.held(jnp.full((TILE_ROWS,), -jnp.inf, jnp.float32), rows),
+            self.held(jnp.zeros((TILE_ROWS,), jnp.float32), rows),
         )
-        acc, high, total = lax.fori_loop(0, blocks.steps, step_fn, carry)
+        return lax.fori_loop(0, self.blocks.steps, step_fn, carry)
 
-        scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step leaves zeros
+
+def _make_body(
+    G: int, window: int | None, num_splits: int, tuning: DecodeTuning
+) -> Callable[..., None]:
+    """The kernel's body."""
+
+    def body(
+        q_BKGH: Any,
+        k_prefix_CKPH: Any,
+        v_prefix_CKPH: Any,
+        k_own_BKRH: Any,
+        v_own_BKRH: Any,
+        prefix_rows_B: Any,
+        prefix_lengths_B: Any,
+        lengths_B: Any,
+        *scales_and_outputs: Any,
+        **scratch: Any,
+    ) -> None:
+        memory = _Scratch(**scratch)
+        num_outputs = 1 if memory.part_MH is None else 2
+        scales_K = scales_and_outputs[:-num_outputs]
+        out_BKSGH, *lse_BKSM = scales_and_outputs[-num_outputs:]
+        slot, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
+        row = prefix_rows_B[slot]
+        lengths = prefix_lengths_B[slot], lengths_B[slot]
+        k_scale, v_scale = (scale_K[head] for scale_K in scales_K) if scales_K else (1.0, 1.0)
+        program = _Program(
+            memory=memory,
+            blocks=_Blocks.of(*lengths, part, num_splits, window, tuning.block),
+            block=tuning.block,
+            stages=tuning.stages,
+            window=window,
+            to_base_2=k_scale * (q_BKGH.shape[-1] ** -0.5 * math.log2(math.e)),
+            keys=(k_prefix_CKPH.at[row, head], k_own_BKRH.at[slot, head]),
+            values=(v_prefix_CKPH.at[row, head], v_own_BKRH.at[slot, head]),
+        )
+        for i in range(tuning.stages):
+            program.load(i, i, keys=True)
+            program.load(i, i, keys=False)
+        q_MH = memory.q_MH
+        plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], memory.q_barrier)
+        plgpu.barrier_wait(memory.q_barrier)
+        acc, high, total = program.attend(program.queries())
+
+        scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
         acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-        staging = q_MH if part_MH is None else part_MH  # the queries are in registers
+        staging = q_MH if memory.part_MH is None else memory.part_MH
         staging[...] = acc.astype(staging.dtype)
         # No query reaches the last row, so it carries the log-sum-exps: shared memory of their
         # own would be the bytes that keep a second program off the SM.
         lse_M = staging.at[TILE_ROWS - 1, pl.ds(0, TILE_ROWS)]
-        if part_MH is not None:
+        if lse_BKSM:
             lse_M[...] = high + jnp.log2(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, G)], out_BKSGH.at[slot, head, part])
-        if part_MH is not None:
+        if lse_BKSM:
             plgpu.copy_smem_to_gmem(lse_M, lse_BKSM[0].at[slot, head, part])
         plgpu.wait_smem_to_gmem(0)
 

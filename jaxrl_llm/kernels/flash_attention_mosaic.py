@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
@@ -21,7 +22,9 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
 )
 from jaxrl_llm.kernels.visibility import Ranges, Visibility, ranges_of
 
-__all__ = ["HEAD_DIMS", "Tuning", "default_tuning", "hopper_attention", "mosaic_attention"]
+ATTENTION = "attention"  # the name under which an attention's result may be kept
+
+__all__ = ["ATTENTION", "HEAD_DIMS", "Tuning", "default_tuning", "hopper_attention", "mosaic_attention"]
 
 
 def hopper_attention(
@@ -60,9 +63,9 @@ def hopper_attention(
     automatic = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and mesh.shape[name] > 1
+        if kind == AxisType.Auto
     }
-    if not automatic:
+    if math.prod(mesh.shape[name] for name in automatic) == 1:
         return local(q_BTNH, k_BTKH, v_BTKH, lengths, visibility)
 
     by_rows = _dividing(sorted(automatic - {"tensor"}), mesh.shape, q_BTNH.shape[0])
@@ -130,7 +133,9 @@ def mosaic_attention(
 def _attention_forward(
     q: Array, k: Array, v: Array, ranges: Ranges, tuning: Tuning, interpret: Any
 ) -> tuple[Array, tuple[Any, ...]]:
-    out, lse = forward(q, k, v, ranges, tuning, interpret)
+    # Named, so that rematerialisation may keep both and not run the kernel a second time.
+    saved = forward(q, k, v, ranges, tuning, interpret)
+    out, lse = (checkpoint_name(x, ATTENTION) for x in saved)
     return out, (q, k, v, out, lse, ranges)
 
 

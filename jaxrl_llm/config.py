@@ -102,7 +102,10 @@ class ModelSettings:
     dtype: str = "float32"  # of computation: float32 | bfloat16
     param_dtype: str = "float32"  # of the stored (master) weights
     attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
-    remat: bool = False  # recompute each block in the backward pass
+    # What a backward pass computes again to save memory: "none"; "projections" keeps every
+    # projection and the attention; "attention" keeps that alone; "full" keeps each layer's input.
+    remat: Literal["none", "projections", "attention", "full"] = "none"
+    scan_layers: bool = False  # one compiled layer in a loop: compiles faster, copies the weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,27 @@
 Shape letters: B batch, T tokens, D hidden.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.flash_attention import ATTENTION
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.layers import MLP, Embedding, RMSNorm, rope_tables
+from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, RMSNorm, rope_tables
+
+# What the backward pass computes again, from least to most: nothing; norms, rope and activations,
+# with every projection and the attention kept; all but the attention; whole layers.
+Remat = Literal["none", "projections", "attention", "full"]
+_POLICIES = {
+    "projections": jax.checkpoint_policies.save_only_these_names(PROJECTION, ATTENTION),
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
+    "full": None,
+}
 
 
 class Block(nnx.Module):
@@ -63,37 +75,56 @@ class Decoder(nnx.Module):
         *,
         attend: Attend,
         cache: tuple[Any, ...] | None = None,
-        remat: bool = False,
+        remat: Remat = "none",
+        scan: bool = False,
+        residual_dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the final norm [B, T, D], and one new cache a layer.
 
-        `remat` recomputes each block in the backward pass instead of storing its activations.
+        `remat` names what the backward pass recomputes (see `Remat`). `scan` runs one compiled
+        layer in a loop over stacked weights: the program compiles in a fraction of the time, for a
+        copy of the weights; it takes no cache, and ValueError refuses layers of unlike windows.
+        `residual_dtype` is that of the sum that the layers add to; None takes the parameters'.
         """
         rope = rope_tables(self.config, positions_BT)
         x_BTD = self.embed(tokens_BT)
+        if residual_dtype is not None:
+            x_BTD = x_BTD.astype(residual_dtype)
+        layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
+        if scan:
+            assert cache is None
+            return self.norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
         new_cache = []
-        for i in range(self.config.num_layers):
+        for i, layer in enumerate(layers):
+            graphdef, state = nnx.split(layer)
             layer_cache = None if cache is None else cache[i]
-            run = _checkpointed if remat else _plain
-            x_BTD, new_layer_cache = run(self.layers[str(i)], x_BTD, rope, layer_cache, attend)
+            run = _block_fn(graphdef, attend, remat)
+            x_BTD, new_layer_cache = run(state, x_BTD, rope, layer_cache)
             new_cache.append(new_layer_cache)
         return self.norm(x_BTD), tuple(new_cache)
 
 
-def _plain(
-    block: Block, x_BTD: jax.Array, rope: Any, layer_cache: Any, attend: Attend
-) -> tuple[jax.Array, Any]:
-    return block(x_BTD, rope, layer_cache, attend)
-
-
-def _checkpointed(
-    block: Block, x_BTD: jax.Array, rope: Any, layer_cache: Any, attend: Attend
-) -> tuple[jax.Array, Any]:
+def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tuple[Any, Any]]:
     # The parameters go in as an argument: the module itself must not cross the transformation.
-    graphdef, state = nnx.split(block)
-
-    @jax.checkpoint
     def run(state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any) -> tuple[jax.Array, Any]:
         return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend)
 
-    return run(state, x_BTD, rope, layer_cache)
+    if remat == "none":
+        return run
+    return jax.checkpoint(run, policy=_POLICIES[remat])
+
+
+def _scanned(
+    layers: list[Block], x_BTD: jax.Array, rope: Any, attend: Attend, remat: Remat
+) -> jax.Array:
+    windows = {layer.attention.window for layer in layers}
+    if len(windows) > 1:
+        raise ValueError(f"layers of windows {windows} cannot be scanned: set scan_layers to false")
+    graphdefs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
+    run = _block_fn(graphdefs[0], attend, remat)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    def body(x_BTD: jax.Array, state: Any) -> tuple[jax.Array, None]:
+        return run(state, x_BTD, rope, None)[0], None
+
+    return jax.lax.scan(body, x_BTD, stacked)[0]

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, Remat
 from jaxrl_llm.models.layers import Embedding, Projection
 
 
@@ -28,10 +28,20 @@ class _WithDecoder(nnx.Module):
         *,
         attend: Attend,
         cache: tuple[Any, ...] | None = None,
-        remat: bool = False,
+        remat: Remat = "none",
+        scan: bool = False,
+        residual_dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states [B, T, D] and the new cache; see `Decoder.__call__`."""
-        return self.decoder(tokens_BT, positions_BT, attend=attend, cache=cache, remat=remat)
+        return self.decoder(
+            tokens_BT,
+            positions_BT,
+            attend=attend,
+            cache=cache,
+            remat=remat,
+            scan=scan,
+            residual_dtype=residual_dtype,
+        )
 
 
 class CausalLM(_WithDecoder):

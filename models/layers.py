@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import ModelConfig
 
 AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value", "merged")
+PROJECTION = "projection"  # the name under which a projection's result may be kept, see decoder.py
 
 
 def parameter(
@@ -49,7 +51,7 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = jnp.tensordot(x, self.kernel[...], axes=self.contract)
-        return y if self.bias is None else y + self.bias[...]
+        return checkpoint_name(y if self.bias is None else y + self.bias[...], PROJECTION)
 
 
 class RMSNorm(nnx.Module):
@@ -62,8 +64,9 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        # Rounded to x's dtype before the scale, as transformers does: bf16 results then agree.
-        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype) * self.scale[...]
+        # Rounded before the scale, as transformers does: bf16 results then agree.
+        scale = self.scale[...]
+        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(scale.dtype) * scale
 
 
 class Embedding(nnx.Module):

@@ -17,6 +17,7 @@ from jaxrl_llm.models.base import (
     RopeScaling,
     bind,
     init_params,
+    merge_projections,
     model_spec,
     scalar_params_from,
 )
@@ -50,7 +51,7 @@ def full_attention(q, k, v, layer_cache, /, *, window):
     return attention(q, k, v, window=window), layer_cache
 
 
-@partial(jax.jit, static_argnames=("spec", "remat"))
+@partial(jax.jit, static_argnames=("spec", "remat", "scan", "residual_dtype"))
 def head_output(spec, params, tokens, **options):
     """Logits or scores [B, T, ...] of whole rows, float32."""
     model = bind(spec, params)
@@ -170,12 +171,71 @@ def test_logits_are_causal_and_remat_changes_nothing():
     np.testing.assert_array_equal(plain[:, :3], changed[:, :3])
     assert not np.array_equal(plain[:, 3:], changed[:, 3:])
 
-    def loss(params, remat):
-        return jnp.mean(jax.nn.log_softmax(head_output(spec, params, tokens, remat=remat)) ** 2)
+    def loss(params, **options):
+        return jnp.mean(jax.nn.log_softmax(head_output(spec, params, tokens, **options)) ** 2)
 
-    gradients = [jax.jit(jax.grad(loss), static_argnums=1)(params, on) for on in (False, True)]
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients[0]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *gradients)
+    def gradients(**options):
+        program = jax.make_jaxpr(jax.grad(partial(loss, **options)))(params)
+        products = str(program).count("dot_general")
+        return products, jax.jit(jax.grad(partial(loss, **options)))(params)
+
+    stored, expected = gradients(remat="none")
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(expected))
+    counts = {}
+    for remat in ("projections", "attention", "full"):
+        counts[remat], found = gradients(remat=remat)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    # The scores of each layer, which XLA's attention needs again; then the projections too.
+    assert stored < counts["projections"] < counts["attention"] <= counts["full"]
+    products, found = gradients(remat="full", scan=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    assert products < counts["full"]
+
+
+def test_layers_of_unlike_windows_are_not_scanned():
+    config = families.config_from_hf(
+        {
+            **LLAMA,
+            "architectures": ["Qwen2ForCausalLM"],
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "max_window_layers": 1,
+        }
+    )
+    spec = model_spec(config)
+    with pytest.raises(ValueError, match="scan_layers"):
+        head_output(spec, fresh(spec), jnp.zeros((1, 4), jnp.int32), scan=True)
+
+
+def test_merged_projections_compute_the_same():
+    config = families.config_from_hf(
+        {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1}
+    )
+    spec = model_spec(config)
+    params = jax.tree.map(lambda x: x + 0.1, fresh(spec))
+    merged_spec, merged = merge_projections(spec, params)
+    jax.tree.map(lambda x, y: np.testing.assert_equal(x.shape, y.shape), merged, merged_spec.params)
+    tokens = jnp.arange(10).reshape(2, 5)
+    np.testing.assert_allclose(
+        head_output(merged_spec, merged, tokens), head_output(spec, params, tokens), atol=1e-5
+    )
+    assert merged_spec != spec and merged_spec.num_params == spec.num_params
+
+
+def test_a_float32_residual_is_nearer_to_float32_weights():
+    exact = model_spec(TINY)
+    params = fresh(exact)
+    half_spec = model_spec(TINY, dtype="bfloat16")
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    tokens = jnp.arange(60).reshape(2, 30) % TINY.vocab_size
+    expected = head_output(exact, rounded, tokens)
+    errors = [
+        float(jnp.abs(head_output(half_spec, half, tokens, residual_dtype=dtype) - expected).mean())
+        for dtype in (None, "float32")
+    ]
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_decoding_with_a_cache_equals_whole_rows():

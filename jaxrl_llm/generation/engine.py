@@ -36,6 +36,9 @@ from jaxrl_llm.models.base import ModelSpec, bind, merge_projections
 # Tokens that a prefill computes at once unless told otherwise: enough to keep a GPU's matrix units
 # busy. Prompts are prefilled ahead, so a large prefill starves no slot.
 PREFILL_TOKENS = 8192
+# Of the sum that the layers add to. In bf16 its rounding would be most of the distance between the
+# sampler's log-probs and the trainer's, and with a few tokens at a time float32 costs nothing.
+RESIDUAL_DTYPE = "float32"
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0
 
@@ -364,6 +367,7 @@ def _prefill(
         positions_MP,
         attend=prefill_attend(rows_M, attention, heads_axis),
         cache=state.cache,
+        residual_dtype=RESIDUAL_DTYPE,
     )
     targets_M = jnp.where(wanted_M, groups_M, num_groups + jnp.arange(M))
     state = state._replace(
@@ -424,6 +428,7 @@ def _decode(
         (prompt_B + own_B)[:, None],
         attend=decode_attend(context, attention, heads_axis),
         cache=state.cache,
+        residual_dtype=RESIDUAL_DTYPE,
     )
     keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
     tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)

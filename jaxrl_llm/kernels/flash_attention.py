@@ -12,12 +12,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.flash_attention_mosaic import HEAD_DIMS, hopper_attention
+from jaxrl_llm.kernels.flash_attention_mosaic import ATTENTION, HEAD_DIMS, hopper_attention
 from jaxrl_llm.kernels.visibility import Visibility, packed_visibility
 
 __all__ = [
+    "ATTENTION",
     "Implementation",
     "Visibility",
     "attention",
@@ -61,9 +63,11 @@ def attention(
     if implementation == "cudnn":
         if visibility is not None:
             raise ValueError("cudnn attention takes no visibility: use pallas, xla or auto")
-        return _attention_cudnn(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
+        out_BTNH = _attention_cudnn(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
+        return checkpoint_name(out_BTNH, ATTENTION)
     if implementation == "xla":
-        return _attention_xla(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
+        out_BTNH = _attention_xla(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
+        return checkpoint_name(out_BTNH, ATTENTION)
     raise ValueError(f"attention implementation {implementation!r}: use pallas, auto, cudnn or xla")
 
 

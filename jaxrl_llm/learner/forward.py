@@ -15,6 +15,7 @@ from jaxrl_llm.kernels.linear_logprob import linear_logprob
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.decoder import Remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class ForwardSettings:
 
     dtype: str = "float32"
     attention: Implementation = "auto"
-    remat: bool = False
+    remat: Remat = "none"
+    scan_layers: bool = False
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
 
 
@@ -50,6 +52,7 @@ def hidden_states(
         positions if rows is None else rows.positions,
         attend=attend,
         remat=settings.remat,
+        scan=settings.scan_layers,
     )
     return hidden
 

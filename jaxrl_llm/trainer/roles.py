@@ -79,6 +79,7 @@ def make_role(name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh) -
             dtype=settings.dtype,
             attention=settings.attention,
             remat=settings.remat,
+            scan_layers=settings.scan_layers,
             gather=gather_to(use, spec.axes, mesh),
         ),
         param_shardings=shardings(spec.axes, spec.params, mesh, TRAIN_RULES),

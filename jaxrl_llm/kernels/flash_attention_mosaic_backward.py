@@ -32,6 +32,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     kernel_call,
     key_block,
     load_ranges,
+    load_vector,
     matrix_smem,
     multiply_add,
     positions,
@@ -137,7 +138,7 @@ def _dq_kernel(
         for ref, smem in ((q_ref, my_q), (do_ref, my_do)):
             plgpu.copy_gmem_to_smem(ref.at[row, queries, head], smem, mine_loaded.at[warpgroup])
         lse, delta = (
-            plgpu.load(stats_ref.at[row, head, i, queries], layout=BY_ROW, optimized=False)
+            load_vector(stats_ref.at[row, head, i, queries], BY_ROW)
             for i in range(2)
         )
         ranges = load_ranges(ranges_ref, row, queries, BY_ROW)
@@ -306,13 +307,13 @@ def _dkv_kernel(
                     return jnp.where(sees(ranges, query, key, 1), s, -jnp.inf)
 
                 s = lax.cond(whole == 0, masked, lambda s: s, s)
-                lse = plgpu.load(stats_smem.at[slot, 0], layout=BY_COLUMN)
+                lse = load_vector(stats_smem.at[slot, 0], BY_COLUMN)
                 p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape, 1))
                 if "dv" in grad_accs:
                     p16 = p.astype(jnp.bfloat16)
                     multiply_add(grad_accs["dv"], p16, do_smem.at[slot], my_spill)
                 if dp_acc is not None:
-                    delta = plgpu.load(stats_smem.at[slot, 1], layout=BY_COLUMN)
+                    delta = load_vector(stats_smem.at[slot, 1], BY_COLUMN)
                     # The product into dv may still run.
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(grad_accs) - 1)
                     ds = (p * (dp - along(delta, dp.shape, 1))).astype(jnp.bfloat16)

@@ -204,13 +204,20 @@ def along(vector: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
+def load_vector(ref: Any, layout: Any) -> Array:
+    """A whole reference into registers."""
+    # jax 0.10 wants an index besides, jax 0.11 warns of one.
+    whole = () if jax.__version_info__ >= (0, 11) else (...,)
+    return plgpu.load(ref, *whole, layout=layout, optimized=False)
+
+
 def load_ranges(ranges_ref: Any, row: Array, tokens: Any, layout: Any) -> tuple[Array, ...]:
     """The ranges of some tokens, one vector an array of the ranges."""
     if ranges_ref is None:
         return ()
     row = row if ranges_ref.shape[0] > 1 else 0
     return tuple(
-        plgpu.load(ranges_ref.at[row, c, tokens], layout=layout, optimized=False)
+        load_vector(ranges_ref.at[row, c, tokens], layout)
         for c in range(ranges_ref.shape[1])
     )
 

@@ -19,7 +19,7 @@ Flags:
   --devices=N              split the CPU into N devices
   --compile_cache=FOLDER   keep compiled programs there, for the next time
   --compiler_option=NAME=VALUE   of XLA for the measured programs; may be repeated
-  --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=true or
+  --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=full or
                            --config.mesh.fsdp=4
 The exit code is 1 when a case failed or got worse.
 """

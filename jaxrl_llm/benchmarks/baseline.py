@@ -26,7 +26,7 @@ def _work(options: Options, shape: str) -> dict[str, Any]:
     work: dict[str, Any] = {
         "hf_config": to_hf_config(SHAPES[shape]),
         "repeats": options.repeats,
-        "remat": config.actor.remat,
+        "remat": config.actor.remat != "none",
         "learning_rate": config.actor.optimizer.learning_rate,
     }
     if options.command == "generation":

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.alias import Algorithm
@@ -36,6 +37,7 @@ CHECK = TrainingWorkload(
     name="check", kind="update", prompts=2, samples=1, prompt_length=16, limits=(48, 48)
 )
 CLIP = 0.2
+LOG_RATIOS = (-0.5, -0.1, 0.1, 0.5, 1.5)  # both sides of 1 - clip, 1 + clip and the dual clip's 3
 
 Fields = dict[str, jax.Array]
 
@@ -179,13 +181,15 @@ def random_fields(work: TrainingWorkload, vocab_size: int) -> Fields:
 
 
 class Checks:
-    """The log-probs and the PPO gradient of the shape, cut to two layers, against float32.
+    """The log-probs and the PPO gradient of the shape, cut to a few layers, against float32.
 
     Shared by the cases of a shape: compiled once, run once.
     """
 
     def __init__(self, shape: str, config: Config) -> None:
-        self._model = replace(SHAPES[shape], num_layers=CHECK_LAYERS, sliding_window=())
+        model = SHAPES[shape]
+        layers = min(CHECK_LAYERS, model.num_layers)
+        self._model = replace(model, num_layers=layers, sliding_window=())
         self._spec = model_spec(self._model, dtype="float32")
         self._config = config
         self._lowered: dict[str, jax.stages.Lowered] = {}
@@ -213,6 +217,10 @@ class Checks:
         if not self._errors:
             params = jax.jit(partial(init_params, self._spec))(jax.random.key(2))
             fields = jax.jit(self._fields)()
+            logprobs, _ = programs["reference"](params, fields)
+            # Ratios far from where the loss bends: there rounding would decide the gradient.
+            apart = np.resize(LOG_RATIOS, logprobs.shape).astype(np.float32)
+            fields["old_logprobs"] = logprobs - apart
             found_logprobs, found = programs["learner"](params, fields)
             logprobs, gradient = programs["reference"](params, fields)
             squares = jnp.square(found_logprobs - logprobs)

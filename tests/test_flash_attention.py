@@ -92,21 +92,21 @@ def test_causal(heads, head_dim, length):
 @interpreted
 @pytest.mark.parametrize("length", [5, 150])
 def test_any_length(length):
-    check(random_qkv((2, 1), length=length, rows=2))
+    check(random_qkv((1, 1), length=length, rows=2 if length < 10 else 1))
 
 
 @interpreted
 def test_a_prompt_shared_by_three_responses_and_poisoned_padding():
-    visibility, real = packed()
-    check(random_qkv((2, 1), length=256, rows=2), visibility=visibility, real=real)
+    visibility, real = packed(slice(0, 1))
+    check(random_qkv((2, 1), length=256), visibility=visibility, real=real)
 
 
 @interpreted
 def test_packed_rows_with_seven_heads_a_kv_head_and_blocks_of_64():
-    segments = jnp.asarray(SEGMENTS[:1, :200])
+    segments = jnp.asarray(SEGMENTS[:1, 60:188])
     visibility = packed_visibility(segments)
     tuning = Tuning(block_k=64, stages=3, dq_stages=1, dkv_stages=1, take_turns=False)
-    qkvd = random_qkv((7, 1), length=200)
+    qkvd = random_qkv((7, 1), length=128)
     check(qkvd, visibility=visibility, real=segments > 0, tuning=tuning)
 
 
@@ -115,25 +115,31 @@ def test_windows():
     visibility, real = packed(slice(0, 1), window=40)
     qkvd = random_qkv((1, 1), length=256)
     check(qkvd, visibility=visibility, real=real)
-    check(qkvd, window=40, tuning=dataclasses.replace(default_tuning(64), block_k=64))
+    short = [x[:, :128] for x in qkvd]
+    check(short, window=40, tuning=dataclasses.replace(default_tuning(64), block_k=64))
 
 
 @interpreted
 def test_lengths_without_causality_and_split_gradients():
-    lengths = jnp.array([130, 0], jnp.int32)
-    real = jnp.arange(160) < lengths[:, None]
+    lengths = jnp.array([70, 0], jnp.int32)
+    real = jnp.arange(100) < lengths[:, None]
     tuning = Tuning(stages=1, dkv_split=True, dkv_block_q=128, dq_block_k=128)
-    qkvd = random_qkv((2, 1), length=160, rows=2)
+    qkvd = random_qkv((1, 1), length=100, rows=2)
     check(qkvd, causal=False, lengths=lengths, real=real, tuning=tuning)
 
 
-@interpreted
-def test_gradients_are_the_same_bits_in_every_run():
-    visibility, _ = packed()
-    qkvd = random_qkv((2, 1), length=256, rows=2)
-    run = partial(hopper_attention, visibility=visibility, interpret=interpret())
-    for a, b in zip(with_gradients(run, *qkvd), with_gradients(run, *qkvd), strict=True):
-        np.testing.assert_array_equal(a, b)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_kernels_lower_for_a_gpu(head_dim):
+    def loss(q, k, v, dout):
+        visibility, _ = packed()
+        out = attention(q, k, v, visibility=visibility, implementation="pallas")
+        return jnp.sum(out.astype(jnp.float32) * dout)
+
+    operands = random_qkv((4, 2), length=256, head_dim=head_dim, rows=2)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Forward, dq, and dk with dv; these two apart where registers are short.
+    assert text.count("custom_call @mosaic_gpu") == (4 if head_dim == 256 else 3)
 
 
 @pytest.mark.parametrize("function", [attention, attention_reference])
@@ -201,9 +207,7 @@ def test_schedules_visit_every_visible_block_once(seed):
         needed = np.flatnonzero(blocks[row, 2 * tile : 2 * tile + 2].any((0, 1, 3)))
         assert set(needed) <= set(visited)
 
-    items = np.asarray(
-        key_schedule(ranges, rows, block_q=32, block_k=16, tile_k=32).items
-    )
+    items = np.asarray(key_schedule(ranges, rows, block_q=32, block_k=16, tile_k=32).items)
     for row, tile, first, _, _, num, *_ in items.tolist():
         needed = np.flatnonzero(blocks[row, :, :, 2 * tile : 2 * tile + 2].any((1, 2, 3)))
         assert set(needed) <= set(range(first, first + num)) <= set(range(8))

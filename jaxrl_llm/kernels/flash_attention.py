@@ -8,7 +8,7 @@ needed only without one. Packed rows, prompts shared by several responses and pa
 described by a `Visibility` instead.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def attention(
     _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
     if implementation == "auto":
         implementation = _fastest(q_BTNH, visibility)
-    masks = dict(causal=causal, window=window, lengths=lengths)
+    masks: dict[str, Any] = dict(causal=causal, window=window, lengths=lengths)
     if implementation == "pallas":
         return hopper_attention(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
     if implementation == "cudnn":

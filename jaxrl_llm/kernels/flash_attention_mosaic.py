@@ -24,7 +24,14 @@ from jaxrl_llm.kernels.visibility import Ranges, Visibility, ranges_of
 
 ATTENTION = "attention"  # the name under which an attention's result may be kept
 
-__all__ = ["ATTENTION", "HEAD_DIMS", "Tuning", "default_tuning", "hopper_attention", "mosaic_attention"]
+__all__ = [
+    "ATTENTION",
+    "HEAD_DIMS",
+    "Tuning",
+    "default_tuning",
+    "hopper_attention",
+    "mosaic_attention",
+]
 
 
 def hopper_attention(
@@ -43,8 +50,9 @@ def hopper_attention(
 
     Under a mesh in scope (`jax.set_mesh`) whose axes are automatic, every device computes its own
     rows and heads: the axis "tensor" splits the heads, the others the rows, where they divide
-    them. Without one the operands must be on one device. What padding holds (NaN too) does not
-    matter. ValueError for operands that the kernels do not take.
+    them. Without one the operands must be on one device. Padding may hold anything, NaN too, where
+    `lengths` or `visibility` tells what is padding; elsewhere a NaN in a later token can reach
+    earlier ones of its block. ValueError for operands that the kernels do not take.
     """
     H = q_BTNH.shape[-1]
     if H not in HEAD_DIMS or any(x.dtype != jnp.bfloat16 for x in (q_BTNH, k_BTKH, v_BTKH)):
@@ -107,14 +115,21 @@ def _attention_of_one_device(
     ranges = ranges_of(
         T, padded, causal=causal, window=window, lengths=lengths, visibility=visibility
     )
-    operands = [q_BTNH, k_BTKH, v_BTKH]
-    if lengths is not None or visibility is not None:
-        # A key that is not seen has weight 0, and 0 * NaN is NaN.
-        real_BT = visibility.real() if visibility is not None else jnp.arange(T) < lengths[:, None]
-        operands = [jnp.where(real_BT[:, :, None, None], x, 0) for x in operands]
-    if padded > T:
-        operands = [jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0))) for x in operands]
-    return mosaic_attention(*operands, ranges, tuning, interpret)[:, :T]
+    real_BT = None
+    if visibility is not None:
+        real_BT = visibility.real()
+    elif lengths is not None:
+        real_BT = jnp.arange(T) < lengths[:, None]
+
+    def prepared(x: Array) -> Array:
+        if real_BT is not None:
+            # A key that is not seen has weight 0, and 0 * NaN is NaN.
+            x = jnp.where(real_BT[:, :, None, None], x, 0)
+        return jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0)))
+
+    q, k, v = (prepared(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+    out: Any = mosaic_attention(q, k, v, ranges, tuning, interpret)
+    return out[:, :T]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -142,7 +157,9 @@ def _attention_forward(
 def _attention_backward(
     tuning: Tuning, interpret: Any, residuals: tuple[Any, ...], dout_BTNH: Array
 ) -> tuple[Array, Array, Array, None]:
-    return (*backward(*residuals, dout_BTNH, tuning, interpret), None)
+    q, k, v, out, lse, ranges = residuals
+    dq, dk, dv = backward(q, k, v, out, lse, ranges, dout_BTNH, tuning, interpret)
+    return dq, dk, dv, None
 
 
 mosaic_attention.defvjp(_attention_forward, _attention_backward)

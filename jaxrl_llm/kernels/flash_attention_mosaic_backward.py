@@ -27,6 +27,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     LOG2_E,
     NUM_CONSUMERS,
     Tuning,
+    accumulator,
     along,
     drain,
     kernel_call,
@@ -137,10 +138,7 @@ def _dq_kernel(
         my_spill = None if spill is None else spill.at[warpgroup]
         for ref, smem in ((q_ref, my_q), (do_ref, my_do)):
             plgpu.copy_gmem_to_smem(ref.at[row, queries, head], smem, mine_loaded.at[warpgroup])
-        lse, delta = (
-            load_vector(stats_ref.at[row, head, i, queries], BY_ROW)
-            for i in range(2)
-        )
+        lse, delta = (load_vector(stats_ref.at[row, head, i, queries], BY_ROW) for i in range(2))
         ranges = load_ranges(ranges_ref, row, queries, BY_ROW)
         plgpu.barrier_wait(mine_loaded.at[warpgroup])
 
@@ -168,8 +166,8 @@ def _dq_kernel(
                 ds = (p * (dp - along(delta, dp.shape))).astype(jnp.bfloat16)
                 multiply_add(dq_acc, ds, k_smem.at[slot], my_spill)
 
-            accumulator = plgpu.ACC((block_q, block_k), jnp.float32)
-            pl.run_scoped(one_block, accumulator, accumulator)
+            scores = accumulator(block_q, block_k)
+            pl.run_scoped(one_block, scores, scores)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(k_free.at[slot])
 
@@ -177,7 +175,7 @@ def _dq_kernel(
             pl.loop(0, num)(partial(step, dq_acc=dq_acc))
             return dq_acc[...]
 
-        dq = pl.run_scoped(all_blocks, plgpu.ACC((block_q, H), jnp.float32))
+        dq = pl.run_scoped(all_blocks, accumulator(block_q, H))
         my_q[...] = (dq * H**-0.5).astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(my_q, dq_ref.at[row, queries, head])
@@ -319,8 +317,8 @@ def _dkv_kernel(
                     ds = (p * (dp - along(delta, dp.shape, 1))).astype(jnp.bfloat16)
                     multiply_add(grad_accs["dk"], ds, q_smem.at[slot], my_spill)
 
-            accumulator = plgpu.ACC((block_k, block_q), jnp.float32)
-            pl.run_scoped(one_block, *[accumulator] * (2 if "dk" in grad_accs else 1))
+            scores = accumulator(block_k, block_q)
+            pl.run_scoped(one_block, *[scores] * (2 if "dk" in grad_accs else 1))
             if len(grad_accs) > 1:
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(do_free.at[slot])
@@ -334,8 +332,7 @@ def _dkv_kernel(
             pl.loop(0, num_steps)(partial(step, grad_accs=dict(zip(wanted, accs, strict=True))))
             return tuple(acc[...] for acc in accs)
 
-        accumulator = plgpu.ACC((block_k, H), jnp.float32)
-        grads = pl.run_scoped(all_blocks, *[accumulator] * len(wanted))
+        grads = pl.run_scoped(all_blocks, *[accumulator(block_k, H)] * len(wanted))
         for name, grad, smem in zip(wanted, grads, (my_k, my_v), strict=False):
             scaled = grad * H**-0.5 if name == "dk" else grad
             smem[...] = scaled.astype(jnp.bfloat16)

@@ -163,17 +163,23 @@ def matrix_smem(shape: tuple[int, ...]) -> Any:
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
+def accumulator(rows: int, columns: int) -> Any:
+    """A float32 accumulator of wgmma, for `pl.run_scoped`."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
 def accumulate(acc: Array, product: Callable[[Any], None], interpreted: bool) -> Array:
     """`acc` plus what `product` adds to an accumulator reference."""
     if not interpreted:
-        return pl.run_state(product)(plgpu.ACC.init(acc))
+        start: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+        return pl.run_state(product)(start)
 
     # The interpreter cannot start an accumulator from a value.
     def from_zero(ref: Any) -> Array:
         product(ref)
         return ref[...]
 
-    return acc + pl.run_scoped(from_zero, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(from_zero, accumulator(*acc.shape))
 
 
 def multiply_add(ref: Any, a: Array, b_smem: Any, spill_smem: Any) -> None:
@@ -215,10 +221,9 @@ def load_ranges(ranges_ref: Any, row: Array, tokens: Any, layout: Any) -> tuple[
     """The ranges of some tokens, one vector an array of the ranges."""
     if ranges_ref is None:
         return ()
-    row = row if ranges_ref.shape[0] > 1 else 0
+    range_row = row if ranges_ref.shape[0] > 1 else 0
     return tuple(
-        load_vector(ranges_ref.at[row, c, tokens], layout)
-        for c in range(ranges_ref.shape[1])
+        load_vector(ranges_ref.at[range_row, c, tokens], layout) for c in range(ranges_ref.shape[1])
     )
 
 
@@ -326,7 +331,7 @@ def _forward_kernel(
                 change_turns()
                 return ref[...]
 
-            s = pl.run_scoped(scores, plgpu.ACC((block_q, block_k), jnp.float32))
+            s = pl.run_scoped(scores, accumulator(block_q, block_k))
             plgpu.barrier_arrive(k_free.at[slot])
 
             def masked(s: Array) -> Array:

@@ -33,7 +33,7 @@ class Visibility:
     def real(self) -> Array:
         """Which tokens see anything, so are not padding: bool [B, T]."""
         real_BT = self.start_BT <= jnp.arange(self.start_BT.shape[1])
-        if self.prefix_start_BT is not None:
+        if self.prefix_start_BT is not None and self.prefix_end_BT is not None:
             real_BT |= self.prefix_start_BT < self.prefix_end_BT
         return real_BT
 

@@ -23,6 +23,7 @@ SHARED_MEMORY_LIMIT = 227 * 1024
 
 def compile_gradient(head_dim: int) -> None:
     """Forward and both gradient kernels of packed rows with a shared prefix."""
+
     def loss(q, k, v, segments, prefixes):
         visibility = packed_visibility(segments, prefixes)
         out = attention(q, k, v, visibility=visibility, implementation="pallas")

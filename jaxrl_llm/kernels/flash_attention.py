@@ -28,7 +28,8 @@ __all__ = [
     "visible_keys",
 ]
 
-Implementation = Literal["auto", "pallas", "cudnn", "xla"]
+# "exact" is "auto" without cuDNN, whose gradient adds up in no fixed order.
+Implementation = Literal["auto", "exact", "pallas", "cudnn", "xla"]
 
 
 def attention(
@@ -52,11 +53,12 @@ def attention(
     odd T costs a padded copy there; it takes no visibility. "pallas" is our kernels for Hopper:
     bf16, H of 64, 96, 128 or 256, T best a multiple of 128, gradients the same bits every run; on
     several devices it needs the mesh in scope (`jax.set_mesh`) or a shard_map around it. "auto"
-    chooses by what can run. ValueError for shapes that do not fit.
+    takes the fastest that can run, "exact" the fastest whose gradient has the same bits in every
+    run. ValueError for shapes that do not fit.
     """
     _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
-    if implementation == "auto":
-        implementation = _fastest(q_BTNH, visibility)
+    if implementation in ("auto", "exact"):
+        implementation = _fastest(q_BTNH, visibility, exact=implementation == "exact")
     masks: dict[str, Any] = dict(causal=causal, window=window, lengths=lengths)
     if implementation == "pallas":
         return hopper_attention(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
@@ -187,11 +189,11 @@ def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
     return jnp.where(visibility.real()[:, :, None, None], x_BTNH, 0)
 
 
-def _fastest(q_BTNH: Array, visibility: Visibility | None) -> Implementation:
-    """What "auto" takes."""
-    if visibility is not None:
-        return "pallas" if _pallas_fits(q_BTNH) else "xla"
-    return "cudnn" if _cudnn_fits(q_BTNH) else "xla"
+def _fastest(q_BTNH: Array, visibility: Visibility | None, *, exact: bool) -> Implementation:
+    """What "auto" and "exact" take: on whole rows cuDNN's backward pass is ahead of ours."""
+    if visibility is None and not exact and _cudnn_fits(q_BTNH):
+        return "cudnn"
+    return "pallas" if _pallas_fits(q_BTNH) else "xla"
 
 
 def _pallas_fits(q_BTNH: Array) -> bool:

@@ -3,13 +3,18 @@
 Shape letters: B samples or rows, R response, T tokens of a row, D hidden.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.linear_logprob import linear_logprob
 from jaxrl_llm.learner.rows import Rows
@@ -27,6 +32,7 @@ class ForwardSettings:
     remat: Remat = "none"
     scan_layers: bool = False
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
+    mesh: Mesh | None = None  # of several devices; a kernel has to be told, XLA's parts need not
 
 
 def hidden_states(
@@ -47,14 +53,21 @@ def hidden_states(
         return out, cache
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model(
-        tokens,
-        positions if rows is None else rows.positions,
-        attend=attend,
-        remat=settings.remat,
-        scan=settings.scan_layers,
-    )
+    with _in_scope(settings.mesh):
+        hidden, _ = model(
+            tokens,
+            positions if rows is None else rows.positions,
+            attend=attend,
+            remat=settings.remat,
+            scan=settings.scan_layers,
+        )
     return hidden
+
+
+def _in_scope(mesh: Mesh | None) -> Any:
+    if mesh is None:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def prepare(spec: ModelSpec, params: Params, settings: ForwardSettings) -> Any:
@@ -78,10 +91,11 @@ def response_logprobs(
     """
     model = prepare(spec, params, settings)
     hidden = rows.predicting(hidden_states(model, rows.tokens, settings, rows))
-    logprobs, entropy = linear_logprob(
+    logprobs, entropy = _head_logprobs(
         hidden,
         model.unembedding(),
         rows.targets,
+        settings.mesh,
         temperature=temperature or 1.0,
         with_entropy=with_entropy,
     )
@@ -138,5 +152,33 @@ def row_logprobs(
     """Log-prob of each token given those before it; 0 at position 0, which nothing predicts."""
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)[:, :-1]
-    logprobs, _ = linear_logprob(hidden, model.unembedding(), tokens[:, 1:])
+    logprobs, _ = _head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.mesh)
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
+
+
+def _head_logprobs(
+    hidden: Float[Array, "B X D"],
+    weight: Float[Array, "V D"],
+    targets: Int[Array, "B X"],
+    mesh: Mesh | None,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Array, Array | None]:
+    """`linear_logprob`, each replica on its own rows.
+
+    Left to the partitioner, the weight's gradient would be reduced over the replicas once a chunk;
+    here each sums its own, and they meet once.
+    """
+    run = partial(linear_logprob, temperature=temperature, with_entropy=with_entropy)
+    if mesh is None or hidden.shape[0] % num_replicas(mesh):
+        return run(hidden, weight, targets)
+    by_row = PartitionSpec(REPLICA_AXES)
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(by_row, PartitionSpec(), by_row),
+        out_specs=by_row,
+        axis_names=set(REPLICA_AXES),
+        check_vma=False,
+    )(hidden, weight, targets)

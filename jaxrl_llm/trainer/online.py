@@ -1,8 +1,9 @@
 """From a config to the planned programs of online RL, before any array exists."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,6 @@ from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.program import Program, States
 from jaxrl_llm.trainer.roles import Role, make_role
 from jaxrl_llm.types import RolloutBatch
-
-S = TypeVar("S", bound=ModelSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +85,15 @@ def plan_iteration(
     algorithm = build_algorithm(config.algorithm)
     sources = {"actor": find_model(config.actor, tokenizer)}
     roles = {"actor": _actor(config, sources["actor"], mesh)}
-    critic = _with_attention(config.critic, config)
-    _add_scalar_role(critic, tokenizer, "critic", sources, roles, mesh)
+    scalar = partial(_add_scalar_role, tokenizer, sources, roles, mesh, config.exact)
+    scalar("critic", config.critic)
     if reward is None:
         if config.reward.model is None:
             raise ValueError(
                 "reward.functions and reward.model are both empty: name a reward function, or "
                 "a reward model"
             )
-        reward_model = _with_attention(config.reward.model, config)
-        _add_scalar_role(reward_model, tokenizer, "reward", sources, roles, mesh)
+        scalar("reward", config.reward.model)
     steps = config.total_steps * update_sizes(config, "actor", mesh).num_mini_batches
     critic_steps = steps * config.critic.ppo_epochs
     roles["actor"] = roles["actor"].with_optimizer(
@@ -227,15 +225,8 @@ def _catalogue(
 
 
 def _actor(config: Config, source: ModelSource, mesh: Mesh) -> Role:
-    settings = _with_attention(config.actor, config)
-    return make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
-
-
-def _with_attention(settings: S, config: Config) -> S:
-    """`auto` settled: in an exact run XLA's attention, since cuDNN's gradient is not exact."""
-    if settings.attention == "auto" and config.exact:
-        return replace(settings, attention="xla")
-    return settings
+    spec = spec_of(source, "causal_lm", config.actor)
+    return make_role("actor", spec, config.actor, mesh, exact=config.exact)
 
 
 def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
@@ -245,20 +236,22 @@ def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
         param_dtype=config.actor.dtype,
         attention=config.actor.attention,
     )
-    settings = _with_attention(settings, config)
-    return make_role("reference", spec_of(source, "causal_lm", settings), settings, mesh)
+    spec = spec_of(source, "causal_lm", settings)
+    return make_role("reference", spec, settings, mesh, exact=config.exact)
 
 
 def _add_scalar_role(
-    settings: ModelSettings,
     tokenizer: Tokenizer,
-    name: str,
     sources: dict[str, ModelSource],
     roles: dict[str, Role],
     mesh: Mesh,
+    exact: bool,
+    name: str,
+    settings: ModelSettings,
 ) -> None:
     """A critic or reward model: its own model when the config gives one, else the actor's shape."""
     source = sources["actor"]
     if settings.path or settings.hf_config:
         source = sources[name] = find_model(settings, tokenizer)
-    roles[name] = make_role(name, spec_of(source, "scalar", settings), settings, mesh)
+    spec = spec_of(source, "scalar", settings)
+    roles[name] = make_role(name, spec, settings, mesh, exact=exact)

@@ -95,7 +95,8 @@ class Program:
     def lower(self, segment: Segment, states: States, batch: RolloutBatch) -> jax.stages.Lowered:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
         reads = {name: getattr(batch, name) for name in _segment_reads(segment)}
-        step = jax.ShapeDtypeStruct((), jnp.int32)
+        # Placed as `run` places it, or the compile cache would take it for another program.
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self._mesh))
         return self._compiled[segment.name].lower(*_split_states(states, segment), reads, step)
 
     def _feeds_host(self, segment: Segment) -> bool:

@@ -69,18 +69,24 @@ class Role:
         return init_state(params, self.optimizer)
 
 
-def make_role(name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh) -> Role:
-    """Place a model on the mesh; ValueError when a dim does not divide its mesh axes."""
+def make_role(
+    name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh, *, exact: bool = False
+) -> Role:
+    """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
+
+    `exact` keeps to attention whose gradient has the same bits in every run.
+    """
     use = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
     return Role(
         name=name,
         spec=spec,
         forward=ForwardSettings(
             dtype=settings.dtype,
-            attention=settings.attention,
+            attention="exact" if exact and settings.attention == "auto" else settings.attention,
             remat=settings.remat,
             scan_layers=settings.scan_layers,
             gather=gather_to(use, spec.axes, mesh),
+            mesh=mesh if mesh.size > 1 else None,
         ),
         param_shardings=shardings(spec.axes, spec.params, mesh, TRAIN_RULES),
         use_shardings=use,
@@ -102,7 +108,8 @@ def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Para
     def gather(names: tuple[str, ...], sharding: Any, param: jax.Array) -> jax.Array:
         if "vocab" not in names:
             return param
-        return jax.lax.with_sharding_constraint(param, sharding)
+        # Without the barrier the partitioner gathers what was there before the cast: float32.
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
 
     return lambda params: jax.tree.map(
         gather, axes, use_shardings, params, is_leaf=lambda x: isinstance(x, tuple)

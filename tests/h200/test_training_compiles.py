@@ -1,0 +1,112 @@
+"""The actor's update compiled for H200s: our attention on several cards, memory, collectives."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from target import h200_mesh, needs_compiler
+
+from jaxrl_llm.algorithms.alias import ppo
+from jaxrl_llm.config import ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES
+from jaxrl_llm.learner.losses import policy_loss, with_counts
+from jaxrl_llm.learner.micro_batches import Packed
+from jaxrl_llm.learner.train_step import train_step
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.trainer.roles import make_role
+from jaxrl_llm.trainer.stages import shard_rows
+
+pytestmark = needs_compiler
+
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=131072,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    attention_bias=True,
+    tie_word_embeddings=True,
+)
+ROW, SAMPLES, PROMPT, RESPONSE, GROUP = 4096, 32, 256, 1024, 8
+
+
+def update(sizes, **settings):
+    """One optimizer step on packed groups, compiled for a mesh of these sizes."""
+    mesh = h200_mesh(sizes, AXES)
+    model = ModelSettings(dtype="bfloat16", attention="pallas", **settings)
+    role = make_role("actor", model_spec(CONFIG), model, mesh, exact=True)
+    role = role.with_optimizer(OptimizerConfig(), 100)
+    assert role.optimizer is not None and role.learning_rate is not None
+    loss = policy_loss(
+        ppo(entropy_coef=0.01), spec=role.spec, settings=role.forward, temperature=1.0
+    )
+    packed = Packed(
+        row_tokens=ROW,
+        group=GROUP,
+        num_replicas=sizes[0] * sizes[1],
+        shard=shard_rows(mesh),
+    )
+
+    def step(state, fields):
+        return train_step(
+            state,
+            with_counts(fields, jnp.bool_(True)),
+            loss=loss,
+            optimizer=role.optimizer,
+            learning_rate=role.learning_rate,
+            max_grad_norm=1.0,
+            micro_batches=packed,
+        )
+
+    by_row = partial(
+        jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec(REPLICA_AXES))
+    )
+    fields = {
+        "prompts": by_row((SAMPLES, PROMPT), jnp.int32),
+        "prompt_lengths": by_row((SAMPLES,), jnp.int32),
+        "responses": by_row((SAMPLES, RESPONSE), jnp.int32),
+    }
+    for name in ("mask", "old_logprobs", "advantages"):
+        fields[name] = by_row((SAMPLES, RESPONSE), jnp.float32)
+    program = jax.jit(step, donate_argnums=0)
+    return program.lower(role.abstract(), fields).compile()
+
+
+def test_on_one_card():
+    compiled = update((1, 1, 1))
+    text = compiled.as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3 * CONFIG.num_layers
+    assert not whole_logits(text)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes  # the state is donated
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 1), (1, 2, 2)])
+def test_on_four_cards(sizes):
+    text = update(sizes).as_text()
+    assert 'custom_call_target="mosaic_gpu_v2"' in text
+    assert not whole_logits(text)
+    # Weights travel in bf16; what is gathered in float32 is small, e.g. norms and scores.
+    for shape in re.findall(r"= \(?f32\[([\d,]+)\][^=]*all-gather", text):
+        assert np.prod([int(d) for d in shape.split(",")]) < 2**20, shape
+
+
+def test_remat_takes_less_memory():
+    temporary = [
+        update((1, 1, 1), remat=remat).memory_analysis().temp_size_in_bytes
+        for remat in ("none", "projections", "full")
+    ]
+    assert temporary[0] > temporary[1] > temporary[2]
+
+
+def whole_logits(text):
+    """Arrays of a row of tokens times the vocabulary."""
+    return re.findall(rf"\w+\[(?:\d+,)*{ROW},{CONFIG.vocab_size}\]", text)

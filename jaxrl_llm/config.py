@@ -91,6 +91,9 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    # bfloat16 halves what AdamW keeps beside the weights; rounded by chance, or the second moment
+    # would stand still: a step moves it by less than bfloat16 can tell.
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ a selection that is empty gives 0 instead of a division by zero.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Mask = Float[Array, "..."] | Bool[Array, "..."] | Int[Array, "..."]
 
@@ -77,3 +77,30 @@ def entropy_from_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     probs = jnp.exp(logprobs)
     return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
+
+
+def mix32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """The bijection lowbias32 of uint32 (C. Wellons, "Prospecting for Hash Functions", 2018)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def round_by_chance(
+    x: Float[Array, "..."], step: Int[Array, ""], stream: int
+) -> Float[Array, "..."]:
+    """float32 to bfloat16, up or down with the probability that makes the mean exact.
+
+    What is added to a bfloat16 sum step after step is then kept on average, however small it is.
+    The chance is a hash of (step, stream, position): the same in every run and layout.
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    position = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        axis_index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        position = position * jnp.uint32(size) + axis_index
+    seed = mix32(step.astype(jnp.uint32) + mix32(jnp.uint32(stream)))
+    # The 16 bits that are dropped carry into those that stay as often as they are large.
+    noise = mix32(position ^ seed) >> 16
+    rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

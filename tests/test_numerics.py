@@ -13,6 +13,7 @@ from jaxrl_llm.numerics import (
     masked_sum,
     masked_var,
     masked_whiten,
+    round_by_chance,
     safe_divide,
 )
 
@@ -85,3 +86,25 @@ def test_entropy_of_uniform_and_of_masked_logits():
     np.testing.assert_allclose(
         entropy_from_logits(jnp.array([0.0, 0.0, -jnp.inf])), np.log(2), rtol=1e-6
     )
+
+
+def test_rounding_by_chance_keeps_the_mean_and_repeats():
+    x = jnp.full(
+        (64, 64), 1.0 + 2**-7 / 4, jnp.float32
+    )  # a quarter of the way to the next bfloat16
+    rounded = round_by_chance(x, jnp.int32(3), 5)
+    assert rounded.dtype == jnp.bfloat16
+    values, counts = np.unique(np.asarray(rounded, np.float32), return_counts=True)
+    np.testing.assert_array_equal(values, [1.0, 1.0 + 2**-7])
+    assert abs(counts[1] / x.size - 0.25) < 4 * np.sqrt(0.25 * 0.75 / x.size)
+    np.testing.assert_array_equal(rounded, round_by_chance(x, jnp.int32(3), 5))
+    for step, stream in ((4, 5), (3, 6)):
+        assert not np.array_equal(rounded, round_by_chance(x, jnp.int32(step), stream))
+
+
+def test_rounding_by_chance_keeps_what_needs_no_rounding():
+    x = jnp.array([0.0, -0.0, 1.5, -3.0, jnp.inf, -jnp.inf, jnp.nan, 2.0**-130], jnp.float32)
+    rounded = round_by_chance(x, jnp.int32(1), 0)
+    np.testing.assert_array_equal(np.asarray(rounded, np.float32), x)
+    lowest = jnp.float32(jnp.finfo(jnp.bfloat16).min)
+    assert round_by_chance(lowest[None], jnp.int32(1), 0)[0] == lowest

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl_llm.numerics import mix32
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -119,19 +121,12 @@ def _gumbel(keys_B2: jax.Array, vocab_size: int) -> jax.Array:
     """
     index_V = lax.iota(jnp.uint32, vocab_size)
     first_B1, second_B1 = keys_B2[:, :1], keys_B2[:, 1:]
-    bits_BV = _mix(_mix(index_V[None, :] + first_B1) ^ second_B1)
+    bits_BV = mix32(mix32(index_V[None, :] + first_B1) ^ second_B1)
     # -log(-log1p(-v)) keeps full relative precision where v is small, which is where the largest
     # noise comes from: the tail reaches 22, not the 16 of a 24-bit uniform.
     v_BV = (bits_BV.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     v_BV = jnp.minimum(v_BV, jnp.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-v_BV))
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """The bijection lowbias32 of uint32 (C. Wellons, "Prospecting for Hash Functions", 2018)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

@@ -1,8 +1,13 @@
 """AdamW with a schedule. The global-norm clip is in the train step, which reports the norm."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.numerics import round_by_chance
 
 
 def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -32,10 +37,32 @@ def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019). Weight decay falls on every parameter, as in verl."""
-    return optax.adamw(
-        schedule(config, total_steps),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+    if config.moment_dtype == "bfloat16":
+        adam = _with_bfloat16_moments(adam)
+    return optax.chain(
+        adam,
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(schedule(config, total_steps)),
     )
+
+
+def _with_bfloat16_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same update computed in float32, with both moments kept in bfloat16 between steps."""
+
+    def init(params: Any) -> Any:
+        return _moments(adam.init(params), lambda x, _: x.astype(jnp.bfloat16))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        exact = _moments(state, lambda x, _: x.astype(jnp.float32))
+        updates, exact = adam.update(updates, exact, params)
+        return updates, _moments(exact, lambda x, leaf: round_by_chance(x, exact.count, leaf))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _moments(state: Any, fn: Any) -> Any:
+    """`state` with fn(array, its number) for each array of both moments."""
+    leaves, structure = jax.tree.flatten((state.mu, state.nu))
+    mu, nu = structure.unflatten([fn(x, i) for i, x in enumerate(leaves)])
+    return state._replace(mu=mu, nu=nu)

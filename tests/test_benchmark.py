@@ -276,6 +276,7 @@ def rows_of(*words: str) -> list[Row]:
     )
 
 
+@pytest.mark.slow
 def test_wrong_attention_is_found(monkeypatch):
     def not_causal(q, k, v, **settings):
         return attention_of(q, k, v, causal=False)
@@ -297,6 +298,7 @@ def test_wrong_gradient_of_attention_is_found(monkeypatch):
     assert not forward.error and "dv_error" in both.error
 
 
+@pytest.mark.slow
 def test_wrong_loss_is_found(monkeypatch):
     monkeypatch.setattr(training, "CLIP", 0.6)
     (found,) = rows_of("training", "--workload=logprob", "--batch=1x8")

@@ -89,7 +89,7 @@ def test_on_one_card():
     assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes  # the state is donated
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 1), (1, 2, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 4, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_on_four_cards(sizes):
     text = update(sizes).as_text()
     assert 'custom_call_target="mosaic_gpu_v2"' in text
@@ -99,6 +99,7 @@ def test_on_four_cards(sizes):
         assert np.prod([int(d) for d in shape.split(",")]) < 2**20, shape
 
 
+@pytest.mark.slow
 def test_remat_takes_less_memory():
     temporary = [
         update((1, 1, 1), remat=remat).memory_analysis().temp_size_in_bytes

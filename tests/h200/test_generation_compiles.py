@@ -20,8 +20,14 @@ CONFIG = replace(SHAPES["qwen2.5-1.5b"], num_layers=2, sliding_window=(None, Non
 SAMPLES, PROMPT, RESPONSE, SLOTS, GROUP = 1024, 512, 2048, 256, 8
 
 
-@functools.cache
-def program():
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory):
+    """Where the compiler writes what it made."""
+    return tmp_path_factory.mktemp("dump")
+
+
+@pytest.fixture(scope="module")
+def program(dump):
     spec = model_spec(CONFIG, dtype="bfloat16")
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     sampling = SamplingParams(max_new_tokens=RESPONSE, stop_token_ids=(151645,))
@@ -48,7 +54,10 @@ def program():
         ints((SAMPLES,)),
         key,
     )
-    return jax.jit(answer).lower(*abstract(arguments)).compile()
+    lowered = jax.jit(answer).lower(*abstract(arguments))
+    return lowered.compile(
+        compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    )
 
 
 def computations(text):
@@ -65,9 +74,9 @@ def computations(text):
 
 
 @pytest.fixture(scope="module")
-def decode_body():
+def decode_body(program):
     """The lines of the innermost loop with our decode kernel in it."""
-    found = computations(program().as_text())
+    found = computations(program.as_text())
     bodies = {
         re.search(r"body=%?([\w.-]+)", line)[1]
         for lines in found.values()
@@ -99,13 +108,13 @@ def test_no_large_copy(decode_body):
             assert size(found[1]) < 2**20, line
 
 
-def test_no_float32_weights_and_no_sort(decode_body):
+def test_no_float32_weights_and_no_sort(program, decode_body):
     D, F = CONFIG.hidden_size, CONFIG.intermediate_size
     text = "\n".join(decode_body)
     for shape in (f"{D},{2 * F}", f"{F},{D}", f"{CONFIG.vocab_size},{D}"):
         assert f"bf16[{shape}]" in text and f"f32[{shape}]" not in text
     assert " sort(" not in text
-    sorted_lines = [line for line in program().as_text().splitlines() if " sort(" in line]
+    sorted_lines = [line for line in program.as_text().splitlines() if " sort(" in line]
     assert not any(str(CONFIG.vocab_size) in line for line in sorted_lines)
 
 
@@ -120,9 +129,20 @@ def test_kernels_of_a_layer(decode_body):
     assert a_layer <= 16, "\n".join(launched)
 
 
-def test_memory():
+def test_a_step_is_one_cuda_graph(program, dump):
+    """The sequence of the inner loop holds nothing but one captured graph, our kernels in it."""
+    (file,) = dump.glob("*thunk_sequence_after_thunk_passes.txt")
+    inner = file.read_text().rpartition("body:")[2].splitlines()
+    depth = [len(line) - len(line.lstrip()) for line in inner]
+    steps = [line.strip() for line, d in zip(inner, depth, strict=True) if line and d == depth[1]]
+    assert [step.split()[1] for step in steps] == ["kCommandBuffer"], steps
+    captured = [line for line, d in zip(inner, depth, strict=True) if d > depth[1]]
+    assert sum("kCustomCall" in line for line in captured) == CONFIG.num_layers
+
+
+def test_memory(program):
     """Weights and caches once, merged weights, and the logits; no second copy of a cache."""
-    memory = program().memory_analysis()
+    memory = program.memory_analysis()
     entry = 2 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
     caches = entry * (SLOTS * RESPONSE + SAMPLES // GROUP * PROMPT)
     logits = 4 * SLOTS * CONFIG.vocab_size

@@ -54,9 +54,9 @@ def _with_bfloat16_moments(adam: optax.GradientTransformation) -> optax.Gradient
         return _moments(adam.init(params), lambda x, _: x.astype(jnp.bfloat16))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        exact = _moments(state, lambda x, _: x.astype(jnp.float32))
-        updates, exact = adam.update(updates, exact, params)
-        return updates, _moments(exact, lambda x, leaf: round_by_chance(x, exact.count, leaf))
+        widened = _moments(state, lambda x, _: x.astype(jnp.float32))
+        updates, exact = adam.update(updates, widened, params)
+        return updates, _moments(exact, lambda x, leaf: round_by_chance(x, state.count + 1, leaf))
 
     return optax.GradientTransformation(init, update)
 

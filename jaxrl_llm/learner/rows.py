@@ -87,6 +87,7 @@ class Rows:
         return self._scatter(x)  # X is T
 
     def _scatter(self, x: Array) -> Array:
+        assert self.sample is not None and self.column is not None
         num_replicas = self.tokens.shape[0]
         num_samples = self.included.shape[0] // num_replicas
 

@@ -204,11 +204,16 @@ def generate_on_mesh(
     if limits_N is None:
         limits_N = jnp.full((num_samples,), sampling.max_new_tokens, jnp.int32)
 
-    def one_replica(*arguments: Any) -> GenerationOutput:
-        *arguments, limits = arguments
+    def one_replica(
+        params: Any, prompts: Any, lengths: Any, sample_ids: Any, key: Any, limits: Any
+    ) -> GenerationOutput:
         output = generate(
             spec,
-            *arguments,
+            params,
+            prompts,
+            lengths,
+            sample_ids,
+            key,
             sampling=sampling,
             limits_N=limits,
             group=math.gcd(group, num_samples // replicas),

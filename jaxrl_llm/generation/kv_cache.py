@@ -16,7 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.kernels.decode_attention import cache_length, prefix_decode_attention
+from jaxrl_llm.kernels.decode_attention import (
+    DecodeImplementation,
+    cache_length,
+    prefix_decode_attention,
+)
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
@@ -49,10 +53,14 @@ def init_cache(
     own_length: int,
     dtype: jnp.dtype,
 ) -> tuple[LayerCache, ...]:
-    """Zeroed caches, one a layer; lengths in tokens, rounded up to what the kernel reads."""
+    """Zeroed caches, one a layer; lengths in tokens, rounded up to the blocks of the kernel.
+
+    It reads no float32, so such a cache has its plain lengths and XLA less to read.
+    """
     K, H = config.num_kv_heads, config.head_dim
-    prompts = (num_prompts, K, cache_length(prompt_length), H)
-    own = (num_slots, K, cache_length(own_length), H)
+    if dtype != jnp.float32:
+        prompt_length, own_length = cache_length(prompt_length), cache_length(own_length)
+    prompts, own = (num_prompts, K, prompt_length, H), (num_slots, K, own_length, H)
     return tuple(
         LayerCache(*(jnp.zeros(shape, dtype) for shape in (prompts, prompts, own, own)))
         for _ in range(config.num_layers)
@@ -172,7 +180,9 @@ def _decode_by_heads(
     heads_axis: str | None,
 ) -> jax.Array:
     """Decode attention, each device of `heads_axis` (if given) on its own KV heads."""
-    chosen = implementation if implementation in ("pallas", "xla") else "auto"
+    chosen: DecodeImplementation = "auto"
+    if implementation == "pallas" or implementation == "xla":
+        chosen = implementation
 
     def local(q_BNH: jax.Array, cache: LayerCache, context: Context) -> jax.Array:
         return prefix_decode_attention(

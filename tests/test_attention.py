@@ -1,4 +1,4 @@
-"""Attention of whole rows and of one decoded token, against float32 references and each other."""
+"""Attention of whole rows, against float32 references and each other."""
 
 import itertools
 from functools import partial
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.kernels.decode_attention import decode_attention, decode_attention_reference
 from jaxrl_llm.kernels.flash_attention import attention, attention_reference
 
 # (query heads, KV heads), window
@@ -95,29 +94,6 @@ def test_causal_output_does_not_depend_on_later_tokens():
     np.testing.assert_array_equal(attention(q, k, v)[:, :4], attention(*changed)[:, :4])
 
 
-@pytest.mark.parametrize(("heads", "window"), CASES)
-def test_decoding_the_last_token_equals_attention_there(heads, window):
-    q, k, v = random_qkv(*heads)
-    lengths = jnp.array([7, 4], jnp.int32)
-    last = q[jnp.arange(2), lengths - 1]
-    # Entries past the length hold another row's leftovers: they must not show.
-    caches = [
-        jnp.where((jnp.arange(9) < lengths[:, None])[:, None, :, None], padded, 1e4)
-        for padded in (jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, 2), (0, 0))) for x in (k, v))
-    ]
-    expected = by_hand(q, k, v, window=window)[np.arange(2), np.asarray(lengths) - 1]
-    for function in (decode_attention, decode_attention_reference):
-        out = jax.jit(partial(function, window=window))(last, *caches, lengths)
-        np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
-def test_decoding_an_empty_row_gives_zero():
-    q, k, v = random_qkv(4, 2)
-    caches = (k.swapaxes(1, 2), v.swapaxes(1, 2))
-    out = decode_attention(q[:, 0], *caches, jnp.array([0, 3], jnp.int32))
-    assert (out[0] == 0).all() and (out[1] != 0).all()
-
-
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v = random_qkv(4, 2)
     with pytest.raises(ValueError, match="divisor of 4"):
@@ -128,8 +104,6 @@ def test_shapes_that_do_not_fit_are_refused():
         attention(q, k, v, causal=False, window=2)
     with pytest.raises(ValueError, match="auto, cudnn or xla"):
         attention(q, k, v, implementation="triton")  # pyright: ignore
-    with pytest.raises(ValueError, match="one length a row"):
-        decode_attention(q[:, 0], k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.array([3]))
 
 
 CUDNN_CASES = [

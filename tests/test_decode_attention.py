@@ -12,16 +12,20 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from jaxrl_llm.kernels import decode_attention_shared
 from jaxrl_llm.kernels.decode_attention import (
+    SharedPromptPlan,
     cache_length,
     prefix_decode_attention,
     prefix_decode_attention_reference,
+    shared_prompt_plan,
 )
 from jaxrl_llm.kernels.decode_attention_mosaic import (
     DecodeTuning,
     choose_num_splits,
     default_tuning,
 )
+from jaxrl_llm.kernels.decode_attention_shared import choose_prompt_splits
 
 
 @dataclass
@@ -73,6 +77,11 @@ class Case:
             jnp.asarray(x, self.cache_dtype) for x in (*self.prefix, *(x[chosen] for x in self.own))
         )
         return (q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, lengths)
+
+    def plan(self, num_splits: int | None = 1, slots: list[int] | None = None) -> SharedPromptPlan:
+        *_, rows, prefix_lengths, _, _, lengths = self.arguments(slots)
+        sizes = dict(group_rows=self.G, slots_per_prompt=2)
+        return shared_prompt_plan(rows, prefix_lengths, lengths, num_splits=num_splits, **sizes)
 
     def answer(self) -> np.ndarray:
         out = np.zeros_like(self.q)
@@ -172,6 +181,108 @@ def test_bits_do_not_depend_on_batch_index_or_neighbours(num_splits: int):
     np.testing.assert_array_equal(part, whole[[5, 4, 2]])
 
 
+SHARED = {
+    # Two slots an item. Rows out of order, two lengths of one row, three slots of one prompt, one
+    # slot alone, slots without a prompt, with nothing of their own, and with nothing at all.
+    "ragged": Case(
+        [1, 0, 1, 0, 1, 1, 0, 1, 1, 9],
+        [65, 0, 65, 64, 65, 64, 64, 128, 65, 0],
+        [0, 1, 63, 64, 128, 65, 3, 0, 2, 0],
+        G=30,
+    ),
+    "1.5B": Case(
+        [0, 1, 0, 1, 0, 0], [190, 1, 190, 1, 190, 0], [5, 64, 1, 9, 0, 70], G=6, K=2, H=128, P=192
+    ),
+    "8B": Case([0] * 9, [100] * 9, [1, 0, 64, 65, 3, 128, 1, 2, 9], G=8, K=2, H=128),
+}
+
+
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_shared_prompts_equal_float64_with_nan_past_every_length(case: Case, num_splits: int):
+    """With as many parts of the prompts; the second number has parts without a block."""
+    assert_close(case.run(plan=case.plan(num_splits)), case.answer())
+
+
+def test_shared_prompts_and_split_own_rows_equal_float64():
+    """Only the first part of a slot's own row takes the prompt in; others may be without blocks."""
+    case = SHARED["ragged"]
+    assert_close(case.run(plan=case.plan(2), num_splits=3), case.answer())
+
+
+def test_a_program_goes_through_several_units(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decode_attention_shared, "SMS", 1)
+    case = SHARED["1.5B"]
+    assert_close(case.run(plan=case.plan(4)), case.answer())
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_bits_do_not_depend_on_who_shares_the_prompt(num_splits: int):
+    """Alone, with others, at another place of the item, in another order."""
+    case = SHARED["ragged"]
+    whole = case.run(plan=case.plan(num_splits), num_splits=num_splits)
+    for slots in ([4], [8, 5, 4, 3], [7, 6, 4, 2, 0]):
+        plan = case.plan(num_splits, slots)
+        part = case.run(plan=plan, num_splits=num_splits, slots=slots)
+        np.testing.assert_array_equal(part, whole[slots])
+
+
+def test_no_race_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch):
+    """Programs go through several units, whose loads follow the stores of the unit before."""
+    monkeypatch.setattr(decode_attention_shared, "SMS", 1)
+    rows, prefix_lengths, lengths = [0, 1, 0, 1], [250, 70, 250, 70], [130, 0, 1, 64]
+    case = Case(rows, prefix_lengths, lengths, G=20, P=256, R=192)
+    interpret = InterpretGPUParams(detect_races=True)
+    out = case.run(plan=case.plan(2), tuning=DecodeTuning(stages=2), interpret=interpret)
+    assert_close(out, case.answer())
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def test_a_window_takes_only_the_order_from_the_plan():
+    fields = case_fields(SHARED["ragged"])
+    case = Case(**{**fields, "window": 70})
+    np.testing.assert_array_equal(case.run(plan=case.plan()), case.run())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_puts_every_slot_with_a_prompt_into_one_item(seed: int):
+    rng = np.random.default_rng(seed)
+    B, group_rows = 40, 13  # four slots an item
+    rows, lengths = rng.integers(0, 6, B), rng.integers(1, 999, B)
+    prefix_lengths = np.where(rng.random(B) < 0.2, 0, 5 + rows + (rng.random(B) < 0.2))
+    arguments = (jnp.asarray(x) for x in (rows, prefix_lengths, lengths))
+    plan = shared_prompt_plan(*arguments, group_rows=group_rows, slots_per_prompt=4)
+    np.testing.assert_array_equal(lengths[plan.order_B], np.sort(lengths)[::-1])
+    (num_items,) = plan.num_items
+    found = {}
+    for item in range(int(num_items)):
+        count = int(plan.item_counts_W[item])
+        assert 1 <= count <= 4
+        for place, slot in enumerate(np.asarray(plan.item_slots_WI[item, :count])):
+            assert int(slot) not in found
+            found[int(slot)] = (item, place)
+            assert rows[slot] == plan.item_rows_W[item]
+            assert prefix_lengths[slot] == plan.item_lengths_W[item]
+            assert (plan.slot_items_B[slot], plan.slot_places_B[slot]) == (item, place)
+    assert found.keys() == set(np.flatnonzero(prefix_lengths))
+    prompts = np.stack([rows, prefix_lengths])[:, prefix_lengths > 0]
+    _, sizes = np.unique(prompts, axis=1, return_counts=True)
+    assert num_items == np.ceil(sizes / 4).sum()
+    assert ((0 <= plan.item_slots_WI) & (plan.item_slots_WI < B)).all()
+
+
+def test_prompt_splits_come_from_shapes_and_fill_the_card():
+    def splits(B: int, K: int, P: int, num_splits: int | None = None) -> int:
+        zeros = jnp.zeros((B,), jnp.int32)
+        sizes = dict(group_rows=6, slots_per_prompt=8, num_splits=num_splits)
+        return choose_prompt_splits(B, K, P, shared_prompt_plan(zeros, zeros, zeros, **sizes), 64)
+
+    assert splits(1024, 8, 512) == 1
+    assert splits(256, 2, 512) == 4
+    assert splits(8, 2, 128) == 2  # no part under a block
+    assert splits(1024, 8, 512, num_splits=3) == 3
+
+
 @pytest.mark.parametrize("tuning", [DecodeTuning(stages=2), DecodeTuning(block=128, stages=4)])
 def test_tunings_agree(tuning: DecodeTuning):
     case = CASES["ragged"]
@@ -222,6 +333,13 @@ FLOAT8 = dict(cache_dtype=jnp.float8_e4m3fn, G=3, K=2, R=192)
 def test_float8_cache_equals_float64_with_nan_past_every_length(H: int, num_splits: int):
     case = Case([1, 0, 1], [70, 0, 128], [1, 0, 150], H=H, window=190, **FLOAT8)
     assert_close(case.run(num_splits=num_splits), case.answer())
+
+
+def test_float8_shared_prompts_with_scales():
+    scales = (np.array([0.3, 2.0]), np.array([4.0, 0.7]))
+    case = Case([0, 1, 0], [128, 70, 128], [1, 0, 77], scales=scales, **FLOAT8)
+    out = case.run(plan=case.plan(2), k_scale=scales[0], v_scale=scales[1])
+    assert_close(out, case.answer())
 
 
 @pytest.mark.parametrize("scales", [(0.5, 3.0), (np.array([0.3, 2.0]), np.array([4.0, 0.7]))])
@@ -292,6 +410,17 @@ def test_refuses_other_dtypes_splits_and_shared_memory():
         DecodeTuning(block=32)
     with pytest.raises(ValueError, match="at least 2"):
         DecodeTuning(stages=1)
+
+
+def test_refuses_a_plan_of_other_slots():
+    case = Case([0, 0], [4, 4], [4, 4])
+    with pytest.raises(ValueError, match="plan for these 2 slots"):
+        case.run(plan=case.plan(slots=[0]))
+    zeros = jnp.zeros((2,), jnp.int32)
+    with pytest.raises(ValueError, match="group_rows is 64"):
+        shared_prompt_plan(zeros, zeros, zeros, group_rows=64, slots_per_prompt=8)
+    with pytest.raises(ValueError, match="num_splits is 5"):
+        shared_prompt_plan(zeros, zeros, zeros, group_rows=6, slots_per_prompt=8, num_splits=5)
 
 
 def test_splits_come_from_shapes_and_fill_the_card():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.kernels.decode_attention import decode_attention
+from jaxrl_llm.kernels.decode_attention import prefix_decode_attention
 from jaxrl_llm.kernels.flash_attention import attention
 from jaxrl_llm.models import families
 from jaxrl_llm.models.base import (
@@ -262,8 +262,11 @@ def test_decoding_with_a_cache_equals_whole_rows():
                 jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), t, axis=2)
                 for old, new in zip(layer_cache, (k, v), strict=True)
             )
-            lengths = jnp.full(2, t + 1)
-            out = decode_attention(q[:, 0], keys, values, lengths, window=window)
+            no_prompt, zeros = jnp.zeros((1, 1, 1, 4)), jnp.zeros((2,), jnp.int32)
+            prompts = (no_prompt, no_prompt, zeros, zeros)
+            out = prefix_decode_attention(
+                q[:, 0], *prompts, keys, values, jnp.full(2, t + 1), window=window
+            )
             return out[:, None], (keys, values)
 
         model = bind(spec, params)

@@ -37,7 +37,7 @@ TILE_ROWS = 64  # of a warpgroup's matrix product
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
 MAX_SPLITS = 16
-_SMS = 132
+SMS = 132
 _WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
 _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
@@ -56,30 +56,44 @@ class DecodeTuning:
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
 
-    def smem(self, head_dim: int, num_splits: int, cache_dtype: jax.typing.DTypeLike) -> int:
-        """Bytes of shared memory of one program; 112 KiB let two share an SM, 74 KiB three."""
+    def smem(self, head_dim: int, cache_dtype: jax.typing.DTypeLike, prompt_rows: int = 0) -> int:
+        """Bytes of shared memory of one program, at most; 113 KiB let two share an SM, 74 three.
+
+        `prompt_rows` are the rows of prompt results that are merged into it.
+        """
         itemsize = jnp.dtype(cache_dtype).itemsize
-        queries = TILE_ROWS * head_dim * 2
-        partial = 0 if num_splits == 1 else TILE_ROWS * head_dim * 4
+        rows = (TILE_ROWS + prompt_rows) * head_dim * 2
+        sums = 2 * 1024 + prompt_rows * 4
         widened = 0 if itemsize == 2 else self.block * head_dim * 2
         ring = 2 * self.stages * self.block * head_dim * itemsize
-        return queries + partial + widened + ring
+        return rows + sums + widened + ring
 
 
-def default_tuning(
-    head_dim: int, num_splits: int = 1, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16
-) -> DecodeTuning:
-    """Two programs an SM at H = 128, three at H = 64, and as many stages as that leaves room for.
+def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16) -> DecodeTuning:
+    """Two programs an SM at H = 128, three at H = 64; 128 to 144 KiB of loads in flight on an SM.
 
-    So 128 to 192 KiB of loads are in flight on an SM.
+    More stages were measured slower on an H200 (H = 128), at any number of slots.
     """
-    room = (112 if head_dim == 128 else 72) * 1024
-    fitting = (
-        tuning
-        for tuning in (DecodeTuning(stages=stages) for stages in range(8, 2, -1))
-        if tuning.smem(head_dim, num_splits, cache_dtype) <= room
-    )
-    return next(fitting, DecodeTuning(stages=2))
+    ring = (64 if head_dim == 128 else 48) * 1024
+    a_block = 2 * DecodeTuning().block * head_dim * jnp.dtype(cache_dtype).itemsize
+    return DecodeTuning(stages=max(2, ring // a_block))
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptParts:
+    """The attention over every slot's prompt, already computed in S parts.
+
+    Row `places_B[b]` * G + g of item `items_B[b]` has the log-sum-exps of slot b's query g.
+    """
+
+    out_BKSGH: Float[Array, "B K S G H"]  # normalised, without the values' scale
+    sums_WKSM: Float[Array, "W K S M"]  # log-sum-exps in base 2
+    items_B: Int[Array, " B"]
+    places_B: Int[Array, " B"]
+
+    @property
+    def num_splits(self) -> int:
+        return self.out_BKSGH.shape[2]
 
 
 def choose_num_splits(
@@ -90,7 +104,7 @@ def choose_num_splits(
     Enough for `programs_per_sm` programs an SM, but no part shorter than four blocks when the
     `num_entries` of both caches are full.
     """
-    wanted = tuning.programs_per_sm * _SMS / (num_slots * num_kv_heads)
+    wanted = tuning.programs_per_sm * SMS / (num_slots * num_kv_heads)
     most = num_entries / (4 * tuning.block)
     return 2 ** max(0, min(int(math.log2(MAX_SPLITS)), math.floor(math.log2(min(wanted, most)))))
 
@@ -109,6 +123,8 @@ def decode_attention_mosaic(
     scales_K: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
     num_splits: int = 1,
     tuning: DecodeTuning | None = None,
+    order_B: Int[Array, " B"] | None = None,
+    prompts: PromptParts | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B N H"]:
     """The kernel, and with `num_splits` > 1 the merge of its parts in one fused XLA operation.
@@ -116,21 +132,33 @@ def decode_attention_mosaic(
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
     with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
     length, NaN included, never change the result. `interpret` runs the kernel on the CPU
-    (InterpretGPUParams).
+    (InterpretGPUParams). `order_B`, a permutation of the slots, is the order in which they start.
+    With `prompts` (and without a window), the kernel reads the slots' own rows only, and merges
+    the prompts' part into what it finds.
     """
     B, N, H = q_BNH.shape
     K = k_own_BKRH.shape[1]
-    tuning = tuning or default_tuning(H, num_splits, k_own_BKRH.dtype)
     G = N // K
-    split = num_splits > 1
-    parts = (B, K, num_splits)
-    out_types = [jax.ShapeDtypeStruct((*parts, G, H), jnp.float32 if split else q_BNH.dtype)]
-    if split:
-        out_types.append(jax.ShapeDtypeStruct((*parts, TILE_ROWS), jnp.float32))
+    tuning = tuning or default_tuning(H, k_own_BKRH.dtype)
+    by_slot = [prefix_rows_B, prefix_lengths_B, lengths_B]
+    if prompts is not None:
+        by_slot += [prompts.items_B, prompts.places_B]
+    if order_B is not None:
+        by_slot = [*(x[order_B] for x in by_slot), order_B]
+    out_types = [jax.ShapeDtypeStruct((B, K, num_splits, G, H), q_BNH.dtype)]
+    if num_splits > 1:
+        out_types.append(jax.ShapeDtypeStruct((B, K, num_splits, TILE_ROWS), jnp.float32))
     outputs = plgpu.kernel(
-        _make_body(G, window, num_splits, tuning),
+        _make_body(window, num_splits, tuning, order_B is not None, prompts is not None),
         out_type=out_types,
-        scratch_types=_scratch(H, split, k_own_BKRH.dtype, tuning, interpret is not None),
+        scratch_types=scratch_types(
+            H,
+            k_own_BKRH.dtype,
+            tuning,
+            with_sums=num_splits > 1,
+            prompt_parts=(prompts.num_splits, G) if prompts is not None else (0, 0),
+            interpreted=interpret is not None,
+        ),
         grid=(B, K, num_splits),
         grid_names=("slot", "kv_head", "split"),
         compiler_params=plgpu.CompilerParams(
@@ -146,19 +174,23 @@ def decode_attention_mosaic(
         v_prefix_CKPH,
         k_own_BKRH,
         v_own_BKRH,
-        prefix_rows_B.astype(jnp.int32),
-        prefix_lengths_B.astype(jnp.int32),
-        lengths_B.astype(jnp.int32),
+        *((prompts.out_BKSGH, prompts.sums_WKSM) if prompts is not None else ()),
+        *(x.astype(jnp.int32) for x in by_slot),
         *(scales_K or ()),
     )
-    if not split:
+    if num_splits == 1:
         return outputs[0].reshape(B, N, H)
-    out_BKSGH, lse_BKSM = outputs
-    return _merge(out_BKSGH, lse_BKSM[..., :G]).astype(q_BNH.dtype).reshape(B, N, H)
+    out_BKSGH, sums_BKSM = outputs
+    return _merge(out_BKSGH, sums_BKSM[..., :G]).astype(q_BNH.dtype).reshape(B, N, H)
 
 
 def check_supported(
-    q_BNH: Array, k_prefix_CKPH: Array, k_own_BKRH: Array, tuning: DecodeTuning, num_splits: int
+    q_BNH: Array,
+    k_prefix_CKPH: Array,
+    k_own_BKRH: Array,
+    tuning: DecodeTuning,
+    num_splits: int,
+    prompt_rows: int = 0,
 ) -> None:
     """ValueError, with the remedy, for what the kernel does not take."""
     H = q_BNH.shape[2]
@@ -170,7 +202,7 @@ def check_supported(
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    if tuning.smem(H, num_splits, k_own_BKRH.dtype) > _MAX_SMEM:
+    if tuning.smem(H, k_own_BKRH.dtype, prompt_rows) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
     if q_BNH.dtype != jnp.bfloat16 or k_own_BKRH.dtype not in CACHE_DTYPES:
         raise ValueError(
@@ -184,30 +216,43 @@ def check_supported(
         )
 
 
-def _matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+def matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """Shared memory laid out for the tensor cores: rows of H elements in swizzled tiles."""
     row_bytes = min(128, shape[-1] * dtype.itemsize)
     tiling = plgpu.TilingTransform((8, row_bytes // dtype.itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(row_bytes)))
 
 
-def _scratch(
-    H: int, split: bool, cache_dtype: jnp.dtype, tuning: DecodeTuning, interpreted: bool
+def scratch_types(
+    H: int,
+    cache_dtype: jnp.dtype,
+    tuning: DecodeTuning,
+    *,
+    with_sums: bool,
+    prompt_parts: tuple[int, int],
+    interpreted: bool,
 ) -> dict[str, Any]:
+    """What a program needs; `prompt_parts` are the parts of its prompt and the rows of each."""
     ring = (tuning.stages, tuning.block, H)
-    operand = jnp.dtype(_operand_dtype(cache_dtype))
+    operand = jnp.dtype(operand_dtype(cache_dtype))
+    num_prompt_parts, rows_a_part = prompt_parts
+    # Rows of a tile that are not queries may be anything, so parts lie in one another's tiles.
+    rows = TILE_ROWS + num_prompt_parts * rows_a_part
     scratch: dict[str, Any] = {
-        "q_MH": plgpu.SMEM((TILE_ROWS, H), jnp.bfloat16),
-        "k_ring": _matrix(ring, cache_dtype),
-        "v_ring": _matrix(ring, cache_dtype),
+        "q_MH": plgpu.SMEM((rows, H), jnp.bfloat16),
+        "k_ring": matrix(ring, cache_dtype),
+        "v_ring": matrix(ring, cache_dtype),
         "q_barrier": plgpu.Barrier(),
         "k_barriers": plgpu.Barrier(num_barriers=tuning.stages),
         "v_barriers": plgpu.Barrier(num_barriers=tuning.stages),
     }
     if operand != cache_dtype:
-        scratch["wide_JH"] = _matrix((tuning.block, H), operand)
-    if split:
-        scratch["part_MH"] = plgpu.SMEM((TILE_ROWS, H), jnp.float32)
+        scratch["wide_JH"] = matrix((tuning.block, H), operand)
+    if with_sums:
+        scratch["sums_M"] = plgpu.SMEM((TILE_ROWS,), jnp.float32)
+    if num_prompt_parts:
+        scratch["prompt_sums"] = plgpu.SMEM((num_prompt_parts, 2 * TILE_ROWS), jnp.float32)
+        scratch["prompt_barrier"] = plgpu.Barrier(num_arrivals=2 * num_prompt_parts)
     if interpreted:
         scratch["spill_MH"] = plgpu.SMEM((TILE_ROWS, H), operand)
         scratch["spill_MJ"] = plgpu.SMEM((TILE_ROWS, tuning.block), operand)
@@ -215,13 +260,13 @@ def _scratch(
     return scratch
 
 
-def _operand_dtype(cache_dtype: jnp.dtype) -> Any:
+def operand_dtype(cache_dtype: jnp.dtype) -> Any:
     """What the tensor cores multiply. The card widens float8 to float16, not to bfloat16."""
     return cache_dtype if cache_dtype == jnp.bfloat16 else jnp.float16
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """The blocks that one program reads: steps 0 to `steps` - 1. Every field is an int32 scalar.
 
     Step i is block `prefix_block` + i of the prompt row while i < `prefix_steps` (which may be
@@ -244,7 +289,7 @@ class _Blocks:
         num_splits: int,
         window: int | None,
         block: int,
-    ) -> "_Blocks":
+    ) -> "Blocks":
         """The blocks of part `part` out of `num_splits` equal parts (to a block)."""
         first = jnp.int32(0)
         if window is not None:
@@ -290,8 +335,8 @@ class _Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scratch:
-    """A program's shared memory and barriers, as `_scratch` asks for them."""
+class Scratch:
+    """A program's shared memory and barriers, as `scratch_types` asks for them."""
 
     q_MH: Any
     k_ring: Any
@@ -300,27 +345,29 @@ class _Scratch:
     k_barriers: Any
     v_barriers: Any
     wide_JH: Any = None  # only with a float8 cache
-    part_MH: Any = None  # only with splits
+    sums_M: Any = None  # only where parts are merged later
+    prompt_sums: Any = None  # [S, 2 M], only with prompts' parts, as is the barrier
+    prompt_barrier: Any = None
     spill_MH: Any = None  # the rest only when interpreted
     spill_MJ: Any = None
     spill_HJ: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class Program:
     """One slot, KV head and part.
 
     The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
     neither layouts nor transposed operands: there, operands go through the `spill` places.
     """
 
-    memory: _Scratch
-    blocks: _Blocks
+    memory: Scratch
+    blocks: Blocks
     block: int
     stages: int
     window: int | None
     to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
-    keys: tuple[Any, Any]  # [P, H] and [R, H] in global memory
+    keys: tuple[Any, Any]  # [P, H] and [R, H] in global memory, None for one that is not read
     values: tuple[Any, Any]
 
     @property
@@ -329,7 +376,7 @@ class _Program:
 
     @property
     def operand(self) -> Any:
-        return _operand_dtype(self.memory.k_ring.dtype)
+        return operand_dtype(self.memory.k_ring.dtype)
 
     def held(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self.interpreted else plgpu.layout_cast(x, layout)
@@ -351,17 +398,25 @@ class _Program:
             plgpu.copy_gmem_to_smem(rows.at[entries], ring.at[place], barriers.at[place])
 
         in_prefix = step < blocks.prefix_steps
-        pl.when((step < blocks.steps) & in_prefix)(lambda: start(True, prefix_PH))
-        pl.when((step < blocks.steps) & ~in_prefix)(lambda: start(False, own_RH))
+        if prefix_PH is not None:
+            pl.when((step < blocks.steps) & in_prefix)(lambda: start(True, prefix_PH))
+        if own_RH is not None:
+            pl.when((step < blocks.steps) & ~in_prefix)(lambda: start(False, own_RH))
 
     def queries(self) -> Any:
         """The queries as a product's left operand: registers, which leaves `q_MH` free."""
-        q_MH = self.memory.q_MH
         if self.interpreted:
-            self.memory.spill_MH[...] = q_MH[...].astype(self.operand)
+            self.memory.spill_MH[...] = self.tile(0).astype(self.operand)
             return self.memory.spill_MH
-        q = plgpu.load(q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
+        q = self.tile(0)
         return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
+
+    def tile(self, first_row: int) -> jax.Array:
+        """A tile's rows from `q_MH`, in registers."""
+        tile = self.memory.q_MH.at[pl.ds(first_row, TILE_ROWS)]
+        if self.interpreted:
+            return tile[...]
+        return plgpu.load(tile, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def clear(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
         """The block with zeros for its entries from `end` on."""
@@ -490,11 +545,43 @@ class _Program:
         )
         return lax.fori_loop(0, self.blocks.steps, step_fn, carry)
 
+    def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
+        """The result, and where there is a place for them its log-sum-exps, in shared memory."""
+        out_MH = self.memory.q_MH.at[pl.ds(0, TILE_ROWS)]
+        out_MH[...] = acc.astype(out_MH.dtype)
+        if self.memory.sums_M is not None:
+            self.memory.sums_M[...] = high + jnp.log2(total)
+        plgpu.commit_smem()
+
+    def join_prompt(
+        self, state: tuple[jax.Array, ...], num_parts: int, G: int, place: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """`attend`'s result with the prompt's parts, which lie behind the queries, merged into it.
+
+        The first part has an entry: its log-sum-exp is finite, whatever the others' are.
+        """
+        plgpu.barrier_wait(self.memory.prompt_barrier)
+        acc, high, total = state
+        for part in range(num_parts):
+            sums_M = self.memory.prompt_sums.at[part, pl.ds(place * G, TILE_ROWS)]
+            if self.interpreted:
+                sums = sums_M[...]
+            else:
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                sums = plgpu.load(sums_M, *_WHOLE, layout=layout, optimized=False)
+            new_high = jnp.maximum(high, sums)
+            keep, weight = jnp.exp2(high - new_high), jnp.exp2(sums - new_high)
+            out = self.tile((part + 1) * G).astype(jnp.float32)
+            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
+            acc += out * lax.broadcast_in_dim(weight, acc.shape, [0])
+            high, total = new_high, total * keep + weight
+        return acc, high, total
+
 
 def _make_body(
-    G: int, window: int | None, num_splits: int, tuning: DecodeTuning
+    window: int | None, num_splits: int, tuning: DecodeTuning, ordered: bool, with_prompts: bool
 ) -> Callable[..., None]:
-    """The kernel's body."""
+    """The kernel's body; what is given a slot is in the order in which they start."""
 
     def body(
         q_BKGH: Any,
@@ -502,29 +589,35 @@ def _make_body(
         v_prefix_CKPH: Any,
         k_own_BKRH: Any,
         v_own_BKRH: Any,
-        prefix_rows_B: Any,
-        prefix_lengths_B: Any,
-        lengths_B: Any,
-        *scales_and_outputs: Any,
+        *others: Any,
         **scratch: Any,
     ) -> None:
-        memory = _Scratch(**scratch)
-        num_outputs = 1 if memory.part_MH is None else 2
-        scales_K = scales_and_outputs[:-num_outputs]
-        out_BKSGH, *lse_BKSM = scales_and_outputs[-num_outputs:]
-        slot, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
-        row = prefix_rows_B[slot]
-        lengths = prefix_lengths_B[slot], lengths_B[slot]
+        memory = Scratch(**scratch)
+        given = iter(others)
+        prompts = (next(given), next(given)) if with_prompts else None
+        rows_B, prefix_lengths_B, lengths_B = next(given), next(given), next(given)
+        items_and_places: Any = (next(given), next(given)) if with_prompts else None
+        order_B = next(given) if ordered else None
+        *scales_K, out_BKSGH, sums_BKSM = (*given, None) if num_splits == 1 else given
+        turn, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
+        slot = turn if order_B is None else order_B[turn]
+        G, H = q_BKGH.shape[2:]
+        row, prefix_length, length = rows_B[turn], prefix_lengths_B[turn], lengths_B[turn]
+        read_here = jnp.int32(0) if with_prompts else prefix_length
         k_scale, v_scale = (scale_K[head] for scale_K in scales_K) if scales_K else (1.0, 1.0)
-        program = _Program(
+        prefixes = None if with_prompts else k_prefix_CKPH.at[row, head]
+        program = Program(
             memory=memory,
-            blocks=_Blocks.of(*lengths, part, num_splits, window, tuning.block),
+            blocks=Blocks.of(read_here, length, part, num_splits, window, tuning.block),
             block=tuning.block,
             stages=tuning.stages,
             window=window,
-            to_base_2=k_scale * (q_BKGH.shape[-1] ** -0.5 * math.log2(math.e)),
-            keys=(k_prefix_CKPH.at[row, head], k_own_BKRH.at[slot, head]),
-            values=(v_prefix_CKPH.at[row, head], v_own_BKRH.at[slot, head]),
+            to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
+            keys=(prefixes, k_own_BKRH.at[slot, head]),
+            values=(
+                None if with_prompts else v_prefix_CKPH.at[row, head],
+                v_own_BKRH.at[slot, head],
+            ),
         )
         for i in range(tuning.stages):
             program.load(i, i, keys=True)
@@ -532,39 +625,58 @@ def _make_body(
         q_MH = memory.q_MH
         plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], memory.q_barrier)
         plgpu.barrier_wait(memory.q_barrier)
-        acc, high, total = program.attend(program.queries())
+        q = program.queries()
+        if prompts is None:
+            acc, high, total = program.attend(q)
+        else:
+            num_parts = prompts[0].shape[2]
+            item, place_in_item = (x[turn] for x in items_and_places)
+            joins = (part == 0) & (prefix_length > 0)
+
+            @pl.when(joins)
+            def _() -> None:
+                plgpu.commit_smem()  # the queries are read: their tile may be written
+                for s in range(num_parts):
+                    out_GH = q_MH.at[pl.ds((s + 1) * G, G)]
+                    sums_M = memory.prompt_sums.at[s, pl.ds(0, TILE_ROWS)]
+                    for part_s, place in (
+                        (prompts[0].at[slot, head, s], out_GH),
+                        (prompts[1].at[item, head, s], sums_M),
+                    ):
+                        plgpu.copy_gmem_to_smem(part_s, place, memory.prompt_barrier)
+
+            acc, high, total = lax.cond(
+                joins,
+                lambda *state: program.join_prompt(state, num_parts, G, place_in_item),
+                lambda *state: state,
+                *program.attend(q),
+            )
 
         scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
         acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-        staging = q_MH if memory.part_MH is None else memory.part_MH
-        staging[...] = acc.astype(staging.dtype)
-        # No query reaches the last row, so it carries the log-sum-exps: shared memory of their
-        # own would be the bytes that keep a second program off the SM.
-        lse_M = staging.at[TILE_ROWS - 1, pl.ds(0, TILE_ROWS)]
-        if lse_BKSM:
-            lse_M[...] = high + jnp.log2(total)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, G)], out_BKSGH.at[slot, head, part])
-        if lse_BKSM:
-            plgpu.copy_smem_to_gmem(lse_M, lse_BKSM[0].at[slot, head, part])
+        program.store(acc, high, total)
+        plgpu.copy_smem_to_gmem(q_MH.at[pl.ds(0, G)], out_BKSGH.at[slot, head, part])
+        if sums_BKSM is not None:
+            plgpu.copy_smem_to_gmem(memory.sums_M, sums_BKSM.at[slot, head, part])
         plgpu.wait_smem_to_gmem(0)
 
     return body
 
 
 def _merge(
-    out_BKSGH: Float[Array, "B K S G H"], lse_BKSG: Float[Array, "B K S G"]
+    out_BKSGH: Float[Array, "B K S G H"], sums_BKSG: Float[Array, "B K S G"]
 ) -> Float[Array, "B K G H"]:
-    """The attention over all parts from each part's result and base-2 log-sum-exp.
+    """The attention over all parts from each part's result and base-2 log-sum-exp, float32.
 
     Written part by part, without reductions, so that XLA makes a single loop of it.
     """
     parts = range(out_BKSGH.shape[2])
-    highest = lse_BKSG[:, :, 0]
+    highest = sums_BKSG[:, :, 0]
     for s in parts:
-        highest = jnp.maximum(highest, lse_BKSG[:, :, s])
+        highest = jnp.maximum(highest, sums_BKSG[:, :, s])
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)  # no token at all
-    weights = [jnp.exp2(lse_BKSG[:, :, s] - highest)[..., None] for s in parts]
+    weights = [jnp.exp2(sums_BKSG[:, :, s] - highest)[..., None] for s in parts]
     total = sum(weights[1:], weights[0])
-    out = sum((weights[s] * out_BKSGH[:, :, s] for s in parts[1:]), weights[0] * out_BKSGH[:, :, 0])
+    results = [out_BKSGH[:, :, s].astype(jnp.float32) for s in parts]
+    out = sum((weights[s] * results[s] for s in parts[1:]), weights[0] * results[0])
     return out / jnp.where(total == 0.0, 1.0, total)

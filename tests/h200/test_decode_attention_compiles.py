@@ -5,14 +5,16 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from target import abstract, needs_compiler, one_h200
 
-from jaxrl_llm.kernels.decode_attention import prefix_decode_attention
+from jaxrl_llm.kernels.decode_attention import prefix_decode_attention, shared_prompt_plan
 
 pytestmark = needs_compiler
 
@@ -44,8 +46,15 @@ class Resources:
         return min(SM_REGISTERS // registers, SM_SHARED_BYTES // shared)
 
 
-def compile_decode(shape: str, num_splits: int, window: int | None, cache: str) -> str:
-    """The optimised HLO of one decode attention call."""
+def compile_decode(
+    shape: str,
+    num_splits: int,
+    window: int | None,
+    cache: str,
+    shared: bool = False,
+    calls: int = 1,
+) -> str:
+    """The optimised HLO of some decode attention calls, prompts `shared` by a plan of groups."""
     K, N, H, _ = SHAPES[shape]
     q, prefix, own = (
         jax.ShapeDtypeStruct(dims, dtype)
@@ -58,19 +67,31 @@ def compile_decode(shape: str, num_splits: int, window: int | None, cache: str) 
     int32 = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
     arguments = (q, prefix, prefix, int32, int32, own, own, int32)
 
-    def decode(*arguments: jax.Array) -> jax.Array:
-        return prefix_decode_attention(
-            *arguments, window=window, implementation="pallas", num_splits=num_splits
-        )
+    plan = None
+    if shared:
+        sizes = dict(group_rows=N // K, slots_per_prompt=SLOTS // PROMPTS)
+        plan = jax.eval_shape(partial(shared_prompt_plan, **sizes), int32, int32, int32)
 
-    lowered = jax.jit(decode).lower(*abstract(arguments, one_h200()))
+    def decode(plan: Any, q: jax.Array, *others: jax.Array) -> jax.Array:
+        for _ in range(calls):
+            q = prefix_decode_attention(
+                q,
+                *others,
+                window=window,
+                implementation="pallas",
+                num_splits=num_splits,
+                plan=plan,
+            )
+        return q
+
+    lowered = jax.jit(decode).lower(*abstract((plan, *arguments), one_h200()))
     return lowered.compile().as_text()
 
 
 def resources_of(
-    folder: Path, shape: str, num_splits: int, window: int | None, cache: str
-) -> Resources:
-    """Compiles in a process of its own, whose dumps are asked for by its environment."""
+    folder: Path, shape: str, num_splits: int, window: int | None, cache: str, shared: bool = False
+) -> dict[str, Resources]:
+    """Of every kernel. Compiles in a process of its own, whose environment asks for the dumps."""
     nvcc = Path(sys.prefix) / "lib/python3.12/site-packages/nvidia/cu13/bin"
     flags = dict.fromkeys(("PTX", "PTXAS", "RESOURCES"), "1")
     environment = {
@@ -80,11 +101,14 @@ def resources_of(
         "PATH": f"{nvcc}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    arguments = (shape, num_splits, window, cache)
+    arguments = (shape, num_splits, window, cache, shared)
     code = f"from {Path(__file__).stem} import *; compile_decode(*{arguments!r})"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=240)
-    (ptxas,) = (path.read_text() for path in folder.glob("*.ptxas"))
-    (resources,) = (path.read_text() for path in folder.glob("*.resources.txt"))
+    return {path.stem: _resources_in(path) for path in folder.glob("*.ptxas")}
+
+
+def _resources_in(path: Path) -> Resources:
+    ptxas, resources = path.read_text(), path.with_suffix(".resources.txt").read_text()
     barriers = sum(map(int, re.findall(r"num_barriers=(\d+).*?\): \d", resources)))
     return Resources(
         registers=int(re.findall(r"Used (\d+) registers", ptxas)[0]),
@@ -95,20 +119,25 @@ def resources_of(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("num_splits", "window", "cache"),
+    ("num_splits", "window", "cache", "shared"),
     [
-        (1, None, "bfloat16"),
-        (4, None, "bfloat16"),
-        (1, 300, "bfloat16"),
-        (1, None, "float8_e4m3fn"),
+        (1, None, "bfloat16", False),
+        (4, None, "bfloat16", False),
+        (1, 300, "bfloat16", False),
+        (1, None, "float8_e4m3fn", False),
+        (1, None, "bfloat16", True),
+        (4, None, "bfloat16", True),
+        (1, None, "float8_e4m3fn", True),
     ],
 )
 def test_no_spills_and_several_programs_an_sm(
-    shape: str, num_splits: int, window: int | None, cache: str, tmp_path: Path
+    shape: str, num_splits: int, window: int | None, cache: str, shared: bool, tmp_path: Path
 ):
-    found = resources_of(tmp_path, shape, num_splits, window, cache)
-    assert found.spilled_bytes == 0
-    assert found.programs_per_sm() >= SHAPES[shape][3]
+    kernels = resources_of(tmp_path, shape, num_splits, window, cache, shared)
+    assert len(kernels) == 1 + shared
+    for found in kernels.values():
+        assert found.spilled_bytes == 0
+        assert found.programs_per_sm() >= SHAPES[shape][3]
 
 
 def operations(hlo: str) -> list[str]:
@@ -129,3 +158,12 @@ def test_split_adds_one_kernel():
     hlo = compile_decode("1.5B", 4, None, "bfloat16")
     assert operations(hlo) == ["custom-call", "fusion"]
     assert hlo.count(" custom-call(") == hlo.count(" fusion(") == 1
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_shared_prompts_add_one_kernel_a_layer_and_one_a_step(num_splits: int):
+    """The step's own one puts the slots' numbers in the plan's order, for all layers."""
+    hlo = compile_decode("1.5B", num_splits, None, "bfloat16", shared=True, calls=3)
+    assert operations(hlo) == ["custom-call", "fusion"]
+    assert hlo.count(" custom-call(") == 2 * 3
+    assert hlo.count(" fusion(") == 1 + (3 if num_splits > 1 else 0)

@@ -39,7 +39,7 @@ class Completion:
 class RolloutBatch:
     """Samples of one iteration. Sample i answers prompt i // n: group order never changes.
 
-    The fields after `sample_ids` start as None; a stage of the dataflow writes each.
+    The fields after `group_ids` start as None; a stage of the dataflow writes each.
     A stage and a loss name the fields that they read, so these names are the vocabulary of
     `algorithms/`.
     """
@@ -47,6 +47,7 @@ class RolloutBatch:
     prompts: Int[Array, "B P"]
     prompt_lengths: Int[Array, " B"]
     sample_ids: UInt32[Array, " B"]  # counter in its step: the key of its draws
+    group_ids: Int[Array, " B"]  # of the prompt; equal for samples that answer the same
 
     responses: Int[Array, "B R"] | None = None
     mask: Float[Array, "B R"] | None = None  # 1 for a token of the policy, its EOS included
@@ -66,7 +67,7 @@ class RolloutBatch:
 
 
 ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch))
-INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids")
+INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids", "group_ids")
 
 
 @jax.tree_util.register_dataclass

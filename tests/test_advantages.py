@@ -1,10 +1,10 @@
-"""GAE against arrays written by hand and against the recursion, one token at a time, in float64."""
+"""Estimators against arrays written by hand and against the same in float64, one step at a time."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.advantages import gae, score_to_rewards
+from jaxrl_llm.algorithms.advantages import gae, grpo, score_to_rewards
 
 
 def loop_gae(rewards, values, mask, gamma, lam):
@@ -121,3 +121,45 @@ def test_settings_out_of_range_are_refused():
     ones = jnp.ones((1, 2))
     with pytest.raises(ValueError, match="gamma is 1.5"):
         gae(ones, ones, ones, gamma=1.5)
+
+
+def test_grpo_by_hand(checked):
+    # group 0: rewards 1, 0, 0.5 (two tokens of 0.25): mean 0.5, unbiased std 0.5 -> 1, -1, 0
+    # group 1, alone: mean 0 and std 1 -> its own reward
+    # group 2: equal rewards -> 0
+    rewards = jnp.array([[0.0, 1.0], [0.0, 9.0], [0.25, 0.25], [0.7, 9.0], [3.0, 0.0], [3.0, 0.0]])
+    mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    groups = jnp.array([0, 0, 0, 1, 2, 2], jnp.int32)
+    expected = np.array([[1, 1], [-1, 0], [0, 0], [0.7, 0], [0, 0], [0, 0]])
+    advantages, returns = checked(grpo)(rewards, mask, groups)
+    np.testing.assert_allclose(advantages, expected, atol=1e-5)
+    np.testing.assert_array_equal(advantages, returns)
+    plain, _ = grpo(rewards, mask, groups, norm_adv_by_std=False)
+    np.testing.assert_allclose(plain, expected * [[0.5], [0.5], [1], [1], [1], [1]], atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_adv_by_std", [True, False])
+def test_grpo_equals_a_loop_over_groups_in_any_order(norm_adv_by_std):
+    """Samples of a group need not stand together, and what is outside the mask is not read."""
+    rng = np.random.default_rng(0)
+    rewards, _, mask = random_case(rows=12)
+    groups = rng.integers(0, 4, 12).astype(np.int32) * 100
+    rewards = np.where(mask > 0, rewards, np.nan).astype(np.float32)
+    totals = np.where(mask > 0, rewards, 0).astype(np.float64).sum(axis=1)
+    expected = np.zeros((12, 9))
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        mean, std = 0.0, 1.0
+        if len(members) > 1:
+            mean, std = totals[members].mean(), totals[members].std(ddof=1) + 1e-6
+        for i in members:
+            expected[i] = (totals[i] - mean) / (std if norm_adv_by_std else 1.0) * mask[i]
+    found, _ = grpo(
+        jnp.array(rewards), jnp.array(mask), jnp.array(groups), norm_adv_by_std=norm_adv_by_std
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_grpo_of_empty_responses_is_finite():
+    advantages, _ = grpo(jnp.ones((3, 4)), jnp.zeros((3, 4)), jnp.array([0, 0, 1], jnp.int32))
+    np.testing.assert_array_equal(advantages, np.zeros((3, 4)))

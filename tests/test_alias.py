@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms import advantages, aggregation, kl, policy_losses
-from jaxrl_llm.algorithms.alias import Algorithm, ppo
+from jaxrl_llm.algorithms.alias import Algorithm, grpo, ppo
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
 from jaxrl_llm.config import Config
 
@@ -55,13 +55,27 @@ def test_default_ppo():
     }
 
 
-def test_settings_are_keyword_only_with_plain_defaults():
-    settings = inspect.signature(ppo).parameters.values()
+def test_default_grpo():
+    algorithm = grpo()
+    assert field_names(algorithm.advantage) == ("rewards", "mask", "group_ids")
+    assert algorithm.value_loss is None and algorithm.kl_reward is None
+    assert "reference_logprobs" in reads(algorithm) and algorithm.kl_loss_coef == 0.001
+    assert "values" not in reads(algorithm)
+    assert "reference_logprobs" not in reads(grpo(kl_loss_coef=0.0))
+    corrected = grpo(importance_threshold=2.0)
+    assert "importance_weights" in field_names(corrected.policy_loss)
+
+
+@pytest.mark.parametrize("make", [ppo, grpo])
+def test_settings_are_keyword_only_with_plain_defaults(make):
+    settings = inspect.signature(make).parameters.values()
     assert all(s.kind is inspect.Parameter.KEYWORD_ONLY for s in settings)
     assert all(isinstance(s.default, bool | int | float | str | None) for s in settings)
     defaults = {s.name: s.default for s in settings}
-    expected = {"gamma": 1.0, "lam": 1.0, "clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
-    expected |= {"cliprange_value": 0.5, "entropy_coef": 0.0, "kl_coef": 0.001}
+    expected = {"clip_low": 0.2, "clip_high": 0.2, "clip_c": 3.0}
+    if make is ppo:
+        expected |= {"gamma": 1.0, "lam": 1.0, "cliprange_value": 0.5}
+    expected |= {"entropy_coef": 0.0, "kl_coef": 0.001}
     expected |= {"kl_horizon": 10000.0, "kl_target": 0.1, "kl_loss_coef": 0.001}
     expected |= {"loss_aggregation": "token-mean", "kl_loss_type": "low_var_kl"}
     assert expected.items() <= defaults.items()
@@ -197,14 +211,14 @@ def test_the_page_on_adding_an_algorithm_works(monkeypatch):
     monkeypatch.setattr(advantages, "rloo", first["rloo"], raising=False)
     exec(test, first)
     first["test_rloo_by_hand"]()
-    with pytest.raises(ValueError, match="give 2 or more"):
-        first["rloo"](jnp.ones((2, 2)), jnp.ones((2, 2)), group_size=1)
+    alone, _ = first["rloo"](jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.array([0, 1]))
+    np.testing.assert_array_equal(alone, np.zeros((2, 2)))
 
     second = {}
     exec(alias, second)
-    assert "values" not in reads(second["rloo"](group_size=3))
-    assert "reference_logprobs" in reads(second["rloo"](group_size=3))
-    assert "reference_logprobs" not in reads(second["rloo"](group_size=3, kl_loss_coef=0.0))
+    assert "values" not in reads(second["rloo"]())
+    assert "reference_logprobs" in reads(second["rloo"]())
+    assert "reference_logprobs" not in reads(second["rloo"](kl_loss_coef=0.0))
 
     # The page builds on the default run; any Config stands in for it here.
     monkeypatch.setitem(
@@ -213,5 +227,5 @@ def test_the_page_on_adding_an_algorithm_works(monkeypatch):
     third = {}
     exec(config, third)
     made = third["get_config"]()
-    assert made.rollout.n == made.algorithm.settings["group_size"] == 4
+    assert made.rollout.n == 4
     assert second["rloo"](**made.algorithm.settings).value_loss is None

@@ -13,6 +13,7 @@ from tiny_iteration import (
     N,
     first_states,
     open_iteration,
+    packed,
     random_params,
     run_step,
     tiny_config,
@@ -346,6 +347,31 @@ def test_iterations(calm):
 def same(first, second) -> bool:
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_groups_of_one_are_refused_with_the_remedy():
+    config = tiny_config(model_reward=False)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, n=1),
+        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:grpo"),
+    )
+    with pytest.raises(ValueError, match=r"rollout.n=1 makes one: config.rollout.n=8"):
+        open_iteration(config)
+
+
+def test_grpo_has_no_critic_and_learns_on_packed_rows():
+    config = packed(tiny_config(model_reward=False), 33)
+    grpo = FunctionConfig(path="jaxrl_llm.algorithms.alias:grpo", settings={"kl_loss_coef": 0.0})
+    iteration = open_iteration(replace(config, algorithm=grpo))
+    assert set(iteration.roles) == {"actor"}
+    states = first_states(iteration)
+    before = jax.tree.map(np.array, states["actor"].params)
+    states, batch, metrics = run_step(iteration, states, 1)
+    assert not same(before, states["actor"].params) and metrics["actor/grad_norm"] > 0
+    # Of two samples one is as far above the mean as the other below: half of sqrt(2) deviations.
+    found = np.unique(np.abs(np.asarray(batch.advantages)[:, 0]).round(3))
+    np.testing.assert_allclose(found, [0.0, 0.707], atol=1e-3)
 
 
 POISONED = """

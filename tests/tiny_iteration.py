@@ -128,6 +128,7 @@ def prompts(config: Config) -> RolloutBatch:
         "prompts": tokens.astype(np.int32).repeat(N, axis=0),
         "prompt_lengths": lengths.astype(np.int32).repeat(N),
         "sample_ids": np.arange(PROMPTS * N, dtype=np.uint32),
+        "group_ids": np.arange(PROMPTS, dtype=np.int32).repeat(N),
     }
     return RolloutBatch(**fields)
 

@@ -7,9 +7,11 @@ and no gradient flows through it.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.numerics import masked_whiten
+from jaxrl_llm.numerics import masked_sum, masked_whiten
+
+GROUP_STD_EPS = 1e-6  # added to a group's deviation, as verl does
 
 
 def score_to_rewards(scores: Float[Array, " B"], mask: Float[Array, "B R"]) -> Float[Array, "B R"]:
@@ -63,3 +65,41 @@ def _scan_back(decay: Float[Array, "B R"], x: Float[Array, "B R"]) -> Float[Arra
         return earlier[0] * later[0], earlier[1] + earlier[0] * later[1]
 
     return jax.lax.associative_scan(combine, (decay, x), reverse=True, axis=1)[1]
+
+
+def grpo(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    *,
+    norm_adv_by_std: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """A sample's reward against those of its group, on each of its tokens.
+
+    A_i = (r_i - mean of the group) / (std of the group + 1e-6), with the unbiased deviation and
+    r_i the sum of the sample's rewards. A group of one is compared with mean 0 and deviation 1, as
+    in verl. Where all rewards of a group are equal the advantages are 0. The returns are the
+    advantages.
+
+    Shao et al. 2024, arXiv:2402.03300. `norm_adv_by_std=False` is Dr. GRPO, which does not blow up
+    the groups whose rewards hardly differ (Liu et al. 2025, arXiv:2503.20783).
+    """
+    totals = masked_sum(rewards, mask, axis=1)
+    count, mean = _group_mean(totals, group_ids)
+    deviation = totals - jnp.where(count > 1, mean, 0.0)
+    if norm_adv_by_std:
+        _, square = _group_mean(jnp.square(totals - mean), group_ids)
+        std = jnp.sqrt(square * count / jnp.maximum(count - 1, 1))
+        deviation = deviation / jnp.where(count > 1, std + GROUP_STD_EPS, 1.0)
+    advantages = jnp.where(mask != 0, deviation[:, None], 0.0)
+    return jax.lax.stop_gradient((advantages, advantages))
+
+
+def _group_mean(
+    x: Float[Array, " B"], group_ids: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """(size, mean) of each sample's group; the order of the samples does not matter."""
+    same = (group_ids[:, None] == group_ids[None, :]).astype(jnp.float32)
+    count = same.sum(axis=1)
+    # Elementwise and not a matrix product, which a GPU may round to a shorter float.
+    return count, (same * x[None, :]).sum(axis=1) / count

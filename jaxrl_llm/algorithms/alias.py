@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.advantages import gae
 from jaxrl_llm.algorithms.aggregation import aggregation
 from jaxrl_llm.algorithms.fields import check_fields, field_names
@@ -106,31 +107,99 @@ def ppo(
     seq-mean-token-sum-norm divides by.
     Raises ValueError for an unknown name or a setting out of range.
     """
-    in_reward = use_kl_in_reward and kl_coef != 0.0
-    in_loss = use_kl_loss and kl_loss_coef != 0.0
     policy_loss = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c)
-    corrected = importance_threshold is not None
-    controller = make_kl_controller(
-        kl_controller, coef=kl_coef, horizon=kl_horizon, target=kl_target
-    )
-    algorithm = Algorithm(
-        advantage=partial(gae, gamma=gamma, lam=lam),
-        policy_loss=importance_weighted(policy_loss) if corrected else policy_loss,
+    advantage = partial(gae, gamma=gamma, lam=lam)
+    value_loss = partial(clipped_value_loss, cliprange=cliprange_value)
+    for fn in (advantage, policy_loss, value_loss):
+        _check_settings(fn)
+    return Algorithm(
+        advantage=advantage,
         aggregate=aggregation(loss_aggregation, scale=loss_scale),
-        value_loss=partial(clipped_value_loss, cliprange=cliprange_value),
-        kl_reward=partial(kl_in_reward, estimator=kl_penalty(kl_reward_type))
-        if in_reward
-        else None,
-        kl_controller=controller if in_reward else FixedKL(0.0),
-        kl_loss=kl_penalty(kl_loss_type) if in_loss else None,
-        kl_loss_coef=kl_loss_coef if in_loss else 0.0,
+        value_loss=value_loss,
         entropy_coef=entropy_coef,
-        importance=partial(token_truncated, threshold=importance_threshold) if corrected else None,
+        **_corrected(policy_loss, importance_threshold),
+        **_kl_in_reward(
+            use_kl_in_reward, kl_reward_type, kl_controller, kl_coef, kl_horizon, kl_target
+        ),
+        **_kl_in_loss(use_kl_loss, kl_loss_type, kl_loss_coef),
     )
-    for fn in (algorithm.advantage, policy_loss, algorithm.value_loss, algorithm.importance):
-        if fn is not None:
-            _check_settings(fn)
-    return algorithm
+
+
+def grpo(
+    *,
+    norm_adv_by_std: bool = True,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
+    loss_aggregation: Literal[
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ] = "token-mean",
+    loss_scale: int | None = None,
+    entropy_coef: float = 0.0,
+    use_kl_in_reward: bool = False,
+    kl_reward_type: str = "k1",
+    kl_controller: Literal["fixed", "adaptive"] = "fixed",
+    kl_coef: float = 0.001,
+    kl_horizon: float = 10000.0,
+    kl_target: float = 0.1,
+    use_kl_loss: bool = True,
+    kl_loss_type: str = "low_var_kl",
+    kl_loss_coef: float = 0.001,
+    importance_threshold: float | None = None,
+) -> Algorithm:
+    """GRPO: no critic; a sample is compared with the others that answer its prompt.
+
+    The clipped policy loss of PPO on group-relative advantages, with the KL in the loss, as verl's
+    recipes for GRPO have it; `kl_loss_coef=0` leaves out the reference model. The paper's own
+    aggregation is seq-mean-token-mean; Dr. GRPO is `norm_adv_by_std=False` with
+    seq-mean-token-sum-norm. The other settings are those of `ppo`. Needs two samples a prompt.
+    Raises ValueError for an unknown name or a setting out of range.
+    """
+    policy_loss = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c)
+    _check_settings(policy_loss)
+    return Algorithm(
+        advantage=partial(advantages.grpo, norm_adv_by_std=norm_adv_by_std),
+        aggregate=aggregation(loss_aggregation, scale=loss_scale),
+        entropy_coef=entropy_coef,
+        **_corrected(policy_loss, importance_threshold),
+        **_kl_in_reward(
+            use_kl_in_reward, kl_reward_type, kl_controller, kl_coef, kl_horizon, kl_target
+        ),
+        **_kl_in_loss(use_kl_loss, kl_loss_type, kl_loss_coef),
+    )
+
+
+# What several algorithms share, as fields of an Algorithm.
+
+
+def _corrected(policy_loss: Callable[..., Any], threshold: float | None) -> dict[str, Any]:
+    """The loss, weighted for the gap between sampler and trainer where a threshold is given."""
+    if threshold is None:
+        return {"policy_loss": policy_loss}
+    importance = partial(token_truncated, threshold=threshold)
+    _check_settings(importance)
+    return {"policy_loss": importance_weighted(policy_loss), "importance": importance}
+
+
+def _kl_in_reward(
+    on: bool, kind: str, controller: str, coef: float, horizon: float, target: float
+) -> dict[str, Any]:
+    made = make_kl_controller(controller, coef=coef, horizon=horizon, target=target)
+    estimator = kl_penalty(kind)
+    if not on or coef == 0.0:
+        return {}
+    return {"kl_reward": partial(kl_in_reward, estimator=estimator), "kl_controller": made}
+
+
+def _kl_in_loss(on: bool, kind: str, coef: float) -> dict[str, Any]:
+    estimator = kl_penalty(kind)
+    if not on or coef == 0.0:
+        return {}
+    return {"kl_loss": estimator, "kl_loss_coef": coef}
 
 
 def _check_settings(fn: Callable[..., Any]) -> None:

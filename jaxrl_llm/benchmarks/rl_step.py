@@ -133,6 +133,7 @@ class RlStep(Case):
             "prompts": tokens.repeat(n, axis=0),
             "prompt_lengths": np.full(rows, data.max_prompt_length, np.int32),
             "sample_ids": np.arange(rows, dtype=np.uint32),
+            "group_ids": np.arange(data.train_batch_size, dtype=np.int32).repeat(n),
         }
         return RolloutBatch(**fields)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.alias import Algorithm
+from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.config import Config, FunctionConfig, ModelSettings
 from jaxrl_llm.data.sources import load_attribute
 from jaxrl_llm.distributed.mesh import num_replicas
@@ -55,6 +56,7 @@ class Iteration:
             prompts=array((rows, data.max_prompt_length), jnp.int32),
             prompt_lengths=array((rows,), jnp.int32),
             sample_ids=array((rows,), jnp.uint32),
+            group_ids=array((rows,), jnp.int32),
         )
 
     def trace(self) -> RolloutBatch:
@@ -83,6 +85,11 @@ def plan_iteration(
     divide its mesh axes.
     """
     algorithm = build_algorithm(config.algorithm)
+    if config.rollout.n == 1 and "group_ids" in field_names(algorithm.advantage):
+        raise ValueError(
+            f"{config.algorithm.path} compares the samples of a prompt with each other, and "
+            "config.rollout.n=1 makes one: config.rollout.n=8 is usual"
+        )
     sources = {"actor": find_model(config.actor, tokenizer)}
     roles = {"actor": _actor(config, sources["actor"], mesh)}
     scalar = partial(_add_scalar_role, tokenizer, sources, roles, mesh, config.exact)

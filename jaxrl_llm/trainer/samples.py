@@ -27,6 +27,7 @@ def prompt_batch(
         "prompts": tokens.repeat(n, axis=0),
         "prompt_lengths": lengths.repeat(n),
         "sample_ids": np.arange(rows * n, dtype=np.uint32),
+        "group_ids": np.arange(rows, dtype=np.int32).repeat(n),
     }
     return RolloutBatch(**fields)
 

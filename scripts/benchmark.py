@@ -6,7 +6,7 @@ repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performa
 Flags:
   --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b
   --workload=NAME[,NAME]   generation: fixed, rl_mix   training: update, logprob, values, mix
-                           attention: dense, packed, decode   rl_step: ppo
+                           attention: dense, packed, decode   rl_step: ppo, grpo
   --batch=B[,B]            rows of generation (1,64), rows x tokens of training and attention
   --prompt=512  --response=512   tokens of a prompt and of a response
   --groups=128x8           prompts and samples of each: rl_mix, mix and rl_step

@@ -334,7 +334,7 @@ def test_wrong_logprobs_are_found(monkeypatch):
                 "decode_4x64_shared",
             ],
         ),
-        (["rl_step", "--groups=2x2"], ["ppo_2x2_8+8"]),
+        (["rl_step", "--groups=2x2", "--workload=grpo"], ["grpo_2x2_8+8"]),
     ],
 )
 def test_command_measures_every_case(words, cases):

@@ -46,7 +46,7 @@ WORKLOADS = {
     "generation": (("fixed", "rl_mix"), ("fixed", "rl_mix")),
     "training": (("update", "logprob", "values", "mix"), ("update", "logprob")),
     "attention": (("dense", "packed", "decode"), ("dense", "packed", "decode")),
-    "rl_step": (("ppo",), ("ppo",)),  # functions of algorithms/alias.py
+    "rl_step": (("ppo", "grpo"), ("ppo",)),  # functions of algorithms/alias.py
     "layout_switch": (("switch",), ("switch",)),
 }
 COMMANDS = tuple(WORKLOADS)

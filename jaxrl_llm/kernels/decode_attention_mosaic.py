@@ -17,6 +17,10 @@ loads are in flight, and when lengths are uneven the longer ones get the bandwid
 A cache in float8_e4m3fn is loaded as it is. A block is widened to float16, exactly, on its way from
 the ring to a second place in shared memory, and multiplied there.
 
+Where slots share prompts, those may have been read before, once for all of their slots: see
+`decode_attention_shared`. A program then reads its slot's own row, and takes the prompt's part of
+the result, which was loaded meanwhile, in at the end.
+
 A program's result depends on its own slot's tokens and on S alone, so a slot's output has the
 same bits whatever the batch size, its index, or the other slots.
 """
@@ -47,7 +51,7 @@ class DecodeTuning:
     """How the kernel uses an SM. Shared memory of a program decides how many fit: see `smem`."""
 
     block: int = 64  # cache entries a step; lengths of both caches must be its multiples
-    stages: int = 3  # blocks of keys and values in flight
+    stages: int = 2  # blocks of keys and values in flight
     programs_per_sm: int = 4  # split until the grid holds that many for every SM
 
     def __post_init__(self) -> None:
@@ -411,7 +415,7 @@ class Program:
         q = self.tile(0)
         return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
 
-    def tile(self, first_row: int) -> jax.Array:
+    def tile(self, first_row: Any) -> jax.Array:
         """A tile's rows from `q_MH`, in registers."""
         tile = self.memory.q_MH.at[pl.ds(first_row, TILE_ROWS)]
         if self.interpreted:
@@ -561,27 +565,30 @@ class Program:
         The first part has an entry: its log-sum-exp is finite, whatever the others' are.
         """
         plgpu.barrier_wait(self.memory.prompt_barrier)
-        acc, high, total = state
-        for part in range(num_parts):
+        layout = plgpu.Layout.WGMMA.reduce(1)
+
+        def join(part: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            acc, high, total = state
             sums_M = self.memory.prompt_sums.at[part, pl.ds(place * G, TILE_ROWS)]
             if self.interpreted:
                 sums = sums_M[...]
             else:
-                layout = plgpu.Layout.WGMMA.reduce(1)
                 sums = plgpu.load(sums_M, *_WHOLE, layout=layout, optimized=False)
             new_high = jnp.maximum(high, sums)
             keep, weight = jnp.exp2(high - new_high), jnp.exp2(sums - new_high)
             out = self.tile((part + 1) * G).astype(jnp.float32)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
             acc += out * lax.broadcast_in_dim(weight, acc.shape, [0])
-            high, total = new_high, total * keep + weight
-        return acc, high, total
+            return acc, new_high, total * keep + weight
+
+        # A loop: unrolled, the parts' tiles would be in registers together.
+        return lax.fori_loop(0, num_parts, join, state)
 
 
 def _make_body(
     window: int | None, num_splits: int, tuning: DecodeTuning, ordered: bool, with_prompts: bool
 ) -> Callable[..., None]:
-    """The kernel's body; what is given a slot is in the order in which they start."""
+    """The kernel's body. With an order, the arrays of one number a slot are in that order."""
 
     def body(
         q_BKGH: Any,
@@ -605,7 +612,9 @@ def _make_body(
         row, prefix_length, length = rows_B[turn], prefix_lengths_B[turn], lengths_B[turn]
         read_here = jnp.int32(0) if with_prompts else prefix_length
         k_scale, v_scale = (scale_K[head] for scale_K in scales_K) if scales_K else (1.0, 1.0)
-        prefixes = None if with_prompts else k_prefix_CKPH.at[row, head]
+        prefixes = [
+            None if with_prompts else x.at[row, head] for x in (k_prefix_CKPH, v_prefix_CKPH)
+        ]
         program = Program(
             memory=memory,
             blocks=Blocks.of(read_here, length, part, num_splits, window, tuning.block),
@@ -613,11 +622,8 @@ def _make_body(
             stages=tuning.stages,
             window=window,
             to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-            keys=(prefixes, k_own_BKRH.at[slot, head]),
-            values=(
-                None if with_prompts else v_prefix_CKPH.at[row, head],
-                v_own_BKRH.at[slot, head],
-            ),
+            keys=(prefixes[0], k_own_BKRH.at[slot, head]),
+            values=(prefixes[1], v_own_BKRH.at[slot, head]),
         )
         for i in range(tuning.stages):
             program.load(i, i, keys=True)

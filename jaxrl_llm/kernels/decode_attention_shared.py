@@ -98,41 +98,36 @@ def shared_prompt_plan(
     if num_splits is not None and not 1 <= num_splits <= MAX_PROMPT_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_PROMPT_SPLITS}, or None")
     B, slots_of_item = prefix_rows_B.shape[0], TILE_ROWS // group_rows
-    rows_B, prompts_B = prefix_rows_B.astype(jnp.int32), prefix_lengths_B.astype(jnp.int32)
-    position_B = jnp.arange(B, dtype=jnp.int32)
-    # Slots of one prompt side by side, those without a prompt last.
-    reads_B = prompts_B > 0
-    sorted_B = jnp.lexsort((prompts_B, rows_B, ~reads_B)).astype(jnp.int32)
-    rows_B, prompts_B, reads_B = rows_B[sorted_B], prompts_B[sorted_B], reads_B[sorted_B]
+    slots_B = jnp.arange(B, dtype=jnp.int32)
 
-    def differs(x_B: Array) -> Array:
-        return jnp.concatenate([jnp.ones((1,), bool), x_B[1:] != x_B[:-1]])
+    def count(which_BB: Array) -> Array:
+        return which_BB.sum(axis=1, dtype=jnp.int32)
 
-    starts_prompt_B = differs(rows_B) | differs(prompts_B) | ~reads_B
-    first_B = lax.cummax(jnp.where(starts_prompt_B, position_B, 0))
-    place_B = (position_B - first_B) % slots_of_item
-    starts_item_B = (place_B == 0) & reads_B
-    item_B = jnp.cumsum(starts_item_B, dtype=jnp.int32) - 1
-    # One item a slot at most. A slot without a prompt is in none: its writes are dropped.
-    item_or_none_B = jnp.where(reads_B, item_B, B)
-    first_of_item_B = jnp.where(starts_item_B, item_B, B)
-
-    def of_item(x_B: Array) -> Array:
-        return jnp.zeros((B,), jnp.int32).at[first_of_item_B].set(x_B, mode="drop")
-
-    def of_slot(x_B: Array) -> Array:
-        return jnp.zeros((B,), jnp.int32).at[sorted_B].set(x_B)
-
-    slots_WI = jnp.broadcast_to(of_item(sorted_B)[:, None], (B, slots_of_item))
+    # Of slots b and c. Comparing every pair takes fewer and shorter kernels than sorting would.
+    earlier_BB = slots_B < slots_B[:, None]
+    reads_B = prefix_lengths_B > 0
+    shares_BB = reads_B[:, None] & (prefix_rows_B == prefix_rows_B[:, None])
+    shares_BB &= prefix_lengths_B == prefix_lengths_B[:, None]
+    position_B = count(shares_BB & earlier_BB)
+    place_B = position_B % slots_of_item
+    leads_B = reads_B & (place_B == 0)
+    # A slot's item is that of the slot of its prompt that leads it, numbered in order of leaders.
+    number_B = count(leads_B & earlier_BB)
+    leader_BB = shares_BB & (position_B == (position_B - place_B)[:, None])
+    item_B = jnp.where(leader_BB, number_B, 0).sum(axis=1, dtype=jnp.int32)
+    longer_BB = lengths_B > lengths_B[:, None]
+    turn_B = count(longer_BB | ((lengths_B == lengths_B[:, None]) & earlier_BB))
+    zeros_WI = jnp.zeros((B, slots_of_item), jnp.int32)  # one item a slot at most
+    slots_WI = zeros_WI.at[jnp.where(reads_B, item_B, B), place_B].set(slots_B, mode="drop")
     return SharedPromptPlan(
-        order_B=jnp.argsort(-lengths_B).astype(jnp.int32),
-        num_items=starts_item_B.sum(dtype=jnp.int32)[None],
-        item_rows_W=of_item(rows_B),
-        item_lengths_W=of_item(prompts_B),
-        item_counts_W=jnp.zeros((B,), jnp.int32).at[item_or_none_B].add(1, mode="drop"),
-        item_slots_WI=slots_WI.at[item_or_none_B, place_B].set(sorted_B, mode="drop"),
-        slot_items_B=of_slot(jnp.maximum(item_B, 0)),
-        slot_places_B=of_slot(place_B),
+        order_B=jnp.zeros((B,), jnp.int32).at[turn_B].set(slots_B, unique_indices=True),
+        num_items=leads_B.sum(dtype=jnp.int32)[None],
+        item_rows_W=prefix_rows_B[slots_WI[:, 0]].astype(jnp.int32),
+        item_lengths_W=prefix_lengths_B[slots_WI[:, 0]].astype(jnp.int32),
+        item_counts_W=count(reads_B & (item_B == slots_B[:, None])),
+        item_slots_WI=slots_WI,
+        slot_items_B=item_B,
+        slot_places_B=place_B,
         slots_per_prompt=slots_per_prompt,
         num_splits=num_splits,
     )
@@ -288,7 +283,6 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
             head = lax.rem(lax.div(index, jnp.int32(num_splits)), jnp.int32(K))
             part = lax.rem(index, jnp.int32(num_splits))
             row, count = item_rows_W[item], item_counts_W[item]
-            slots = [item_slots[item * slots_of_item + i] for i in range(slots_of_item)]
             k_scale = k_scale_K[0][head] if k_scale_K else 1.0
             nothing = jnp.int32(0)
             program = Program(
@@ -304,10 +298,17 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
                 values=(v_prefix_CKPH.at[row, head], None),
             )
             q_MH = memory.q_MH
+
+            def read_queries(i: Any, _: None) -> None:
+                slot, rows = item_slots[item * slots_of_item + i], q_MH.at[pl.ds(i * G, G)]
+                plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], rows, memory.q_barrier)
+
+            def write_result(i: Any, _: None) -> None:
+                slot, rows = item_slots[item * slots_of_item + i], q_MH.at[pl.ds(i * G, G)]
+                plgpu.copy_smem_to_gmem(rows, out_BKSGH.at[slot, head, part])
+
             program.load(0, 0, keys=True)
-            for i, slot in enumerate(slots):
-                place = q_MH.at[pl.ds(i * G, G)]
-                plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], place, memory.q_barrier)
+            lax.fori_loop(0, slots_of_item, read_queries, None)
             program.load(0, 0, keys=False)
             for i in range(1, tuning.stages):
                 program.load(i, i, keys=True)
@@ -318,13 +319,7 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
             scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a part without a block
             program.store(acc * lax.broadcast_in_dim(scale, acc.shape, [0]), high, total)
             plgpu.copy_smem_to_gmem(memory.sums_M, sums_WKSM.at[item, head, part])
-            for i, slot in enumerate(slots):
-
-                @pl.when(i < count)
-                def _(i: int = i, slot: Any = slot) -> None:
-                    rows = q_MH.at[pl.ds(i * G, G)]
-                    plgpu.copy_smem_to_gmem(rows, out_BKSGH.at[slot, head, part])
-
+            lax.fori_loop(0, count, write_result, None)
             plgpu.wait_smem_to_gmem(0)
 
         units = num_items[0] * (K * num_splits)

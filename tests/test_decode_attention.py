@@ -12,7 +12,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jaxrl_llm.kernels import decode_attention_shared
+from jaxrl_llm.kernels import decode_attention, decode_attention_shared
 from jaxrl_llm.kernels.decode_attention import (
     SharedPromptPlan,
     cache_length,
@@ -361,6 +361,20 @@ def test_float8_scales_are_a_number_or_one_a_head(scales: tuple):
 def test_auto_is_xla_without_a_gpu():
     case = Case([0, 0], [20, 64], [1, 77], garbage=7.0)
     np.testing.assert_array_equal(case.run("auto"), case.run("xla"))
+
+
+@pytest.mark.parametrize(("H", "kernel"), [(64, False), (128, True)])
+def test_auto_on_hopper_is_the_kernel_where_it_is_proven(
+    H: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(decode_attention, "_on_hopper", lambda: True)
+    case = Case([0], [20], [7], H=H, garbage=7.0)
+    interpret = InterpretGPUParams()
+    expected = case.run("pallas" if kernel else "xla", interpret=interpret)
+    other = case.run("xla" if kernel else "pallas", interpret=interpret)
+    auto = case.run("auto", num_splits=1, interpret=interpret)
+    np.testing.assert_array_equal(auto, expected)
+    assert (auto != other).any()
 
 
 def test_xla_takes_any_dtype_and_length():

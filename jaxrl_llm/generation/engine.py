@@ -23,9 +23,9 @@ from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import GENERATION_RULES, ShardingRules, shardings
 from jaxrl_llm.generation.kv_cache import (
-    Context,
     LayerCache,
     decode_attend,
+    decode_context,
     init_cache,
     prefill_attend,
 )
@@ -427,7 +427,14 @@ def _decode(
     live_B, row_B, count_B = state.live_B, state.row_B, state.count_B
     prompt_B = jnp.where(live_B, queue.lengths_N[row_B] - 1, 0)
     own_B = jnp.where(live_B, count_B, 0)
-    context = Context(state.prompt_row_B, prompt_B, own_B, jnp.where(live_B, count_B + 1, 0))
+    context = decode_context(
+        spec.config,
+        state.prompt_row_B,
+        prompt_B,
+        own_B,
+        jnp.where(live_B, count_B + 1, 0),
+        slots_per_prompt=sizes.group,
+    )
     hidden_B1D, cache = model(
         jnp.where(live_B, state.token_B, 0)[:, None],
         (prompt_B + own_B)[:, None],

@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
     DecodeImplementation,
+    SharedPromptPlan,
     cache_length,
     prefix_decode_attention,
+    shared_prompt_plan,
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.models.attention import Attend
@@ -42,6 +44,29 @@ class Context(NamedTuple):
     prompt_lengths_B: jax.Array  # entries of the prompt row; 0 in a free slot
     own_position_B: jax.Array  # where the new entry goes
     own_lengths_B: jax.Array  # entries of the own row, the new one included; 0 in a free slot
+    plan: SharedPromptPlan | None  # of the slots that read a prompt together; None reads it in each
+
+
+def decode_context(
+    config: ModelConfig,
+    prompt_rows_B: jax.Array,
+    prompt_lengths_B: jax.Array,
+    own_position_B: jax.Array,
+    own_lengths_B: jax.Array,
+    *,
+    slots_per_prompt: int,
+) -> Context:
+    """What all layers of a step share, computed once."""
+    plan = None
+    if slots_per_prompt > 1:
+        plan = shared_prompt_plan(
+            prompt_rows_B,
+            prompt_lengths_B,
+            own_lengths_B,
+            group_rows=config.num_heads // config.num_kv_heads,
+            slots_per_prompt=slots_per_prompt,
+        )
+    return Context(prompt_rows_B, prompt_lengths_B, own_position_B, own_lengths_B, plan)
 
 
 def init_cache(
@@ -196,6 +221,7 @@ def _decode_by_heads(
             context.own_lengths_B,
             window=window,
             implementation=chosen,
+            plan=context.plan,
         )
 
     if heads_axis is None:

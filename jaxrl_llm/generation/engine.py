@@ -36,8 +36,8 @@ from jaxrl_llm.models.base import ModelSpec, bind, merge_projections
 # Tokens that a prefill computes at once unless told otherwise: enough to keep a GPU's matrix units
 # busy. Prompts are prefilled ahead, so a large prefill starves no slot.
 PREFILL_TOKENS = 8192
-# Of the sum that the layers add to. In bf16 its rounding would be most of the distance between the
-# sampler's log-probs and the trainer's, and with a few tokens at a time float32 costs nothing.
+# Of the sum that the layers add to. In bf16 its rounding would be half of the distance between the
+# sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0

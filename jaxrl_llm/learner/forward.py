@@ -31,6 +31,7 @@ class ForwardSettings:
     attention: Implementation = "auto"
     remat: Remat = "none"
     scan_layers: bool = False
+    residual_dtype: str = "float32"  # of the sum that the layers add to; the sampler's is float32
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
     mesh: Mesh | None = None  # of several devices; a kernel has to be told, XLA's parts need not
 
@@ -60,6 +61,7 @@ def hidden_states(
             attend=attend,
             remat=settings.remat,
             scan=settings.scan_layers,
+            residual_dtype=settings.residual_dtype,
         )
     return hidden
 

@@ -85,6 +85,7 @@ def make_role(
             attention="exact" if exact and settings.attention == "auto" else settings.attention,
             remat=settings.remat,
             scan_layers=settings.scan_layers,
+            residual_dtype=settings.residual_dtype,
             gather=gather_to(use, spec.axes, mesh),
             mesh=mesh if mesh.size > 1 else None,
         ),

@@ -108,8 +108,8 @@ class ModelSettings:
     # What a backward pass computes again to save memory: "none"; "projections" keeps every
     # projection and the attention; "attention" keeps that alone; "full" keeps each layer's input.
     remat: Literal["none", "projections", "attention", "full"] = "none"
-    # Of the sum that the layers add to. In bfloat16 its rounding is half of the distance between the
-    # sampler's log-probs and the trainer's; the sampler's is float32.
+    # Of the sum that the layers add to. The sampler's is float32; in bfloat16 the trainer's would
+    # double the distance between their log-probs.
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
     scan_layers: bool = False  # one compiled layer in a loop: compiles faster, copies the weights
 

@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
 ROW, SAMPLES, PROMPT, RESPONSE, GROUP = 4096, 32, 256, 1024, 8
 
 
-def update(sizes, **settings):
+def update(sizes, *, compiler_options=None, **settings):
     """One optimizer step on packed groups, compiled for a mesh of these sizes."""
     mesh = h200_mesh(sizes, AXES)
     model = ModelSettings(dtype="bfloat16", attention="pallas", **settings)
@@ -77,7 +77,7 @@ def update(sizes, **settings):
     for name in ("mask", "old_logprobs", "advantages"):
         fields[name] = by_row((SAMPLES, RESPONSE), jnp.float32)
     program = jax.jit(step, donate_argnums=0)
-    return program.lower(role.abstract(), fields).compile()
+    return program.lower(role.abstract(), fields).compile(compiler_options=compiler_options)
 
 
 def test_on_one_card():
@@ -97,6 +97,19 @@ def test_on_four_cards(sizes):
     # Weights travel in bf16; what is gathered in float32 is small, e.g. norms and scores.
     for shape in re.findall(r"= \(?f32\[([\d,]+)\][^=]*all-gather", text):
         assert np.prod([int(d) for d in shape.split(",")]) < 2**20, shape
+
+
+@pytest.mark.slow
+def test_without_operations_that_differ_from_run_to_run():
+    """What `config.exact` asks of the compiler: our attention passes, where cuDNN's does not."""
+    # Without a card nothing can be tuned, and the flag wants products whose algorithm is settled.
+    options = {
+        "xla_gpu_exclude_nondeterministic_ops": True,
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_autotune_level": 0,
+    }
+    text = update((1, 1, 1), compiler_options=options).as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3 * CONFIG.num_layers
 
 
 @pytest.mark.slow

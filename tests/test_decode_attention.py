@@ -129,7 +129,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def fast_and_slow(cases: dict, *fast: str) -> list:
+    """The cases as parameters; only those named run with the ordinary tests."""
+    marks = {key: () if key in fast else pytest.mark.slow for key in cases}
+    return [pytest.param(case, id=key, marks=marks[key]) for key, case in cases.items()]
+
+
+@pytest.mark.parametrize("case", fast_and_slow(CASES, "ragged", "1.5B"))
 def test_kernel_equals_float64_with_nan_past_every_length(case: Case):
     assert_close(case.run(), case.answer())
 
@@ -144,7 +150,9 @@ def case_fields(case: Case) -> dict:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
-@pytest.mark.parametrize("window", [1, 64, 65, 70, 500])
+@pytest.mark.parametrize(
+    "window", [*(pytest.param(x, marks=pytest.mark.slow) for x in (1, 64, 500)), 65, 70]
+)
 def test_window_trims_the_prompt_first(window: int):
     """Across both parts, within one, within a block, wider than all, and with an empty slot."""
     fields = dict(
@@ -166,7 +174,7 @@ def test_entries_before_the_window_do_not_count():
     assert_close(case.run(), case.answer())
 
 
-@pytest.mark.parametrize(("name", "num_splits"), [("ragged", 2), ("1.5B", 3), ("ragged", 16)])
+@pytest.mark.parametrize(("name", "num_splits"), [("ragged", 2), ("ragged", 16)])
 def test_split_equals_float64(name: str, num_splits: int):
     """Also where a slot has fewer blocks than parts, or none."""
     case = CASES[name]
@@ -197,7 +205,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize("case", fast_and_slow(SHARED, "ragged"))
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_shared_prompts_equal_float64_with_nan_past_every_length(case: Case, num_splits: int):
     """With as many parts of the prompts; the second number has parts without a block."""
@@ -216,7 +224,7 @@ def test_a_program_goes_through_several_units(monkeypatch: pytest.MonkeyPatch):
     assert_close(case.run(plan=case.plan(4)), case.answer())
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_do_not_depend_on_who_shares_the_prompt(num_splits: int):
     """Alone, with others, at another place of the item, in another order."""
     case = SHARED["ragged"]
@@ -329,7 +337,9 @@ def test_reference_equals_float64_with_nan_past_every_length(prompts: int):
 FLOAT8 = dict(cache_dtype=jnp.float8_e4m3fn, G=3, K=2, R=192)
 
 
-@pytest.mark.parametrize(("H", "num_splits"), [(64, 1), (128, 2)])
+@pytest.mark.parametrize(
+    ("H", "num_splits"), [pytest.param(64, 1, marks=pytest.mark.slow), (128, 2)]
+)
 def test_float8_cache_equals_float64_with_nan_past_every_length(H: int, num_splits: int):
     case = Case([1, 0, 1], [70, 0, 128], [1, 0, 150], H=H, window=190, **FLOAT8)
     assert_close(case.run(num_splits=num_splits), case.answer())

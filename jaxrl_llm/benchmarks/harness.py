@@ -184,11 +184,23 @@ def _measure_case(
     try:
         programs = {name: future.result() for name, future in compiling.items()}
         case.prepare(programs)
-        checks = case.check()
+        checks, failed = {}, ""
+        try:
+            checks = case.check()
+        except CheckFailed as error:
+            # Timed all the same: a card is lent by the minute, and the row carries the error.
+            failed = _message(error)
         seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds)
         figures = case.figures(statistics.median(seconds))
         memory = case.memory(programs)
-        return Row(**about, seconds=seconds, memory_bytes=memory, figures=figures, checks=checks)
+        return Row(
+            **about,
+            seconds=seconds,
+            memory_bytes=memory,
+            figures=figures,
+            checks=checks,
+            error=failed,
+        )
     except Exception as error:  # out of memory, an unsupported kernel, a failed check: reported
         return Row(**about, error=_message(error))
     finally:

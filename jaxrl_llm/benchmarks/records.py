@@ -68,11 +68,11 @@ class Row:
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Ours over each peer's, of the same case: `<key>/<peer>/time` and `/memory`."""
-    ours = {row.key: row for row in rows if row.who == "ours" and row.seconds}
+    ours = {row.key: row for row in rows if row.who == "ours" and _right(row)}
     found = {}
     for row in rows:
         own = ours.get(row.key)
-        if row.who == "ours" or own is None or not row.seconds:
+        if row.who == "ours" or own is None or not _right(row):
             continue
         found[f"{row.key}/{row.who}/time"] = own.median / row.median
         if own.memory_bytes and row.memory_bytes:
@@ -133,6 +133,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for row in rows:
         if row.error:
             console.print(f"failed {row.key} ({row.who}): {row.error}", markup=False)
+
+
+def _right(row: Row) -> bool:
+    """Whether the row has a time that may be compared."""
+    return bool(row.seconds) and not row.error
 
 
 def _times(seconds: Sequence[float]) -> str:

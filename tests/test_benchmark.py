@@ -319,6 +319,14 @@ def test_wrong_logprobs_are_found(monkeypatch):
 # ------------------------------------------------------------------------- whole commands
 
 
+PACKED_AND_DECODE = [
+    "packed_1x128_fwd",
+    "packed_1x128_fwdbwd",
+    "decode_4x64",
+    "decode_4x64_shared",
+]
+
+
 @pytest.mark.parametrize(
     ("words", "cases"),
     [
@@ -327,16 +335,11 @@ def test_wrong_logprobs_are_found(monkeypatch):
             ["training", "--workload=mix", "--config.actor.micro_batch_tokens=64"],
             ["update_mix_4x2"],
         ),
-        (
+        (["attention", "--workload=packed,decode"], PACKED_AND_DECODE),
+        pytest.param(
             ["attention"],
-            [
-                "dense_2x64_fwd",
-                "dense_2x64_fwdbwd",
-                "packed_1x128_fwd",
-                "packed_1x128_fwdbwd",
-                "decode_4x64",
-                "decode_4x64_shared",
-            ],
+            ["dense_2x64_fwd", "dense_2x64_fwdbwd", *PACKED_AND_DECODE],
+            marks=pytest.mark.slow,
         ),
         (["rl_step", "--groups=2x2", "--workload=grpo"], ["grpo_2x2_8+8"]),
     ],

@@ -291,6 +291,7 @@ def test_prompt_splits_come_from_shapes_and_fill_the_card():
     assert splits(1024, 8, 512, num_splits=3) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning", [DecodeTuning(stages=2), DecodeTuning(block=128, stages=4)])
 def test_tunings_agree(tuning: DecodeTuning):
     case = CASES["ragged"]
@@ -352,6 +353,7 @@ def test_float8_shared_prompts_with_scales():
     assert_close(out, case.answer())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [(0.5, 3.0), (np.array([0.3, 2.0]), np.array([4.0, 0.7]))])
 def test_float8_scales_are_a_number_or_one_a_head(scales: tuple):
     case = Case([0, 0], [20, 128], [1, 77], scales=scales, **FLOAT8)

@@ -68,8 +68,8 @@ PLAN = jax.jit(plan_packing, static_argnames=("row_tokens", "group", "num_replic
 ROW = jax.jit(packed_rows)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(("row_tokens", "group"), [(12, 1), (12, 4), (17, 4), (40, 4), (200, 4)])
 def test_every_response_token_sees_its_own_sequence(row_tokens, group, replicas, window):
     """From the rows alone: each response token once, and before it just its own prompt and past."""

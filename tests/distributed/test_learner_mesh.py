@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from fake_devices import on_eight_devices
 from tiny_iteration import (
     first_states,
@@ -148,6 +149,7 @@ def test_iteration_fsdp_4_tensor_2():
     check_iteration(MESHES[1], row_tokens=24)
 
 
+@pytest.mark.slow
 @on_eight_devices
 def test_iteration_data_2_fsdp_2_tensor_2():
     check_iteration(MESHES[2])

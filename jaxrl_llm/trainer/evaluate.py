@@ -2,13 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import generate_on_mesh
@@ -17,7 +20,9 @@ from jaxrl_llm.learner.forward import row_scores
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.rewards.combine import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.online import stop_ids
 from jaxrl_llm.trainer.roles import Role
+from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts
 from jaxrl_llm.trainer.samples import completions_of, prompt_batch
 from jaxrl_llm.types import Completion, PreferenceBatch, Prompt, TokenBatch
 
@@ -118,6 +123,33 @@ class Validator:
             completions=completions,
             grades=grades,
         )
+
+
+def open_validator(
+    config: Config, actor: Role, tokenizer: Tokenizer, run_dir: Path | None, stack: ExitStack
+) -> Validator:
+    """Held-out prompts, their grader, and the program that answers them."""
+    validation = config.validation
+    grader = RewardManager([validation.grader], failure_value=0.0)
+    prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
+    return Validator(
+        prompts,
+        role=actor,
+        tokenizer=tokenizer,
+        grader=stack.enter_context(grader),
+        sampling=SamplingParams(
+            max_new_tokens=config.data.max_response_length,
+            temperature=validation.temperature,
+            top_p=validation.top_p,
+            stop_token_ids=stop_ids(config, tokenizer),
+        ),
+        n=validation.n,
+        batch_size=config.data.val_batch_size,
+        num_slots=config.rollout.num_slots,
+        max_prompt_length=config.data.max_prompt_length,
+        dtype=config.rollout.dtype or config.actor.dtype,
+        seed=config.seed,
+    )
 
 
 def accuracy_metrics(sources: Sequence[str], grades: np.ndarray, n: int) -> dict[str, float]:

@@ -1,29 +1,21 @@
-"""The loop of online RL: its cadence of iterations, validation, saving and logging."""
+"""The loop of a run, whatever it trains: its cadence of steps, validation, saving and logging."""
 
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from jaxrl_llm.distributed.multihost import fetch, gather_rows, make_global
-from jaxrl_llm.distributed.reshard import switch_bytes, time_switch
-from jaxrl_llm.distributed.sharding import batch_sharding
-from jaxrl_llm.observability.metrics import performance_metrics
-from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.trainer.evaluate import Validation, Validator
-from jaxrl_llm.trainer.guards import CompileCounter, check_gradients, count_compilations
-from jaxrl_llm.trainer.online import Iteration
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.multihost import gather_rows
+from jaxrl_llm.trainer.guards import CompileCounter, count_compilations
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import PROGRAM, States
-from jaxrl_llm.trainer.rewarding import StepContext
-from jaxrl_llm.trainer.roles import params_of
-from jaxrl_llm.trainer.samples import prompt_batch
-from jaxrl_llm.types import Prompt, RolloutBatch
+from jaxrl_llm.trainer.roles import Role
 
 Save = Callable[[int, States, dict[str, float]], None]
 
@@ -36,7 +28,7 @@ class Interrupted(Exception):
 class Totals:
     """What the summary reports; part of the checkpoint, so that a resumed run reports all of it."""
 
-    first: dict[str, float] = field(default_factory=dict)  # validation before any RL step
+    first: dict[str, float] = field(default_factory=dict)  # validation before the first step
     last: dict[str, float] = field(default_factory=dict)
     first_reward: float | None = None
     last_reward: float | None = None
@@ -44,27 +36,85 @@ class Totals:
     seconds: float = 0.0
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
+    def add(self, seconds: float, tokens: int, stages: dict[str, float]) -> None:
+        """Count one step: its time, its tokens, and the time of each of its stages."""
+        self.seconds += seconds
+        self.tokens += tokens
+        for name, value in stages.items():
+            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + value
+
+
+class Work(Protocol):
+    """What a run does at each step, online or offline; the loop asks for it when it is due."""
+
+    @property
+    def learner(self) -> Role:
+        """The role whose weights are the run's result."""
+        ...
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the states that no step changes: saved once a run."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Token ids that end a response."""
+        ...
+
+    @property
+    def best_metric(self) -> str:
+        """By which the best checkpoint is kept; see CheckpointManager."""
+        ...
+
+    @property
+    def batches(self) -> Any:
+        """The loader of the training data, whose position is part of a checkpoint."""
+        ...
+
+    def abstract_states(self) -> States:
+        """Shapes and shardings of everything that the roles keep."""
+        ...
+
+    def first_states(self, output: RunOutput) -> States:
+        """The states that a new run begins with."""
+        ...
+
+    def begin(self, states: States, output: RunOutput, totals: Totals) -> None:
+        """Go on from `states`; `output` and `totals` are told of each step."""
+        ...
+
+    @property
+    def states(self) -> States:
+        """The states after the last step."""
+        ...
+
+    def step(self, step: int) -> dict[str, float]:
+        """Do step number `step` (1-based); its metrics."""
+        ...
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Held-out metrics after `step` steps; empty where there is nothing to measure."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Loop:
     """One run's steps, from where it stands to `total_steps`."""
 
-    iteration: Iteration
-    states: States
-    batches: Any  # PromptLoader
-    validator: Validator
+    config: Config
+    work: Work
     output: RunOutput
     save: Save
     totals: Totals
-    pad_id: int
-    step: int = 0  # iterations done
+    step: int = 0  # steps done
     resumed: bool = False
     _compilations: CompileCounter = field(default_factory=CompileCounter)
     _compiled_once: bool = False
 
     def run(self) -> None:
         """Every step left. Raises Interrupted after saving when the user pressed Ctrl-C."""
-        config = self.iteration.config
+        config = self.config
         self.output.begin(self.step)
         if not self.resumed:
             self._begin()
@@ -78,96 +128,39 @@ class Loop:
                 self.output.log(self.step, metrics)
                 due = config.save_every and self.step % config.save_every == 0
                 if due or last or stopping:
-                    self.save(self.step, self.states, metrics)
+                    self.save(self.step, self.work.states, metrics)
                 if stopping and not last:
                     raise Interrupted
 
     def _begin(self) -> None:
-        """Validation and a checkpoint before the first RL step, so no warm-up is done twice."""
+        """Validation and a checkpoint before the first step, so no warm-up is done twice."""
         metrics: dict[str, float] = {}
-        if self.iteration.config.validation.before_train:
+        if self.config.validation.before_train:
             metrics = self._validate()
             self.totals.first = dict(self.totals.last)
         self.output.log(0, metrics)
-        self.save(0, self.states, metrics)
+        self.save(0, self.work.states, metrics)
 
     def _one_step(self) -> dict[str, float]:
-        """One iteration; returns its metrics as numbers."""
-        config, timer = self.iteration.config, Timer()
-        step = self.step + 1
-        started = time.perf_counter()
-        prompts: list[Prompt] = next(self.batches)
-        context = StepContext(prompts=prompts, n=config.rollout.n)
-        host_batch = prompt_batch(
-            prompts,
-            n=config.rollout.n,
-            max_prompt_length=config.data.max_prompt_length,
-            pad_id=self.pad_id,
-        )
-        batch = make_global(host_batch, batch_sharding(self.iteration.mesh))
         compiled = self._compilations.programs(PROGRAM)
-        self.states, batch, found = self.iteration.program.run(
-            self.states, batch, step, context, timer
-        )
+        metrics = self.work.step(self.step + 1)
+        self.step += 1
         again = self._compilations.programs(PROGRAM) - compiled
         if again and self._compiled_once:
-            self.output.message(f"step {step} compiled {again} programs again; it should not")
+            self.output.message(f"step {self.step} compiled {again} programs again; it should not")
         self._compiled_once = True
-        found = fetch(found)
-        trees = {name: role.spec.params for name, role in self.iteration.roles.items()}
-        check_gradients(found, trees, step)
-        metrics = {name: float(value) for name, value in found.items()}
-        seconds = time.perf_counter() - started
-        self.step = step
-        metrics |= self._measure(batch, timer, seconds)
-        metrics["perf/compilations"] = float(again)
-        metrics["training/epoch"] = float(self.batches.epoch)
-        self._note(metrics, timer, seconds)
-        self.output.rollout(step, context, batch)
-        return metrics
-
-    def _measure(self, batch: RolloutBatch, timer: Timer, seconds: float) -> dict[str, float]:
-        """Times, throughput and memory of the step."""
-        lengths, mask = fetch((batch.prompt_lengths, batch.mask))
-        prompt_tokens, response_tokens = int(lengths.sum()), int(mask.sum())
-        self.totals.tokens += prompt_tokens + response_tokens
-        metrics = performance_metrics(
-            timer.timings() | {"step": seconds},
-            num_prompt_tokens=prompt_tokens,
-            num_response_tokens=response_tokens,
-            num_devices=self.iteration.mesh.size,
-        )
-        if self.iteration.mesh.shape["fsdp"] > 1 and self.step == 1:
-            metrics |= self.layout_switch_metrics()
-        return metrics
-
-    def layout_switch_metrics(self) -> dict[str, float]:
-        """Seconds and bytes of the actor's switch from the training to the generation layout."""
-        role = self.iteration.roles["actor"]
-        params = params_of(self.states["actor"])
-        return {
-            "timing_s/layout_switch": time_switch(params, role.use_shardings),
-            "perf/layout_switch_gb": switch_bytes(
-                role.spec.params, role.param_shardings, role.use_shardings
-            )
-            / 1e9,
+        return metrics | {
+            "perf/compilations": float(again),
+            "training/epoch": float(self.work.batches.epoch),
         }
-
-    def _note(self, metrics: dict[str, float], timer: Timer, seconds: float) -> None:
-        totals = self.totals
-        totals.seconds += seconds
-        for name, value in timer.timings().items():
-            totals.stage_seconds[name] = totals.stage_seconds.get(name, 0.0) + value
-        reward = metrics["critic/score/mean"]
-        totals.first_reward = reward if totals.first_reward is None else totals.first_reward
-        totals.last_reward = reward
 
     def _validate(self) -> dict[str, float]:
         started = time.perf_counter()
-        found: Validation = self.validator.run(params_of(self.states["actor"]), self.step)
-        self.totals.last = found.metrics
-        self.output.validation(self.step, found)
-        return found.metrics | {"timing_s/testing": time.perf_counter() - started}
+        metrics = self.work.validate(self.step)
+        if not metrics:
+            return {}
+        self.totals.last = metrics
+        return metrics | {"timing_s/testing": time.perf_counter() - started}
 
 
 def _any_process(flag: bool) -> bool:

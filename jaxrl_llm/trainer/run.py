@@ -7,30 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import barrier, is_main
-from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.overrides import to_json
-from jaxrl_llm.rewards.combine import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.evaluate import Validator
 from jaxrl_llm.trainer.initialise import find_tokenizer, write_huggingface_files
-from jaxrl_llm.trainer.loop import Interrupted, Loop, Totals
-from jaxrl_llm.trainer.online import Iteration, plan_iteration, stop_ids
+from jaxrl_llm.trainer.loop import Interrupted, Loop, Totals, Work
+from jaxrl_llm.trainer.online_run import OnlineRun
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import States
-from jaxrl_llm.trainer.rewarding import RewardFunctions
-from jaxrl_llm.trainer.roles import Role
-from jaxrl_llm.trainer.run_data import (
-    held_out_sources,
-    load_run_prompts,
-    train_batches,
-    train_sources,
-)
-from jaxrl_llm.trainer.states import first_states, from_items, frozen_roles, to_items
+from jaxrl_llm.trainer.states import from_items, to_items
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +43,8 @@ def train(config: Config) -> Summary:
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     with ExitStack() as stack:
-        reward = open_reward(config, tokenizer, stack)
-        iteration = plan_iteration(config, tokenizer, mesh, reward)
-        validator = open_validator(config, iteration.roles["actor"], tokenizer, run_dir, stack)
-        batches = train_batches(
-            config, load_run_prompts(config, train_sources(config), tokenizer, run_dir)
-        )
-        stack.callback(batches.close)
-        checkpoints = open_checkpoints(config, run_dir)
+        work = open_work(config, tokenizer, mesh, run_dir, stack)
+        checkpoints = open_checkpoints(config, run_dir, work.best_metric)
         stack.callback(checkpoints.close)
         resume = _resume_point(config, checkpoints)
         output = stack.enter_context(
@@ -67,42 +52,39 @@ def train(config: Config) -> Summary:
                 config,
                 run_dir,
                 tokenizer=tokenizer,
-                stop_ids=iteration.sampling.stop_token_ids,
+                stop_ids=work.stop_ids,
                 resume_step=None if resume is None else _step_of(resume),
             )
         )
         if is_main():
             (run_dir / "config.json").write_text(to_json(config) + "\n")
-        frozen = frozen_roles(iteration)
         totals, step = Totals(), 0
         if resume is None:
-            states = first_states(iteration, tokenizer, validator, output)
-            _save_once(checkpoints, iteration, states, frozen, tokenizer)
+            states = work.first_states(output)
+            _save_once(checkpoints, work, states, tokenizer)
         else:
-            states, loop_state = _restore(resume, iteration, frozen)
+            states, loop_state = _restore(resume, work)
             if resume.parent != checkpoints.directory:
-                _save_once(checkpoints, iteration, states, frozen, tokenizer)
+                _save_once(checkpoints, work, states, tokenizer)
             step, totals = loop_state["step"], Totals(**loop_state["totals"])
-            batches.set_state(loop_state["data"])
+            work.batches.set_state(loop_state["data"])
             output.message(f"resumed from {resume}")
+        work.begin(states, output, totals)
 
         def save(step: int, states: States, metrics: dict[str, float]) -> None:
             loop_state = {
                 "step": step,
-                "data": batches.get_state(),
-                "totals": dataclasses.asdict(loop.totals),
+                "data": work.batches.get_state(),
+                "totals": dataclasses.asdict(totals),
             }
-            checkpoints.save(step, to_items(states, frozen), loop_state, metrics)
+            checkpoints.save(step, to_items(states, work.frozen), loop_state, metrics)
 
         loop = Loop(
-            iteration=iteration,
-            states=states,
-            batches=batches,
-            validator=validator,
+            config=config,
+            work=work,
             output=output,
             save=save,
             totals=totals,
-            pad_id=tokenizer.pad_id,
             step=step,
             resumed=resume is not None,
         )
@@ -114,11 +96,18 @@ def train(config: Config) -> Summary:
     return Summary(
         run_dir=run_dir,
         step=loop.step,
-        totals=loop.totals,
+        totals=totals,
         seconds=time.perf_counter() - started,
         interrupted=interrupted,
         checkpoint=checkpoints.path(loop.step),
     )
+
+
+def open_work(
+    config: Config, tokenizer: Tokenizer, mesh: Mesh, run_dir: Path, stack: ExitStack
+) -> Work:
+    """What the algorithm of `config` makes of a run. `stack` closes what was opened."""
+    return OnlineRun(config, tokenizer=tokenizer, mesh=mesh, run_dir=run_dir, stack=stack)
 
 
 def run_directory(config: Config) -> Path:
@@ -128,60 +117,13 @@ def run_directory(config: Config) -> Path:
     return run_dir
 
 
-def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:
-    """The Python reward functions; None when a model gives the reward."""
-    if not config.reward.functions:
-        return None
-    rewards = config.reward
-    rewards_manager = RewardManager(
-        rewards.functions,
-        weights=rewards.weights or None,
-        failure_value=rewards.failure_value,
-        timeout=rewards.timeout_s,
-        num_workers=rewards.num_workers,
-        total_steps=config.total_steps,
-    )
-    return RewardFunctions(
-        manager=stack.enter_context(rewards_manager),
-        tokenizer=tokenizer,
-        stop_ids=stop_ids(config, tokenizer),
-    )
-
-
-def open_validator(
-    config: Config, actor: Role, tokenizer: Tokenizer, run_dir: Path | None, stack: ExitStack
-) -> Validator:
-    """Held-out prompts, their grader, and the program that answers them."""
-    validation = config.validation
-    grader = RewardManager([validation.grader], failure_value=0.0)
-    prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
-    return Validator(
-        prompts,
-        role=actor,
-        tokenizer=tokenizer,
-        grader=stack.enter_context(grader),
-        sampling=SamplingParams(
-            max_new_tokens=config.data.max_response_length,
-            temperature=validation.temperature,
-            top_p=validation.top_p,
-            stop_token_ids=stop_ids(config, tokenizer),
-        ),
-        n=validation.n,
-        batch_size=config.data.val_batch_size,
-        num_slots=config.rollout.num_slots,
-        max_prompt_length=config.data.max_prompt_length,
-        dtype=config.rollout.dtype or config.actor.dtype,
-        seed=config.seed,
-    )
-
-
-def open_checkpoints(config: Config, run_dir: Path) -> CheckpointManager:
+def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:
     """The run's checkpoints; ConfigError when `resume` and what is there contradict each other."""
     checkpoints = CheckpointManager(
         run_dir / "checkpoints",
         keep_latest=config.checkpoint.keep_latest,
         keep_best=config.checkpoint.keep_best,
-        best_metric=config.checkpoint.best_metric,
+        best_metric=best_metric,
         asynchronous=config.checkpoint.asynchronous,
     )
     latest = checkpoints.latest()
@@ -208,25 +150,22 @@ def _step_of(path: Path) -> int:
 
 
 def _save_once(
-    checkpoints: CheckpointManager,
-    iteration: Iteration,
-    states: States,
-    frozen: list[str],
-    tokenizer: Tokenizer,
+    checkpoints: CheckpointManager, work: Work, states: States, tokenizer: Tokenizer
 ) -> None:
     """What every checkpoint needs but no step changes."""
-    if frozen:
-        manager.save_frozen(checkpoints.directory, {name: states[name] for name in frozen})
+    if work.frozen:
+        frozen = {name: states[name] for name in work.frozen}
+        manager.save_frozen(checkpoints.directory, frozen)
     if is_main():
-        spec = iteration.roles["actor"].spec
-        write_huggingface_files(checkpoints.directory / layout.HUGGINGFACE, spec, tokenizer)
+        directory = checkpoints.directory / layout.HUGGINGFACE
+        write_huggingface_files(directory, work.learner.spec, tokenizer)
     barrier("first_files")
 
 
-def _restore(path: Path, iteration: Iteration, frozen: list[str]) -> tuple[States, dict[str, Any]]:
+def _restore(path: Path, work: Work) -> tuple[States, dict[str, Any]]:
     """All states of a checkpoint, laid out for this run's mesh, and the loop state."""
-    abstract = iteration.abstract_states()
-    items, loop_state = manager.restore(path, to_items(abstract, frozen))
-    kept = {name: abstract[name] for name in frozen}
+    abstract = work.abstract_states()
+    items, loop_state = manager.restore(path, to_items(abstract, work.frozen))
+    kept = {name: abstract[name] for name in work.frozen}
     fixed = manager.restore_frozen(path.parent, kept) if kept else {}
     return from_items(items, fixed), loop_state

@@ -32,10 +32,9 @@ from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.overrides import from_json
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.evaluate import Validation
+from jaxrl_llm.trainer.evaluate import Validation, open_validator
 from jaxrl_llm.trainer.initialise import find_model, find_tokenizer, load_params, spec_of
 from jaxrl_llm.trainer.roles import make_role
-from jaxrl_llm.trainer.run import open_validator
 from jaxrl_llm.trainer.samples import completions_of
 from jaxrl_llm.types import Completion, Prompt
 

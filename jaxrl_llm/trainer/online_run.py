@@ -1,0 +1,162 @@
+"""Online RL as the work of a run: rewards, prompts, iterations, validation."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.reshard import switch_bytes, time_switch
+from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.metrics import performance_metrics
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.rewards.combine import RewardManager
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.evaluate import open_validator
+from jaxrl_llm.trainer.guards import check_gradients
+from jaxrl_llm.trainer.loop import Totals
+from jaxrl_llm.trainer.online import plan_iteration, stop_ids
+from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.program import States
+from jaxrl_llm.trainer.rewarding import RewardFunctions, StepContext
+from jaxrl_llm.trainer.roles import Role, params_of
+from jaxrl_llm.trainer.run_data import load_run_prompts, train_batches, train_sources
+from jaxrl_llm.trainer.samples import prompt_batch
+from jaxrl_llm.trainer.states import first_states, frozen_roles
+from jaxrl_llm.types import Prompt, RolloutBatch
+
+
+class OnlineRun:
+    """A `Work` of the loop: each step is one planned iteration of RL."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        run_dir: Path,
+        stack: ExitStack,
+    ):
+        """Plan the iteration and read the data. `stack` closes what was opened."""
+        self._config = config
+        self._tokenizer = tokenizer
+        reward = open_reward(config, tokenizer, stack)
+        self.iteration = plan_iteration(config, tokenizer, mesh, reward)
+        self._validator = open_validator(config, self.learner, tokenizer, run_dir, stack)
+        self.batches = train_batches(
+            config, load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        )
+        stack.callback(self.batches.close)
+        self.states: States = {}
+        self._output: RunOutput
+        self._totals: Totals
+
+    @property
+    def learner(self) -> Role:
+        return self.iteration.roles["actor"]
+
+    @property
+    def frozen(self) -> list[str]:
+        return frozen_roles(self.iteration)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.iteration.sampling.stop_token_ids
+
+    @property
+    def best_metric(self) -> str:
+        return self._config.checkpoint.best_metric
+
+    def abstract_states(self) -> States:
+        return self.iteration.abstract_states()
+
+    def first_states(self, output: RunOutput) -> States:
+        return first_states(self.iteration, self._tokenizer, self._validator, output)
+
+    def begin(self, states: States, output: RunOutput, totals: Totals) -> None:
+        self.states, self._output, self._totals = states, output, totals
+
+    def step(self, step: int) -> dict[str, float]:
+        config, timer = self._config, Timer()
+        started = time.perf_counter()
+        prompts: list[Prompt] = next(self.batches)
+        context = StepContext(prompts=prompts, n=config.rollout.n)
+        host_batch = prompt_batch(
+            prompts,
+            n=config.rollout.n,
+            max_prompt_length=config.data.max_prompt_length,
+            pad_id=self._tokenizer.pad_id,
+        )
+        batch: Any = make_global(host_batch, batch_sharding(self.iteration.mesh))
+        self.states, batch, found = self.iteration.program.run(
+            self.states, batch, step, context, timer
+        )
+        found = fetch(found)
+        trees = {name: role.spec.params for name, role in self.iteration.roles.items()}
+        check_gradients(found, trees, step)
+        metrics = {name: float(value) for name, value in found.items()}
+        seconds = time.perf_counter() - started
+        metrics |= self._measure(batch, timer, seconds, step)
+        totals, reward = self._totals, metrics["critic/score/mean"]
+        totals.first_reward = reward if totals.first_reward is None else totals.first_reward
+        totals.last_reward = reward
+        self._output.rollout(step, context, batch)
+        return metrics
+
+    def validate(self, step: int) -> dict[str, float]:
+        found = self._validator.run(params_of(self.states["actor"]), step)
+        self._output.validation(step, found)
+        return found.metrics
+
+    def _measure(
+        self, batch: RolloutBatch, timer: Timer, seconds: float, step: int
+    ) -> dict[str, float]:
+        """Times, throughput and memory of the step."""
+        lengths, mask = fetch((batch.prompt_lengths, batch.mask))
+        prompt_tokens, response_tokens = int(lengths.sum()), int(mask.sum())
+        self._totals.add(seconds, prompt_tokens + response_tokens, timer.timings())
+        metrics = performance_metrics(
+            timer.timings() | {"step": seconds},
+            num_prompt_tokens=prompt_tokens,
+            num_response_tokens=response_tokens,
+            num_devices=self.iteration.mesh.size,
+        )
+        if self.iteration.mesh.shape["fsdp"] > 1 and step == 1:
+            metrics |= self.layout_switch_metrics()
+        return metrics
+
+    def layout_switch_metrics(self) -> dict[str, float]:
+        """Seconds and bytes of the actor's switch from the training to the generation layout."""
+        role = self.learner
+        params = params_of(self.states["actor"])
+        return {
+            "timing_s/layout_switch": time_switch(params, role.use_shardings),
+            "perf/layout_switch_gb": switch_bytes(
+                role.spec.params, role.param_shardings, role.use_shardings
+            )
+            / 1e9,
+        }
+
+
+def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:
+    """The Python reward functions; None when a model gives the reward."""
+    if not config.reward.functions:
+        return None
+    rewards = config.reward
+    rewards_manager = RewardManager(
+        rewards.functions,
+        weights=rewards.weights or None,
+        failure_value=rewards.failure_value,
+        timeout=rewards.timeout_s,
+        num_workers=rewards.num_workers,
+        total_steps=config.total_steps,
+    )
+    return RewardFunctions(
+        manager=stack.enter_context(rewards_manager),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(config, tokenizer),
+    )

@@ -7,17 +7,21 @@ a setting must be answered at once.
 import ast
 import difflib
 import functools
+import inspect
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxrl_llm.config import ConfigError
 
 REQUIRED = object()  # no default: the setting must be given
 UNREADABLE = object()  # the default is not a literal: only the function itself knows it
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _NAMES = {
     "Any": Any,
@@ -40,12 +44,50 @@ class Setting:
     default: Any
 
 
+def with_settings_of(shared: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorator: `**settings` of the function stands for the settings of `shared`.
+
+    Those that the function names itself keep its own annotation and default. So a default that
+    many functions share is written once, and is still found without importing anything.
+    """
+
+    def decorate(fn: F) -> F:
+        own = inspect.signature(fn)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {p.name for p in kept}
+        more = [p for p in inspect.signature(shared).parameters.values() if p.kind is keyword]
+        added = [p for p in more if p.name not in names]
+        fn.__signature__ = own.replace(  # pyright: ignore[reportFunctionMemberAccess]
+            parameters=[*kept, *added]
+        )
+        return fn
+
+    return decorate
+
+
 @functools.cache
 def settings_of(path: str) -> dict[str, Setting]:
     """The settings of the function at `path` ("package.module:name" or "file.py:name")."""
     file, definition = find_definition(path)
     if isinstance(definition, ast.ClassDef):
         return {}
+    own = _own_settings(file, definition)
+    for decorator in definition.decorator_list:
+        if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name):
+            shared = decorator.args[0] if decorator.func.id == with_settings_of.__name__ else None
+            if isinstance(shared, ast.Name):
+                own = own | {
+                    name: setting
+                    for name, setting in settings_of(f"{file}:{shared.id}").items()
+                    if name not in own
+                }
+    return own
+
+
+def _own_settings(
+    file: Path, definition: ast.FunctionDef | ast.AsyncFunctionDef
+) -> dict[str, Setting]:
     tree = _parse(file)
     arguments = definition.args
     settings = {}

@@ -53,13 +53,24 @@ class RolloutBatch:
     mask: Float[Array, "B R"] | None = None  # 1 for a token of the policy, its EOS included
     rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update
+    # Sum over the vocabulary of the squared probabilities that `old_logprobs` are of.
+    sum_pi_squared: Float[Array, "B R"] | None = None
     reference_logprobs: Float[Array, "B R"] | None = None
     values: Float[Array, "B R"] | None = None
     scores: Float[Array, " B"] | None = None  # one float32 reward a sample, before any KL term
+    # What the reward functions said, one column each and unweighted; NaN where one said None.
+    reward_parts: Float[Array, "B K"] | None = None
     rewards: Float[Array, "B R"] | None = None  # per token: the score at the last token, less KL
     advantages: Float[Array, "B R"] | None = None
     returns: Float[Array, "B R"] | None = None
     importance_weights: Float[Array, "B R"] | None = None  # rollout correction, truncated
+    loss_mask: Float[Array, "B R"] | None = None  # the mask less what a rejection rule leaves out
+    # The most likely answer to each prompt, on the first sample of its group; the others' are
+    # empty. Its score stands on every sample of the group.
+    greedy_responses: Int[Array, "B R"] | None = None
+    greedy_mask: Float[Array, "B R"] | None = None
+    greedy_logprobs: Float[Array, "B R"] | None = None
+    greedy_scores: Float[Array, " B"] | None = None
 
     def replace(self, **changes: Any) -> "RolloutBatch":
         """A copy with some fields changed."""

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.advantages import gae, grpo, score_to_rewards
+from jaxrl_llm.algorithms.advantages import gae, score_to_rewards
+from jaxrl_llm.algorithms.group_advantages import grpo
 
 
 def loop_gae(rewards, values, mask, gamma, lam):

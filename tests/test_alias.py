@@ -62,7 +62,7 @@ def test_default_grpo():
     assert "reference_logprobs" in reads(algorithm) and algorithm.kl_loss_coef == 0.001
     assert "values" not in reads(algorithm)
     assert "reference_logprobs" not in reads(grpo(kl_loss_coef=0.0))
-    corrected = grpo(importance_threshold=2.0)
+    corrected = grpo(rollout_is="token")
     assert "importance_weights" in field_names(corrected.policy_loss)
 
 
@@ -115,11 +115,12 @@ def test_kl_in_the_loss_by_name():
 
 
 def test_importance_correction_adds_the_field():
-    algorithm = ppo(importance_threshold=3.0)
+    algorithm = ppo(rollout_is="token", rollout_is_threshold=3.0)
     assert field_names(algorithm.importance) == ("old_logprobs", "rollout_logprobs", "mask")
     assert field_names(algorithm.policy_loss)[-1] == "importance_weights"
     ones = jnp.ones((1, 1))
-    np.testing.assert_allclose(algorithm.importance(8 * ones, ones, ones), [[3.0]])
+    weights, _ = algorithm.importance(8 * ones, ones, ones)
+    np.testing.assert_allclose(weights, [[3.0]])
     half, _ = algorithm.policy_loss(ones, ones, ones, ones, 0.5 * ones)
     np.testing.assert_allclose(half, [[-0.5]])
 
@@ -150,7 +151,7 @@ def test_settings_reach_the_functions():
         ({"clip_c": 0.5}, "clip_c is 0.5"),
         ({"gamma": 2.0}, "gamma is 2.0"),
         ({"cliprange_value": -1.0}, "cliprange is -1.0"),
-        ({"importance_threshold": 0.0}, "importance threshold"),
+        ({"rollout_is": "token", "rollout_is_threshold": 0.0}, "importance threshold"),
         ({"kl_controller": "adaptve"}, "fixed, adaptive"),
         ({"use_kl_loss": True, "kl_loss_type": "k4"}, "no KL estimator 'k4'"),
         ({"loss_aggregation": "token-men"}, "did you mean 'token-mean'"),
@@ -175,7 +176,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name():
 
 def test_one_update_of_a_batch_in_micro_batches_equals_the_whole():
     """Policy, KL and value terms together, in float32, to 1e-6 of the gradient's size."""
-    algorithm = ppo(use_kl_loss=True, kl_loss_type="k2", kl_loss_coef=0.1, importance_threshold=2.0)
+    algorithm = ppo(use_kl_loss=True, kl_loss_type="k2", kl_loss_coef=0.1, rollout_is="token")
     rng = np.random.default_rng(0)
     names = ("logprobs", "old_logprobs", "advantages", "reference_logprobs", "importance_weights")
     fields = {name: jnp.array(rng.normal(size=(8, 5)), jnp.float32) for name in names}

@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,9 +18,9 @@ from tiny_models import tiny_config, write_directory
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.overrides import from_json, load_config, load_file, resolve, to_json
-from jaxrl_llm.trainer.dataflow import StageOutput
 from jaxrl_llm.trainer.initialise import find_tokenizer
 from jaxrl_llm.trainer.online import plan_iteration
+from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts, train_sources
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("[!_]*.py"))
@@ -59,7 +60,7 @@ def verl_row(index: int) -> dict:
     }
 
 
-def no_reward(*_: object) -> StageOutput:
+def no_reward(*_: object) -> Any:
     raise AssertionError("tracing runs no Python reward")
 
 
@@ -70,7 +71,8 @@ def test_config_loads_plans_and_traces(file, tmp_path):
     for sources in (train_sources(config), held_out_sources(config)):
         prompts = load_run_prompts(config, sources, tokenizer, None)
         assert all(prompt.ground_truth is not None for prompt in prompts)
-    reward = no_reward if config.reward.functions else None
+    parts = tuple(function.path for function in config.reward.functions)
+    reward = ArrayReward(no_reward, parts) if parts else None
     iteration = plan_iteration(config, tokenizer, make_mesh(), reward)
     batch = iteration.trace()
     rows = config.data.train_batch_size * config.rollout.n

@@ -6,10 +6,10 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.importance import importance_weighted, mismatch_metrics, token_truncated
+from jaxrl_llm.algorithms.importance import importance_weighted, token_weights
+from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
 
 OLD_PROBS = np.array([[0.5, 0.2, 0.9], [0.4, 1.0, 1.0], [1.0, 1.0, 1.0]])
@@ -22,8 +22,8 @@ def arrays():
     return tuple(jnp.array(x, jnp.float32) for x in probs)
 
 
-def test_token_truncated_by_hand(checked):
-    weights = checked(token_truncated)(*arrays(), threshold=2.0)
+def test_token_weights_by_hand(checked):
+    weights, _ = checked(token_weights)(*arrays(), upper=2.0)
     expected = [[1.25, 0.5, 2.0], [0.8, 0.0, 0.0], [0.0, 0.0, 0.0]]  # 0.9 / 0.1 is cut to 2
     np.testing.assert_allclose(weights, expected, rtol=1e-5)
 
@@ -31,16 +31,14 @@ def test_token_truncated_by_hand(checked):
 def test_equal_logprobs_weigh_exactly_one_and_padding_nothing():
     old, _, mask = arrays()
     dirty = jnp.where(mask > 0, old, jnp.nan)
-    np.testing.assert_array_equal(token_truncated(dirty, dirty, mask), mask)
-    gradient = jax.grad(lambda x: token_truncated(x, arrays()[1], mask).sum())(old)
+    np.testing.assert_array_equal(token_weights(dirty, dirty, mask)[0], mask)
+    gradient = jax.grad(lambda x: token_weights(x, arrays()[1], mask)[0].sum())(old)
     np.testing.assert_array_equal(gradient, 0.0)
-    with pytest.raises(ValueError, match="importance threshold"):
-        token_truncated(old, old, mask, threshold=0.0)
 
 
 def test_weighted_loss_declares_the_field_and_multiplies():
     old, rollout, mask = arrays()
-    weights = token_truncated(old, rollout, mask)
+    weights, _ = token_weights(old, rollout, mask)
     advantages = jnp.array(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
     plain = functools.partial(ppo_clip, clip_high=0.28)
     weighted = importance_weighted(plain)
@@ -62,14 +60,27 @@ def test_mismatch_by_hand(checked):
     old, rollout = (x[MASK > 0] for x in (OLD_PROBS, ROLLOUT_PROBS))
     gap = np.abs(old - rollout)  # 0.1, 0.2, 0.8, 0.1
     log_ratio = np.log(old / rollout)
-    per_sequence = [log_ratio[:3].mean(), log_ratio[3]]
+    per_sequence = np.array([log_ratio[:3].mean(), log_ratio[3]])
+    whole = np.array([log_ratio[:3].sum(), log_ratio[3]])
+    trainer = np.array([-np.log(old[:3]).mean(), -np.log(old[3])])
+    sampler = np.array([-np.log(rollout[:3]).mean(), -np.log(rollout[3])])
     expected = {
         "training/rollout_probs_diff_max": 0.8,
         "training/rollout_probs_diff_mean": gap.mean(),
         "training/rollout_probs_diff_std": gap.std(ddof=1),
         "rollout_corr/kl": -log_ratio.mean(),
         "rollout_corr/k3_kl": (old / rollout - log_ratio - 1).mean(),
-        "rollout_corr/ppl_ratio": np.exp(-np.array(per_sequence)).mean(),
+        "rollout_corr/ppl_ratio": np.exp(-per_sequence).mean(),
+        "rollout_corr/training_ppl": np.exp(trainer).mean(),
+        "rollout_corr/training_log_ppl": trainer.mean(),
+        "rollout_corr/rollout_ppl": np.exp(sampler).mean(),
+        "rollout_corr/rollout_log_ppl": sampler.mean(),
+        "rollout_corr/log_ppl_diff": -per_sequence.mean(),
+        "rollout_corr/log_ppl_abs_diff": np.abs(per_sequence).mean(),
+        "rollout_corr/log_ppl_diff_max": -per_sequence.min(),
+        "rollout_corr/log_ppl_diff_min": -per_sequence.max(),
+        "rollout_corr/chi2_token": ((old / rollout) ** 2).mean() - 1,
+        "rollout_corr/chi2_seq": np.exp(2 * whole).mean() - 1,
         "token_mult_prob_error": np.exp(np.abs(log_ratio)).mean(),
     }
     assert metrics.keys() == expected.keys()
@@ -81,7 +92,10 @@ def test_no_gap_is_exactly_none():
     old, _, mask = arrays()
     metrics = mismatch_metrics(old, old, mask)
     ones = {"token_mult_prob_error", "rollout_corr/ppl_ratio"}
+    own = {f"rollout_corr/{who}_{x}" for who in ("training", "rollout") for x in ("ppl", "log_ppl")}
     for name, value in metrics.items():
+        if name in own:  # of one policy alone
+            continue
         assert value == (1.0 if name in ones else 0.0), name
         assert not np.signbit(value), name
 

@@ -23,9 +23,9 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.dataflow import StageOutput
 from jaxrl_llm.trainer.online import Iteration, plan_iteration
 from jaxrl_llm.trainer.program import States
+from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.stages import KL_CONTROLLER
 from jaxrl_llm.types import RolloutBatch
 
@@ -87,16 +87,15 @@ def packed(config: Config, tokens: int) -> Config:
     )
 
 
-def even_tokens(context: Any, step: int, responses: Any, mask: Any, logprobs: Any) -> StageOutput:
-    """A reward stage in Python: the share of even tokens."""
-    scores = ((responses % 2 == 0) * mask).sum(axis=1) / mask.sum(axis=1)
-    return StageOutput(writes=(scores.astype(np.float32),), metrics={})
+def even_tokens(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The share of even tokens."""
+    return ((responses % 2 == 0) * mask).sum(axis=1) / mask.sum(axis=1)
 
 
 def open_iteration(config: Config, mesh: Mesh | None = None) -> Iteration:
     """The planned programs of `config`, by default on one device."""
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    reward = None if config.reward.model is not None else even_tokens
+    reward = None if config.reward.model is not None else ArrayReward(even_tokens)
     return plan_iteration(config, load_tokenizer("char"), mesh, reward)
 
 

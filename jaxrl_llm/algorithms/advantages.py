@@ -1,5 +1,6 @@
 """Advantage estimators, and the per-token rewards that they read.
 
+Those that compare the samples of a prompt with each other are in `group_advantages.py`.
 Positional parameters are batch fields, keyword-only parameters are settings. Shapes: B samples,
 R response tokens, right-padded. An estimator returns (advantages, returns), 0 outside the mask,
 and no gradient flows through it.
@@ -7,11 +8,9 @@ and no gradient flows through it.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxrl_llm.numerics import masked_sum, masked_whiten
-
-GROUP_STD_EPS = 1e-6  # added to a group's deviation, as verl does
+from jaxrl_llm.numerics import masked_whiten
 
 
 def score_to_rewards(scores: Float[Array, " B"], mask: Float[Array, "B R"]) -> Float[Array, "B R"]:
@@ -67,39 +66,42 @@ def _scan_back(decay: Float[Array, "B R"], x: Float[Array, "B R"]) -> Float[Arra
     return jax.lax.associative_scan(combine, (decay, x), reverse=True, axis=1)[1]
 
 
-def grpo(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    *,
-    norm_adv_by_std: bool = True,
+def returns_to_go(
+    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], *, gamma: float = 1.0
+) -> Float[Array, "B R"]:
+    """G_t = r_t + gamma G_{t+1} over the tokens of the mask; those outside are stepped over."""
+    keep = mask != 0
+    returns = _scan_back(jnp.where(keep, gamma, 1.0), jnp.where(keep, rewards, 0.0))
+    return jnp.where(keep, returns, 0.0)
+
+
+def reinforce_plus_plus(
+    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], *, gamma: float = 1.0
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """A sample's reward against those of its group, on each of its tokens.
+    """REINFORCE++: the discounted return to go, whitened over the tokens of the batch.
 
-    A_i = (r_i - mean of the group) / (std of the group + 1e-6), with the unbiased deviation and
-    r_i the sum of the sample's rewards. A group of one is compared with mean 0 and deviation 1, as
-    in verl. Where all rewards of a group are equal the advantages are 0. The returns are the
-    advantages.
+    A_t = (G_t - mean) / sqrt(var + 1e-8), G_t = r_t + gamma G_{t+1}. No critic and no groups; the
+    mean of the batch is the only baseline, so prompts of unequal difficulty add variance. It is
+    meant to go with the KL in the reward. The returns are those before whitening.
 
-    Shao et al. 2024, arXiv:2402.03300. `norm_adv_by_std=False` is Dr. GRPO, which does not blow up
-    the groups whose rewards hardly differ (Liu et al. 2025, arXiv:2503.20783).
+    Hu 2025, arXiv:2501.03262. Raises ValueError unless gamma is within 0 and 1.
     """
-    totals = masked_sum(rewards, mask, axis=1)
-    count, mean = _group_mean(totals, group_ids)
-    deviation = totals - jnp.where(count > 1, mean, 0.0)
-    if norm_adv_by_std:
-        _, square = _group_mean(jnp.square(totals - mean), group_ids)
-        std = jnp.sqrt(square * count / jnp.maximum(count - 1, 1))
-        deviation = deviation / jnp.where(count > 1, std + GROUP_STD_EPS, 1.0)
-    advantages = jnp.where(mask != 0, deviation[:, None], 0.0)
-    return jax.lax.stop_gradient((advantages, advantages))
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"gamma is {gamma}; it must be within 0 and 1")
+    returns = returns_to_go(rewards, mask, gamma=gamma)
+    return jax.lax.stop_gradient((masked_whiten(returns, mask), returns))
 
 
-def _group_mean(
-    x: Float[Array, " B"], group_ids: Int[Array, " B"]
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """(size, mean) of each sample's group; the order of the samples does not matter."""
-    same = (group_ids[:, None] == group_ids[None, :]).astype(jnp.float32)
-    count = same.sum(axis=1)
-    # Elementwise and not a matrix product, which a GPU may round to a shorter float.
-    return count, (same * x[None, :]).sum(axis=1) / count
+def remax(
+    rewards: Float[Array, "B R"], greedy_scores: Float[Array, " B"], mask: Float[Array, "B R"]
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """ReMax: the return to go less the score of the greedy answer to the same prompt.
+
+    A_t = G_t - r(greedy), G_t = r_t + G_{t+1}. One sample a prompt is enough, at the price of one
+    more rollout and its reward. A KL in the reward is in G_t and not in the baseline, as in verl.
+
+    Li et al. 2023, arXiv:2310.10505.
+    """
+    returns = returns_to_go(rewards, mask)
+    advantages = jnp.where(mask != 0, returns - greedy_scores[:, None], 0.0)
+    return jax.lax.stop_gradient((advantages, returns))

@@ -1,74 +1,37 @@
 """Algorithms: each a short composition of the functions of this room.
 
 A config names one of these functions and its settings (`FunctionConfig`), so settings are
-keyword-only, with plain annotations and literal defaults that are read from the source.
+keyword-only, with plain annotations and literal defaults that are read from the source. What all
+have in common, the aggregation, KL, entropy and rollout correction, are the settings of
+`algorithm.compose`; a function that names one of them has another default for it.
+
+Those that compare the samples of a prompt (all but ppo, reinforce_plus_plus and remax) need two or
+more, `rollout.n`. Where a reference model is used by default, `use_kl_loss=False` leaves it out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.advantages import gae
-from jaxrl_llm.algorithms.aggregation import aggregation
-from jaxrl_llm.algorithms.fields import check_fields, field_names
-from jaxrl_llm.algorithms.importance import importance_weighted, token_truncated
-from jaxrl_llm.algorithms.kl import (
-    FixedKL,
-    KLController,
-    kl_in_reward,
-    kl_penalty,
-    make_kl_controller,
-)
-from jaxrl_llm.algorithms.policy_losses import ppo_clip
+from jaxrl_llm.algorithms import advantages, group_advantages
+from jaxrl_llm.algorithms.algorithm import Algorithm, compose
+from jaxrl_llm.algorithms.covariance_losses import clip_cov as clip_cov_loss
+from jaxrl_llm.algorithms.covariance_losses import kl_cov as kl_cov_loss
+from jaxrl_llm.algorithms.policy_losses import cispo as cispo_loss
+from jaxrl_llm.algorithms.policy_losses import dppo_kl as dppo_kl_loss
+from jaxrl_llm.algorithms.policy_losses import dppo_tv as dppo_tv_loss
+from jaxrl_llm.algorithms.policy_losses import dro as dro_loss
+from jaxrl_llm.algorithms.policy_losses import policy_gradient, ppo_clip
+from jaxrl_llm.algorithms.policy_losses import sapo as sapo_loss
+from jaxrl_llm.algorithms.sequence_losses import geo_mean
+from jaxrl_llm.algorithms.sequence_losses import gspo as gspo_loss
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
+from jaxrl_llm.signatures import with_settings_of
+
+__all__ = ["Algorithm", "compose"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """What one iteration computes. The positional parameters of each function are batch fields.
-
-    The planner reads them (`fields.field_names`): a function that asks for `values` brings in the
-    critic, one that asks for `reference_logprobs` the reference model; None brings in nothing.
-    """
-
-    advantage: Callable[..., Any]  # fields -> (advantages [B, R], returns [B, R])
-    policy_loss: Callable[..., Any]  # fields -> (loss [B, R], metrics of [B, R])
-    aggregate: Callable[..., Any]  # see aggregation.py; also used for the value loss and entropy
-    value_loss: Callable[..., Any] | None = None  # fields -> (loss [B, R], metrics of [B, R])
-    # (scores, mask, old_logprobs, reference_logprobs, *, coef) -> (rewards, kl), [B, R] each;
-    # None gives rewards by `advantages.score_to_rewards`
-    kl_reward: Callable[..., Any] | None = None
-    kl_controller: KLController = FixedKL(0.0)  # the `coef` of kl_reward
-    kl_loss: Callable[..., Any] | None = None  # (logprobs, reference_logprobs) -> kl [B, R]
-    kl_loss_coef: float = 0.0  # of the aggregated kl_loss, added to the policy loss
-    entropy_coef: float = 0.0  # of the aggregated entropy, subtracted from the policy loss
-    # (old_logprobs, rollout_logprobs, mask) -> the field importance_weights [B, R]; the policy
-    # loss reads that field itself, so nobody else multiplies by it
-    importance: Callable[..., Any] | None = None
-
-    def __post_init__(self) -> None:
-        rollout = {"advantage": self.advantage, "kl_reward": self.kl_reward}
-        rollout["importance"] = self.importance
-        update = {"policy_loss": self.policy_loss, "value_loss": self.value_loss}
-        update["kl_loss"] = self.kl_loss
-        for role, fn in rollout.items():
-            if fn is not None:
-                check_fields(role, fn)
-        for role, fn in update.items():
-            if fn is not None:
-                check_fields(role, fn, update=True)
-        if (self.kl_loss is None) != (self.kl_loss_coef == 0.0):
-            raise ValueError(
-                f"kl_loss_coef is {self.kl_loss_coef} and kl_loss {self.kl_loss}: give both, or "
-                "leave both out; a coefficient of 0 would run the reference model for nothing"
-            )
-
-
+@with_settings_of(compose)
 def ppo(
     *,
     gamma: float = 1.0,
@@ -77,135 +40,261 @@ def ppo(
     clip_high: float = 0.2,
     clip_c: float = 3.0,
     cliprange_value: float = 0.5,
-    loss_aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean",
-    loss_scale: int | None = None,
-    entropy_coef: float = 0.0,
-    use_kl_in_reward: bool = False,
-    kl_reward_type: str = "k1",
-    kl_controller: Literal["fixed", "adaptive"] = "fixed",
-    kl_coef: float = 0.001,
-    kl_horizon: float = 10000.0,
-    kl_target: float = 0.1,
-    use_kl_loss: bool = False,
-    kl_loss_type: str = "low_var_kl",
-    kl_loss_coef: float = 0.001,
-    importance_threshold: float | None = None,
+    **settings: Any,
 ) -> Algorithm:
-    """PPO with a critic: GAE, clipped policy and value losses, optional KL and rollout correction.
-
-    Defaults are verl's. The KL goes into the reward (`use_kl_in_reward`; `kl_coef` steered by a
-    `fixed` or `adaptive` controller towards `kl_target` over `kl_horizon` samples), into the loss
-    (`use_kl_loss`), both or neither; a term whose coefficient is 0 is left out, and with both left
-    out no reference model is loaded. `importance_threshold` (2.0 is usual) turns on truncated
-    importance weights for the gap between sampler and trainer. `loss_scale` is the length that
-    seq-mean-token-sum-norm divides by.
-    Raises ValueError for an unknown name or a setting out of range.
-    """
-    policy_loss = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c)
-    advantage = partial(gae, gamma=gamma, lam=lam)
-    value_loss = partial(clipped_value_loss, cliprange=cliprange_value)
-    for fn in (advantage, policy_loss, value_loss):
-        _check_settings(fn)
-    return Algorithm(
-        advantage=advantage,
-        aggregate=aggregation(loss_aggregation, scale=loss_scale),
-        value_loss=value_loss,
-        entropy_coef=entropy_coef,
-        **_corrected(policy_loss, importance_threshold),
-        **_kl_in_reward(
-            use_kl_in_reward, kl_reward_type, kl_controller, kl_coef, kl_horizon, kl_target
-        ),
-        **_kl_in_loss(use_kl_loss, kl_loss_type, kl_loss_coef),
+    """PPO with a critic: GAE, clipped policy and value losses. arXiv:1707.06347."""
+    return compose(
+        partial(advantages.gae, gamma=gamma, lam=lam),
+        partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c),
+        partial(clipped_value_loss, cliprange=cliprange_value),
+        **settings,
     )
 
 
-def grpo(
+# ------------------------------------------------------------------------- estimators, PPO's loss
+
+
+@with_settings_of(compose)
+def with_ppo_clip(
+    advantage: Callable[..., Any],
     *,
-    norm_adv_by_std: bool = True,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_c: float = 3.0,
-    loss_aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean",
-    loss_scale: int | None = None,
-    entropy_coef: float = 0.0,
-    use_kl_in_reward: bool = False,
-    kl_reward_type: str = "k1",
-    kl_controller: Literal["fixed", "adaptive"] = "fixed",
-    kl_coef: float = 0.001,
-    kl_horizon: float = 10000.0,
-    kl_target: float = 0.1,
-    use_kl_loss: bool = True,
-    kl_loss_type: str = "low_var_kl",
-    kl_loss_coef: float = 0.001,
-    importance_threshold: float | None = None,
+    **settings: Any,
 ) -> Algorithm:
+    """An advantage estimator under PPO's clipped policy loss, without a critic."""
+    loss = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c)
+    return compose(advantage, loss, **settings)
+
+
+@with_settings_of(with_ppo_clip)
+def grpo(*, norm_adv_by_std: bool = True, use_kl_loss: bool = True, **settings: Any) -> Algorithm:
     """GRPO: no critic; a sample is compared with the others that answer its prompt.
 
-    The clipped policy loss of PPO on group-relative advantages, with the KL in the loss, as verl's
-    recipes for GRPO have it; `kl_loss_coef=0` leaves out the reference model. The paper's own
-    aggregation is seq-mean-token-mean; Dr. GRPO is `norm_adv_by_std=False` with
-    seq-mean-token-sum-norm. The other settings are those of `ppo`. Needs two samples a prompt.
-    Raises ValueError for an unknown name or a setting out of range.
+    With the KL in the loss, as verl's recipes have it. The paper's own aggregation is
+    seq-mean-token-mean. arXiv:2402.03300.
     """
-    policy_loss = partial(ppo_clip, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c)
-    _check_settings(policy_loss)
-    return Algorithm(
-        advantage=partial(advantages.grpo, norm_adv_by_std=norm_adv_by_std),
-        aggregate=aggregation(loss_aggregation, scale=loss_scale),
-        entropy_coef=entropy_coef,
-        **_corrected(policy_loss, importance_threshold),
-        **_kl_in_reward(
-            use_kl_in_reward, kl_reward_type, kl_controller, kl_coef, kl_horizon, kl_target
-        ),
-        **_kl_in_loss(use_kl_loss, kl_loss_type, kl_loss_coef),
+    advantage = partial(group_advantages.grpo, norm_adv_by_std=norm_adv_by_std)
+    return with_ppo_clip(advantage, use_kl_loss=use_kl_loss, **settings)
+
+
+@with_settings_of(with_ppo_clip)
+def dr_grpo(*, loss_aggregation: str = "seq-mean-token-sum-norm", **settings: Any) -> Algorithm:
+    """Dr. GRPO: GRPO without its two biases, the group's std and the response's length.
+
+    Not divided by the std, and a response's tokens summed over a constant length (`loss_scale`,
+    else the maximum length). arXiv:2503.20783.
+    """
+    advantage = partial(group_advantages.grpo, norm_adv_by_std=False)
+    return with_ppo_clip(advantage, loss_aggregation=loss_aggregation, **settings)
+
+
+@with_settings_of(grpo)
+def dapo(*, clip_high: float = 0.28, use_kl_loss: bool = False, **settings: Any) -> Algorithm:
+    """DAPO: GRPO with a higher upper clip, the mean over all tokens, and no KL.
+
+    Its other two parts are settings of the run: `rollout.filter_groups` generates again in place
+    of groups that teach nothing, and `rewards.overlong` is the penalty for long responses
+    (configs/dapo.py has both). arXiv:2503.14476.
+    """
+    return grpo(clip_high=clip_high, use_kl_loss=use_kl_loss, **settings)
+
+
+@with_settings_of(with_ppo_clip)
+def grpo_passk(*, norm_adv_by_std: bool = True, **settings: Any) -> Algorithm:
+    """GRPO for pass@k: only the best of a group learns. arXiv:2503.19595."""
+    advantage = partial(group_advantages.grpo_passk, norm_adv_by_std=norm_adv_by_std)
+    return with_ppo_clip(advantage, **settings)
+
+
+@with_settings_of(with_ppo_clip)
+def gdpo(
+    *,
+    reward_weights: tuple[float, ...] = (),
+    norm_adv_by_std: bool = True,
+    **settings: Any,
+) -> Algorithm:
+    """GDPO: several reward functions, each standardised by itself. arXiv:2601.05242."""
+    advantage = partial(
+        group_advantages.gdpo, reward_weights=reward_weights, norm_adv_by_std=norm_adv_by_std
     )
+    return with_ppo_clip(advantage, **settings)
 
 
-# What several algorithms share, as fields of an Algorithm.
+@with_settings_of(with_ppo_clip)
+def rloo(**settings: Any) -> Algorithm:
+    """RLOO: the baseline of a sample is the mean of the others of its group. arXiv:2402.14740."""
+    return with_ppo_clip(group_advantages.rloo, **settings)
 
 
-def _corrected(policy_loss: Callable[..., Any], threshold: float | None) -> dict[str, Any]:
-    """The loss, weighted for the gap between sampler and trainer where a threshold is given."""
-    if threshold is None:
-        return {"policy_loss": policy_loss}
-    importance = partial(token_truncated, threshold=threshold)
-    _check_settings(importance)
-    return {"policy_loss": importance_weighted(policy_loss), "importance": importance}
+@with_settings_of(with_ppo_clip)
+def reinforce_plus_plus(*, gamma: float = 1.0, **settings: Any) -> Algorithm:
+    """REINFORCE++: returns whitened over the batch; one sample a prompt does. arXiv:2501.03262."""
+    return with_ppo_clip(partial(advantages.reinforce_plus_plus, gamma=gamma), **settings)
 
 
-def _kl_in_reward(
-    on: bool, kind: str, controller: str, coef: float, horizon: float, target: float
-) -> dict[str, Any]:
-    made = make_kl_controller(controller, coef=coef, horizon=horizon, target=target)
-    estimator = kl_penalty(kind)
-    if not on or coef == 0.0:
-        return {}
-    return {"kl_reward": partial(kl_in_reward, estimator=estimator), "kl_controller": made}
+@with_settings_of(with_ppo_clip)
+def reinforce_plus_plus_baseline(**settings: Any) -> Algorithm:
+    """REINFORCE++ with the mean of the group for a baseline. arXiv:2501.03262."""
+    return with_ppo_clip(group_advantages.reinforce_plus_plus_baseline, **settings)
 
 
-def _kl_in_loss(on: bool, kind: str, coef: float) -> dict[str, Any]:
-    estimator = kl_penalty(kind)
-    if not on or coef == 0.0:
-        return {}
-    return {"kl_loss": estimator, "kl_loss_coef": coef}
+@with_settings_of(with_ppo_clip)
+def remax(**settings: Any) -> Algorithm:
+    """ReMax: the baseline is the reward of a greedy answer; one sample does. arXiv:2310.10505."""
+    return with_ppo_clip(advantages.remax, **settings)
 
 
-def _check_settings(fn: Callable[..., Any]) -> None:
-    """Trace `fn` on an abstract batch, so that a bad setting is refused now, not in the first step.
+@with_settings_of(with_ppo_clip)
+def opo(**settings: Any) -> Algorithm:
+    """OPO: the baseline is the group's mean weighted by length. arXiv:2505.23585.
 
-    For functions whose fields are all [B, R].
+    The paper is exactly on-policy: one mini-batch and one epoch an iteration.
     """
-    token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    jax.eval_shape(fn, *[token] * len(field_names(fn)))
+    return with_ppo_clip(group_advantages.opo, **settings)
+
+
+@with_settings_of(with_ppo_clip)
+def optimal_token_baseline(*, handle_zero_tail: bool = True, **settings: Any) -> Algorithm:
+    """A baseline for each token, from the squared size of its gradient."""
+    corrected = settings.get("rollout_is") is not None
+    advantage = group_advantages.optimal_token_baseline
+    if corrected:
+        advantage = group_advantages.corrected_optimal_token_baseline
+    return with_ppo_clip(partial(advantage, handle_zero_tail=handle_zero_tail), **settings)
+
+
+# ------------------------------------------------------------------------- losses, GRPO's advantage
+
+
+@with_settings_of(compose)
+def with_group_advantage(
+    policy_loss: Callable[..., Any], *, norm_adv_by_std: bool = True, **settings: Any
+) -> Algorithm:
+    """A policy loss on the advantages of GRPO."""
+    advantage = partial(group_advantages.grpo, norm_adv_by_std=norm_adv_by_std)
+    return compose(advantage, policy_loss, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def gspo(
+    *,
+    clip_low: float = 0.0003,
+    clip_high: float = 0.0004,
+    loss_aggregation: str = "seq-mean-token-mean",
+    **settings: Any,
+) -> Algorithm:
+    """GSPO: the ratio of whole responses, clipped tightly. arXiv:2507.18071."""
+    loss = partial(gspo_loss, clip_low=clip_low, clip_high=clip_high)
+    return with_group_advantage(loss, loss_aggregation=loss_aggregation, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def cispo(*, clip_low: float = 1.0, clip_high: float = 0.2, **settings: Any) -> Algorithm:
+    """CISPO: clipped importance weights; every token keeps its gradient. arXiv:2506.13585."""
+    loss = partial(cispo_loss, clip_low=clip_low, clip_high=clip_high)
+    return with_group_advantage(loss, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def sapo(
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    loss_aggregation: str = "seq-mean-token-mean",
+    **settings: Any,
+) -> Algorithm:
+    """SAPO: a soft gate in the place of the clip. arXiv:2511.20347."""
+    loss = partial(sapo_loss, tau_pos=tau_pos, tau_neg=tau_neg)
+    return with_group_advantage(loss, loss_aggregation=loss_aggregation, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def gmpo(
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    loss_aggregation: str = "seq-mean-token-mean",
+    **settings: Any,
+) -> Algorithm:
+    """GMPO: the geometric mean of a response's ratios. arXiv:2507.20673."""
+    loss = partial(geo_mean, clip_low=clip_low, clip_high=clip_high)
+    return with_group_advantage(loss, loss_aggregation=loss_aggregation, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def clip_cov(
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_cov_ratio: float = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    **settings: Any,
+) -> Algorithm:
+    """Clip-Cov: no gradient for a few tokens of large covariance. arXiv:2505.22617."""
+    loss = partial(
+        clip_cov_loss,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_cov_ratio=clip_cov_ratio,
+        clip_cov_lb=clip_cov_lb,
+        clip_cov_ub=clip_cov_ub,
+    )
+    return with_group_advantage(loss, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def kl_cov(*, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0, **settings: Any) -> Algorithm:
+    """KL-Cov: a penalty on a few tokens of large covariance. arXiv:2505.22617."""
+    loss = partial(kl_cov_loss, kl_cov_ratio=kl_cov_ratio, ppo_kl_coef=ppo_kl_coef)
+    return with_group_advantage(loss, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def dppo_tv(
+    *,
+    divergence_low: float = 0.2,
+    divergence_high: float = 0.2,
+    clip_c: float = 20.0,
+    **settings: Any,
+) -> Algorithm:
+    """DPPO: a trust region of total variation a token. arXiv:2602.04879."""
+    loss = partial(
+        dppo_tv_loss, divergence_low=divergence_low, divergence_high=divergence_high, clip_c=clip_c
+    )
+    return with_group_advantage(loss, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def dppo_kl(
+    *,
+    divergence_low: float = 0.05,
+    divergence_high: float = 0.05,
+    clip_c: float = 20.0,
+    **settings: Any,
+) -> Algorithm:
+    """DPPO: a trust region of KL a token. arXiv:2602.04879."""
+    loss = partial(
+        dppo_kl_loss, divergence_low=divergence_low, divergence_high=divergence_high, clip_c=clip_c
+    )
+    return with_group_advantage(loss, **settings)
+
+
+@with_settings_of(with_group_advantage)
+def dro(*, beta: float, **settings: Any) -> Algorithm:
+    """DRO: a quadratic penalty on the log-ratio. arXiv:2405.19107."""
+    return with_group_advantage(partial(dro_loss, beta=beta), **settings)
+
+
+# ------------------------------------------------------------------------- both of its own
+
+
+@with_settings_of(compose)
+def gpg(*, f_norm: float = 1.0, **settings: Any) -> Algorithm:
+    """GPG: plain policy gradient on group advantages; no ratio, no old policy. arXiv:2504.02546.
+
+    One mini-batch and one epoch an iteration: what comes after the first step is off-policy.
+    """
+    return compose(partial(group_advantages.gpg, f_norm=f_norm), policy_gradient, **settings)

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.types import ROLLOUT_FIELDS
@@ -36,3 +36,40 @@ def check_fields(role: str, fn: Callable[..., Any], *, update: bool = False) -> 
                 f"{role} asks for the batch field '{name}', which does not exist here: {hint}"
                 f"The fields are {', '.join(known)}. A setting must be keyword-only (after *)."
             )
+
+
+def function_of_fields(
+    fields: Sequence[str], like: Callable[..., Any], body: Callable[[dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """A function that reads `fields` and has the settings of `like`; `body` gets both by name.
+
+    For a function that is made of another: its signature declares the fields like a written one.
+    """
+    settings = [
+        parameter
+        for parameter in inspect.signature(like).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positional = [inspect.Parameter(name, kind) for name in dict.fromkeys(fields)]
+    signature = inspect.Signature([*positional, *settings])
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return body(signature.bind(*args, **kwargs).arguments)
+
+    made.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return made
+
+
+def with_renamed_fields(fn: Callable[..., Any], names: Mapping[str, str]) -> Callable[..., Any]:
+    """`fn` reading other fields in place of some of its own: {its name: the field}."""
+    own = field_names(fn)
+    if not set(own) & set(names):
+        return fn
+
+    def body(given: dict[str, Any]) -> Any:
+        settings = {name: value for name, value in given.items() if name not in read}
+        return fn(*(given[names.get(name, name)] for name in own), **settings)
+
+    read = {names.get(name, name) for name in own}
+    return function_of_fields([names.get(name, name) for name in own], fn, body)

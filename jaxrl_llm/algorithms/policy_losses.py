@@ -2,6 +2,12 @@
 
 Positional parameters are batch fields, keyword-only parameters are settings. A loss returns
 (loss [B, R], metrics), each metric also [B, R], to be averaged over the mask by the caller.
+Metrics of all: `actor/ppo_kl` (old_logprobs - logprobs), `actor/pg_clipfrac` (tokens on which the
+clip acted), `actor/pg_clipfrac_lower` (on which the second one did). Outside the mask loss and
+metrics are 0, and what stands there is not read.
+
+Those that look at whole responses are in `sequence_losses.py`, those that choose tokens by their
+covariance in `covariance_losses.py`.
 """
 
 import jax
@@ -37,13 +43,9 @@ def ppo_clip(
     """
     if clip_c <= 1.0:
         raise ValueError(f"clip_c is {clip_c}; the dual clip needs a bound over 1, such as 3.0")
-    if clip_low < 0.0 or clip_high < 0.0:
-        raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
-    keep = mask != 0
-    # Padding is set to 0 before exp: a value there must not become inf * 0 in the gradient.
-    log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
-    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = jnp.where(keep, advantages, 0.0)
+    _check_clip(clip_low, clip_high)
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = jnp.where(mask != 0, advantages, 0.0)
     ratio = jnp.exp(log_ratio)
     unclipped = -advantages * ratio
     clipped = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
@@ -51,9 +53,199 @@ def ppo_clip(
     bound = -advantages * clip_c
     negative = advantages < 0
     loss = jnp.where(negative, jnp.minimum(upper, bound), upper)
-    metrics = {
-        "actor/pg_clipfrac": clipped > unclipped,
-        "actor/pg_clipfrac_lower": negative & (upper > bound),
-        "actor/ppo_kl": 0.0 - log_ratio,  # not -log_ratio: that prints an exact zero as -0.0
-    }
-    return loss, {k: jax.lax.stop_gradient(v.astype(jnp.float32)) for k, v in metrics.items()}
+    return loss, per_token_metrics(
+        log_ratio,
+        clipfrac=clipped > unclipped,
+        clipfrac_lower=negative & (upper > bound),
+    )
+
+
+def cispo(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.2,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """CISPO: REINFORCE with a clipped importance weight; a clipped token keeps its gradient.
+
+    loss = -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprobs
+
+    The paper bounds the weight above only: clip_low 1 is no bound, since a ratio is not negative.
+    The value of the loss means little, its gradient is the point. MiniMax 2025, arXiv:2506.13585.
+    """
+    _check_clip(clip_low, clip_high)
+    keep = mask != 0
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    ratio = jnp.exp(log_ratio)
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    loss = -weight * jnp.where(keep, advantages, 0.0) * jnp.where(keep, logprobs, 0.0)
+    return loss, per_token_metrics(log_ratio, clipfrac=ratio != weight)
+
+
+def sapo(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """SAPO: a soft gate in the place of the clip, so that the gradient fades and never breaks off.
+
+    loss = -A (4 / tau) sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere.
+    At ratio 1 the gradient is that of REINFORCE; a larger tau fades sooner. The paper averages
+    over a response's tokens first (seq-mean-token-mean).
+
+    Gao et al. 2025, arXiv:2511.20347. Raises ValueError unless both temperatures are over 0.
+    """
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"tau_pos {tau_pos} and tau_neg {tau_neg} must be over 0, such as 1.0")
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    advantages = jnp.where(mask != 0, advantages, 0.0)
+    tau = jnp.where(advantages > 0, tau_pos, tau_neg)
+    gate = jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1.0)) * (4.0 / tau)
+    return -gate * advantages, per_token_metrics(log_ratio)
+
+
+def policy_gradient(
+    logprobs: Float[Array, "B R"], advantages: Float[Array, "B R"], mask: Float[Array, "B R"]
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """REINFORCE: loss = -A logprobs. verl's `gpg`.
+
+    No ratio and no old policy, whose pass is left out: on-policy for the first optimizer step of
+    an iteration alone, so it wants one mini-batch and one epoch. Williams 1992; GPG: Chu et al.
+    2025, arXiv:2504.02546.
+    """
+    keep = mask != 0
+    return -jnp.where(keep, logprobs, 0.0) * jnp.where(keep, advantages, 0.0), {}
+
+
+def dro(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    beta: float,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """DRO: REINFORCE with a quadratic penalty on the log-ratio in the place of a clip.
+
+    loss = -(A logprobs - beta / 2 (logprobs - old_logprobs)^2)
+
+    Richemond et al. 2024, arXiv:2405.19107, a token at a time as in verl. Raises ValueError unless
+    beta is over 0.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}; the penalty of DRO must be over 0, such as 0.1")
+    keep = mask != 0
+    log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
+    gain = jnp.where(keep, logprobs, 0.0) * jnp.where(keep, advantages, 0.0)
+    return 0.5 * beta * jnp.square(log_ratio) - gain, per_token_metrics(log_ratio)
+
+
+def dppo_tv(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    divergence_low: float = 0.2,
+    divergence_high: float = 0.2,
+    clip_c: float = 20.0,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """DPPO, total variation: a token leaves the update when its probability has moved too far.
+
+    loss = -A stop(min(ratio, clip_c)) logprobs, and 0 where A > 0 and p - p_old > divergence_high,
+    or A <= 0 and p_old - p > divergence_low. Of a token against all others |p - p_old| is the
+    total variation: unlike a ratio it lets rare tokens move. Qi et al. 2026, arXiv:2602.04879.
+    """
+    _check_divergence(divergence_low, divergence_high, clip_c)
+    p, p_old = _probabilities(logprobs, old_logprobs, mask)
+    within = jnp.where(advantages > 0, p - p_old <= divergence_high, p - p_old >= -divergence_low)
+    return _within_trust_region(logprobs, old_logprobs, advantages, mask, within, clip_c)
+
+
+def dppo_kl(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    divergence_low: float = 0.05,
+    divergence_high: float = 0.05,
+    clip_c: float = 20.0,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """DPPO, KL: as `dppo_tv` with the KL of the old to the current policy, in nats.
+
+    KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), of a token against all
+    others; a token whose KL is over the bound leaves the update unless A draws it back.
+    """
+    _check_divergence(divergence_low, divergence_high, clip_c)
+    p, p_old = _probabilities(logprobs, old_logprobs, mask)
+    log_ratio = jnp.where(mask != 0, old_logprobs - logprobs, 0.0)
+    rest = jnp.log((1.0 - p_old + 1e-8) / (1.0 - p + 1e-8))  # 1e-8 as in verl
+    kl = p_old * log_ratio + (1.0 - p_old) * rest
+    raised = (kl <= divergence_high) | (p <= p_old)
+    lowered = (kl <= divergence_low) | (p >= p_old)
+    within = jnp.where(advantages > 0, raised, lowered)
+    return _within_trust_region(logprobs, old_logprobs, advantages, mask, within, clip_c)
+
+
+def _within_trust_region(
+    logprobs: Array, old_logprobs: Array, advantages: Array, mask: Array, within: Array, c: float
+) -> tuple[Array, dict[str, Array]]:
+    keep = mask != 0
+    log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+    ratio = jnp.exp(log_ratio)
+    weight = jax.lax.stop_gradient(jnp.where(within & keep, jnp.minimum(ratio, c), 0.0))
+    loss = -jnp.where(keep, advantages, 0.0) * weight * jnp.where(keep, logprobs, 0.0)
+    return loss, per_token_metrics(
+        log_ratio, clipfrac=~within & keep, clipfrac_lower=(ratio > c) & within & keep
+    )
+
+
+def _probabilities(logprobs: Array, old_logprobs: Array, mask: Array) -> tuple[Array, Array]:
+    keep = mask != 0
+    current, old = (jnp.where(keep, x, 0.0) for x in (logprobs, old_logprobs))
+    return jax.lax.stop_gradient(jnp.exp(current)), jnp.exp(old)
+
+
+def _check_divergence(low: float, high: float, clip_c: float) -> None:
+    if low < 0 or high < 0 or clip_c <= 1.0:
+        raise ValueError(
+            f"divergence_low {low} and divergence_high {high} must not be negative, and clip_c "
+            f"{clip_c} must be over 1; 0.2, 0.2 and 20 work"
+        )
+
+
+def _check_clip(low: float, high: float) -> None:
+    if low < 0.0 or high < 0.0:
+        raise ValueError(f"clip_low {low} and clip_high {high} must not be negative")
+
+
+# ------------------------------------------------------------------------- what losses share
+
+
+def masked_log_ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> Array:
+    """logprobs - old_logprobs within 20, 0 outside the mask.
+
+    Padding is 0 before exp: a value there must not become inf * 0 in the gradient.
+    """
+    log_ratio = jnp.where(mask != 0, logprobs - old_logprobs, 0.0)
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def per_token_metrics(
+    log_ratio: Array, *, clipfrac: Array | None = None, clipfrac_lower: Array | None = None
+) -> dict[str, Array]:
+    """`actor/ppo_kl` of a log-ratio that is 0 outside the mask, and what was clipped."""
+    metrics = {"actor/ppo_kl": 0.0 - log_ratio}  # not -log_ratio: that prints a zero as -0.0
+    if clipfrac is not None:
+        metrics["actor/pg_clipfrac"] = clipfrac
+    if clipfrac_lower is not None:
+        metrics["actor/pg_clipfrac_lower"] = clipfrac_lower
+    return {k: jax.lax.stop_gradient(v.astype(jnp.float32)) for k, v in metrics.items()}

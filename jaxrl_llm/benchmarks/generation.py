@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.importance import mismatch_metrics
+from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.benchmarks.harness import Case, CheckFailed, require
 from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.roofline import decode_seconds, prefill_seconds

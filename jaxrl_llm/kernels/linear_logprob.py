@@ -104,6 +104,33 @@ def linear_logprob(
     return logprobs_N, None if entropy_KC is None else _join(entropy_KC, tokens)
 
 
+def sum_squared_probs(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> Float[Array, " *N"]:
+    """Sum over the vocabulary of p^2, p = softmax(hidden @ weight.T / temperature), in float32.
+
+    In chunks, as `linear_logprob`, whose notes on shapes and `chunk` hold here. No gradient: a pass
+    that wants the log-probabilities too computes the logits twice.
+    """
+    if chunk is None:
+        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
+    axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
+    rows = hidden_ND.size // max(tokens * hidden_ND.shape[-1], 1)
+    hidden_KCD = _split(hidden_ND, axis, _num_chunks(tokens, max(1, chunk // max(rows, 1))))
+
+    def body(_: None, hidden_CD: Array) -> tuple[None, Array]:
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+        return None, jnp.sum(jnp.exp(2.0 * (logits_CV - lse_C[..., None])), axis=-1)
+
+    squares_KC = jax.lax.scan(body, None, jax.lax.stop_gradient(hidden_KCD))[1]
+    return _join(squares_KC, tokens)
+
+
 def linear_logprob_reference(
     hidden_ND: Float[Array, "*N D"],
     weight_VD: Float[Array, "V D"],

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
-from jaxrl_llm.kernels.linear_logprob import linear_logprob
+from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import ModelSpec, bind
@@ -91,17 +91,43 @@ def response_logprobs(
     `temperature` must be the sampler's, or the ratio of the two log-probs is not a ratio of
     the same policy. A greedy rollout (0) is scored at 1.
     """
+    return response_statistics(
+        params,
+        rows,
+        spec=spec,
+        settings=settings,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )[:2]
+
+
+def response_statistics(
+    params: Params,
+    rows: Rows,
+    *,
+    spec: ModelSpec,
+    settings: ForwardSettings,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_squares: bool = False,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"] | None, Float[Array, "B R"] | None]:
+    """`response_logprobs`, and the sum of squared probabilities there when it is asked for."""
     model = prepare(spec, params, settings)
     hidden = rows.predicting(hidden_states(model, rows.tokens, settings, rows))
+    weight, temperature = model.unembedding(), temperature or 1.0
     logprobs, entropy = _head_logprobs(
         hidden,
-        model.unembedding(),
+        weight,
         rows.targets,
         settings.mesh,
-        temperature=temperature or 1.0,
+        temperature=temperature,
         with_entropy=with_entropy,
     )
-    return rows.to_samples(logprobs), None if entropy is None else rows.to_samples(entropy)
+    squares = None
+    if with_squares:
+        squares = rows.to_samples(sum_squared_probs(hidden, weight, temperature=temperature))
+    entropy = None if entropy is None else rows.to_samples(entropy)
+    return rows.to_samples(logprobs), entropy, squares
 
 
 def response_values(

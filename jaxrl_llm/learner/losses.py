@@ -35,7 +35,7 @@ def with_counts(fields: Fields, first: Array) -> Fields:
 
     `first` says that the parameters are still those that computed `old_logprobs`.
     """
-    mask = fields["mask"]
+    mask = _loss_mask(fields)
     rows = mask.shape[0]
     tokens, sequences = global_counts(mask)
     return fields | {
@@ -43,6 +43,11 @@ def with_counts(fields: Fields, first: Array) -> Fields:
         "num_sequences": jnp.full((rows,), sequences),
         "unchanged": jnp.full((rows, 1), first),
     }
+
+
+def _loss_mask(fields: Fields) -> Array:
+    """The tokens that count: all of the policy's, or those that no rule of rejection left out."""
+    return fields.get("loss_mask", fields["mask"])
 
 
 def _counts(fields: Fields) -> dict[str, Array]:
@@ -73,7 +78,8 @@ def policy_loss(
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        current = fields | {"logprobs": logprobs}
+        counts, mask = _counts(fields), _loss_mask(fields)
+        current = fields | {"logprobs": logprobs, "mask": mask}
         if entropy is not None:
             current["entropy"] = entropy
         if "old_logprobs" in reads:
@@ -82,7 +88,6 @@ def policy_loss(
             current["old_logprobs"] = jnp.where(
                 fields["unchanged"], jax.lax.stop_gradient(logprobs), fields["old_logprobs"]
             )
-        counts, mask = _counts(fields), fields["mask"]
         per_token, parts = algorithm.policy_loss(*(current[name] for name in reads))
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])

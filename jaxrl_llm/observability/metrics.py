@@ -29,6 +29,7 @@ def batch_metrics(
     advantages: Float[Array, "B R"],
     returns: Float[Array, "B R"],
     values: Float[Array, "B R"] | None = None,
+    group_ids: Int[Array, " B"] | None = None,
     max_response_length: int,
     max_prompt_length: int | None = None,
     **_: Array,
@@ -48,6 +49,8 @@ def batch_metrics(
     if values is not None:
         metrics |= statistics("critic/values", values, mask)
         metrics["critic/vf_explained_var"] = explained_variance(returns, values, mask)
+    if group_ids is not None:
+        metrics["frac_reward_zero_std"] = frac_zero_std(scores, group_ids, valid)
     lengths = masked_count(mask, axis=1)
     metrics |= length_statistics("response_length", lengths, valid, max_response_length)
     metrics |= length_statistics("prompt_length", prompt_lengths, valid, max_prompt_length)
@@ -65,6 +68,17 @@ def statistics(name: str, x: Array, mask: Array) -> Metrics:
         f"{name}/max": jnp.where(any_selected, highest, 0.0),
         f"{name}/min": jnp.where(any_selected, lowest, 0.0),
     }
+
+
+def frac_zero_std(
+    scores: Float[Array, " B"], group_ids: Int[Array, " B"], valid: Array
+) -> Float[Array, ""]:
+    """Share of the groups whose samples all got one score: they teach nothing to GRPO."""
+    same = (group_ids[:, None] == group_ids[None, :]) & valid[None, :]
+    highest = jnp.max(jnp.where(same, scores[None, :], -jnp.inf), axis=1)
+    lowest = jnp.min(jnp.where(same, scores[None, :], jnp.inf), axis=1)
+    of_group = jnp.where(valid, safe_divide(jnp.float32(1), same.sum(axis=1, dtype=jnp.float32)), 0)
+    return safe_divide(jnp.where(highest == lowest, of_group, 0.0).sum(), of_group.sum())
 
 
 def length_statistics(name: str, lengths: Array, valid: Array, maximum: int | None) -> Metrics:

@@ -153,6 +153,11 @@ class RewardManager:
             local = None
         return _Function(name=name, weight=weight, info=info, index=index, local=local)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, in their order: the keys of `RewardResult.parts`."""
+        return tuple(function.name for function in self._functions)
+
     def __enter__(self) -> "RewardManager":
         return self
 

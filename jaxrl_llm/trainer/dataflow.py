@@ -38,6 +38,7 @@ class Stage:
     fn: Callable[..., StageOutput]
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
+    inner_shapes: tuple[tuple[int, ...], ...] = ()  # of a host stage's writes, after their B
     role: str  # actor | critic | reference | reward | kl_controller | device | host
     updates: bool = False
 

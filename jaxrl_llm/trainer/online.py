@@ -1,6 +1,5 @@
 """From a config to the planned programs of online RL, before any array exists."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer import stages
-from jaxrl_llm.trainer.dataflow import Stage, StageOutput, plan, segments
+from jaxrl_llm.trainer.dataflow import Stage, plan, segments
 from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.program import Program, States
 from jaxrl_llm.trainer.roles import Role, make_role
@@ -77,7 +76,7 @@ def plan_iteration(
     config: Config,
     tokenizer: Tokenizer,
     mesh: Mesh,
-    reward: Callable[..., StageOutput] | None,
+    reward: stages.HostReward | None,
 ) -> Iteration:
     """Roles, stages and programs of `config`. `reward` scores on the host; None uses the model.
 
@@ -107,7 +106,7 @@ def plan_iteration(
         config.actor.optimizer, steps * config.actor.ppo_epochs
     )
     roles["critic"] = roles["critic"].with_optimizer(config.critic.optimizer, critic_steps)
-    roles["reference"] = _reference(config, sources["actor"], mesh)
+    roles["reference"] = reference_role(config, sources["actor"], mesh)
     sampling = train_sampling(config, tokenizer)
     catalogue = _catalogue(config, algorithm, roles, sampling, tokenizer, reward)
     planned = plan(catalogue)
@@ -190,33 +189,45 @@ def _catalogue(
     roles: dict[str, Role],
     sampling: SamplingParams,
     tokenizer: Tokenizer,
-    reward: Callable[..., StageOutput] | None,
+    reward: stages.HostReward | None,
 ) -> list[Stage]:
     """Every stage that might be needed; the planner keeps those that are."""
     actor, critic = roles["actor"], roles["critic"]
     actor_sizes = update_sizes(config, "actor", actor.mesh)
     critic_sizes = update_sizes(config, "critic", actor.mesh)
     temperature = config.rollout.temperature
+    generation = stages.Generation(
+        group=config.rollout.n,
+        num_slots=config.rollout.num_slots,
+        dtype=config.rollout.dtype or config.actor.dtype,
+        seed=config.seed,
+        pad_id=tokenizer.pad_id,
+    )
     catalogue = [
-        stages.generate_stage(
+        stages.generate_stage(actor, generation, sampling=sampling),
+        stages.greedy_stage(actor, generation, sampling=sampling),
+        stages.old_logprob_stage(
             actor,
-            sampling=sampling,
-            group=config.rollout.n,
-            num_slots=config.rollout.num_slots,
-            dtype=config.rollout.dtype or config.actor.dtype,
-            seed=config.seed,
-            pad_id=tokenizer.pad_id,
+            actor_sizes,
+            temperature=temperature,
+            with_squares="sum_pi_squared" in field_names(algorithm.advantage),
         ),
-        stages.old_logprob_stage(actor, algorithm, actor_sizes, temperature=temperature),
         stages.reference_stage(roles["reference"], actor_sizes, temperature=temperature),
         stages.values_stage(critic, critic_sizes),
         stages.token_reward_stage(algorithm),
         stages.advantage_stage(algorithm, max_response_length=config.data.max_response_length),
     ]
+    if algorithm.importance is not None or algorithm.rejection is not None:
+        catalogue.append(stages.correction_stage(algorithm))
+    group = config.rollout.n
     if reward is not None:
         catalogue.append(stages.reward_function_stage(reward))
+        catalogue.append(stages.greedy_reward_stage(reward, group=group))
     else:
         catalogue.append(stages.reward_model_stage(roles["reward"], actor_sizes))
+        catalogue.append(
+            stages.reward_model_stage(roles["reward"], actor_sizes, greedy_group=group)
+        )
     if algorithm.value_loss is not None:
         catalogue.append(stages.update_critic_stage(critic, algorithm, critic_sizes))
     catalogue.append(
@@ -236,8 +247,8 @@ def _actor(config: Config, source: ModelSource, mesh: Mesh) -> Role:
     return make_role("actor", spec, config.actor, mesh, exact=config.exact)
 
 
-def _reference(config: Config, source: ModelSource, mesh: Mesh) -> Role:
-    """The actor as it was before RL; frozen, so stored in the dtype that it computes in."""
+def reference_role(config: Config, source: ModelSource, mesh: Mesh) -> Role:
+    """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
     settings = ModelSettings(
         dtype=config.actor.dtype,
         param_dtype=config.actor.dtype,

@@ -79,10 +79,10 @@ class Program:
         step = jax.ShapeDtypeStruct((), jnp.int32)
         for segment in self.segments:
             if segment.is_host:
-                rows = batch.sample_ids.shape[0]
+                rows, stage = batch.sample_ids.shape[0], segment.stages[0]
                 writes = {
-                    name: jax.ShapeDtypeStruct((rows,), jnp.float32)
-                    for name in segment.stages[0].writes
+                    name: jax.ShapeDtypeStruct((rows, *inner), jnp.float32)
+                    for name, inner in zip(stage.writes, stage.inner_shapes, strict=True)
                 }
                 batch = batch.replace(**writes)
                 continue

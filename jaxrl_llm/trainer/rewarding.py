@@ -3,6 +3,7 @@
 Several processes share the work by whole groups; every process ends with all scores.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,16 @@ class StepContext:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctions:
-    """fn of the reward stage."""
+    """fn of the reward stages: of the samples (a call) and of the greedy answers (`greedy`)."""
 
     manager: RewardManager
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, in the order of the columns of `reward_parts`."""
+        return self.manager.names
 
     def __call__(
         self,
@@ -44,21 +50,59 @@ class RewardFunctions:
         mask: np.ndarray,
         logprobs: np.ndarray,
     ) -> StageOutput:
-        """Scores [B]: float32, in the order of the samples."""
+        """Scores [B] and their parts [B, K]: float32, in the order of the samples."""
         share = group_share(len(context.prompts))
         rows = slice(share.start * context.n, share.stop * context.n)
         context.first_group = share.start
-        context.completions = completions_of(
-            self.tokenizer, self.stop_ids, responses[rows], mask[rows], logprobs[rows]
-        )
+        context.completions = self._completions(responses[rows], mask[rows], logprobs[rows])
         repeated = [p for p in context.prompts[share] for _ in range(context.n)]
         context.reward = self.manager.score(repeated, context.completions, step)
         scores = gather_rows(context.reward.scores)
         metrics = over_processes(context.reward.metrics)
-        for name, part in context.reward.parts.items():
-            metrics |= part_metrics(name, gather_rows(part))
-        metrics["frac_reward_zero_std"] = frac_zero_std(scores, context.n)
-        return StageOutput(writes=(scores,), metrics=metrics)
+        parts = {name: gather_rows(part) for name, part in context.reward.parts.items()}
+        for name, part in parts.items():
+            metrics |= part_metrics(name, part)
+        columns = np.stack([parts[name] for name in self.names], axis=1)
+        return StageOutput(writes=(scores, columns), metrics=metrics)
+
+    def greedy(
+        self,
+        context: StepContext,
+        step: int,
+        responses: np.ndarray,
+        mask: np.ndarray,
+        logprobs: np.ndarray,
+    ) -> np.ndarray:
+        """Scores of one greedy answer to each prompt, float32."""
+        share = group_share(len(context.prompts))
+        completions = self._completions(responses[share], mask[share], logprobs[share])
+        return gather_rows(self.manager.score(context.prompts[share], completions, step).scores)
+
+    def _completions(
+        self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
+    ) -> list[Completion]:
+        return completions_of(self.tokenizer, self.stop_ids, responses, mask, logprobs)
+
+
+@dataclass(frozen=True)
+class ArrayReward:
+    """A `HostReward` of arrays: fn(responses, mask) -> scores. Where there is no text to grade."""
+
+    fn: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    names: tuple[str, ...] = ("score",)
+
+    def __call__(
+        self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
+    ) -> StageOutput:
+        """Scores and, of the one part, the same."""
+        scores = self.fn(responses, mask).astype(np.float32)
+        return StageOutput(writes=(scores, scores[:, None]), metrics={})
+
+    def greedy(
+        self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
+    ) -> np.ndarray:
+        """Scores."""
+        return self.fn(responses, mask).astype(np.float32)
 
 
 def group_share(num_groups: int) -> slice:
@@ -91,9 +135,3 @@ def part_metrics(name: str, part: np.ndarray) -> dict[str, float]:
         return {}
     std = valid.std(ddof=1) if valid.size > 1 else 0.0
     return {f"rewards/{name}/mean": float(valid.mean()), f"rewards/{name}/std": float(std)}
-
-
-def frac_zero_std(scores: np.ndarray, n: int) -> float:
-    """Share of the groups whose samples all got the same score: they teach nothing to GRPO."""
-    groups: Any = scores.reshape(-1, n)
-    return float((groups.max(axis=1) == groups.min(axis=1)).mean())

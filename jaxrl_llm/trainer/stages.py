@@ -5,9 +5,9 @@ the functions that the `Algorithm` holds.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
-from jaxrl_llm.algorithms.importance import mismatch_metrics
 from jaxrl_llm.algorithms.kl import batch_kl
-from jaxrl_llm.distributed.mesh import REPLICA_AXES
-from jaxrl_llm.generation.engine import generate_on_mesh
+from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.generation.engine import GenerationOutput, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.learner.forward import response_logprobs, response_scores, response_values
+from jaxrl_llm.learner.forward import (
+    response_logprobs,
+    response_scores,
+    response_statistics,
+    response_values,
+)
 from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of
@@ -33,6 +38,7 @@ from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput
 from jaxrl_llm.trainer.roles import Role, params_of
 
 KL_CONTROLLER = "kl_controller"
+GREEDY_SCORE = "critic/greedy_score/mean"
 ROW = ("prompts", "prompt_lengths", "responses", "mask")
 
 
@@ -62,33 +68,58 @@ def shard_rows(mesh: Mesh) -> Callable[[Any], Any]:
     return lambda tree: jax.lax.with_sharding_constraint(tree, sharding)
 
 
-def generate_stage(
-    role: Role,
-    *,
-    sampling: SamplingParams,
-    group: int,
-    num_slots: int,
-    dtype: str,
-    seed: int,
-    pad_id: int,
-) -> Stage:
-    """Samples responses from the actor in its generation layout, `group` a prompt."""
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How the actor generates, whatever it is for."""
 
-    def fn(state: Any, step: jax.Array, prompts: Any, lengths: Any, sample_ids: Any) -> StageOutput:
-        params = cast(params_of(state), dtype)
-        out = generate_on_mesh(
+    group: int  # samples a prompt
+    num_slots: int
+    dtype: str
+    seed: int
+    pad_id: int
+
+    def run(
+        self,
+        role: Role,
+        state: Any,
+        step: jax.Array,
+        prompts: Any,
+        lengths: Any,
+        sample_ids: Any,
+        *,
+        sampling: SamplingParams,
+        group: int,
+        num_slots: int,
+    ) -> GenerationOutput:
+        """Responses of the actor, in its generation layout."""
+        return generate_on_mesh(
             role.spec,
-            params,
+            cast(params_of(state), self.dtype),
             prompts,
             lengths,
             sample_ids,
-            jax.random.fold_in(jax.random.key(seed), step),
+            jax.random.fold_in(jax.random.key(self.seed), step),
             sampling=sampling,
             group=group,
             num_slots=num_slots,
             mesh=role.mesh,
             attention=role.forward.attention,
-            pad_id=pad_id,
+            pad_id=self.pad_id,
+        )
+
+
+def generate_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> Stage:
+    """Samples responses from the actor in its generation layout, `group` a prompt."""
+
+    def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
+        out = how.run(
+            role,
+            state,
+            step,
+            *fields,
+            sampling=sampling,
+            group=how.group,
+            num_slots=how.num_slots,
         )
         metrics = {"rollout/decode_steps": out.steps.max(), "rollout/prefills": out.prefills.max()}
         return StageOutput(writes=(out.tokens, out.mask, out.logprobs), metrics=metrics)
@@ -102,43 +133,94 @@ def generate_stage(
     )
 
 
+def greedy_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> Stage:
+    """The actor's most likely answer to each prompt, on the first sample of its group."""
+    greedy = replace(sampling, temperature=0.0)
+
+    def fn(
+        state: Any, step: jax.Array, prompts: Any, lengths: jax.Array, sample_ids: Any
+    ) -> StageOutput:
+        rows = lengths.shape[0]
+        first = jnp.arange(rows) % how.group == 0
+        # The others of a group are rows without a prompt, which generate nothing and take no slot.
+        lengths = jnp.where(first, lengths, 0)
+        slots = how.num_slots or -(-rows // (num_replicas(role.mesh) * how.group))
+        out = how.run(
+            role,
+            state,
+            step,
+            prompts,
+            lengths,
+            sample_ids,
+            sampling=greedy,
+            group=1,
+            num_slots=slots,
+        )
+        return StageOutput(writes=(out.tokens, out.mask, out.logprobs), metrics={})
+
+    return Stage(
+        name="gen_max",
+        fn=fn,
+        reads=("prompts", "prompt_lengths", "sample_ids"),
+        writes=("greedy_responses", "greedy_mask", "greedy_logprobs"),
+        role=role.name,
+    )
+
+
 def old_logprob_stage(
-    role: Role, algorithm: Algorithm, sizes: UpdateSizes, *, temperature: float
+    role: Role,
+    sizes: UpdateSizes,
+    *,
+    temperature: float,
+    with_squares: bool = False,
 ) -> Stage:
-    """Log-probs of the policy before its update, and how far the sampler's are from them."""
-    importance = algorithm.importance
+    """Log-probs of the policy before its update, and how far the sampler's are from them.
+
+    `with_squares` also writes `sum_pi_squared`, for which the head is computed twice.
+    """
 
     def fn(state: Any, step: jax.Array, *fields: jax.Array) -> StageOutput:
         *row, rollout = fields
         mask = row[-1]
 
         def forward(part: Fields) -> Any:
-            return response_logprobs(
+            return response_statistics(
                 params_of(state),
                 rows_of(part),
                 spec=role.spec,
                 settings=role.forward,
                 temperature=temperature,
                 with_entropy=True,
+                with_squares=with_squares,
             )
 
-        old, entropy = sizes.forward.join(forward, _row_fields(row))
+        old, entropy, squares = sizes.forward.join(forward, _row_fields(row))
         metrics = mismatch_metrics(old, rollout, mask)
         metrics["actor/entropy"] = masked_mean(entropy, mask)
-        if importance is None:
-            return StageOutput(writes=(old,), metrics=metrics)
-        known = {"old_logprobs": old, "rollout_logprobs": rollout, "mask": mask}
-        weights = importance(*(known[name] for name in field_names(importance)))
-        metrics["rollout_corr/rollout_is_mean"] = masked_mean(weights, mask)
-        return StageOutput(writes=(old, weights), metrics=metrics)
+        return StageOutput(writes=(old, squares) if with_squares else (old,), metrics=metrics)
 
     return Stage(
         name="old_log_prob",
         fn=fn,
         reads=(*ROW, "rollout_logprobs"),
-        writes=("old_logprobs", "importance_weights") if importance else ("old_logprobs",),
+        writes=("old_logprobs", "sum_pi_squared") if with_squares else ("old_logprobs",),
         role=role.name,
     )
+
+
+def correction_stage(algorithm: Algorithm) -> Stage:
+    """Rollout correction: what the algorithm weighs and rejects."""
+    named = {"importance_weights": algorithm.importance, "loss_mask": algorithm.rejection}
+    functions = {name: fn for name, fn in named.items() if fn is not None}
+    reads = tuple(dict.fromkeys(n for fn in functions.values() for n in field_names(fn)))
+
+    def fn(state: Any, step: jax.Array, *values: jax.Array) -> StageOutput:
+        known = dict(zip(reads, values, strict=True))
+        out = [fn(*(known[name] for name in field_names(fn))) for fn in functions.values()]
+        metrics = {name: value for _, found in out for name, value in found.items()}
+        return StageOutput(writes=tuple(written for written, _ in out), metrics=metrics)
+
+    return Stage(name="rollout_corr", fn=fn, reads=reads, writes=tuple(functions), role=DEVICE)
 
 
 def reference_stage(role: Role, sizes: UpdateSizes, *, temperature: float) -> Stage:
@@ -176,8 +258,11 @@ def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
     return Stage(name="values", fn=fn, reads=ROW, writes=("values",), role=role.name)
 
 
-def reward_model_stage(role: Role, sizes: UpdateSizes) -> Stage:
-    """A model's score of each sample, on the device."""
+def reward_model_stage(role: Role, sizes: UpdateSizes, *, greedy_group: int = 0) -> Stage:
+    """A model's score of each sample, on the device.
+
+    `greedy_group` scores the greedy answers instead, for every sample of a group of that size.
+    """
 
     def fn(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
         def forward(part: Fields) -> Any:
@@ -190,18 +275,65 @@ def reward_model_stage(role: Role, sizes: UpdateSizes) -> Stage:
             )
 
         scores = sizes.forward.join(forward, _row_fields(row))
-        return StageOutput(writes=(scores,), metrics={})
+        if not greedy_group:
+            return StageOutput(writes=(scores,), metrics={})
+        of_groups = scores[::greedy_group]
+        metrics = {GREEDY_SCORE: of_groups.mean()}
+        return StageOutput(writes=(jnp.repeat(of_groups, greedy_group),), metrics=metrics)
 
+    if greedy_group:
+        reads = ("prompts", "prompt_lengths", "greedy_responses", "greedy_mask")
+        return Stage(
+            name="reward_max", fn=fn, reads=reads, writes=("greedy_scores",), role=role.name
+        )
     return Stage(name="reward", fn=fn, reads=ROW, writes=("scores",), role=role.name)
 
 
-def reward_function_stage(fn: Callable[..., StageOutput]) -> Stage:
-    """Python rewards on the host: fn(context, step, responses, mask, rollout_logprobs)."""
+class HostReward(Protocol):
+    """Rewards that Python computes, on the host; arrays are numpy."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parts that the score is made of."""
+        ...
+
+    def __call__(
+        self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
+    ) -> StageOutput:
+        """Writes the scores [B] and the parts [B, K]."""
+        ...
+
+    def greedy(self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any) -> Any:
+        """Scores of one answer to each prompt [B / group]."""
+        ...
+
+
+def reward_function_stage(reward: HostReward) -> Stage:
+    """Python rewards of the samples, on the host."""
     return Stage(
         name="reward",
-        fn=fn,
+        fn=reward,
         reads=("responses", "mask", "rollout_logprobs"),
-        writes=("scores",),
+        writes=("scores", "reward_parts"),
+        inner_shapes=((), (len(reward.names),)),
+        role=HOST,
+    )
+
+
+def greedy_reward_stage(reward: HostReward, *, group: int) -> Stage:
+    """Python rewards of the greedy answers, on the host, for every sample of a group."""
+
+    def fn(context: Any, step: int, *answers: Any) -> StageOutput:
+        scores = reward.greedy(context, step, *(x[::group] for x in answers))
+        metrics = {GREEDY_SCORE: float(scores.mean())}
+        return StageOutput(writes=(scores.repeat(group),), metrics=metrics)
+
+    return Stage(
+        name="reward_max",
+        fn=fn,
+        reads=("greedy_responses", "greedy_mask", "greedy_logprobs"),
+        writes=("greedy_scores",),
+        inner_shapes=((),),
         role=HOST,
     )
 
@@ -239,7 +371,7 @@ def token_reward_stage(algorithm: Algorithm) -> Stage:
 def advantage_stage(algorithm: Algorithm, *, max_response_length: int) -> Stage:
     """Advantages and returns, and the metrics of the whole batch."""
     reads = field_names(algorithm.advantage)
-    measured = ("prompt_lengths", "mask", "scores", "rewards")
+    measured = ("prompt_lengths", "group_ids", "mask", "scores", "rewards")
     fields = tuple(dict.fromkeys((*reads, *measured)))
 
     def fn(state: Any, step: jax.Array, *values: jax.Array) -> StageOutput:
@@ -263,6 +395,8 @@ def update_actor_stage(
     """All epochs and mini-batches of the policy update. It rests while only the critic warms up."""
     loss = policy_loss(algorithm, spec=role.spec, settings=role.forward, temperature=temperature)
     reads = _update_reads(algorithm.policy_loss, algorithm.kl_loss)
+    if algorithm.rejection is not None:
+        reads = (*reads, "loss_mask")
 
     def fn(state: TrainState, step: jax.Array, *values: jax.Array) -> StageOutput:
         update = _updater(role, loss, sizes, dict(zip(reads, values, strict=True)), "actor")

@@ -1,0 +1,285 @@
+"""Advantage estimators that compare the samples of a prompt with each other.
+
+Each asks for `group_ids`, equal for samples that answer the same prompt, in any order. As in
+`advantages.py` an estimator returns (advantages, returns), 0 outside the mask and without gradient;
+here the returns are the advantages unless something else is said. r_i is the sum of a sample's
+rewards. A sample without others in its group is compared with 0, as in verl, unless something else
+is said; where all rewards of a group are equal the advantages are 0.
+
+Shapes: B samples, R response tokens, right-padded, K reward parts.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.algorithms.advantages import returns_to_go
+from jaxrl_llm.numerics import masked_count, masked_sum, masked_whiten, safe_divide
+
+GROUP_STD_EPS = 1e-6  # added to a group's deviation, as verl does
+
+Estimate = tuple[Float[Array, "B R"], Float[Array, "B R"]]
+
+
+def grpo(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    *,
+    norm_adv_by_std: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """A sample's reward against those of its group, on each of its tokens.
+
+    A_i = (r_i - mean of the group) / (std of the group + 1e-6), with the unbiased deviation; 1 for
+    a group of one.
+
+    Shao et al. 2024, arXiv:2402.03300. `norm_adv_by_std=False` is Dr. GRPO, which does not blow up
+    the groups whose rewards hardly differ (Liu et al. 2025, arXiv:2503.20783).
+    """
+    totals = masked_sum(rewards, mask, axis=1)
+    everyone = jnp.ones_like(totals, bool)
+    deviation = _standardized(totals, group_ids, everyone, norm_adv_by_std)
+    return _on_tokens(deviation, mask)
+
+
+def grpo_passk(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    *,
+    norm_adv_by_std: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """Pass@k: only the best sample of a group learns, by how much it is better than the second.
+
+    A_i = max(r_i - max of r_j over j != i, 0) [/ (std of the group + 1e-6)]. Two that share the
+    first place learn nothing, and neither does a sample without others (verl refuses it).
+
+    Walder and Karkhanis 2025, arXiv:2505.15201; in verl's form, arXiv:2503.19595.
+    """
+    totals = masked_sum(rewards, mask, axis=1)
+    others = _same_group(group_ids) & ~jnp.eye(totals.shape[0], dtype=bool)
+    best_other = jnp.max(jnp.where(others, totals[None, :], -jnp.inf), axis=1, initial=-jnp.inf)
+    lead = jnp.where(jnp.any(others, axis=1), jnp.maximum(totals - best_other, 0.0), 0.0)
+    if norm_adv_by_std:
+        _, std, _ = _deviation(totals, group_ids, jnp.ones_like(totals, bool))
+        lead = lead / (std + GROUP_STD_EPS)
+    return _on_tokens(lead, mask)
+
+
+def gdpo(
+    reward_parts: Float[Array, "B K"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    *,
+    reward_weights: tuple[float, ...] = (),
+    norm_adv_by_std: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """GDPO: each part of the reward is standardised in its group before the parts are added.
+
+    A_i = whiten(sum over k of w_k grpo(part k)_i) over the tokens of the batch. So a part with a
+    large spread does not drown another. `reward_weights` are w_k, 1 each if not given; the
+    weights of `config.reward.weights` do not reach the parts. A part that does not apply to a
+    sample (NaN) adds 0 to it and is in no mean. The rewards of tokens, and so a KL in the reward,
+    are not read.
+
+    Liu et al. 2026, arXiv:2601.05242. Raises ValueError unless there is a weight for each part.
+    """
+    weights = reward_weights or (1.0,) * reward_parts.shape[1]
+    if len(weights) != reward_parts.shape[1]:
+        raise ValueError(
+            f"{len(weights)} reward_weights for {reward_parts.shape[1]} reward functions: "
+            "give one each, or none for 1 each"
+        )
+    total = jnp.zeros(reward_parts.shape[0])
+    for k, weight in enumerate(weights):
+        part = reward_parts[:, k]
+        applies = ~jnp.isnan(part)
+        part = jnp.where(applies, part, 0.0)
+        total += weight * _standardized(part, group_ids, applies, norm_adv_by_std)
+    advantages = masked_whiten(jnp.broadcast_to(total[:, None], mask.shape), mask)
+    return jax.lax.stop_gradient((advantages, advantages))
+
+
+def rloo(
+    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """RLOO: the reward of the sample less the mean reward of the others of its group.
+
+    A_i = r_i - mean of r_j over j != i = n / (n - 1) (r_i - mean of the group).
+
+    Ahmadian et al. 2024, arXiv:2402.14740.
+    """
+    totals = masked_sum(rewards, mask, axis=1)
+    deviation, _, size = _deviation(totals, group_ids, jnp.ones_like(totals, bool))
+    against_others = deviation * size / jnp.maximum(size - 1, 1)
+    return _on_tokens(jnp.where(size > 1, against_others, totals), mask)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """REINFORCE++ with a baseline: less the mean of the group, then whitened over all tokens.
+
+    A = whiten(r_i - mean of the group). The deviation is that of the batch and not of the group,
+    so a group whose rewards hardly differ stays small. Hu 2025, arXiv:2501.03262.
+    """
+    totals = masked_sum(rewards, mask, axis=1)
+    deviation = _standardized(totals, group_ids, jnp.ones_like(totals, bool), by_std=False)
+    advantages = masked_whiten(jnp.broadcast_to(deviation[:, None], mask.shape), mask)
+    return jax.lax.stop_gradient((advantages, advantages))
+
+
+def opo(
+    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """OPO: less the mean reward of the group, in which a sample counts by its length.
+
+    A_i = r_i - sum of l_j r_j / sum of l_j, l_j in tokens: the baseline of least variance where
+    the gradients of tokens are independent and of one size. Hao et al. 2025, arXiv:2505.23585.
+    """
+    totals, lengths = masked_sum(rewards, mask, axis=1), masked_count(mask, axis=1)
+    same = _same_group(group_ids)
+    below = totals - _group_maximum(totals, same)  # so that equal rewards give exactly 0
+    baseline = safe_divide(_over_group(same, lengths * below), _over_group(same, lengths))
+    alone = same.sum(axis=1) == 1
+    return _on_tokens(jnp.where(alone, totals, below - baseline), mask)
+
+
+def gpg(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    *,
+    f_norm: float = 1.0,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """GPG: less the mean of the group, larger in a batch where few samples got any reward.
+
+    A_i = alpha (r_i - mean of the group) / f_norm, alpha = B / number of samples whose reward is
+    not 0 (at least 1), as in verl. It supposes rewards of which 0 means nothing achieved.
+
+    Chu et al. 2025, arXiv:2504.02546. Raises ValueError unless f_norm is over 0.
+    """
+    if f_norm <= 0:
+        raise ValueError(f"f_norm is {f_norm}; it must be over 0, and 1.0 is usual")
+    totals = masked_sum(rewards, mask, axis=1)
+    alpha = totals.shape[0] / jnp.maximum(jnp.sum(totals != 0, dtype=jnp.float32), 1.0)
+    deviation = _standardized(totals, group_ids, jnp.ones_like(totals, bool), by_std=False)
+    return _on_tokens(alpha * deviation / f_norm, mask)
+
+
+def optimal_token_baseline(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    old_logprobs: Float[Array, "B R"],
+    sum_pi_squared: Float[Array, "B R"],
+    *,
+    handle_zero_tail: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """OTB: the return to go less a baseline of its own at every token.
+
+    A_t = G_t - sum over the group of G_t W_t / (sum of W_t + 1e-8), over the samples that have a
+    token t; W_t = sum over j <= t of (1 - 2 pi_j + sum over the vocabulary of pi^2), the squared
+    size of the gradient that a sample's logits have gathered so far. `handle_zero_tail` takes 0
+    for a baseline where a sample is the only one left, or its advantage would be 0 there. The
+    returns are G_t. For responses of one turn: a token t is a position, and holes in the mask
+    shift nothing.
+
+    As in verl's `optimal_token_baseline` (Li et al. 2025).
+    """
+    weights = jnp.ones_like(mask)
+    return _token_baseline(
+        rewards, mask, group_ids, old_logprobs, sum_pi_squared, weights, handle_zero_tail
+    )
+
+
+def corrected_optimal_token_baseline(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    old_logprobs: Float[Array, "B R"],
+    sum_pi_squared: Float[Array, "B R"],
+    importance_weights: Float[Array, "B R"],
+    *,
+    handle_zero_tail: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """`optimal_token_baseline` of a loss with importance weights: W_t sums them squared."""
+    weights = importance_weights
+    return _token_baseline(
+        rewards, mask, group_ids, old_logprobs, sum_pi_squared, weights, handle_zero_tail
+    )
+
+
+def _token_baseline(
+    rewards: Array,
+    mask: Array,
+    group_ids: Array,
+    old_logprobs: Array,
+    sum_pi_squared: Array,
+    weights: Array,
+    handle_zero_tail: bool,
+) -> Estimate:
+    keep = mask != 0
+    returns = returns_to_go(rewards, mask)
+    square = 1.0 - 2.0 * jnp.exp(jnp.where(keep, old_logprobs, 0.0)) + sum_pi_squared
+    square = jnp.where(keep, square * jnp.square(weights), 0.0)
+    gathered = jnp.where(keep, jnp.cumsum(square, axis=1), 0.0)
+    same = _same_group(group_ids)
+    total = _over_group(same, gathered)
+    baseline = _over_group(same, returns * gathered) / (total + 1e-8)
+    alive = _over_group(same, keep.astype(jnp.float32))
+    alone = same.sum(axis=1)[:, None] == 1
+    if handle_zero_tail:
+        alone = alone | (alive == 1)
+    advantages = jnp.where(keep, returns - jnp.where(alone, 0.0, baseline), 0.0)
+    return jax.lax.stop_gradient((advantages, returns))
+
+
+# ------------------------------------------------------------------------- groups
+
+
+def _same_group(group_ids: Int[Array, " B"]) -> Array:
+    return group_ids[:, None] == group_ids[None, :]
+
+
+def _over_group(same: Array, x: Array) -> Array:
+    """Sum of x, [B] or [B, R], over each sample's group."""
+    if x.ndim == 1:
+        # Elementwise and not a matrix product, which a GPU may round to a shorter float.
+        return jnp.where(same, x[None, :], 0.0).sum(axis=1)
+    return jnp.matmul(same.astype(jnp.float32), x, precision=jax.lax.Precision.HIGHEST)
+
+
+def _deviation(
+    x: Float[Array, " B"], group_ids: Int[Array, " B"], counts: Array
+) -> tuple[Array, Array, Array]:
+    """(x - mean, unbiased std, size) of each sample's group, over those that `counts` selects.
+
+    The order of the samples does not matter. Exactly 0 where all are equal: the mean is taken of
+    differences, since that of three times 0.7 is not 0.7 in float32, and a small deviation divided
+    by a small std is no longer small.
+    """
+    same = _same_group(group_ids) & counts[None, :]
+    size = same.sum(axis=1, dtype=jnp.float32)
+    below = x - _group_maximum(x, same)
+    deviation = below - safe_divide(_over_group(same, below), size)
+    squares = _over_group(same, jnp.square(deviation))
+    return deviation, jnp.sqrt(safe_divide(squares, size - 1)), size
+
+
+def _group_maximum(x: Array, same: Array) -> Array:
+    highest = jnp.max(jnp.where(same, x[None, :], -jnp.inf), axis=1, initial=-jnp.inf)
+    return jnp.where(jnp.any(same, axis=1), highest, 0.0)
+
+
+def _standardized(x: Array, group_ids: Array, counts: Array, by_std: bool) -> Array:
+    """(x - mean) [/ (std + eps)] of each sample's group; a group of one has mean 0 and std 1."""
+    deviation, std, size = _deviation(x, group_ids, counts)
+    if by_std:
+        deviation = deviation / (std + GROUP_STD_EPS)
+    return jnp.where(counts, jnp.where(size > 1, deviation, x), 0.0)
+
+
+def _on_tokens(x: Float[Array, " B"], mask: Float[Array, "B R"]) -> Estimate:
+    advantages = jnp.where(mask != 0, x[:, None], 0.0)
+    return jax.lax.stop_gradient((advantages, advantages))

@@ -1,0 +1,81 @@
+"""Policy losses whose ratio is that of a whole response.
+
+As in `policy_losses.py` one value a token. A row of the arrays holds all tokens of a response, in
+every micro-batch, padded or packed.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms.policy_losses import per_token_metrics
+from jaxrl_llm.numerics import masked_mean
+
+MAX_SEQUENCE_LOG_RATIO = 10.0  # of a mean over tokens, as in verl
+
+
+def gspo(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    clip_low: float = 0.0003,
+    clip_high: float = 0.0004,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """GSPO: PPO's clip on the length-normalised ratio of the response.
+
+    s = exp(mean over its tokens of logprobs - old_logprobs); at token t the ratio has the value s
+    and the gradient of s logprobs_t, so that an advantage may differ from token to token.
+    loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))
+
+    s stays near 1, so the bounds are small: the defaults are the paper's. The paper averages over
+    a response's tokens first (seq-mean-token-mean). Zheng et al. 2025, arXiv:2507.18071.
+    """
+    if clip_low < 0.0 or clip_high < 0.0:
+        raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
+    keep = mask != 0
+    log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
+    mean = jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
+    own = jnp.where(keep, logprobs, 0.0)
+    log_s = jnp.minimum(mean + own - jax.lax.stop_gradient(own), MAX_SEQUENCE_LOG_RATIO)
+    s = jnp.exp(log_s)
+    advantages = jnp.where(keep, advantages, 0.0)
+    unclipped = -advantages * s
+    clipped = -advantages * jnp.clip(s, 1.0 - clip_low, 1.0 + clip_high)
+    loss = jnp.maximum(unclipped, clipped)
+    return loss, per_token_metrics(log_ratio, clipfrac=clipped > unclipped)
+
+
+def geo_mean(
+    logprobs: Float[Array, "B R"],
+    old_logprobs: Float[Array, "B R"],
+    advantages: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    """GMPO: the geometric mean of a response's ratios, each clipped before it is taken.
+
+    d_t = logprobs_t - old_logprobs_t, held at clip_high where A > 0 and at -clip_low where A < 0;
+    loss = -mean(A) exp(mean d_t), the same on every token of the response
+
+    The bounds are of the log-ratio: 0.4 is a ratio of 0.67 to 1.5, wide because the mean is robust.
+    One value a response: seq-mean-token-mean averages over responses, as the paper and verl do.
+    Zhao et al. 2025, arXiv:2507.20673. Metrics: clipped with A > 0, and with A < 0 (`_lower`).
+    """
+    if clip_low < 0.0 or clip_high < 0.0:
+        raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
+    keep = mask != 0
+    log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
+    advantages = jnp.where(keep, advantages, 0.0)
+    within = jnp.clip(log_ratio, -clip_low, clip_high)
+    held = jnp.where(advantages > 0, jnp.minimum(log_ratio, within), jnp.maximum(log_ratio, within))
+    held = jnp.where(advantages == 0, 0.0, held)  # it has no side to be held at
+    ratio = jnp.exp(masked_mean(held, mask, axis=1))
+    loss = -masked_mean(advantages, mask, axis=1) * ratio
+    out = log_ratio != within
+    return jnp.where(keep, loss[:, None], 0.0), per_token_metrics(
+        log_ratio, clipfrac=out & (advantages > 0), clipfrac_lower=out & (advantages < 0)
+    )

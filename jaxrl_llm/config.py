@@ -186,6 +186,7 @@ class ValidationConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     grader: FunctionConfig = FunctionConfig(path="jaxrl_llm.rewards.exact_answer:exact_answer")
+    generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,9 @@ class CheckpointConfig:
 
     keep_latest: int = 2
     keep_best: int = 1  # by best_metric
-    best_metric: str = ""  # empty takes the first val-core metric
+    # Larger is better; "-eval_loss": smaller. Empty takes the first val-core metric, and in an
+    # offline run that answers no prompts the held-out loss.
+    best_metric: str = ""
     asynchronous: bool = True
 
 
@@ -237,6 +240,8 @@ class Config:
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: FunctionConfig = FunctionConfig(path="jaxrl_llm.algorithms.alias:ppo")
+    # Offline: the reference model's log-probs once, before the first step, instead of in each.
+    precompute_reference: bool = False
     reward: RewardConfig = RewardConfig()
     validation: ValidationConfig = ValidationConfig()
     warmup: SupervisedConfig | None = None  # supervised training of the actor before RL

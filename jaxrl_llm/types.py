@@ -93,9 +93,35 @@ class TokenBatch:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class PreferenceBatch:
-    """Pairs of whole rows (prompt and completion) of which `chosen` was preferred."""
+class OfflineBatch:
+    """Records of one step of offline training; which fields are there depends on their kind.
 
-    chosen: TokenBatch
-    rejected: TokenBatch
-    margin: Float[Array, " B"]  # 0 where the data give none
+    A record is a row, a pair of rows or a row with a number (`algorithms/offline.py` lists the
+    kinds). The fields from `reference_...` on start as None; a stage of the dataflow writes each.
+    """
+
+    index: Int[Array, " B"]  # of the record in its data set
+    weights: Float[Array, " B"]  # 1; 0 for a record that only fills the batch
+    completion: TokenBatch | None = None
+    chosen: TokenBatch | None = None
+    rejected: TokenBatch | None = None
+    mismatched: TokenBatch | None = None  # the prompt with the completion of the record before it
+    margins: Float[Array, " B"] | None = None  # of a preference; 0 where the data give none
+    labels: Float[Array, " B"] | None = None  # 1 for a desirable completion, 0 for another
+    ratings: Float[Array, " B"] | None = None
+
+    # Log-prob of each completion under the reference model, summed over its tokens.
+    reference_completion_logprobs: Float[Array, " B"] | None = None
+    reference_chosen_logprobs: Float[Array, " B"] | None = None
+    reference_rejected_logprobs: Float[Array, " B"] | None = None
+    reference_mismatched_logprobs: Float[Array, " B"] | None = None
+    baseline: Float[Array, " B"] | None = None  # of the algorithm, from the whole batch
+
+    def replace(self, **changes: Any) -> "OfflineBatch":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+ROW_GROUPS = ("completion", "chosen", "rejected", "mismatched")
+OFFLINE_FIELDS = tuple(f.name for f in fields(OfflineBatch))
+OFFLINE_INPUTS = OFFLINE_FIELDS[: OFFLINE_FIELDS.index("reference_completion_logprobs")]

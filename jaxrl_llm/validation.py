@@ -4,6 +4,7 @@ Types are checked by `overrides.coerce`; here are the sizes, words and files. Ev
 the key, its value, and a value that works.
 """
 
+import ast
 import dataclasses
 import json
 import re
@@ -78,9 +79,13 @@ def validate(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
     _check_numbers(config)
     _check_words(config)
-    _check_batches(config)
+    if is_offline(config):
+        _check_offline(config)
+    else:
+        _check_batches(config)
+        _check_rewards(config)
+    _check_supervised_batches(config)
     _check_data(config)
-    _check_rewards(config)
     _check_settings(config)
     for key, model in _models(config):
         _check_model(key, model, config)
@@ -89,6 +94,17 @@ def validate(config: Config) -> None:
             f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
             f"{nearest_file(Path(config.resume))}"
         )
+
+
+def is_offline(config: Config) -> bool:
+    """Whether the run learns from fixed records: its algorithm's function says so by its return
+    annotation, `-> OfflineAlgorithm`."""
+    try:
+        _, definition = find_definition(config.algorithm.path)
+    except ConfigError as error:
+        raise ConfigError(f"config.algorithm.path={config.algorithm.path}: {error}") from None
+    returns = None if isinstance(definition, ast.ClassDef) else definition.returns
+    return returns is not None and ast.unparse(returns).strip("'\"").endswith("OfflineAlgorithm")
 
 
 # ------------------------------------------------------------------------- numbers and words
@@ -189,6 +205,32 @@ def _check_batches(config: Config) -> None:
         micro = _get(config, f"{role}.micro_batch_size")
         _check_micro(f"{role}.micro_batch_size", micro, mini * n, replicas, "mini-batch")
         _check_packing(config, role)
+
+
+def _check_offline(config: Config) -> None:
+    """Sizes of an offline run: a batch of records on the replicas, in passes."""
+    replicas, size = config.mesh.num_replicas, config.data.train_batch_size
+    if size % replicas:
+        up = -(-size // replicas) * replicas
+        raise ConfigError(
+            f"config.data.train_batch_size={size}: the {replicas} replicas of the mesh (data "
+            f"{config.mesh.data} × fsdp {config.mesh.fsdp}) do not divide it; {up} works"
+        )
+    micro = config.actor.micro_batch_size
+    _check_micro("actor.micro_batch_size", micro, size, replicas, "batch")
+    _check_packing(config, "actor")
+    if config.warmup is not None and config.warmup.stop_at and not config.validation.generate:
+        raise ConfigError(
+            f"config.warmup.stop_at={config.warmup.stop_at}: nothing measures that accuracy; set "
+            "--config.validation.generate=true, or config.warmup.stop_at=0"
+        )
+
+
+def _check_supervised_batches(config: Config) -> None:
+    replicas = config.mesh.num_replicas
+    split = (
+        f"the {replicas} replicas of the mesh (data {config.mesh.data} × fsdp {config.mesh.fsdp})"
+    )
     for key, training in _trainings(config):
         size = training.batch_size
         if size % replicas:

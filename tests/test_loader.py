@@ -6,9 +6,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.formats import PreferencePair, TokenExample
+from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import collate_preferences, collate_prompts, collate_tokens, pad_rows
+from jaxrl_llm.data.packing import (
+    collate_prompts,
+    collate_records,
+    collate_tokens,
+    offline_records,
+    pad_rows,
+)
 from jaxrl_llm.types import Prompt
 
 
@@ -147,14 +153,14 @@ def test_examples_become_a_token_batch():
     assert (batch.tokens.dtype, batch.loss_mask.dtype) == (np.int32, np.float32)
 
 
-def test_pairs_become_a_preference_batch():
+def test_pairs_become_an_offline_batch():
     pairs = [
         PreferencePair(chosen=example(1, 2), rejected=example(1, 3, 4), margin=0.5),
         PreferencePair(chosen=example(5, 6), rejected=example(5, 7)),
     ]
     loader = Loader(
-        pairs,
-        partial(collate_preferences, length=3, pad_id=0),
+        offline_records(pairs),
+        partial(collate_records, length=3, pad_id=0),
         batch_size=2,
         seed=0,
         shuffle=False,
@@ -163,4 +169,28 @@ def test_pairs_become_a_preference_batch():
     assert batch.chosen.tokens.tolist() == [[1, 2, 0], [5, 6, 0]]
     assert batch.rejected.tokens.tolist() == [[1, 3, 4], [5, 7, 0]]
     assert batch.rejected.loss_mask.tolist() == [[0, 1, 1], [0, 1, 0]]
-    assert batch.margin.tolist() == [0.5, 0.0]
+    assert batch.margins.tolist() == [0.5, 0.0]
+    assert (batch.index.tolist(), batch.weights.tolist()) == ([0, 1], [1, 1])
+    assert batch.completion is None and batch.labels is None
+
+
+def test_a_batch_is_filled_up_with_records_that_do_not_count():
+    records = offline_records([example(1, 2), example(3, 4)])
+    batch = collate_records(records, length=2, pad_id=0, size=4)
+    assert batch.completion.tokens.tolist() == [[1, 2], [3, 4], [1, 2], [1, 2]]
+    assert batch.weights.tolist() == [1, 1, 0, 0]
+
+
+def test_mismatched_rows_take_the_completion_of_the_record_before():
+    labelled = [
+        LabelledExample(completion=example(1, 2, 9, 8, given=2), label=1.0),
+        LabelledExample(completion=example(3, 7, given=1), label=0.0),
+        LabelledExample(completion=example(4, 5, 6, 6, given=3), label=1.0),
+    ]
+    batch = collate_records(offline_records(labelled), length=4, pad_id=0, mismatched=True, size=4)
+    assert batch.labels.tolist() == [1, 0, 1, 1]
+    # The third prompt leaves no room for more than one token of the second completion, which fits.
+    assert batch.mismatched.tokens.tolist()[:3] == [[1, 2, 6, 0], [3, 9, 8, 0], [4, 5, 6, 7]]
+    assert batch.mismatched.loss_mask.tolist()[:3] == [[0, 0, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    assert batch.mismatched.lengths.tolist()[:3] == [3, 3, 4]
+    assert batch.weights.tolist() == [1, 1, 1, 0]

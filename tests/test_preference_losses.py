@@ -21,9 +21,9 @@ def test_by_hand(checked):
     gaps = np.array([1.0, -0.5, 0.0, -0.3])  # chosen - rejected - margin
     expected = np.log1p(np.exp(-gaps)) + 0.1 * np.array([9.0, 2.25, 4.0, 0.16])
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_array_equal(metrics["reward_model/accuracy"], [1, 0, 0, 1])
-    np.testing.assert_allclose(metrics["reward_model/margin"], [1, -0.5, 0, 0.2], atol=1e-6)
-    np.testing.assert_allclose(metrics["reward_model/score"], [1.5, 0.75, -1, 0.2], atol=1e-6)
+    np.testing.assert_array_equal(metrics["accuracy"], [1, 0, 0, 1])
+    np.testing.assert_allclose(metrics["margin"], [1, -0.5, 0, 0.2], atol=1e-6)
+    np.testing.assert_allclose(metrics["mean_reward"], [1.5, 0.75, -1, 0.2], atol=1e-6)
 
 
 def test_equal_scores_cost_log_two_and_large_gaps_stay_finite():

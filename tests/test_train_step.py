@@ -22,7 +22,7 @@ from tiny_iteration import (
 from jaxrl_llm.algorithms.alias import ppo
 from jaxrl_llm.config import FunctionConfig, OptimizerConfig
 from jaxrl_llm.learner.forward import ForwardSettings
-from jaxrl_llm.learner.losses import policy_loss, supervised_loss, value_loss, with_counts
+from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state, state_shardings
@@ -85,12 +85,6 @@ def rollout(seed: int = 0) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x) for name, x in fields.items()}
 
 
-def supervised_rows() -> dict[str, jax.Array]:
-    fields = rollout()
-    tokens = jnp.concatenate([fields["prompts"], fields["responses"]], axis=1)
-    return {"tokens": tokens, "mask": jnp.pad(fields["mask"], ((0, 0), (P, 0)))}
-
-
 def make_policy_loss(**settings):
     spec = model_spec(MODEL)
     return spec, policy_loss(ppo(**settings), spec=spec, settings=SETTINGS, temperature=0.9)
@@ -102,8 +96,6 @@ def cases():
         yield f"policy {name}", *make_policy_loss(loss_aggregation=name, **everything), rollout()
     spec = model_spec(MODEL, "scalar")
     yield "value", spec, value_loss(ppo(), spec=spec, settings=SETTINGS), rollout()
-    spec = model_spec(MODEL)
-    yield "supervised", spec, supervised_loss(spec=spec, settings=SETTINGS), supervised_rows()
 
 
 CASES = {name: case for name, *case in cases()}
@@ -128,17 +120,6 @@ def test_accumulation_equals_the_full_batch(name):
     for key, value in metrics.items():
         np.testing.assert_allclose(found_metrics[key], value, rtol=1e-6, atol=1e-6)
     assert optax.tree.norm(grads) > 1e-3
-
-
-def test_an_independent_mean_gives_the_same_supervised_loss():
-    spec, loss, fields = CASES["supervised"]
-    params = random_params(spec.params, seed=1)
-    total, loss = 0.0, jax.jit(loss)
-    for row in range(B):  # row by row, each with the counts of the whole batch
-        batch = with_counts(fields, jnp.bool_(False))
-        total += float(loss(params, {k: x[row : row + 1] for k, x in batch.items()})[0])
-    whole_batch, _ = loss(params, with_counts(fields, jnp.bool_(False)))
-    np.testing.assert_allclose(whole_batch, total, rtol=1e-6)
 
 
 def test_only_the_first_mini_batch_has_a_ratio_of_one():

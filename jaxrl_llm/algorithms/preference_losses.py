@@ -1,14 +1,56 @@
-"""Losses on pairs of which one was preferred: one value a pair, averaged by the caller."""
+"""Losses on fixed data: preference pairs, labelled or rated completions, examples.
+
+One value a record, averaged by the caller over the whole batch; log-probs are sums over a
+completion's tokens. Metrics bear TRL's names: one value a record, or a pair (values, weights).
+`rewards` are the implicit ones of the policy, beta times the log-ratio to the reference (where
+there is no reference, beta times the log-prob).
+"""
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+Weighted = tuple[Float[Array, " B"], Float[Array, " B"]]
+DPOForm = Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid_norm"]
+CPOForm = Literal["sigmoid", "ipo", "hinge", "simpo"]
+
+
+# ------------------------------------------------------------------------- examples
+
+
+def completion_nll(
+    completion_logprobs: Float[Array, " B"], completion_lengths: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Negative log-likelihood of the completion: its sum over tokens, and their number."""
+    return -completion_logprobs, completion_lengths
+
+
+def chosen_nll(
+    chosen_logprobs: Float[Array, " B"], chosen_lengths: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Negative log-likelihood of the chosen completion: its sum over tokens, and their number."""
+    return -chosen_logprobs, chosen_lengths
+
+
+def chosen_row_nll(
+    chosen_row_logprobs: Float[Array, " B"], chosen_row_lengths: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Negative log-likelihood of prompt and chosen completion: sum over tokens, and their number.
+
+    ORPO's likelihood term as its authors' code and TRL have it; the prompt counts too.
+    """
+    return -chosen_row_logprobs, chosen_row_lengths
+
+
+# ------------------------------------------------------------------------- reward models
+
 
 def bradley_terry(
     chosen_scores: Float[Array, " B"],
     rejected_scores: Float[Array, " B"],
-    margin: Float[Array, " B"],
+    margins: Float[Array, " B"],
     *,
     center: float = 0.0,
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
@@ -16,17 +58,272 @@ def bradley_terry(
 
     loss = -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2
 
-    `margin` is 0 where the data give none (Llama 2, arXiv:2307.09288). Scores are known only up
+    The margin is 0 where the data give none (Llama 2, arXiv:2307.09288). Scores are known only up
     to a constant, which `center` draws to 0 (Eisenstein et al. 2023, arXiv:2312.09244; 0.01 there).
-    Metrics, one value a pair: `reward_model/accuracy` (chosen over rejected; a tie is 0),
-    `reward_model/margin` (chosen - rejected), `reward_model/score` (mean of the two).
+    Metrics: `accuracy` (chosen over rejected; a tie is 0), `margin` (chosen - rejected),
+    `mean_reward` (mean of the two).
     """
     gap = chosen_scores - rejected_scores
     total = chosen_scores + rejected_scores
-    loss = -jax.nn.log_sigmoid(gap - margin) + center * jnp.square(total)
+    loss = -jax.nn.log_sigmoid(gap - margins) + center * jnp.square(total)
     metrics = {
-        "reward_model/accuracy": (gap > 0).astype(jnp.float32),
-        "reward_model/margin": gap,
-        "reward_model/score": 0.5 * total,
+        "accuracy": (gap > 0).astype(jnp.float32),
+        "margin": gap,
+        "mean_reward": 0.5 * total,
     }
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def rating_error(
+    completion_scores: Float[Array, " B"], ratings: Float[Array, " B"]
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    """Squared difference of score and rating: a reward model on the ratings' own scale.
+
+    For ratings that mean the same everywhere; where only their order within a prompt does, make
+    pairs and use `bradley_terry`. Metrics: `absolute_error`, `mean_reward`.
+    """
+    error = completion_scores - ratings
+    metrics = {"absolute_error": jnp.abs(error), "mean_reward": completion_scores}
+    return jnp.square(error), jax.lax.stop_gradient(metrics)
+
+
+# ------------------------------------------------------------------------- with a reference
+
+
+def dpo(
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+    reference_chosen_logprobs: Float[Array, " B"],
+    reference_rejected_logprobs: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+    form: DPOForm = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    """Direct preference optimisation on sums of log-probs (Rafailov et al. 2023, arXiv:2305.18290).
+
+    With r = log-ratio of policy to reference, e = label_smoothing and d = r_chosen - r_rejected:
+
+    sigmoid  -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d); e > 0 is conservative DPO, for
+             labels wrong with probability e (Mitchell 2023)
+    robust   (-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e): unbiased under
+             such labels (Chowdhury et al. 2024, arXiv:2403.00409)
+    hinge    max(0, 1 - beta d) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
+
+    The forms over a completion's mean, ipo and sigmoid_norm, also need lengths: `dpo_normalised`.
+    """
+    chosen = chosen_logprobs - reference_chosen_logprobs
+    rejected = rejected_logprobs - reference_rejected_logprobs
+    scaled = beta * (chosen - rejected)
+    if form == "hinge":
+        loss = jax.nn.relu(1.0 - scaled)
+    elif form == "robust":
+        clean = -(1.0 - label_smoothing) * jax.nn.log_sigmoid(scaled)
+        flipped = -label_smoothing * jax.nn.log_sigmoid(-scaled)
+        loss = (clean - flipped) / (1.0 - 2.0 * label_smoothing)
+    else:
+        loss = _smoothed(scaled, label_smoothing)
+    rewards = beta * chosen, beta * rejected
+    return loss, pair_metrics(*rewards, chosen_logprobs, rejected_logprobs)
+
+
+def dpo_normalised(
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+    reference_chosen_logprobs: Float[Array, " B"],
+    reference_rejected_logprobs: Float[Array, " B"],
+    chosen_lengths: Float[Array, " B"],
+    rejected_lengths: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+    form: DPOForm = "sigmoid_norm",
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    """DPO on log-ratios averaged over a completion's tokens; with d of those averages:
+
+    sigmoid_norm  as `dpo`'s sigmoid (Meng et al. 2024, arXiv:2405.14734, appendix)
+    ipo           (d - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17; its authors'
+                  results are those of the averaged form)
+
+    The reported rewards stay sums, as TRL's.
+    """
+    chosen = chosen_logprobs - reference_chosen_logprobs
+    rejected = rejected_logprobs - reference_rejected_logprobs
+    gap = chosen / jnp.maximum(chosen_lengths, 1.0) - rejected / jnp.maximum(rejected_lengths, 1.0)
+    if form == "ipo":
+        loss = jnp.square(gap - 1.0 / (2.0 * beta))
+    else:
+        loss = _smoothed(beta * gap, label_smoothing)
+    rewards = beta * chosen, beta * rejected
+    return loss, pair_metrics(*rewards, chosen_logprobs, rejected_logprobs)
+
+
+def mismatched_kl(
+    mismatched_logprobs: Float[Array, " B"],
+    reference_mismatched_logprobs: Float[Array, " B"],
+    weights: Float[Array, " B"],
+) -> Float[Array, " B"]:
+    """KTO's estimate of the policy's distance from its reference, the same for every record.
+
+    max(0, mean of log-ratio over prompts with the completion of another record of the batch)
+    (Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1). No gradient passes.
+    """
+    ratio = weights * (mismatched_logprobs - reference_mismatched_logprobs)
+    mean = ratio.sum() / jnp.maximum(weights.sum(), 1.0)
+    return jax.lax.stop_gradient(jnp.broadcast_to(jnp.maximum(mean, 0.0), ratio.shape))
+
+
+def kto(
+    completion_logprobs: Float[Array, " B"],
+    reference_completion_logprobs: Float[Array, " B"],
+    labels: Float[Array, " B"],
+    baseline: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"] | Weighted]]:
+    """Kahneman-Tversky optimisation of single labelled completions (arXiv:2402.01306, eq. 7).
+
+    With r the log-ratio of policy to reference and the baseline z of `mismatched_kl`:
+    desirable    desirable_weight (1 - sigmoid(beta (r - z)))
+    undesirable  undesirable_weight (1 - sigmoid(beta (z - r)))
+
+    The paper wants desirable_weight n_desirable / (undesirable_weight n_undesirable) from 1 to 4/3.
+    The metric `accuracy` asks on which side of z the ratio lies.
+    """
+    ratio = completion_logprobs - reference_completion_logprobs
+    sign = 2.0 * labels - 1.0
+    weight = jnp.where(labels > 0, desirable_weight, undesirable_weight)
+    loss = weight * (1.0 - jax.nn.sigmoid(beta * sign * (ratio - baseline)))
+    rejected, rewards = 1.0 - labels, beta * ratio
+    right = jnp.where(labels > 0, ratio > baseline, ratio < baseline).astype(jnp.float32)
+    metrics = {
+        "rewards/chosen": (rewards, labels),
+        "rewards/rejected": (rewards, rejected),
+        "logps/chosen": (completion_logprobs, labels),
+        "logps/rejected": (completion_logprobs, rejected),
+        "accuracy": right,
+        "kl": baseline,
+    }
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+# ------------------------------------------------------------------------- without a reference
+
+
+def orpo(
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+    chosen_lengths: Float[Array, " B"],
+    rejected_lengths: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    """The odds-ratio term of ORPO (Hong et al. 2024, arXiv:2403.07691, eqs. 4 and 7).
+
+    loss = -beta log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p), where
+    log p is the mean log-prob of a completion's tokens. The likelihood term is `chosen_row_nll`.
+    """
+    chosen = chosen_logprobs / jnp.maximum(chosen_lengths, 1.0)
+    rejected = rejected_logprobs / jnp.maximum(rejected_lengths, 1.0)
+    odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    ratio = jax.nn.log_sigmoid(odds)
+    metrics = pair_metrics(beta * chosen, beta * rejected, chosen, rejected)
+    metrics |= jax.lax.stop_gradient({"log_odds_chosen": odds, "log_odds_ratio": ratio})
+    return -beta * ratio, metrics
+
+
+def cpo(
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+    form: CPOForm = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    """The preference term of CPO: DPO with a uniform reference (Xu et al. 2024, arXiv:2401.08417).
+
+    sigmoid  as `dpo`'s, on d = chosen_logprobs - rejected_logprobs
+    hinge    max(0, 1 - beta d)
+
+    The likelihood term is `chosen_nll`. The form over means, ipo, is in `cpo_normalised`.
+    """
+    scaled = beta * (chosen_logprobs - rejected_logprobs)
+    loss = jax.nn.relu(1.0 - scaled) if form == "hinge" else _smoothed(scaled, label_smoothing)
+    rewards = beta * chosen_logprobs, beta * rejected_logprobs
+    return loss, pair_metrics(*rewards, chosen_logprobs, rejected_logprobs)
+
+
+def cpo_normalised(
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+    chosen_lengths: Float[Array, " B"],
+    rejected_lengths: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+    gamma: float = 0.5,
+    form: CPOForm = "simpo",
+    label_smoothing: float = 0.0,
+) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    """Forms of CPO on the mean log-prob of a completion's tokens; with d their difference:
+
+    simpo  -log sigmoid(beta d - gamma), smoothed as `dpo` (SimPO, Meng et al. 2024,
+           arXiv:2405.14734, eq. 6)
+    ipo    (d - 1 / (2 beta))^2
+    """
+    chosen = chosen_logprobs / jnp.maximum(chosen_lengths, 1.0)
+    rejected = rejected_logprobs / jnp.maximum(rejected_lengths, 1.0)
+    gap = chosen - rejected
+    if form == "ipo":
+        loss = jnp.square(gap - 1.0 / (2.0 * beta))
+    else:
+        loss = _smoothed(beta * gap - gamma, label_smoothing)
+    return loss, pair_metrics(beta * chosen, beta * rejected, chosen, rejected)
+
+
+# ------------------------------------------------------------------------- shared
+
+
+def pair_metrics(
+    chosen_rewards: Float[Array, " B"],
+    rejected_rewards: Float[Array, " B"],
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+) -> dict[str, Float[Array, " B"]]:
+    """TRL's metrics of preference training; an accuracy counts a tie as wrong.
+
+    `logps/accuracies` is ours: what the policy itself finds likelier, which a model that is still
+    its own reference answers too.
+    """
+    metrics = {
+        "rewards/chosen": chosen_rewards,
+        "rewards/rejected": rejected_rewards,
+        "rewards/accuracies": (chosen_rewards > rejected_rewards).astype(jnp.float32),
+        "rewards/margins": chosen_rewards - rejected_rewards,
+        "logps/chosen": chosen_logprobs,
+        "logps/rejected": rejected_logprobs,
+        "logps/accuracies": (chosen_logprobs > rejected_logprobs).astype(jnp.float32),
+    }
+    return jax.lax.stop_gradient(metrics)
+
+
+def _smoothed(x: Array, label_smoothing: float) -> Array:
+    """-log sigmoid(x), mixed with that of a label turned round."""
+    right = -(1.0 - label_smoothing) * jax.nn.log_sigmoid(x)
+    if label_smoothing == 0.0:  # 0 times an overflow would be NaN
+        return right
+    return right - label_smoothing * jax.nn.log_sigmoid(-x)
+
+
+def _log1mexp(x: Array) -> Array:
+    """log(1 - exp(x)) for x < 0, accurate at both ends (Maechler 2012).
+
+    A completion of probability 1 has infinite odds; x is kept below 0 so that none is NaN.
+    """
+    x = jnp.minimum(x, -1e-7)
+    near = x > -0.6931472
+    # Each branch gets an argument that is safe for it, or the other's gradient would be NaN.
+    small = jnp.log(-jnp.expm1(jnp.where(near, x, -1.0)))
+    large = jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x)))
+    return jnp.where(near, small, large)

@@ -35,7 +35,8 @@ class CheckpointManager:
     ):
         """`best_metric` names an entry of the metrics given to `save`; larger is better.
 
-        An empty name takes the first validation metric (`val-core/...`).
+        A minus before it says that smaller is better (`-eval_loss`). An empty name takes the first
+        validation metric (`val-core/...`).
         """
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -71,9 +72,10 @@ class CheckpointManager:
         """
         loop = dict(loop)
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
-        name = self._best_metric or next(iter(candidates), "")
+        given = self._best_metric or next(iter(candidates), "")
+        name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
-            loop[SCORE] = self._best.scores[step] = metrics[name]
+            loop[SCORE] = self._best.scores[step] = sign * metrics[name]
         args: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))

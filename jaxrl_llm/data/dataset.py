@@ -15,6 +15,7 @@ from jaxrl_llm.config import TaskConfig
 from jaxrl_llm.data.formats import (
     SERVES,
     TRUNCATIONS,
+    LabelledExample,
     Overlong,
     PreferencePair,
     TokenExample,
@@ -23,9 +24,11 @@ from jaxrl_llm.data.formats import (
     kept_positions,
     pair_of,
     prompt_of,
+    rated_of,
+    unpaired_of,
 )
 from jaxrl_llm.data.sources import BadRow, RawRow, custom_rows, resolve_files
-from jaxrl_llm.data.tasks import problem_space, task_pairs, task_rows
+from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
 
@@ -88,7 +91,7 @@ def load_prompts(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loa
         ValueError: too many bad rows, nothing left, an unknown format, an overlong prompt under
             truncation="error", or sources that do not exist.
     """
-    return _load(sources, "prompts", partial(prompt_of, tokenizer=tokenizer), _fit_prompt, rules)
+    return _load(sources, "prompts", _alone(prompt_of, tokenizer), _fit_prompt, rules)
 
 
 def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loaded[TokenExample]:
@@ -96,7 +99,7 @@ def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Lo
 
     Raises ValueError as `load_prompts` does.
     """
-    return _load(sources, "examples", partial(example_of, tokenizer=tokenizer), _fit_example, rules)
+    return _load(sources, "examples", _alone(example_of, tokenizer), _fit_example, rules)
 
 
 def load_preferences(
@@ -106,13 +109,37 @@ def load_preferences(
 
     Raises ValueError as `load_prompts` does.
     """
-    return _load(sources, "preferences", partial(pair_of, tokenizer=tokenizer), _fit_pair, rules)
+    return _load(sources, "preferences", _alone(pair_of, tokenizer), _fit_pair, rules)
+
+
+def load_unpaired(
+    sources: Sources, tokenizer: Tokenizer, rules: RowRules
+) -> Loaded[LabelledExample]:
+    """Completions labelled good (1) or bad (0); pairs are taken apart.
+
+    Raises ValueError as `load_prompts` does.
+    """
+    convert = partial(unpaired_of, tokenizer=tokenizer)
+    return _load(sources, "unpaired", convert, _fit_labelled, rules)
+
+
+def load_ratings(
+    sources: Sources, tokenizer: Tokenizer, rules: RowRules
+) -> Loaded[LabelledExample]:
+    """Completions with a rating each. Raises ValueError as `load_prompts` does."""
+    convert = partial(rated_of, tokenizer=tokenizer)
+    return _load(sources, "ratings", convert, _fit_labelled, rules)
+
+
+def _alone(convert: Callable[..., T], tokenizer: Tokenizer) -> Callable[..., list[T]]:
+    """A converter of rows that give one record each, as one of rows that may give several."""
+    return lambda *row, **named: [convert(*row, tokenizer=tokenizer, **named)]
 
 
 def _load(
     sources: Sources,
     purpose: str,
-    convert: Callable[..., T],
+    convert: Callable[..., list[T]],
     fit: Callable[[T, int, str], T],
     rules: RowRules,
 ) -> Loaded[T]:
@@ -129,10 +156,10 @@ def _load(
             formats[name] = _source_format(name, good, purpose)
         for row in good:
             try:
-                item = convert(
+                found = convert(
                     row.data, formats[name], data_source=_default_source(name), index=row.row
                 )
-                items.append(fit(item, rules.max_length, truncation))
+                items += [fit(item, rules.max_length, truncation) for item in found]
             except Overlong as error:  # the limit is the user's: such a row is not bad
                 if not rules.filter_overlong:
                     raise ValueError(f"{row.source} row {row.row}: {error}") from None
@@ -162,7 +189,8 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, list[RawRow | B
     else:
         for file in resolve_files(sources.files):  # finds every file before the first is read
             yield file.path, list(file.rows())
-    rows_of = task_pairs if purpose == "preferences" else task_rows
+    paired = {"preferences": task_pairs, "unpaired": task_pairs, "ratings": task_ratings}
+    rows_of = paired.get(purpose, task_rows)
     for task, space in zip(sources.tasks, spaces, strict=True):
         rows = rows_of(
             task.name,
@@ -251,3 +279,7 @@ def _fit_pair(pair: PreferencePair, limit: int, truncation: str) -> PreferencePa
         chosen=_fit_example(pair.chosen, limit, truncation),
         rejected=_fit_example(pair.rejected, limit, truncation),
     )
+
+
+def _fit_labelled(example: LabelledExample, limit: int, truncation: str) -> LabelledExample:
+    return replace(example, completion=_fit_example(example.completion, limit, truncation))

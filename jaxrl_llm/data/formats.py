@@ -5,9 +5,11 @@
 | verl | prompt, reward_model {ground_truth} | prompts |
 | prompt | prompt | prompts |
 | prompt_completion | prompt, completion | prompts, examples |
-| unpaired_preference | prompt, completion, label (true or false) | prompts |
-| preference | prompt, chosen, rejected | prompts, preferences |
-| implicit_preference | chosen, rejected, which begin alike | preferences |
+| unpaired_preference | prompt, completion, label (true or false) | prompts, unpaired |
+| rated | prompt, completion, rating (a number) | prompts, ratings |
+| stepwise | prompt, completions (steps), labels (true or false each) | prompts, ratings, unpaired |
+| preference | prompt, chosen, rejected | prompts, preferences, unpaired |
+| implicit_preference | chosen, rejected, which begin alike | preferences, unpaired |
 | messages | messages | examples |
 | text | text | examples |
 
@@ -27,9 +29,11 @@ SERVES = {
     "verl": ("prompts",),
     "prompt": ("prompts",),
     "prompt_completion": ("prompts", "examples"),
-    "unpaired_preference": ("prompts",),
-    "preference": ("prompts", "preferences"),
-    "implicit_preference": ("preferences",),
+    "unpaired_preference": ("prompts", "unpaired"),
+    "rated": ("prompts", "ratings"),
+    "stepwise": ("prompts", "ratings", "unpaired"),
+    "preference": ("prompts", "preferences", "unpaired"),
+    "implicit_preference": ("preferences", "unpaired"),
     "messages": ("examples",),
     "text": ("examples",),
 }
@@ -38,12 +42,15 @@ COLUMNS = {
     "prompt": ("prompt",),
     "prompt_completion": ("prompt", "completion"),
     "unpaired_preference": ("prompt", "completion", "label"),
+    "rated": ("prompt", "completion", "rating"),
+    "stepwise": ("prompt", "completions", "labels"),
     "preference": ("prompt", "chosen", "rejected"),
     "implicit_preference": ("chosen", "rejected"),
     "messages": ("messages",),
     "text": ("text",),
 }
 TRUNCATIONS = ("error", "left", "right", "middle")
+STEP_SEPARATOR = "\n"  # between the steps of a stepwise row, as in TRL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,14 @@ class PreferencePair:
     margin: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LabelledExample:
+    """A completion that was judged good (1) or bad (0), or rated by any number."""
+
+    completion: TokenExample
+    label: float
+
+
 class Overlong(ValueError):
     """A row is longer than its limit and may not be truncated. The row itself is not bad."""
 
@@ -74,8 +89,12 @@ def detect_format(row: Mapping[str, Any]) -> str | None:
     filled = {name for name, value in row.items() if value is not None}
     if {"chosen", "rejected"} <= filled:
         return "preference" if "prompt" in filled else "implicit_preference"
+    if {"prompt", "completions", "labels"} <= filled:
+        return "stepwise"
     if {"prompt", "completion"} <= filled:
-        return "unpaired_preference" if isinstance(row.get("label"), bool) else "prompt_completion"
+        if isinstance(row.get("label"), bool):
+            return "unpaired_preference"
+        return "rated" if _is_number(row.get("rating")) else "prompt_completion"
     if "prompt" in filled:
         return "verl" if isinstance(row.get("reward_model"), dict) else "prompt"
     return next((name for name in ("messages", "text") if name in filled), None)
@@ -144,6 +163,79 @@ def pair_of(
         for answer in (chosen, rejected)
     ]
     return PreferencePair(chosen=examples[0], rejected=examples[1], margin=_margin(row))
+
+
+def unpaired_of(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
+) -> list[LabelledExample]:
+    """Completions labelled 1 or 0. A pair gives two, a stepwise row one a step."""
+    named: dict[str, Any] = {"data_source": data_source, "index": index}
+    if kind == "stepwise":
+        return _steps(row, tokenizer, **named)
+    if kind != "unpaired_preference":
+        pair = pair_of(row, kind, tokenizer, **named)
+        return [
+            LabelledExample(completion=pair.chosen, label=1.0),
+            LabelledExample(completion=pair.rejected, label=0.0),
+        ]
+    _require(row, kind)
+    if not isinstance(row["label"], bool):
+        raise ValueError(f"column 'label' holds {row['label']!r}, not true or false")
+    # As in a pair, what was judged bad may be empty: a model that ends at once gives just that.
+    completion = _answer(row, tokenizer, **named, may_be_empty=not row["label"])
+    return [LabelledExample(completion=completion, label=float(row["label"]))]
+
+
+def rated_of(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
+) -> list[LabelledExample]:
+    """Completions with their rating; the steps of a stepwise row are rated 1 or 0."""
+    named: dict[str, Any] = {"data_source": data_source, "index": index}
+    if kind == "stepwise":
+        return _steps(row, tokenizer, **named)
+    _require(row, kind)
+    rating = _number(row["rating"], "rating")
+    completion = _answer(row, tokenizer, **named, may_be_empty=True)
+    return [LabelledExample(completion=completion, label=rating)]
+
+
+def _answer(
+    row: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    data_source: str,
+    index: int,
+    may_be_empty: bool,
+) -> TokenExample:
+    prompt = _text_or_messages(row["prompt"], "prompt")
+    completion = _text_or_messages(
+        row["completion"], "completion", answer_may_be_empty=may_be_empty
+    )
+    parts = _prompt_and_completion(prompt, completion, tokenizer, _tools(row))
+    return _example(parts, _data_source(row, data_source), index)
+
+
+def _steps(
+    row: Mapping[str, Any], tokenizer: Tokenizer, *, data_source: str, index: int
+) -> list[LabelledExample]:
+    """Each step as a completion of the prompt and the steps before it, without an end token."""
+    _require(row, "stepwise")
+    prompt = _text(row["prompt"], "prompt")
+    steps, labels = row["completions"], row["labels"]
+    if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
+        raise ValueError("columns 'completions' and 'labels' are not two lists of one length")
+    if not steps:
+        raise ValueError("column 'completions' is empty")
+    _, before = _render_prompt(prompt, tokenizer, None)
+    examples = []
+    for i, (step, label) in enumerate(zip(steps, labels, strict=True)):
+        if not isinstance(label, bool):
+            raise ValueError(f"labels[{i}] holds {label!r}, not true or false")
+        ids = tokenizer.encode(_text(step, f"completions[{i}]") + STEP_SEPARATOR)
+        example = _example([(before, 0), (ids, 1)], _data_source(row, data_source), index)
+        examples.append(LabelledExample(completion=example, label=float(label)))
+        before = [*before, *ids]
+    return examples
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> range | list[int]:
@@ -367,8 +459,15 @@ def _data_source(row: Mapping[str, Any], default: str) -> str:
 
 def _margin(row: Mapping[str, Any]) -> float:
     value = row.get("margin")
-    if value is None:
-        return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or value - value != 0:
-        raise ValueError(f"column 'margin' holds {value!r}, not a finite number")
+    return 0.0 if value is None else _number(value, "margin")
+
+
+def _number(value: Any, column: str) -> float:
+    if not _is_number(value):
+        raise ValueError(f"column {column!r} holds {value!r}, not a finite number")
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number; neither true nor false is one here."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and value - value == 0

@@ -10,16 +10,25 @@ It does not depend on `num_workers` or `prefetch`, which a resumed run may chang
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grain
 import numpy as np
 from absl import flags
 
-from jaxrl_llm.data.formats import PreferencePair, TokenExample
 from jaxrl_llm.types import Prompt
 
-T = TypeVar("T", bound=Prompt | TokenExample | PreferencePair)
+
+class Tokens(Protocol):
+    """What the loader must know of a record, to tell whether a checkpoint is of the same data."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Every token of the record."""
+        ...
+
+
+T = TypeVar("T", bound=Tokens)
 B = TypeVar("B")
 
 
@@ -28,7 +37,7 @@ class Loader(Generic[T, B]):
 
     Args:
         items: the records, held in memory.
-        collate: makes the batch, e.g. `functools.partial(collate_tokens, length=256, pad_id=0)`;
+        collate: makes the batch, e.g. `functools.partial(collate_records, length=256, pad_id=0)`;
             with `num_workers` it is pickled.
         seed: of the shuffle, with the epoch; any integer.
         num_workers: processes that make batches; 0 makes them in a thread of this process. They
@@ -139,7 +148,7 @@ class Loader(Generic[T, B]):
         if self._fingerprint is None:
             crc = 0
             for item in self._items:
-                crc = zlib.crc32(np.asarray(_token_ids(item), np.int32).tobytes(), crc)
+                crc = zlib.crc32(np.asarray(item.token_ids, np.int32).tobytes(), crc)
             self._fingerprint = crc
         return self._fingerprint
 
@@ -166,12 +175,6 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
             num_workers=num_workers,
             prefetch=prefetch,
         )
-
-
-def _token_ids(item: Prompt | TokenExample | PreferencePair) -> tuple[int, ...]:
-    if isinstance(item, PreferencePair):
-        return item.chosen.token_ids + item.rejected.token_ids
-    return item.token_ids
 
 
 def _accept_flag_defaults() -> None:

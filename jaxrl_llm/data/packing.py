@@ -1,12 +1,13 @@
 """Records to padded numpy arrays. Rows are padded on the right, one example a row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.formats import PreferencePair, TokenExample
-from jaxrl_llm.types import PreferenceBatch, Prompt, TokenBatch
+from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
+from jaxrl_llm.types import OfflineBatch, Prompt, TokenBatch
 
 
 def pad_rows(
@@ -42,13 +43,83 @@ def collate_tokens(examples: Sequence[TokenExample], *, length: int, pad_id: int
     return TokenBatch(**arrays)
 
 
-def collate_preferences(
-    pairs: Sequence[PreferencePair], *, length: int, pad_id: int
-) -> PreferenceBatch:
-    """A PreferenceBatch of numpy arrays; both halves are [B, length]."""
-    margin: Any = np.array([pair.margin for pair in pairs], np.float32)
-    return PreferenceBatch(
-        chosen=collate_tokens([pair.chosen for pair in pairs], length=length, pad_id=pad_id),
-        rejected=collate_tokens([pair.rejected for pair in pairs], length=length, pad_id=pad_id),
-        margin=margin,
+@dataclass(frozen=True)
+class OfflineRecord:
+    """What one record of offline training is made of, by the names of OfflineBatch's fields."""
+
+    index: int  # in its data set
+    rows: dict[str, TokenExample]
+    numbers: dict[str, float]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of all rows, one after the other."""
+        return tuple(token for row in self.rows.values() for token in row.token_ids)
+
+
+def offline_records(
+    items: Sequence[TokenExample] | Sequence[PreferencePair] | Sequence[LabelledExample],
+    number: str = "labels",
+) -> list[OfflineRecord]:
+    """Records of a data set; `number` is the field that a LabelledExample's label goes to."""
+    return [_record(i, item, number) for i, item in enumerate(items)]
+
+
+def _record(
+    index: int, item: TokenExample | PreferencePair | LabelledExample, number: str
+) -> OfflineRecord:
+    if isinstance(item, TokenExample):
+        return OfflineRecord(index, {"completion": item}, {})
+    if isinstance(item, PreferencePair):
+        rows = {"chosen": item.chosen, "rejected": item.rejected}
+        return OfflineRecord(index, rows, {"margins": item.margin})
+    return OfflineRecord(index, {"completion": item.completion}, {number: item.label})
+
+
+def collate_records(
+    records: Sequence[OfflineRecord],
+    *,
+    length: int,
+    pad_id: int,
+    mismatched: bool = False,
+    size: int = 0,
+) -> OfflineBatch:
+    """An OfflineBatch of numpy arrays; rows are [B, length].
+
+    `mismatched` adds the rows of that name: record i's prompt with the completion of record i - 1,
+    cut where it does not fit. `size` fills the batch up with copies of weight 0.
+    """
+    num = len(records)
+    records = [*records, *[records[0]] * (size - num)]
+    groups = {name: [record.rows[name] for record in records] for name in records[0].rows}
+    if mismatched:
+        own = groups["completion"][:num]
+        swapped = [
+            mismatch(prompt, answer, length)
+            for prompt, answer in zip(own, [own[-1], *own[:-1]], strict=True)
+        ]
+        groups["mismatched"] = [*swapped, *groups["completion"][num:]]
+    numbers: dict[str, Any] = {
+        name: np.array([record.numbers[name] for record in records], np.float32)
+        for name in records[0].numbers
+    }
+    index: Any = np.array([record.index for record in records], np.int32)
+    weights: Any = (np.arange(len(records)) < num).astype(np.float32)
+    return OfflineBatch(
+        index=index,
+        weights=weights,
+        **{
+            name: collate_tokens(rows, length=length, pad_id=pad_id)
+            for name, rows in groups.items()
+        },
+        **numbers,
     )
+
+
+def mismatch(prompt: TokenExample, answer: TokenExample, length: int) -> TokenExample:
+    """The prompt of one example, up to its first token to learn, with the completion of another."""
+    given = prompt.token_ids[: prompt.loss_mask.index(1)]
+    start = answer.loss_mask.index(1)
+    ids = (*given, *answer.token_ids[start:])[:length]
+    mask = (*[0] * len(given), *answer.loss_mask[start:])[:length]
+    return TokenExample(token_ids=ids, loss_mask=mask)

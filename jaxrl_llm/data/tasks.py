@@ -192,6 +192,35 @@ def task_pairs(
     ]
 
 
+def task_ratings(
+    name: str,
+    *,
+    split: str,
+    size: int = 0,
+    prompt_style: str = "plain",
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Rated rows of a task: the answers of `task_pairs`, 1 for the right one and 0 for a wrong one.
+
+    Both answers of each pair are there, so that as many are right as wrong.
+    """
+    pairs = task_pairs(
+        name, split=split, size=size, prompt_style=prompt_style, seed=seed, settings=settings
+    )
+    return [
+        {
+            "data_source": pair["data_source"],
+            "prompt": pair["prompt"],
+            "completion": pair[answer],
+            "rating": rating,
+            "extra_info": pair["extra_info"],
+        }
+        for pair in pairs
+        for answer, rating in (("chosen", 1.0), ("rejected", 0.0))
+    ]
+
+
 def wrong_answers(problem: Problem, space: ProblemSpace) -> list[str]:
     """A wrong answer of each of `WRONG_ANSWERS`; none equals the right one."""
     draw = Random(hashlib.blake2b(problem.plain.encode(), digest_size=8).digest())

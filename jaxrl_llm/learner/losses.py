@@ -5,29 +5,24 @@ whole global mini-batch and travel in the batch as arrays with one entry a row, 
 micro-batch must see the same counts.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.preference_losses import bradley_terry
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     response_logprobs,
     response_values,
-    row_logprobs,
-    row_scores,
 )
 from jaxrl_llm.learner.rows import Fields, rows_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.learner.train_step import Loss, Metrics
 from jaxrl_llm.models.base import ModelSpec
-from jaxrl_llm.types import PreferenceBatch, TokenBatch
 
 
 def with_counts(fields: Fields, first: Array) -> Fields:
@@ -120,50 +115,6 @@ def value_loss(algorithm: Algorithm, *, spec: ModelSpec, settings: ForwardSettin
         return total, {"critic/vf_loss": total} | means
 
     return loss
-
-
-def supervised_loss(*, spec: ModelSpec, settings: ForwardSettings) -> Loss:
-    """Mean negative log-likelihood of the tokens whose loss_mask is 1."""
-
-    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
-        logprobs = row_logprobs(params, fields["tokens"], spec=spec, settings=settings)
-        total = -(logprobs * fields["mask"]).sum() / jnp.maximum(fields["num_tokens"][0], 1)
-        return total, {}
-
-    return loss
-
-
-def supervised_fields(batch: TokenBatch) -> Fields:
-    """A TokenBatch as the fields of `supervised_loss`."""
-    return {"tokens": batch.tokens, "mask": batch.loss_mask}
-
-
-def reward_model_loss(*, spec: ModelSpec, settings: ForwardSettings, center: float) -> Loss:
-    """Bradley-Terry on pairs; a micro-batch holds whole pairs."""
-
-    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
-        tokens = jnp.concatenate([fields["chosen"], fields["rejected"]])
-        lengths = jnp.concatenate([fields["chosen_lengths"], fields["rejected_lengths"]])
-        scores = row_scores(params, tokens, lengths, spec=spec, settings=settings)
-        chosen, rejected = jnp.split(scores, 2)
-        per_pair, parts = bradley_terry(chosen, rejected, fields["margin"], center=center)
-        pairs = fields["num_sequences"][0]
-        return per_pair.sum() / pairs, {name: x.sum() / pairs for name, x in parts.items()}
-
-    return loss
-
-
-def preference_fields(batch: PreferenceBatch) -> Fields:
-    """A PreferenceBatch as the fields of `reward_model_loss`."""
-    return {
-        "chosen": batch.chosen.tokens,
-        "chosen_lengths": batch.chosen.lengths,
-        "rejected": batch.rejected.tokens,
-        "rejected_lengths": batch.rejected.lengths,
-        "margin": batch.margin,
-        # numpy like the batch, until both are placed on the mesh
-        "mask": cast(Array, np.ones((batch.margin.shape[0], 1), np.float32)),
-    }
 
 
 def tree_names(params: Params) -> tuple[str, ...]:

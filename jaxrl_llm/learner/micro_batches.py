@@ -76,7 +76,9 @@ class Packed:
         return self.sum(fn, fields)
 
     def _parts(self, fn: Pass, fields: Fields) -> tuple[Array, Callable[[Array], Any]]:
-        lengths = fields["mask"].sum(axis=1).astype(jnp.int32)
+        lengths = fields.get("response_lengths")  # given where the mask leaves tokens out
+        if lengths is None:
+            lengths = fields["mask"].sum(axis=1).astype(jnp.int32)
         samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
         plan = plan_packing(
             fields["prompt_lengths"],

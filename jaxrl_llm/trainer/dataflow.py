@@ -1,8 +1,8 @@
 """The hybrid programming model: stages declare what they read and write; a planner orders them.
 
-The fields are those of `RolloutBatch`. A stage whose outputs nobody needs is left out (GRPO drops
-the critic, a KL coefficient of 0 the reference model). A field without a writer, a field with two
-writers and a cycle are refused before any device is touched.
+The fields are those of `RolloutBatch`, offline those of `OfflineBatch`. A stage whose outputs nobody
+needs is left out (GRPO drops the critic, a KL coefficient of 0 the reference model). A field
+without a writer, a field with two writers and a cycle are refused before any device is touched.
 """
 
 import difflib
@@ -10,10 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.types import INPUT_FIELDS, ROLLOUT_FIELDS
+from jaxrl_llm.types import INPUT_FIELDS, OFFLINE_FIELDS, OFFLINE_INPUTS, ROLLOUT_FIELDS
 
 HOST = "host"  # role of a stage that runs Python
 DEVICE = "device"  # role of a stage that is traced but needs no state
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFields:
+    """The vocabulary of a plan: a batch's fields, and those of them that no stage writes."""
+
+    batch: str
+    names: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+ROLLOUT = BatchFields(batch="RolloutBatch", names=ROLLOUT_FIELDS, inputs=INPUT_FIELDS)
+OFFLINE = BatchFields(batch="OfflineBatch", names=OFFLINE_FIELDS, inputs=OFFLINE_INPUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +72,9 @@ class Segment:
         return "+".join(stage.name for stage in self.stages)
 
 
-def plan(stages: Sequence[Stage], goals: Sequence[str] = ()) -> tuple[Stage, ...]:
+def plan(
+    stages: Sequence[Stage], goals: Sequence[str] = (), fields: BatchFields = ROLLOUT
+) -> tuple[Stage, ...]:
     """The needed stages in an order that respects every read.
 
     Needed are the stages that update a state, the writers of the `goals`, and whatever those
@@ -68,8 +83,8 @@ def plan(stages: Sequence[Stage], goals: Sequence[str] = ()) -> tuple[Stage, ...
 
     Raises ValueError for an unknown field, a gap, a double writer or a cycle.
     """
-    writers = _writers(stages)
-    needed = _needed(stages, writers, goals)
+    writers = _writers(stages, fields)
+    needed = _needed(stages, writers, goals, fields)
     return _ordered([s for s in stages if s.name in needed], writers)
 
 
@@ -100,7 +115,7 @@ def _all_writes(stages: Sequence[Stage]) -> set[str]:
     return {name for stage in stages for name in stage.writes}
 
 
-def _writers(stages: Sequence[Stage]) -> dict[str, Stage]:
+def _writers(stages: Sequence[Stage], fields: BatchFields) -> dict[str, Stage]:
     names = [stage.name for stage in stages]
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
@@ -108,15 +123,15 @@ def _writers(stages: Sequence[Stage]) -> dict[str, Stage]:
     writers: dict[str, Stage] = {}
     for stage in stages:
         for name in (*stage.reads, *stage.writes):
-            if name not in ROLLOUT_FIELDS:
-                near = difflib.get_close_matches(name, ROLLOUT_FIELDS, n=1)
+            if name not in fields.names:
+                near = difflib.get_close_matches(name, fields.names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
-                    f"stage {stage.name!r} names the field {name!r}, which RolloutBatch does not "
+                    f"stage {stage.name!r} names the field {name!r}, which {fields.batch} does not "
                     f"have{hint} A new field is declared in jaxrl_llm/types.py."
                 )
         for name in stage.writes:
-            if name in INPUT_FIELDS:
+            if name in fields.inputs:
                 raise ValueError(f"stage {stage.name!r} writes {name!r}, which is an input")
             if name in writers:
                 raise ValueError(
@@ -128,7 +143,10 @@ def _writers(stages: Sequence[Stage]) -> dict[str, Stage]:
 
 
 def _needed(
-    stages: Sequence[Stage], writers: dict[str, Stage], goals: Sequence[str]
+    stages: Sequence[Stage],
+    writers: dict[str, Stage],
+    goals: Sequence[str],
+    fields: BatchFields,
 ) -> dict[str, Stage]:
     needed: dict[str, Stage] = {}
     wanted = [(name, "the caller") for name in goals]
@@ -138,7 +156,7 @@ def _needed(
             wanted += [(name, f"stage {stage.name!r}") for name in stage.reads]
     while wanted:
         name, reader = wanted.pop()
-        if name in INPUT_FIELDS:
+        if name in fields.inputs:
             continue
         if name not in writers:
             raise ValueError(

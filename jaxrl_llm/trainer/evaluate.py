@@ -16,7 +16,6 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.learner.forward import row_scores
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.rewards.combine import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ from jaxrl_llm.trainer.online import stop_ids
 from jaxrl_llm.trainer.roles import Role
 from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts
 from jaxrl_llm.trainer.samples import completions_of, prompt_batch
-from jaxrl_llm.types import Completion, PreferenceBatch, Prompt, TokenBatch
+from jaxrl_llm.types import Completion, Prompt
 
 CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy
 SEED_STREAM = 1  # validation draws from another stream than training
@@ -168,37 +167,3 @@ def accuracy_metrics(sources: Sequence[str], grades: np.ndarray, n: int) -> dict
 
 def _up_to(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-class PairValidator:
-    """Share of held-out preference pairs that a scalar model orders as people did."""
-
-    def __init__(self, role: Role, pairs: PreferenceBatch, batch_size: int):
-        self._pairs = pairs
-        self._batch_size = batch_size
-        self._sharding = batch_sharding(role.mesh)
-
-        def score(params: Params, tokens: Any, lengths: Any) -> Any:
-            return row_scores(params, tokens, lengths, spec=role.spec, settings=role.forward)
-
-        self._score = jax.jit(score)
-
-    def run(self, params: Params, step: int) -> dict[str, float]:
-        """{"accuracy": ...}; a tie counts half."""
-        chosen = self._scores(params, self._pairs.chosen)
-        rejected = self._scores(params, self._pairs.rejected)
-        right = (chosen > rejected) + 0.5 * (chosen == rejected)
-        return {"accuracy": float(right.mean())}
-
-    def _scores(self, params: Params, rows: TokenBatch) -> np.ndarray:
-        out, size = [], self._batch_size
-        tokens, lengths = np.asarray(rows.tokens), np.asarray(rows.lengths)
-        for start in range(0, len(lengths), size):
-            real = len(lengths[start : start + size])
-            padding = ((0, size - real), (0, 0))
-            arrays = (
-                np.pad(tokens[start : start + size], padding),
-                np.pad(lengths[start : start + size], padding[:1]),
-            )
-            out.append(fetch(self._score(params, *make_global(arrays, self._sharding)))[:real])
-        return np.concatenate(out)

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
@@ -75,17 +77,36 @@ def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSp
 def load_params(role: Role, source: ModelSource, seed: int) -> Params:
     """First parameters of a role, laid out for training. A pure function of files and seed."""
     if source.checkpoint is not None:
-        abstract = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            role.spec.params,
-            role.param_shardings,
-        )
-        items, _ = manager.restore(source.checkpoint, {"actor": abstract})
-        return items["actor"]
+        return _from_checkpoint(role, source.checkpoint)
     if source.directory is not None:
         return import_params(source.directory, role.spec, role.param_shardings)
     init = jax.jit(lambda key: init_params(role.spec, key), out_shardings=role.param_shardings)
     return init(jax.random.key(seed))
+
+
+def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
+    """A language model takes the checkpoint's actor; a scalar model the checkpoint's reward model,
+    or else the actor's decoder with a head of zeros."""
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        role.spec.params,
+        role.param_shardings,
+    )
+    stored = manager.stored_roles(checkpoint)
+    wanted = "reward" if role.spec.kind == "scalar" and "reward" in stored else "actor"
+    if wanted not in stored:
+        raise ValueError(
+            f"{checkpoint} holds {', '.join(stored)} and no language model to begin from; name "
+            "the checkpoint of another run"
+        )
+    if role.spec.kind == "scalar" and wanted == "actor":
+        decoder = {"decoder": abstract["decoder"]}
+        zeros = jax.jit(
+            partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
+            out_shardings=role.param_shardings["score"],
+        )
+        return manager.restore_role(checkpoint, wanted, decoder) | {"score": zeros()}
+    return manager.restore_role(checkpoint, wanted, abstract)
 
 
 def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:

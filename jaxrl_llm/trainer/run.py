@@ -18,10 +18,12 @@ from jaxrl_llm.overrides import to_json
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.initialise import find_tokenizer, write_huggingface_files
 from jaxrl_llm.trainer.loop import Interrupted, Loop, Totals, Work
+from jaxrl_llm.trainer.offline_run import OfflineRun
 from jaxrl_llm.trainer.online_run import OnlineRun
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import States
 from jaxrl_llm.trainer.states import from_items, to_items
+from jaxrl_llm.validation import is_offline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,8 @@ def open_work(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, run_dir: Path, stack: ExitStack
 ) -> Work:
     """What the algorithm of `config` makes of a run. `stack` closes what was opened."""
-    return OnlineRun(config, tokenizer=tokenizer, mesh=mesh, run_dir=run_dir, stack=stack)
+    kind = OfflineRun if is_offline(config) else OnlineRun
+    return kind(config, tokenizer=tokenizer, mesh=mesh, run_dir=run_dir, stack=stack)
 
 
 def run_directory(config: Config) -> Path:

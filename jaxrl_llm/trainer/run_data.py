@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from jaxrl_llm.config import Config, SupervisedConfig
@@ -11,15 +12,23 @@ from jaxrl_llm.data.dataset import (
     load_examples,
     load_preferences,
     load_prompts,
+    load_ratings,
+    load_unpaired,
 )
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import collate_preferences, collate_tokens
+from jaxrl_llm.data.packing import OfflineRecord, collate_records, offline_records
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.types import PreferenceBatch, Prompt, TokenBatch
+from jaxrl_llm.types import OfflineBatch, Prompt
 
 SFT_STREAM, REWARD_STREAM = 1, 2  # the shuffles of the warm-up and the reward model are their own
 BAD_ROWS = "bad_rows.jsonl"
+LOADERS = {
+    "examples": load_examples,
+    "preferences": load_preferences,
+    "unpaired": load_unpaired,
+    "ratings": load_ratings,
+}
 
 
 def train_sources(config: Config) -> Sources:
@@ -65,25 +74,42 @@ def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader:
     )
 
 
+def load_records(
+    config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> list[OfflineRecord]:
+    """Records of a kind (examples, preferences, unpaired, ratings) for offline training."""
+    rules = _rules(config, run_dir, _row_length(config))
+    items: Any = LOADERS[kind](sources, tokenizer, rules).items
+    if kind == "unpaired":
+        # A pair that is taken apart answers one prompt twice in a row, and neighbours of a batch
+        # lend each other their completions: in order, they would not be mismatched.
+        Random(config.seed).shuffle(items)
+    return offline_records(items, number=kind if kind == "ratings" else "labels")
+
+
 def sft_batches(
     config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
-) -> Loader[Any, TokenBatch]:
+) -> Loader[Any, OfflineBatch]:
     """Endless padded batches of completions to learn, of the warm-up's data or the run's own."""
-    rules = _rules(config, run_dir, _row_length(config))
-    examples = load_examples(_sources(config, training), tokenizer, rules).items
-    collate: Any = partial(collate_tokens, length=rules.max_length, pad_id=tokenizer.pad_id)
-    return _loader(config, training, examples, collate, SFT_STREAM)
+    sources = _sources(config, training)
+    examples = load_records(config, sources, "examples", tokenizer, run_dir)
+    return _loader(config, training, examples, _collate(config, tokenizer), SFT_STREAM)
 
 
 def preference_data(
     config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
-) -> tuple[Loader[Any, PreferenceBatch], PreferenceBatch]:
-    """Endless batches of training pairs, and all held-out pairs as one batch."""
-    rules = _rules(config, run_dir, _row_length(config))
-    collate: Any = partial(collate_preferences, length=rules.max_length, pad_id=tokenizer.pad_id)
-    pairs = load_preferences(_sources(config, training), tokenizer, rules).items
-    held_out = load_preferences(held_out_sources(config), tokenizer, rules).items
-    return _loader(config, training, pairs, collate, REWARD_STREAM), collate(held_out)
+) -> tuple[Loader[Any, OfflineBatch], list[OfflineBatch]]:
+    """Endless batches of training pairs, and all held-out pairs in batches of one size."""
+    collate, size = _collate(config, tokenizer), training.batch_size
+    pairs = load_records(config, _sources(config, training), "preferences", tokenizer, run_dir)
+    held_out = load_records(config, held_out_sources(config), "preferences", tokenizer, run_dir)
+    starts = range(0, len(held_out), size)
+    batches = [collate(held_out[start : start + size], size=size) for start in starts]
+    return _loader(config, training, pairs, collate, REWARD_STREAM), batches
+
+
+def _collate(config: Config, tokenizer: Tokenizer) -> Any:
+    return partial(collate_records, length=_row_length(config), pad_id=tokenizer.pad_id)
 
 
 def _row_length(config: Config) -> int:

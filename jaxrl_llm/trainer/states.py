@@ -5,13 +5,20 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.algorithms.offline_alias import reward_model, sft
 from jaxrl_llm.config import Config
+from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import scalar_params_from
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.evaluate import PairValidator, Validator
+from jaxrl_llm.trainer.evaluate import Validator
 from jaxrl_llm.trainer.initialise import load_params
-from jaxrl_llm.trainer.offline import reward_modelling, sft, train_supervised
+from jaxrl_llm.trainer.offline import (
+    RecordValidator,
+    Supervised,
+    held_out_sums,
+    train_supervised,
+)
 from jaxrl_llm.trainer.online import Iteration
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.program import States
@@ -32,18 +39,15 @@ def first_states(
     gives the critic its own model.
     """
     config, roles = iteration.config, iteration.roles
-    actor = load_params(roles["actor"], iteration.sources["actor"], _seed(config, "actor"))
+    actor = load_params(roles["actor"], iteration.sources["actor"], role_seed(config, "actor"))
     if config.warmup is not None:
-        actor = _warm_up(iteration, actor, tokenizer, validator, output)
+        actor = warm_up(config, roles["actor"], actor, tokenizer, validator, output)
     states: States = {KL_CONTROLLER: iteration.controller_state()}
     for name, role in roles.items():
         if name == "actor":
             states[name] = role.state(actor)
         elif name == "reference":
-            derive = jax.jit(
-                partial(cast, dtype=role.spec.dtype), out_shardings=role.param_shardings
-            )
-            states[name] = derive(actor)
+            states[name] = derive_reference(role, actor)
         else:
             params = _scalar_params(iteration, role, actor)
             if name == "reward":
@@ -82,23 +86,36 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
     return states
 
 
-def _seed(config: Config, role: str) -> int:
+def derive_reference(role: Role, params: Params) -> Params:
+    """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
+    derive = jax.jit(partial(cast, dtype=role.spec.dtype), out_shardings=role.param_shardings)
+    return derive(params)
+
+
+def role_seed(config: Config, role: str) -> int:
+    """Of a role's first weights."""
     return config.seed * len(SEEDS) + SEEDS[role]
 
 
-def _warm_up(
-    iteration: Iteration,
+def warm_up(
+    config: Config,
+    role: Role,
     params: Params,
     tokenizer: Tokenizer,
-    validator: Validator,
+    validator: Validator | None,
     output: RunOutput,
 ) -> Params:
-    config, role = iteration.config, iteration.roles["actor"]
+    """Supervised training of the actor before the run; judged by its answers, if by anything."""
     assert config.warmup is not None
-    task = sft(
-        role,
-        sft_batches(config, config.warmup, tokenizer, output.run_dir),
-        lambda params, step: {"accuracy": validator.run(params, step).accuracy},
+
+    def judge(params: Params, step: int) -> dict[str, float]:
+        return {} if validator is None else {"accuracy": validator.run(params, step).accuracy}
+
+    task = Supervised(
+        prefix="sft",
+        algorithm=sft(),
+        batches=sft_batches(config, config.warmup, tokenizer, output.run_dir),
+        evaluate=judge,
     )
     report = output.supervised("warmup", config.warmup.steps)
     return train_supervised(role, params, task, config.warmup, report=report)
@@ -113,14 +130,22 @@ def _train_reward_model(
     if training is None:
         return params
     batches, held_out = preference_data(config, training, tokenizer, output.run_dir)
-    judge = PairValidator(role, held_out, training.batch_size)
-    task = reward_modelling(role, batches, judge.run, center=config.reward.model.center)
+    algorithm = reward_model(center=config.reward.model.center)
+    judge = RecordValidator(
+        algorithm, held_out_sums(role, algorithm, Padded()), held_out, role.mesh
+    )
+    task = Supervised(
+        prefix="reward_model",
+        algorithm=algorithm,
+        batches=batches,
+        evaluate=lambda params, step: judge.run(params),
+    )
     report = output.supervised("reward_model", training.steps)
     return train_supervised(role, params, task, training, report=report)
 
 
 def _scalar_params(iteration: Iteration, role: Role, actor: Params) -> Params:
-    seed = _seed(iteration.config, role.name)
+    seed = role_seed(iteration.config, role.name)
     if role.name in iteration.sources:
         return load_params(role, iteration.sources[role.name], seed)
     derive = jax.jit(

@@ -36,5 +36,5 @@ def test_ppo_reaches_ninety_percent(tmp_path: Path) -> None:
 def test_a_reward_model_learns_and_teaches(tmp_path: Path) -> None:
     rows = run("ppo_reward_model", tmp_path)
     pairs = read(tmp_path / "reward_model" / "metrics.jsonl")
-    assert pairs[-1]["reward_model/heldout_accuracy"] >= 0.75
+    assert pairs[-1]["reward_model/eval_accuracy"] >= 0.75
     assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.1

@@ -1,0 +1,142 @@
+"""What an offline algorithm is made of, and the batch fields that its functions may name.
+
+As online, positional parameters are fields and keyword-only parameters are settings. A kind of
+record has groups of rows; each group gives fields of one number a record:
+
+| field | what |
+|---|---|
+| `<group>_logprobs` | log-prob of the completion, summed over its tokens |
+| `<group>_lengths` | tokens of the completion, its end token included |
+| `<group>_row_logprobs`, `<group>_row_lengths` | the same over prompt and completion |
+| `<group>_scores` | score of a scalar model at the last token |
+| `reference_<group>_logprobs` | `<group>_logprobs` under the reference model |
+
+and beside them the numbers of the kind, `weights` (0 for a record that only fills a batch), and
+`baseline`. What nobody names is not computed: without a `reference_...` there is no reference.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrl_llm.algorithms.fields import field_names
+
+REFERENCE = "reference_"
+BASELINE = "baseline"
+LOGPROBS, SCORES = "_logprobs", "_scores"
+LANGUAGE = (LOGPROBS, "_lengths", "_row_logprobs", "_row_lengths")  # fields of a language model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordKind:
+    """A kind of training record: its groups of rows and its numbers."""
+
+    name: str  # as data/formats.py has it
+    groups: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every field that a function over records of this kind may name."""
+        computed = [group + end for group in self.groups for end in (*LANGUAGE, SCORES)]
+        reference = [REFERENCE + group + LOGPROBS for group in self.groups]
+        return (*computed, *reference, *self.numbers, "weights", BASELINE)
+
+
+# Where a function's fields fit several kinds, the first is meant.
+RECORD_KINDS = (
+    RecordKind(name="examples", groups=("completion",)),
+    RecordKind(name="preferences", groups=("chosen", "rejected"), numbers=("margins",)),
+    RecordKind(name="unpaired", groups=("completion", "mismatched"), numbers=("labels",)),
+    RecordKind(name="ratings", groups=("completion",), numbers=("ratings",)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineAlgorithm:
+    """What one offline step computes: the mean of `loss` over the records of the whole batch, plus
+    `token_loss_coef` times the mean of `token_loss` over their tokens.
+
+    The positional parameters of each function are fields (see the top of this file).
+    """
+
+    # fields -> (loss [B], metrics); a metric is [B], or ([B], weights [B]) for a weighted mean
+    loss: Callable[..., Any] | None = None
+    # (<group>..._logprobs, <group>..._lengths) -> (loss summed over the tokens [B], tokens [B])
+    token_loss: Callable[..., Any] | None = None
+    token_loss_coef: float = 1.0
+    # fields -> the field `baseline` [B], from the whole batch, without gradient, before the update
+    baseline: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss is None and self.token_loss is None:
+            raise ValueError("an OfflineAlgorithm needs a loss, a token_loss, or both")
+        check_offline_fields(self.reads)
+        if (BASELINE in self.reads) != (self.baseline is not None):
+            raise ValueError(
+                f"the field '{BASELINE}' is written by the function baseline and read by the loss: "
+                "give both, or leave both out"
+            )
+        if self.baseline is not None and BASELINE in field_names(self.baseline):
+            raise ValueError("baseline cannot read the field that it writes")
+        if any(name.endswith(LANGUAGE) for name in self.reads) and self.model_kind == "scalar":
+            raise ValueError(
+                "the loss names scores and log-probs: a scalar model gives the first, a language "
+                "model the second, and a run trains one of them"
+            )
+
+    @property
+    def update_reads(self) -> tuple[str, ...]:
+        """The fields that the update needs, with their gradient where the learner gives them."""
+        functions = [fn for fn in (self.loss, self.token_loss) if fn is not None]
+        return tuple(dict.fromkeys(name for fn in functions for name in field_names(fn)))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every field that some function names."""
+        baseline = () if self.baseline is None else field_names(self.baseline)
+        return tuple(dict.fromkeys((*self.update_reads, *baseline)))
+
+    @property
+    def records(self) -> RecordKind:
+        """The records that this algorithm learns from: the first kind that has all fields."""
+        return _kind_of(self.reads)
+
+    @property
+    def model_kind(self) -> Literal["causal_lm", "scalar"]:
+        """The model that learns: one that gives scores, or one that gives log-probs."""
+        return "scalar" if any(name.endswith(SCORES) for name in self.reads) else "causal_lm"
+
+
+def groups_of(names: tuple[str, ...], kind: RecordKind, *, reference: bool = False) -> list[str]:
+    """The groups whose rows a model must see to give `names`: the learner, or the reference."""
+    prefix = REFERENCE if reference else ""
+    ends = (LOGPROBS,) if reference else (*LANGUAGE, SCORES)
+    return [g for g in kind.groups if any(prefix + g + end in names for end in ends)]
+
+
+def check_offline_fields(names: tuple[str, ...]) -> None:
+    """Refuse names that are no fields, or that no kind of record has together.
+
+    Raises ValueError with the nearest field, before any device is touched.
+    """
+    known = list(dict.fromkeys(name for kind in RECORD_KINDS for name in kind.fields))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f"the algorithm asks for the field '{name}', which offline records do not have: "
+                f"{hint}The fields are {', '.join(known)}. A setting must be keyword-only (after "
+                "*)."
+            )
+    _kind_of(names)
+
+
+def _kind_of(names: tuple[str, ...]) -> RecordKind:
+    for kind in RECORD_KINDS:
+        if set(names) <= set(kind.fields):
+            return kind
+    shown = "; ".join(f"{k.name} has {', '.join((*k.groups, *k.numbers))}" for k in RECORD_KINDS)
+    raise ValueError(f"no kind of record has all of the fields {', '.join(names)}: {shown}")

@@ -1,0 +1,200 @@
+"""The loss of an offline algorithm over parameters: rows forward, one number a record, a mean.
+
+Shape letters: B records, G groups of rows of a record, R predicted tokens of a row.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.offline import REFERENCE, OfflineAlgorithm, groups_of
+from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_scores
+from jaxrl_llm.learner.rows import ROWS, Fields, Rows, padded_rows
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.learner.train_step import Loss, Metrics
+from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.types import OfflineBatch, TokenBatch
+
+WEIGHT = "weight of "  # metric names that begin so hold what the metric of that name is divided by
+NUM_RECORDS, NUM_TOKENS = "num_records", "num_tokens"
+LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # of the sums; the second is also a metric's name
+
+
+def row_fields(batch: OfflineBatch, groups: Sequence[str]) -> Fields:
+    """The rows of `groups` as fields for a forward pass, [B, G, ...]; [B, ...] of a single group.
+
+    The first token of a row is its prompt, all others are predicted.
+    """
+    stacked = [_group_fields(getattr(batch, group)) for group in groups]
+    if len(stacked) == 1:
+        return stacked[0]
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *stacked)
+
+
+def _group_fields(rows: TokenBatch) -> Fields:
+    return {
+        "prompts": rows.tokens[:, :1],
+        "prompt_lengths": jnp.minimum(rows.lengths, 1),
+        "responses": rows.tokens[:, 1:],
+        "response_lengths": jnp.maximum(rows.lengths - 1, 0),
+        "mask": rows.loss_mask[:, 1:],
+    }
+
+
+def with_record_counts(
+    fields: Fields, algorithm: OfflineAlgorithm, groups: Sequence[str]
+) -> Fields:
+    """`fields` of a whole batch with its counts beside every record, for its micro-batches."""
+    weights = fields["weights"]
+    tokens = jnp.float32(0)
+    if algorithm.token_loss is not None:
+        named = field_names(algorithm.token_loss)
+        known = _lengths(fields, groups)
+        _, counts = algorithm.token_loss(*(known.get(name, weights) for name in named))
+        tokens = (counts * weights).sum()
+    return fields | {
+        NUM_RECORDS: jnp.full_like(weights, weights.sum()),
+        NUM_TOKENS: jnp.full_like(weights, tokens),
+    }
+
+
+def record_fields(
+    params: Params,
+    fields: Fields,
+    groups: Sequence[str],
+    names: Sequence[str],
+    *,
+    spec: ModelSpec,
+    settings: ForwardSettings,
+) -> Fields:
+    """What a model makes of the rows of `groups`: `<group>_logprobs` and the like, [B] each.
+
+    Scores of a scalar model; of a language model sums of log-probs. Only of the `names` that are
+    asked for is more than the completion computed.
+    """
+    rows, flat = _rows(fields, len(groups))
+    if spec.kind == "scalar":
+        mask = _row_mask(flat)
+        scores = response_scores(params, rows, mask, spec=spec, settings=settings)
+        return _by_group(scores, groups, "_scores")
+    logprobs, _ = response_logprobs(params, rows, spec=spec, settings=settings)
+    found = _by_group((logprobs * flat["mask"]).sum(axis=1), groups, "_logprobs")
+    if any(name.endswith("_row_logprobs") for name in names):
+        found |= _by_group((logprobs * _row_mask(flat)).sum(axis=1), groups, "_row_logprobs")
+    return found | _lengths(fields, groups)
+
+
+def record_sums(
+    algorithm: OfflineAlgorithm,
+    params: Params,
+    fields: Fields,
+    *,
+    spec: ModelSpec,
+    settings: ForwardSettings,
+) -> Metrics:
+    """Sums over the records at hand of the losses and metrics, and of their weights (`WEIGHT`)."""
+    groups = groups_of(algorithm.update_reads, algorithm.records)
+    current = fields | record_fields(
+        params, fields, groups, algorithm.update_reads, spec=spec, settings=settings
+    )
+    weights = fields["weights"]
+    if ROWS in fields:
+        weights = weights * fields[ROWS].included
+    sums: Metrics = {}
+
+    def add(name: str, values: Array, share: Array) -> None:
+        # Where nothing counts, the value may be anything, also not finite.
+        sums[name] = jnp.where(share > 0, values * share, 0.0).sum()
+        sums[WEIGHT + name] = share.sum()
+
+    if algorithm.loss is not None:
+        values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
+        add(LOSS, values, weights)
+        for name, metric in metrics.items():
+            value, share = metric if isinstance(metric, tuple) else (metric, jnp.ones_like(weights))
+            add(name, value, share * weights)
+    if algorithm.token_loss is not None:
+        named = field_names(algorithm.token_loss)
+        values, counts = algorithm.token_loss(*(current[n] for n in named))
+        sums[TOKEN_LOSS] = (values * weights).sum()
+        sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
+    return sums
+
+
+def offline_loss(
+    algorithm: OfflineAlgorithm, *, spec: ModelSpec, settings: ForwardSettings
+) -> Loss:
+    """The loss of a train step. Its fields have the counts of the whole batch.
+
+    Metrics are sums with their weights; `means` divides them once all micro-batches are added.
+    """
+
+    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
+        sums = record_sums(algorithm, params, fields, spec=spec, settings=settings)
+        total = jnp.float32(0)
+        if algorithm.loss is not None:
+            total += sums[LOSS] / jnp.maximum(fields[NUM_RECORDS][0], 1.0)
+        if algorithm.token_loss is not None:
+            mean = sums[TOKEN_LOSS] / jnp.maximum(fields[NUM_TOKENS][0], 1.0)
+            total += algorithm.token_loss_coef * mean
+        return total, jax.lax.stop_gradient(sums)
+
+    return loss
+
+
+def means(algorithm: OfflineAlgorithm, sums: dict[str, Any]) -> dict[str, Any]:
+    """Weighted means of `record_sums` that were added up, `loss` first; other entries stay.
+
+    A metric without any weight (the desirable records of a batch that has none) is 0.
+    """
+    out: dict[str, Any] = {"loss": 0.0}
+    for name, value in sums.items():
+        if name.startswith(WEIGHT):
+            continue
+        weight = sums.get(WEIGHT + name)
+        out[name] = value if weight is None else value / jnp.maximum(weight, 1e-9)
+    coefs = {LOSS: 1.0, TOKEN_LOSS: algorithm.token_loss_coef}
+    out["loss"] = sum(coef * out[name] for name, coef in coefs.items() if name in out)
+    out.pop(LOSS, None)
+    if algorithm.loss is None:
+        out.pop(TOKEN_LOSS)  # it is the loss
+    if "rewards/chosen" in out and "rewards/margins" not in out:
+        out["rewards/margins"] = out["rewards/chosen"] - out["rewards/rejected"]
+    return out
+
+
+def reference_fields(logprobs: Fields) -> Fields:
+    """`<group>_logprobs` under their names as the reference's."""
+    return {REFERENCE + name: x for name, x in logprobs.items() if name.endswith("_logprobs")}
+
+
+def _rows(fields: Fields, num_groups: int) -> tuple[Rows, Fields]:
+    """The rows of a part of a batch, and its row fields with one entry a row."""
+    names = ("prompts", "prompt_lengths", "responses", "response_lengths", "mask")
+    flat = {name: fields[name] for name in names}
+    if ROWS in fields:
+        return fields[ROWS], flat
+    if num_groups > 1:
+        flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in flat.items()}
+    return padded_rows(flat["prompts"], flat["prompt_lengths"], flat["responses"]), flat
+
+
+def _row_mask(flat: Fields) -> Float[Array, "B R"]:
+    """1 for every predicted token of the row, that of the prompt included."""
+    position = jnp.arange(flat["responses"].shape[1])
+    return (position < flat["response_lengths"][:, None]).astype(jnp.float32)
+
+
+def _by_group(values: Float[Array, " N"], groups: Sequence[str], end: str) -> Fields:
+    by_group = values.reshape(-1, len(groups))
+    return {group + end: by_group[:, i] for i, group in enumerate(groups)}
+
+
+def _lengths(fields: Fields, groups: Sequence[str]) -> Fields:
+    lengths = fields["mask"].sum(axis=-1).reshape(-1)
+    rows = fields["response_lengths"].astype(jnp.float32).reshape(-1)
+    return _by_group(lengths, groups, "_lengths") | _by_group(rows, groups, "_row_lengths")

@@ -265,6 +265,27 @@ def test_a_free_slot_is_refilled_at_once():
     assert output.steps * 8 - output.live_slot_steps < 8 * longest
 
 
+def test_a_tail_gives_the_same_tokens_for_fewer_slot_steps():
+    """One prompt in nine is answered at length; in between, all but those slots would be empty."""
+    tokens, lengths, ids = prompts(24)
+    limits = tuple(R if i % 9 == 0 else 2 + i % 3 for i in range(24))
+    sampling = SamplingParams(max_new_tokens=R)
+    options = {"sampling": sampling, "limits_N": limits, "num_slots": 16}
+    plain = run(tokens, lengths, ids, tail_slots=(), **options)
+    output = run(tokens, lengths, ids, tail_slots=(8, 3, 2), **options)
+    assert_same_tokens(output, plain)
+    assert output.steps == plain.steps and plain.slot_steps == plain.steps * 16
+    assert output.live_slot_steps == plain.live_slot_steps == sum(limits)
+    assert output.slot_steps < 0.8 * plain.slot_steps
+    # Nothing to do in a tail, and a queue that never fills the slots.
+    few = run(tokens[:3], lengths[:3], ids[:3], num_slots=3, tail_slots=(2, 1), sampling=sampling)
+    assert_same_tokens(few, run(tokens[:3], lengths[:3], ids[:3], num_slots=3, sampling=sampling))
+    gaps = np.where(np.arange(24) % 8 == 0, lengths, 0).astype(np.int32)
+    sparse = run(tokens, gaps, ids, tail_slots=(8, 2), **options)
+    np.testing.assert_array_equal(sparse.tokens[::8], plain.tokens[::8])
+    assert sparse.mask.sum() == sum(limits[::8])
+
+
 def test_prompts_are_prefilled_only_when_a_slot_needs_one():
     """Equal lengths free all slots at once, so each round takes one prefill of as many prompts."""
     tokens, lengths, ids = prompts(12)
@@ -295,6 +316,8 @@ def test_bad_sizes_are_refused():
         ({"num_slots": 1, "prefill_batch": -2}, "prefill_batch"),
         ({"num_slots": 1, "group": 3}, "2 prompts are not groups of 3"),
         ({"num_slots": 1, "limits_N": (1,)}, "limits"),
+        ({"num_slots": 2, "tail_slots": (2, 1)}, "must fall"),
+        ({"num_slots": 2, "tail_slots": (0,)}, "must fall"),
     ):
         with pytest.raises(ValueError, match=word):
             run(tokens, lengths, ids, **options)

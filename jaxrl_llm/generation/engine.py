@@ -5,8 +5,12 @@ token in every slot. A slot that becomes free takes the next sample whose prompt
 the same step; the inner loop ends when a slot is free and no such sample is left. No host takes
 part, so every host of a mesh runs the same program.
 
+Once nothing is pending and few slots are live, they move together and the loop goes on with that
+many: the longest responses of a batch are a long tail, and there a step of all slots computes for
+the empty ones.
+
 Shape letters: N samples, G groups (prompts), P prompt tokens, R response tokens, B slots, M prompts
-of a prefill, C prompt rows of the cache, V vocabulary.
+of a prefill, C prompt rows of the cache, V vocabulary, S slots of a tail.
 """
 
 import math
@@ -39,6 +43,10 @@ PREFILL_TOKENS = 8192
 # Of the sum that the layers add to. In bf16 its rounding would be half of the distance between the
 # sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
+# Slots of the tails: a half of all, then an eighth, ... Each is a decode step more to compile, so
+# responses that are short at most have none.
+FEWEST_TAIL_SLOTS = 16
+SHORTEST_TAIL = 256  # response tokens
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0
 
@@ -57,7 +65,8 @@ class GenerationOutput:
     finished: jax.Array  # bool [N]; False when cut at its limit, and for padding rows
     steps: jax.Array  # decode steps run
     prefills: jax.Array  # prefills run
-    live_slot_steps: jax.Array  # over steps * slots: the share of the decode work that was used
+    slot_steps: jax.Array  # slots computed, over all steps
+    live_slot_steps: jax.Array  # over slot_steps: the share of the decode work that was used
     max_refill_wait: jax.Array  # most decode steps a slot stayed free while prompts were pending
 
 
@@ -89,6 +98,7 @@ class _State(NamedTuple):
     logprobs_NR: jax.Array
     steps: jax.Array
     prefills: jax.Array
+    slot_steps: jax.Array
     live_slot_steps: jax.Array
     max_refill_wait: jax.Array
 
@@ -99,6 +109,7 @@ class _Sizes:
     group: int
     prefill_batch: int  # prompts, M
     prompt_rows: int  # C
+    tails: tuple[int, ...]  # slots of each tail, falling
 
 
 def generate(
@@ -114,6 +125,7 @@ def generate(
     group: int = 1,
     num_slots: int = 0,
     prefill_batch: int = 0,
+    tail_slots: tuple[int, ...] | None = None,
     attention: Implementation = "auto",
     pad_id: int = 0,
     heads_axis: str | None = None,
@@ -129,14 +141,19 @@ def generate(
     responses before `sampling.max_new_tokens`.
 
     `num_slots` sequences are decoded at once (0: all); `prefill_batch` prompts are prefilled at
-    once (0: about PREFILL_TOKENS tokens of them). `attention` is the implementation; `heads_axis`
-    is the mesh axis that splits heads where a caller left one automatic (see `generate_on_mesh`).
+    once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the numbers of slots, falling,
+    with which the loop goes on once no more samples are live or pending (None: a half of
+    `num_slots`, an eighth and so on where responses may be long). `attention` is the
+    implementation; `heads_axis` is the mesh axis that splits heads where a caller left one
+    automatic (see `generate_on_mesh`).
     """
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
-    sizes = _sizes(prompts_NP, prompt_lengths_N, num_slots, prefill_batch, group)
     num_samples, max_new_tokens = prompts_NP.shape[0], sampling.max_new_tokens
+    sizes = _sizes(
+        prompts_NP, prompt_lengths_N, num_slots, prefill_batch, group, tail_slots, max_new_tokens
+    )
     if limits_N is None:
         limits_N = jnp.full((num_samples,), max_new_tokens, jnp.int32)
     if limits_N.shape != (num_samples,):
@@ -158,7 +175,7 @@ def generate(
         settings = {"attention": attention, "heads_axis": heads_axis}
         state = _run(
             partial(_prefill, spec, params, queue, sizes, **settings),
-            partial(_decode, spec, params, queue, sizes, seed_key, sampling, **settings),
+            partial(_decode, spec, params, queue, sizes.group, seed_key, sampling, **settings),
             queue,
             sizes,
             state,
@@ -239,7 +256,13 @@ def generate_on_mesh(
 
 
 def _sizes(
-    prompts_NP: jax.Array, lengths_N: jax.Array, num_slots: int, prefill_batch: int, group: int
+    prompts_NP: jax.Array,
+    lengths_N: jax.Array,
+    num_slots: int,
+    prefill_batch: int,
+    group: int,
+    tail_slots: tuple[int, ...] | None,
+    max_new_tokens: int,
 ) -> _Sizes:
     num_samples, width = prompts_NP.shape
     if lengths_N.shape != (num_samples,):
@@ -258,13 +281,26 @@ def _sizes(
     # Unless told otherwise, no more prompts than all slots can take at once.
     batch = prefill_batch or min(PREFILL_TOKENS // max(width, 1), -(-slots // group))
     batch = max(1, min(batch, num_groups))
+    if tail_slots is None:
+        tail_slots = _default_tails(slots) if max_new_tokens >= SHORTEST_TAIL else ()
+    if any(a <= b for a, b in zip((slots, *tail_slots), (*tail_slots, 0), strict=True)):
+        raise ValueError(f"tail_slots={tail_slots} must fall, from less than {slots} slots.")
     # Live slots hold at most `slots` prompts, so `batch` rows are free whenever a prefill is due.
     return _Sizes(
         num_slots=slots,
         group=group,
         prefill_batch=batch,
         prompt_rows=max(1, min(num_groups, slots + batch)),
+        tails=tail_slots,
     )
+
+
+def _default_tails(num_slots: int) -> tuple[int, ...]:
+    sizes, size = [], num_slots // 2
+    while size >= FEWEST_TAIL_SLOTS:
+        sizes.append(size)
+        size //= 4
+    return tuple(sizes)
 
 
 def _empty_state(
@@ -295,27 +331,58 @@ def _empty_state(
         logprobs_NR=jnp.zeros((num_samples, max_new_tokens), jnp.float32),
         steps=zero,
         prefills=zero,
+        slot_steps=zero,
         live_slot_steps=zero,
         max_refill_wait=zero,
     )
 
 
 def _run(prefill: Any, decode: Any, queue: _Queue, sizes: _Sizes, state: _State) -> _State:
-    """The two loops."""
+    """The two loops, then one loop for each tail."""
+    num_pending = queue.num_groups * sizes.group
+    fewest = (*sizes.tails, 0)
 
     def prefill_due(state: _State) -> jax.Array:
         taken = state.head >= state.prefilled * sizes.group
         return (state.prefilled < queue.num_groups) & taken & ~jnp.all(state.live_B)
 
+    def unfinished(state: _State) -> jax.Array:
+        return (state.head < num_pending) | _more_live(fewest[0], state)
+
     def prefill_then_decode(state: _State) -> _State:
         return lax.while_loop(
-            lambda state: jnp.any(state.live_B) & ~prefill_due(state), decode, prefill(state)
+            lambda state: unfinished(state) & ~prefill_due(state),
+            lambda state: _fill_slots(queue, sizes, decode(state)),
+            prefill(state),
         )
 
-    return lax.while_loop(
-        lambda state: jnp.any(state.live_B) | (state.prefilled < queue.num_groups),
-        prefill_then_decode,
-        state,
+    state = lax.while_loop(unfinished, prefill_then_decode, state)
+    for num_slots, fewer in zip(sizes.tails, fewest[1:], strict=True):
+        state = _moved_together(state, num_slots)
+        state = lax.while_loop(partial(_more_live, fewer), decode, state)
+    return state
+
+
+def _more_live(number: int, state: _State) -> jax.Array:
+    return jnp.sum(state.live_B, dtype=jnp.int32) > number
+
+
+def _moved_together(state: _State, num_slots: int) -> _State:
+    """The live slots, `num_slots` at most, as the first slots, and no others.
+
+    The cache keeps its rows: those of the slots that go stay behind the others, unread.
+    """
+    _, from_S = lax.top_k(state.live_B.astype(jnp.int32), num_slots)
+
+    def moved(own: jax.Array) -> jax.Array:
+        return own.at[:num_slots].set(own[from_S])
+
+    return state._replace(
+        cache=tuple(
+            layer._replace(own_keys=moved(layer.own_keys), own_values=moved(layer.own_values))
+            for layer in state.cache
+        ),
+        **{name: getattr(state, name)[from_S] for name in _State._fields if name.endswith("_B")},
     )
 
 
@@ -331,6 +398,7 @@ def _output(state: _State, sampling: SamplingParams, pad_id: int) -> GenerationO
         finished=(lengths_N > 0) & sampling.is_stop(last_N),
         steps=state.steps,
         prefills=state.prefills,
+        slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
         max_refill_wait=state.max_refill_wait,
     )
@@ -411,7 +479,7 @@ def _decode(
     spec: ModelSpec,
     params: Any,
     queue: _Queue,
-    sizes: _Sizes,
+    group: int,
     seed_key: jax.Array,
     sampling: SamplingParams,
     state: _State,
@@ -419,7 +487,7 @@ def _decode(
     attention: Implementation,
     heads_axis: str | None,
 ) -> _State:
-    """One token in every slot, then new samples for those that ended.
+    """One token in every slot of the state, which may be fewer than the cache has rows for.
 
     A free slot computes along, reads nothing of the cache and leaves no trace.
     """
@@ -433,7 +501,7 @@ def _decode(
         prompt_B,
         own_B,
         jnp.where(live_B, count_B + 1, 0),
-        slots_per_prompt=sizes.group,
+        slots_per_prompt=group,
     )
     hidden_B1D, cache = model(
         jnp.where(live_B, state.token_B, 0)[:, None],
@@ -445,10 +513,10 @@ def _decode(
     keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
     tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)
 
-    slots_B = jnp.arange(sizes.num_slots)
+    slots_B = jnp.arange(live_B.shape[0])
     at = (jnp.where(live_B, row_B, state.tokens_NR.shape[0] + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
-    state = state._replace(
+    return state._replace(
         cache=cache,
         token_B=tokens_B,
         count_B=count_B + 1,
@@ -457,6 +525,6 @@ def _decode(
         tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
         logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
         steps=state.steps + 1,
+        slot_steps=state.slot_steps + live_B.shape[0],
         live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
     )
-    return _fill_slots(queue, sizes, state)

@@ -4,8 +4,8 @@ The cache is in two parts: rows of prompts, each read by every slot that answers
 slot for what the slot added. A slot sees the first entries of its prompt's row, then the first
 entries of its own.
 
-Shape letters: B slots, N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries,
-R own entries, S entries, H head dim.
+Shape letters: B slots, O >= B rows of slots' own entries, N query heads, K KV heads, G = N / K,
+C prompt rows, P prompt entries, R own entries, S entries, H head dim.
 """
 
 from typing import Any, Literal
@@ -56,8 +56,8 @@ def prefix_decode_attention(
     v_prefix_CKPH: Float[Array, "C K P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
-    k_own_BKRH: Float[Array, "B K R H"],
-    v_own_BKRH: Float[Array, "B K R H"],
+    k_own_OKRH: Float[Array, "O K R H"],
+    v_own_OKRH: Float[Array, "O K R H"],
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
@@ -72,7 +72,8 @@ def prefix_decode_attention(
     """softmax(q k^T / sqrt(H)) v of one token a slot, in the dtype of q.
 
     Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then the
-    first `lengths_B[b]` entries of its own row, the current token's included (all int32). `window`
+    first `lengths_B[b]` entries of row b of the own entries, the current token's included (all
+    int32); rows past the last slot's are not read. `window`
     keeps the last `window` of them. A slot that sees nothing gives 0, and its prompt row may be
     any number. A float8_e4m3fn cache holds keys / `k_scale` and values / `v_scale`, one number or
     one a KV head; None is 1.
@@ -97,27 +98,28 @@ def prefix_decode_attention(
         v_prefix_CKPH,
         prefix_rows_B,
         prefix_lengths_B,
-        k_own_BKRH,
-        v_own_BKRH,
+        k_own_OKRH,
+        v_own_OKRH,
         lengths_B,
     )
     _check_prefix(*arguments, window)
-    scales_K = _scales(k_scale, v_scale, k_own_BKRH.shape[1])
+    scales_K = _scales(k_scale, v_scale, k_own_OKRH.shape[1])
     if implementation == "auto":
-        implementation = "pallas" if _kernel_fits(q_BNH, k_own_BKRH) else "xla"
+        implementation = "pallas" if _kernel_fits(q_BNH, k_own_OKRH) else "xla"
     if implementation == "xla":
         return _prefix_decode_xla(*arguments, window, scales_K)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
-    B, K, R, H = k_own_BKRH.shape
+    B, _, H = q_BNH.shape
+    _, K, R, _ = k_own_OKRH.shape
     shared = plan is not None and window is None
     if num_splits is None:
         entries = R if shared else k_prefix_CKPH.shape[2] + R
         num_splits = choose_num_splits(B, K, entries, tuning or DecodeTuning())
-    tuning = tuning or default_tuning(H, k_own_BKRH.dtype)
+    tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
     G = q_BNH.shape[1] // K
     prompt_rows = MAX_PROMPT_SPLITS * G if shared else 0
-    check_supported(q_BNH, k_prefix_CKPH, k_own_BKRH, tuning, num_splits, prompt_rows)
+    check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits, prompt_rows)
     options: dict[str, Any] = dict(
         scales_K=scales_K, num_splits=num_splits, tuning=tuning, interpret=interpret
     )
@@ -135,8 +137,8 @@ def prefix_decode_attention_reference(
     v_prefix_CKPH: Float[Array, "C K P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
-    k_own_BKRH: Float[Array, "B K R H"],
-    v_own_BKRH: Float[Array, "B K R H"],
+    k_own_OKRH: Float[Array, "O K R H"],
+    v_own_OKRH: Float[Array, "O K R H"],
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
@@ -147,19 +149,20 @@ def prefix_decode_attention_reference(
 
     Entries that a slot does not see are replaced by zeros first, so they may be NaN.
     """
-    groups = q_BNH.shape[1] // k_own_BKRH.shape[1]
-    P, R = k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
+    groups = q_BNH.shape[1] // k_own_OKRH.shape[1]
+    P, R = k_prefix_CKPH.shape[2], k_own_OKRH.shape[2]
     seen_BS = _seen(P, R, prefix_lengths_B, lengths_B, window)
 
-    def joined(prefix_CKPH: Array, own_BKRH: Array, scale: Scale | None) -> Array:
+    def joined(prefix_CKPH: Array, own_OKRH: Array, scale: Scale | None) -> Array:
+        own_BKRH = own_OKRH[: q_BNH.shape[0]]
         both = jnp.concatenate([_rows(prefix_CKPH, prefix_rows_B), own_BKRH], axis=2)
         both = jnp.where(seen_BS[:, None, :, None], both.astype(jnp.float32), 0.0)
         if scale is not None:
             both *= jnp.broadcast_to(scale, both.shape[1])[:, None, None]
         return jnp.repeat(both, groups, axis=1)
 
-    k_BNSH = joined(k_prefix_CKPH, k_own_BKRH, k_scale)
-    v_BNSH = joined(v_prefix_CKPH, v_own_BKRH, v_scale)
+    k_BNSH = joined(k_prefix_CKPH, k_own_OKRH, k_scale)
+    v_BNSH = joined(v_prefix_CKPH, v_own_OKRH, v_scale)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
     scores = jnp.where(seen_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen_BS[:, None]
@@ -173,15 +176,15 @@ def _prefix_decode_xla(
     v_prefix_CKPH: Array,
     prefix_rows_B: Array,
     prefix_lengths_B: Array,
-    k_own_BKRH: Array,
-    v_own_BKRH: Array,
+    k_own_OKRH: Array,
+    v_own_OKRH: Array,
     lengths_B: Array,
     window: int | None,
     scales_K: tuple[Array, Array] | None,
 ) -> Array:
     """One softmax over the scores of both parts; the caches themselves are never joined."""
     B, N, H = q_BNH.shape
-    K, P, R = k_own_BKRH.shape[1], k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
+    K, P, R = k_own_OKRH.shape[1], k_prefix_CKPH.shape[2], k_own_OKRH.shape[2]
     q_BKGH = q_BNH.reshape(B, K, N // K, H)
 
     def scores_of(k_BKSH: Array) -> Array:
@@ -192,7 +195,7 @@ def _prefix_decode_xla(
             preferred_element_type=jnp.float32,
         )
 
-    scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_BKRH)]
+    scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_OKRH[:B])]
     scores = jnp.concatenate(scores, axis=-1) * H**-0.5
     if scales_K is not None:
         scores *= scales_K[0][:, None, None]
@@ -209,7 +212,7 @@ def _prefix_decode_xla(
         )
 
     out_BKGH = values_of(weights[..., :P], _rows(v_prefix_CKPH, prefix_rows_B))
-    out_BKGH += values_of(weights[..., P:], v_own_BKRH)
+    out_BKGH += values_of(weights[..., P:], v_own_OKRH[:B])
     if scales_K is not None:
         out_BKGH *= scales_K[1][:, None, None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
@@ -253,7 +256,7 @@ def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int
     return jnp.concatenate([in_prefix, in_own], axis=1)
 
 
-def _kernel_fits(q_BNH: Array, k_own_BKRH: Array) -> bool:
+def _kernel_fits(q_BNH: Array, k_own_OKRH: Array) -> bool:
     """Whether "auto" takes the kernel. Its other needs are the caller's to meet (ValueError).
 
     At H = 64 a run on an H200 disagreed with the float32 reference, as interpreted runs do not:
@@ -261,7 +264,7 @@ def _kernel_fits(q_BNH: Array, k_own_BKRH: Array) -> bool:
     """
     return (
         q_BNH.dtype == jnp.bfloat16
-        and k_own_BKRH.dtype in CACHE_DTYPES
+        and k_own_OKRH.dtype in CACHE_DTYPES
         and q_BNH.shape[-1] == 128
         and _on_hopper()
     )
@@ -279,22 +282,22 @@ def _check_prefix(
     v_prefix_CKPH: Array,
     prefix_rows_B: Array,
     prefix_lengths_B: Array,
-    k_own_BKRH: Array,
-    v_own_BKRH: Array,
+    k_own_OKRH: Array,
+    v_own_OKRH: Array,
     lengths_B: Array,
     window: int | None,
 ) -> None:
     B, N, H = q_BNH.shape
     C, K, P, _ = k_prefix_CKPH.shape
-    R = k_own_BKRH.shape[2]
-    prefix, own = (C, K, P, H), (B, K, R, H)
-    caches = [x.shape for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_BKRH, v_own_BKRH)]
+    rows, _, R, _ = k_own_OKRH.shape
+    prefix, own = (C, K, P, H), (max(rows, B), K, R, H)
+    caches = [x.shape for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_OKRH, v_own_OKRH)]
     if caches != [prefix, prefix, own, own] or N % K:
         raise ValueError(
             f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, entries, {H}] and of "
-            f"slots [{B}, K, entries, {H}] where K divides {N}, not {caches}"
+            f"slots [{B} or more, K, entries, {H}] where K divides {N}, not {caches}"
         )
-    if len({x.dtype for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_BKRH, v_own_BKRH)}) > 1:
+    if len({x.dtype for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_OKRH, v_own_OKRH)}) > 1:
         raise ValueError("the four caches have different dtypes: give them one")
     for name, x in (
         ("prefix_rows", prefix_rows_B),

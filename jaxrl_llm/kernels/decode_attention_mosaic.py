@@ -1,8 +1,8 @@
 """Ragged decode attention on Hopper, in Pallas' Mosaic GPU dialect.
 
-Shape letters: B slots, N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries,
-R response entries, H head dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile,
-J entries of a block.
+Shape letters: B slots, O >= B rows of slots' entries, N query heads, K KV heads, G = N / K,
+C prompt rows, P prompt entries, R response entries, H head dim, S splits of a slot's tokens,
+M = 64 rows of a tensor-core tile, J entries of a block.
 
 One program, of a single warpgroup, serves one KV head of one slot (or one of S parts of its
 tokens). It walks the blocks of the slot's prompt row and then of its own row that hold visible
@@ -119,8 +119,8 @@ def decode_attention_mosaic(
     v_prefix_CKPH: Float[Array, "C K P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
-    k_own_BKRH: Float[Array, "B K R H"],
-    v_own_BKRH: Float[Array, "B K R H"],
+    k_own_OKRH: Float[Array, "O K R H"],
+    v_own_OKRH: Float[Array, "O K R H"],
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
@@ -141,9 +141,9 @@ def decode_attention_mosaic(
     the prompts' part into what it finds.
     """
     B, N, H = q_BNH.shape
-    K = k_own_BKRH.shape[1]
+    K = k_own_OKRH.shape[1]
     G = N // K
-    tuning = tuning or default_tuning(H, k_own_BKRH.dtype)
+    tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
     by_slot = [prefix_rows_B, prefix_lengths_B, lengths_B]
     if prompts is not None:
         by_slot += [prompts.items_B, prompts.places_B]
@@ -157,7 +157,7 @@ def decode_attention_mosaic(
         out_type=out_types,
         scratch_types=scratch_types(
             H,
-            k_own_BKRH.dtype,
+            k_own_OKRH.dtype,
             tuning,
             with_sums=num_splits > 1,
             prompt_parts=(prompts.num_splits, G) if prompts is not None else (0, 0),
@@ -176,8 +176,8 @@ def decode_attention_mosaic(
         q_BNH.reshape(B, K, G, H),
         k_prefix_CKPH,
         v_prefix_CKPH,
-        k_own_BKRH,
-        v_own_BKRH,
+        k_own_OKRH,
+        v_own_OKRH,
         *((prompts.out_BKSGH, prompts.sums_WKSM) if prompts is not None else ()),
         *(x.astype(jnp.int32) for x in by_slot),
         *(scales_K or ()),
@@ -191,26 +191,26 @@ def decode_attention_mosaic(
 def check_supported(
     q_BNH: Array,
     k_prefix_CKPH: Array,
-    k_own_BKRH: Array,
+    k_own_OKRH: Array,
     tuning: DecodeTuning,
     num_splits: int,
     prompt_rows: int = 0,
 ) -> None:
     """ValueError, with the remedy, for what the kernel does not take."""
     H = q_BNH.shape[2]
-    G = q_BNH.shape[1] // k_own_BKRH.shape[1]
-    P, R = k_prefix_CKPH.shape[2], k_own_BKRH.shape[2]
+    G = q_BNH.shape[1] // k_own_OKRH.shape[1]
+    P, R = k_prefix_CKPH.shape[2], k_own_OKRH.shape[2]
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim is {H}: the kernel takes {HEAD_DIMS}; use 'xla' for others")
     if G >= TILE_ROWS:
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    if tuning.smem(H, k_own_BKRH.dtype, prompt_rows) > _MAX_SMEM:
+    if tuning.smem(H, k_own_OKRH.dtype, prompt_rows) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
-    if q_BNH.dtype != jnp.bfloat16 or k_own_BKRH.dtype not in CACHE_DTYPES:
+    if q_BNH.dtype != jnp.bfloat16 or k_own_OKRH.dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"q is {q_BNH.dtype}, the cache {k_own_BKRH.dtype}: the kernel takes bfloat16, and "
+            f"q is {q_BNH.dtype}, the cache {k_own_OKRH.dtype}: the kernel takes bfloat16, and "
             "bfloat16 or float8_e4m3fn for the cache; use 'xla' for others"
         )
     if not P or not R or P % tuning.block or R % tuning.block:
@@ -594,8 +594,8 @@ def _make_body(
         q_BKGH: Any,
         k_prefix_CKPH: Any,
         v_prefix_CKPH: Any,
-        k_own_BKRH: Any,
-        v_own_BKRH: Any,
+        k_own_OKRH: Any,
+        v_own_OKRH: Any,
         *others: Any,
         **scratch: Any,
     ) -> None:
@@ -622,8 +622,8 @@ def _make_body(
             stages=tuning.stages,
             window=window,
             to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-            keys=(prefixes[0], k_own_BKRH.at[slot, head]),
-            values=(prefixes[1], v_own_BKRH.at[slot, head]),
+            keys=(prefixes[0], k_own_OKRH.at[slot, head]),
+            values=(prefixes[1], v_own_OKRH.at[slot, head]),
         )
         for i in range(tuning.stages):
             program.load(i, i, keys=True)

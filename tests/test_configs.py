@@ -18,10 +18,19 @@ from tiny_models import tiny_config, write_directory
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.overrides import from_json, load_config, load_file, resolve, to_json
+from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.initialise import find_tokenizer
+from jaxrl_llm.trainer.offline_plan import plan_offline
 from jaxrl_llm.trainer.online import plan_iteration
 from jaxrl_llm.trainer.rewarding import ArrayReward
-from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts, train_sources
+from jaxrl_llm.trainer.run_data import (
+    held_out_sources,
+    load_records,
+    load_run_prompts,
+    train_sources,
+)
+from jaxrl_llm.types import OFFLINE_FIELDS
+from jaxrl_llm.validation import is_offline
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("[!_]*.py"))
 ONE_PROGRAM = "gen+old_log_prob+ref+values+reward+kl+adv+update_critic+update_actor"
@@ -68,6 +77,9 @@ def no_reward(*_: object) -> Any:
 def test_config_loads_plans_and_traces(file, tmp_path):
     config = load_config(str(file), stand_ins(load_file(str(file)), tmp_path))
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    if is_offline(config):
+        check_offline(config, tokenizer)
+        return
     for sources in (train_sources(config), held_out_sources(config)):
         prompts = load_run_prompts(config, sources, tokenizer, None)
         assert all(prompt.ground_truth is not None for prompt in prompts)
@@ -80,6 +92,17 @@ def test_config_loads_plans_and_traces(file, tmp_path):
     assert batch.advantages.shape == (rows, config.data.max_response_length)
     names = {stage.name for stage in iteration.stages}
     assert {"gen", "reward", "adv", "update_actor"} <= names
+
+
+def check_offline(config: Config, tokenizer: Tokenizer) -> None:
+    iteration = plan_offline(config, tokenizer, make_mesh())
+    kind = iteration.algorithm.records
+    for sources in (train_sources(config), held_out_sources(config)):
+        assert load_records(config, sources, kind.name, tokenizer, None)
+    batch = iteration.trace()
+    for name in iteration.algorithm.reads:
+        if name in OFFLINE_FIELDS:
+            assert getattr(batch, name).shape == (config.data.train_batch_size,), name
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

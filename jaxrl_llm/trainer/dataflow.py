@@ -1,7 +1,7 @@
 """The hybrid programming model: stages declare what they read and write; a planner orders them.
 
-The fields are those of `RolloutBatch`, offline those of `OfflineBatch`. A stage whose outputs nobody
-needs is left out (GRPO drops the critic, a KL coefficient of 0 the reference model). A field
+The fields are those of `RolloutBatch`, offline those of `OfflineBatch`. A stage whose outputs
+nobody needs is left out (GRPO drops the critic, a KL coefficient of 0 the reference model). A field
 without a writer, a field with two writers and a cycle are refused before any device is touched.
 """
 

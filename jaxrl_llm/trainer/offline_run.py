@@ -33,7 +33,6 @@ from jaxrl_llm.trainer.roles import Role, params_of
 from jaxrl_llm.trainer.run_data import (
     held_out_sources,
     load_records,
-    load_run_prompts,
     train_sources,
 )
 from jaxrl_llm.trainer.states import derive_reference, role_seed, warm_up

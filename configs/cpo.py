@@ -1,0 +1,25 @@
+"""CPO on pairs of a right and a wrong sum, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/cpo.py
+
+The warm-up and the pairs of `dpo.py`; then DPO with a uniform reference, so that no reference model
+takes part, and the likelihood of the right answers beside it (Xu et al. 2024,
+https://arxiv.org/abs/2401.08417).
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.dpo import get_config as dpo_config
+
+
+def get_config() -> Config:
+    """The run of DPO without a reference, and with the likelihood of the chosen."""
+    base = dpo_config()
+    return replace(
+        base,
+        name="cpo",
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.offline_alias:cpo", settings={"beta": 0.1}
+        ),
+    )

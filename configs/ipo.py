@@ -1,0 +1,25 @@
+"""IPO on pairs of a right and a wrong sum, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/ipo.py
+
+The run of `dpo.py` under the loss of Azar et al. 2023 (https://arxiv.org/abs/2310.12036): the
+log-ratio of chosen and rejected, averaged over their tokens, is drawn to 1 / (2 beta) and no
+further.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.dpo import get_config as dpo_config
+
+
+def get_config() -> Config:
+    """The run of DPO under a squared loss."""
+    base = dpo_config()
+    return replace(
+        base,
+        name="ipo",
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.offline_alias:ipo", settings={"beta": 0.3}
+        ),
+    )

@@ -1,0 +1,26 @@
+"""KTO on single sums labelled right or wrong, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/kto.py
+
+The pairs of `dpo.py` are taken apart: each answer is alone with its label (Ethayarajh et al. 2024,
+https://arxiv.org/abs/2402.01306). Your own rows have prompt, completion and label (true or false):
+--config.data.train_files=[labelled.jsonl] --config.data.train_tasks=[], and the same for val_files.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.dpo import get_config as dpo_config
+
+
+def get_config() -> Config:
+    """The run of DPO on labels instead of pairs."""
+    base = dpo_config()
+    return replace(
+        base,
+        name="kto",
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.offline_alias:kto", settings={"beta": 0.1}
+        ),
+        data=replace(base.data, train_batch_size=128),
+    )

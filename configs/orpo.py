@@ -1,0 +1,28 @@
+"""ORPO on pairs of a right and a wrong sum, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/orpo.py
+
+One training instead of two: the likelihood of the right answers teaches the task while an odds
+ratio pushes the wrong ones away, without a warm-up and without a reference model (Hong et al. 2024,
+https://arxiv.org/abs/2403.07691).
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig, OptimizerConfig
+from jaxrl_llm.configs.dpo import get_config as dpo_config
+
+
+def get_config() -> Config:
+    """The pairs of DPO, learned from nothing."""
+    base = dpo_config()
+    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20)
+    return replace(
+        base,
+        name="orpo",
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.offline_alias:orpo", settings={"beta": 0.5}
+        ),
+        actor=replace(base.actor, optimizer=optimizer),
+        warmup=None,
+    )

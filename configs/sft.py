@@ -1,0 +1,44 @@
+"""Supervised fine-tuning on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/sft.py
+
+Next-token likelihood of the answers alone; rows are packed, without padding, into passes of 2048
+tokens. Your own rows have prompt and completion, messages, or text:
+--config.data.train_files=[examples.jsonl] --config.data.train_tasks=[], the same for val_files, and
+--config.validation.generate=false where no answer can be called right or wrong. Such training is
+the first stage of Ouyang et al. 2022, https://arxiv.org/abs/2203.02155.
+"""
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    Config,
+    DataConfig,
+    FunctionConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
+from jaxrl_llm.configs.ppo import CHAIN_SUM, MODEL
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    return Config(
+        name="sft",
+        total_steps=300,
+        save_every=100,
+        data=DataConfig(
+            tokenizer="char",
+            train_tasks=(CHAIN_SUM,),
+            val_tasks=(CHAIN_SUM,),
+            train_batch_size=256,
+            max_prompt_length=6,
+            max_response_length=4,
+        ),
+        actor=ActorConfig(
+            hf_config=MODEL,
+            micro_batch_tokens=2048,
+            optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=10),
+        ),
+        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.offline_alias:sft"),
+        validation=ValidationConfig(every=50, generate=True),
+    )

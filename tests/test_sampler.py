@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.generation.sampler import SamplingParams, filter_logits, sample, token_keys
+from jaxrl_llm.generation.sampler import (
+    SamplingParams,
+    _num_rows,
+    filter_logits,
+    sample,
+    token_keys,
+)
 
 SEED = jax.random.key(0)
 
@@ -43,6 +49,30 @@ def test_draws_follow_the_softmax(temperature):
     counts = np.bincount(np.asarray(tokens), minlength=50)
     assert chi_square_fits(counts, softmax(logits / temperature))
     assert not chi_square_fits(counts, softmax(logits / temperature * 1.1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 300}, {"top_p": 0.7, "temperature": 1.5}])
+def test_a_large_vocabulary_is_drawn_in_two_steps_from_the_same_softmax(settings):
+    """2,560 tokens are 8 rows of 320 columns; counts by row, by column and of the likeliest."""
+    size, rows, draws = 2560, 8, 40_000
+    assert _num_rows(size) == rows
+    logits = np.random.default_rng(3).normal(size=size, scale=2).astype(np.float32)
+    run = jax.jit(lambda k: sample(jnp.broadcast_to(logits, (2000, size)), k, params(**settings)))
+    found = [run(part) for part in np.split(np.asarray(keys(draws)), draws // 2000)]
+    tokens, logprobs = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    scaled = logits / settings.get("temperature", 1.0)
+    np.testing.assert_allclose(logprobs, np.log(softmax(scaled))[tokens], atol=1e-5)
+    kept = np.asarray(filter_logits(scaled[None], params(**settings)))[0]
+    exact = softmax(kept.astype(np.float64))
+    assert (exact[tokens] > 0).all()
+    top = np.argsort(-exact)[:200]
+    which = np.full(size, 200)
+    which[top] = np.arange(200)
+    for label in (np.arange(size) // 320, np.arange(size) % 320 // 8, which):
+        probabilities = np.bincount(label, weights=exact)
+        assert chi_square_fits(
+            np.bincount(label[tokens], minlength=len(probabilities)), probabilities
+        )
 
 
 def test_draws_of_consecutive_tokens_and_samples_are_independent():

@@ -1,10 +1,12 @@
 """Choosing the next token: greedy, temperature, top-k, top-p, min-p, without a sort.
 
-Shape letters: B rows, V vocabulary.
+Shape letters: B rows, V = F M vocabulary in F rows of M columns.
 
-Sampling is an argmax of logits plus Gumbel noise, one pass over the vocabulary. The noise is a hash
-of (seed, step, sample, token index, vocabulary index) and nothing else, so a sample's tokens do not
-depend on its slot, its batch or the number of devices. Thresholds of top-k and top-p come from
+Sampling is an argmax of logits plus Gumbel noise. A large vocabulary is drawn from in two steps,
+first a column, by the sum of its F probabilities, then the token in it: the same distribution, with
+noise for M + F numbers instead of F M. The noise is a hash of (seed, step, sample, token index,
+place of the number) and nothing else, so a sample's tokens do not depend on its slot, its batch or
+the number of devices. Thresholds of top-k and top-p come from
 bisection on the bits of the float; a setting that is off adds nothing to the program.
 """
 
@@ -15,6 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.numerics import mix32
+
+MOST_ROWS = 128  # F
+FEWEST_COLUMNS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +97,46 @@ def sample(
     z_BV = logits_BV.astype(jnp.float32)
     if params.greedy:
         tokens_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
+        total_B = jax.nn.logsumexp(z_BV, axis=-1)
     else:
         if params.temperature != 1:
             z_BV = z_BV / params.temperature
-        noisy_BV = filter_logits(z_BV, params) + _gumbel(keys_B2, z_BV.shape[-1])
-        tokens_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
+        kept_BV = filter_logits(z_BV, params)
+        tokens_B, total_B = _draw(kept_BV, keys_B2)
+        if kept_BV is not z_BV:
+            total_B = jax.nn.logsumexp(z_BV, axis=-1)
     chosen_B = jnp.take_along_axis(z_BV, tokens_B[:, None], axis=-1)[:, 0]
-    return tokens_B, chosen_B - jax.nn.logsumexp(z_BV, axis=-1)
+    return tokens_B, chosen_B - total_B
+
+
+def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(tokens drawn from the softmax of z, its log-normalisers), each [B].
+
+    Token f M + m is in row f and column m: columns are far apart in the vocabulary, so a device
+    that holds a slice of it holds whole rows, and adds its part to every column.
+    """
+    B, V = z_BV.shape
+    rows = _num_rows(V)
+    z_BFM = z_BV.reshape(B, rows, V // rows)
+    sums_BM = z_BFM[:, 0] if rows == 1 else jax.nn.logsumexp(z_BFM, axis=1)
+    columns = V // rows
+    column_B = jnp.argmax(sums_BM + _gumbel(keys_B2, columns), axis=-1).astype(jnp.int32)
+    total_B = jax.nn.logsumexp(sums_BM, axis=-1)
+    if rows == 1:
+        return column_B, total_B
+    z_BF = jnp.take_along_axis(z_BFM, column_B[:, None, None], axis=2)[:, :, 0]
+    row_B = jnp.argmax(z_BF + _gumbel(keys_B2, rows, first=columns), axis=-1).astype(jnp.int32)
+    return row_B * columns + column_B, total_B
+
+
+def _num_rows(vocab_size: int) -> int:
+    """The largest power of two that divides the vocabulary and leaves enough columns."""
+    rows = 1
+    while rows < MOST_ROWS and vocab_size % (2 * rows) == 0:
+        if vocab_size // (2 * rows) < FEWEST_COLUMNS:
+            break
+        rows *= 2
+    return rows
 
 
 def filter_logits(z_BV: jax.Array, params: SamplingParams) -> jax.Array:
@@ -113,13 +151,13 @@ def filter_logits(z_BV: jax.Array, params: SamplingParams) -> jax.Array:
     return z_BV
 
 
-def _gumbel(keys_B2: jax.Array, vocab_size: int) -> jax.Array:
-    """Standard Gumbel noise [B, V] from a hash of (key, vocabulary index).
+def _gumbel(keys_B2: jax.Array, size: int, first: int = 0) -> jax.Array:
+    """Standard Gumbel noise [B, size] from a hash of (key, place), places from `first` on.
 
     Two rounds of a 32-bit finaliser, one key word before each: about a fifth of the arithmetic of
     threefry, elementwise, so it fuses into the argmax and needs no communication when V is split.
     """
-    index_V = lax.iota(jnp.uint32, vocab_size)
+    index_V = lax.iota(jnp.uint32, size) + jnp.uint32(first)
     first_B1, second_B1 = keys_B2[:, :1], keys_B2[:, 1:]
     bits_BV = mix32(mix32(index_V[None, :] + first_B1) ^ second_B1)
     # -log(-log1p(-v)) keeps full relative precision where v is small, which is where the largest

@@ -163,6 +163,16 @@ class RewardModelConfig(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO): generate again in place of groups whose samples all got the same."""
+
+    enable: bool = False
+    metric: str = "score"  # what must vary: the score, or the name of a reward function
+    max_num_gen_batches: int = 10  # rounds of generation an iteration
+    shortage: Literal["error", "fill"] = "error"  # after the last: stop, or take what there is
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Generation for training."""
 
@@ -174,6 +184,7 @@ class RolloutConfig:
     num_slots: int = 0  # sequences decoded at once a device; 0 takes all of its samples
     stop_token_ids: tuple[int, ...] = ()  # beside the tokenizer's own
     dtype: str = ""  # of generation; empty takes the actor's
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ AT_LEAST_ONE = (
     "actor.ppo_epochs",
     "critic.ppo_epochs",
     "rollout.n",
+    "rollout.filter_groups.max_num_gen_batches",
     "validation.n",
     "reward.num_workers",
     "checkpoint.keep_latest",
@@ -205,6 +206,11 @@ def _check_batches(config: Config) -> None:
         micro = _get(config, f"{role}.micro_batch_size")
         _check_micro(f"{role}.micro_batch_size", micro, mini * n, replicas, "mini-batch")
         _check_packing(config, role)
+    if config.rollout.filter_groups.enable and n == 1:
+        raise ConfigError(
+            "config.rollout.filter_groups.enable=true: a group of config.rollout.n=1 sample never "
+            "varies; config.rollout.n=8 is usual"
+        )
 
 
 def _check_offline(config: Config) -> None:

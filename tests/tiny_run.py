@@ -200,7 +200,7 @@ class TinyRun:
         items = [path for path in self.step_path(step).iterdir() if (path / "_METADATA").exists()]
         assert items
         out: dict[str, np.ndarray] = {}
-        for path in [*items, self.checkpoints / "frozen"]:
+        for path in [*items, *self.checkpoints.glob("frozen")]:
             with ocp.PyTreeCheckpointer() as checkpointer:
                 tree = checkpointer.metadata(path).item_metadata.tree
                 as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)

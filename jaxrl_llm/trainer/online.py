@@ -18,7 +18,8 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer import stages
-from jaxrl_llm.trainer.dataflow import Stage, plan, segments
+from jaxrl_llm.trainer.dataflow import Segment, Stage, plan, segments
+from jaxrl_llm.trainer.dynamic_sampling import SCORE
 from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.program import Program, States
 from jaxrl_llm.trainer.roles import Role, make_role
@@ -35,6 +36,9 @@ class Iteration:
     sources: dict[str, ModelSource]  # where each role's weights come from, if not from the actor
     stages: tuple[Stage, ...]
     program: Program
+    # The program's first segments, which dynamic sampling repeats; none without it.
+    collecting: tuple[Segment, ...]
+    filter_column: int | None  # of reward_parts, by which groups are filtered; None for the score
     sampling: SamplingParams
     mesh: Mesh
 
@@ -57,6 +61,11 @@ class Iteration:
             sample_ids=array((rows,), jnp.uint32),
             group_ids=array((rows,), jnp.int32),
         )
+
+    @property
+    def learning(self) -> tuple[Segment, ...]:
+        """The segments after those that are collected."""
+        return self.program.segments[len(self.collecting) :]
 
     def trace(self) -> RolloutBatch:
         """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
@@ -110,6 +119,9 @@ def plan_iteration(
     sampling = train_sampling(config, tokenizer)
     catalogue = _catalogue(config, algorithm, roles, sampling, tokenizer, reward)
     planned = plan(catalogue)
+    collected, column = _collected(config, planned, reward)
+    rest = [stage for stage in planned if stage not in collected]
+    collecting = segments(collected, fuse=config.fuse_stages)
     used = {stage.role for stage in planned}
     roles = {name: role for name, role in roles.items() if name in used}
     shardings = {name: role.shardings for name, role in roles.items()}
@@ -121,11 +133,33 @@ def plan_iteration(
         sources=sources,
         stages=planned,
         program=Program(
-            segments(planned, fuse=config.fuse_stages), mesh=mesh, state_shardings=shardings
+            (*collecting, *segments(rest, fuse=config.fuse_stages)),
+            mesh=mesh,
+            state_shardings=shardings,
         ),
+        collecting=collecting,
+        filter_column=column,
         sampling=sampling,
         mesh=mesh,
     )
+
+
+def _collected(
+    config: Config, planned: tuple[Stage, ...], reward: stages.HostReward | None
+) -> tuple[tuple[Stage, ...], int | None]:
+    """The stages that dynamic sampling repeats, none without it, and the column that must vary."""
+    chosen = config.rollout.filter_groups
+    if not chosen.enable:
+        return (), None
+    names = () if reward is None else reward.names
+    if chosen.metric != SCORE and chosen.metric not in names:
+        raise ValueError(
+            f"config.rollout.filter_groups.metric={chosen.metric}: groups can be filtered by "
+            f"{', '.join((SCORE, *names))}"
+        )
+    column = None if chosen.metric == SCORE else names.index(chosen.metric)
+    rollout = [stage for stage in planned if not stage.updates]
+    return plan(rollout, ("scores" if column is None else "reward_parts",)), column
 
 
 def build_algorithm(config: FunctionConfig) -> Algorithm:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
@@ -15,6 +16,7 @@ from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.rewards.combine import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.dynamic_sampling import GroupFilter
 from jaxrl_llm.trainer.evaluate import open_validator
 from jaxrl_llm.trainer.guards import check_gradients
 from jaxrl_llm.trainer.loop import Totals
@@ -81,21 +83,9 @@ class OnlineRun:
         self.states, self._output, self._totals = states, output, totals
 
     def step(self, step: int) -> dict[str, float]:
-        config, timer = self._config, Timer()
+        timer = Timer()
         started = time.perf_counter()
-        prompts: list[Prompt] = next(self.batches)
-        context = StepContext(prompts=prompts, n=config.rollout.n)
-        host_batch = prompt_batch(
-            prompts,
-            n=config.rollout.n,
-            max_prompt_length=config.data.max_prompt_length,
-            pad_id=self._tokenizer.pad_id,
-        )
-        batch: Any = make_global(host_batch, batch_sharding(self.iteration.mesh))
-        self.states, batch, found = self.iteration.program.run(
-            self.states, batch, step, context, timer
-        )
-        found = fetch(found)
+        batch, found = self._iterate(step, timer)
         trees = {name: role.spec.params for name, role in self.iteration.roles.items()}
         check_gradients(found, trees, step)
         metrics = {name: float(value) for name, value in found.items()}
@@ -104,8 +94,62 @@ class OnlineRun:
         totals, reward = self._totals, metrics["critic/score/mean"]
         totals.first_reward = reward if totals.first_reward is None else totals.first_reward
         totals.last_reward = reward
-        self._output.rollout(step, context, batch)
         return metrics
+
+    def _iterate(self, step: int, timer: Timer) -> tuple[RolloutBatch, dict[str, Any]]:
+        """One iteration: its batch, and its metrics on the host."""
+        if self._config.rollout.filter_groups.enable:
+            return self._iterate_filtered(step, timer)
+        batch, context = self._next_batch()
+        self.states, batch, found = self.iteration.program.run(
+            self.states, batch, step, context, timer
+        )
+        self._output.rollout(step, context, batch)
+        return batch, fetch(found)
+
+    def _iterate_filtered(self, step: int, timer: Timer) -> tuple[RolloutBatch, dict[str, Any]]:
+        """`_iterate` on groups that vary: the rollout runs until there are enough of them.
+
+        What a round measures is averaged over the rounds; the rest is of the batch learned from.
+        """
+        config, iteration = self._config, self.iteration
+        groups = GroupFilter(
+            config=config.rollout.filter_groups,
+            num_groups=config.data.train_batch_size,
+            group=config.rollout.n,
+            column=iteration.filter_column,
+        )
+        rounds: list[dict[str, Any]] = []
+        while not groups.complete:
+            batch, context = self._next_batch(groups.rounds)
+            _, batch, found = iteration.program.run(
+                self.states, batch, step, context, timer, iteration.collecting
+            )
+            groups.add(fetch(batch))
+            rounds.append(fetch(found))
+            self._output.rollout(step, context, batch)
+        batch: Any = make_global(groups.batch(), batch_sharding(iteration.mesh))
+        self.states, batch, found = iteration.program.run(
+            self.states, batch, step, None, timer, iteration.learning
+        )
+        every = {name for round_metrics in rounds for name in round_metrics}
+        means = {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
+        return batch, means | fetch(found) | groups.metrics()
+
+    def _next_batch(self, rounds: int = 0) -> tuple[RolloutBatch, StepContext]:
+        """The next prompts, after `rounds` others of the same step."""
+        config = self._config
+        prompts: list[Prompt] = next(self.batches)
+        first = rounds * config.data.train_batch_size * config.rollout.n
+        host_batch = prompt_batch(
+            prompts,
+            n=config.rollout.n,
+            max_prompt_length=config.data.max_prompt_length,
+            pad_id=self._tokenizer.pad_id,
+            first_sample=first,
+        )
+        context = StepContext(prompts=prompts, n=config.rollout.n, first_sample=first)
+        return make_global(host_batch, batch_sharding(self.iteration.mesh)), context
 
     def validate(self, step: int) -> dict[str, float]:
         found = self._validator.run(params_of(self.states["actor"]), step)

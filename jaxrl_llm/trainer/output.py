@@ -145,7 +145,7 @@ class RunOutput:
                 parts=parts,
                 extras=extras,
                 failures=failures,
-                first_index=context.first_group * context.n,
+                first_index=context.first_sample + context.first_group * context.n,
             )
         if self._console is not None:
             first = slice(0, None, context.n)  # one sample of each group

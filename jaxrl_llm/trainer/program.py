@@ -42,9 +42,16 @@ class Program:
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
 
     def run(
-        self, states: States, batch: RolloutBatch, step: int, context: Any, timer: Timer
+        self,
+        states: States,
+        batch: RolloutBatch,
+        step: int,
+        context: Any,
+        timer: Timer,
+        segments: Sequence[Segment] | None = None,
     ) -> tuple[States, RolloutBatch, dict[str, Any]]:
-        """Run every segment once. Returns new states, the full batch, and metrics on the device.
+        """Run every segment once, or those given. Returns new states, the full batch, and metrics
+        on the device.
 
         Device segments are dispatched without waiting until the host needs a field, so the ones
         before a host stage run while it works. The donated `states` must not be used again.
@@ -52,7 +59,7 @@ class Program:
         device_step = make_global(jnp.int32(step), replicated(self._mesh))
         metrics: dict[str, Any] = {}
         pending: list[tuple[str, Any]] = []
-        for segment in self.segments:
+        for segment in self.segments if segments is None else segments:
             if segment.is_host:
                 with timer(segment.name):
                     out = self._run_host(segment.stages[0], batch, step, context)

@@ -24,6 +24,7 @@ class StepContext:
 
     prompts: list[Prompt]  # one a group
     n: int  # samples a prompt
+    first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # those that this process scored
     reward: RewardResult | None = None  # of `completions`
     first_group: int = 0  # index of the first prompt that this process scored

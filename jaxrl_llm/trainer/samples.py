@@ -11,11 +11,18 @@ from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 
 def prompt_batch(
-    prompts: Sequence[Prompt], *, n: int, max_prompt_length: int, pad_id: int, num_prompts: int = 0
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    max_prompt_length: int,
+    pad_id: int,
+    num_prompts: int = 0,
+    first_sample: int = 0,
 ) -> RolloutBatch:
     """numpy batch of n samples a prompt, group after group.
 
     `num_prompts` pads with rows of length 0, which generate nothing, up to a fixed size.
+    `first_sample` is how many samples the step has had before.
     """
     tokens, lengths = collate_prompts(prompts, length=max_prompt_length, pad_id=pad_id)
     missing = max(num_prompts - len(prompts), 0)
@@ -26,7 +33,7 @@ def prompt_batch(
     fields: dict[str, Any] = {
         "prompts": tokens.repeat(n, axis=0),
         "prompt_lengths": lengths.repeat(n),
-        "sample_ids": np.arange(rows * n, dtype=np.uint32),
+        "sample_ids": np.arange(first_sample, first_sample + rows * n, dtype=np.uint32),
         "group_ids": np.arange(rows, dtype=np.int32).repeat(n),
     }
     return RolloutBatch(**fields)

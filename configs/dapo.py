@@ -1,0 +1,35 @@
+"""DAPO on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/dapo.py
+
+GRPO with DAPO's four changes (Yu et al. 2025, https://arxiv.org/abs/2503.14476): a higher upper
+clip, the loss a mean over all tokens, a penalty for responses near the maximum length, and dynamic
+sampling: groups whose answers are all right or all wrong are replaced by new ones. Near the end of
+this run most are all right; after three rounds those fill up the batch.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FilterGroupsConfig, FunctionConfig
+from jaxrl_llm.configs.grpo import get_config as grpo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    base = grpo_config()
+    overlong = FunctionConfig(
+        path="jaxrl_llm.rewards.overlong:overlong_penalty",
+        settings={"max_length": base.data.max_response_length, "buffer": 1},
+    )
+    return replace(
+        base,
+        name="dapo",
+        rollout=replace(
+            base.rollout,
+            filter_groups=FilterGroupsConfig(
+                enable=True, metric="exact_answer", max_num_gen_batches=3, shortage="fill"
+            ),
+        ),
+        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:dapo"),
+        reward=replace(base.reward, functions=(*base.reward.functions, overlong)),
+    )

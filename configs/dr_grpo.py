@@ -1,0 +1,22 @@
+"""Dr. GRPO on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/dr_grpo.py
+
+GRPO without the two things that bias it (Liu et al. 2025, https://arxiv.org/abs/2503.20783): the
+advantage is not divided by the group's std, and a response's loss is divided by a constant length
+and not by its own. No KL, so no reference model.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.grpo import get_config as grpo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    return replace(
+        grpo_config(),
+        name="dr_grpo",
+        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:dr_grpo"),
+    )

@@ -1,0 +1,28 @@
+"""REINFORCE++ on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/reinforce_plus_plus.py
+
+No critic and no groups (Hu 2025, https://arxiv.org/abs/2501.03262): each of 512 prompts is answered
+once, and the return, less its KL to the warmed-up model, is whitened over the batch.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.ppo import get_config as ppo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    base = ppo_config()
+    return replace(
+        base,
+        name="reinforce_plus_plus",
+        data=replace(base.data, train_batch_size=512),
+        actor=replace(base.actor, ppo_mini_batch_size=256),
+        rollout=replace(base.rollout, n=1),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:reinforce_plus_plus",
+            settings={"use_kl_in_reward": True},
+        ),
+    )

@@ -1,0 +1,27 @@
+"""ReMax on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/remax.py
+
+No critic and no groups (Li et al. 2023, https://arxiv.org/abs/2310.10505): each of 512 prompts is
+answered twice, by a sample and greedily, and the greedy answer's reward is the baseline.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.ppo import get_config as ppo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    base = ppo_config()
+    return replace(
+        base,
+        name="remax",
+        data=replace(base.data, train_batch_size=512),
+        actor=replace(base.actor, ppo_mini_batch_size=256),
+        rollout=replace(base.rollout, n=1),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:remax", settings={"use_kl_in_reward": True}
+        ),
+    )

@@ -1,0 +1,24 @@
+"""RLOO on sums of three digits, from nothing, on two CPU cores.
+
+python scripts/train.py --config=configs/rloo.py
+
+REINFORCE with leave-one-out baselines (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740): a
+sample's reward, less its KL to the warmed-up model, against the mean of the others that answer the
+same prompt.
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.grpo import get_config as grpo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    return replace(
+        grpo_config(),
+        name="rloo",
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:rloo", settings={"use_kl_in_reward": True}
+        ),
+    )

@@ -83,7 +83,7 @@ def test_config_loads_plans_and_traces(file, tmp_path):
     for sources in (train_sources(config), held_out_sources(config)):
         prompts = load_run_prompts(config, sources, tokenizer, None)
         assert all(prompt.ground_truth is not None for prompt in prompts)
-    parts = tuple(function.path for function in config.reward.functions)
+    parts = tuple(f.path.rpartition(":")[2] for f in config.reward.functions)
     reward = ArrayReward(no_reward, parts) if parts else None
     iteration = plan_iteration(config, tokenizer, make_mesh(), reward)
     batch = iteration.trace()

@@ -18,16 +18,10 @@ from jaxrl_llm.benchmarks.baseline import run_peers
 from jaxrl_llm.benchmarks.harness import Case, CheckFailed, measure, relative_error, run_cases
 from jaxrl_llm.benchmarks.options import read_options
 from jaxrl_llm.benchmarks.records import Row
-from jaxrl_llm.benchmarks.roofline import (
-    Limits,
-    attention_flops,
-    decode_seconds,
-    forward_flops,
-    kv_bytes_per_token,
-    training_flops,
-)
+from jaxrl_llm.benchmarks.roofline import Limits, decode_seconds, kv_bytes_per_token
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.flops import attention_flops, forward_flops, peak_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "benchmark.py"
@@ -85,6 +79,26 @@ def test_flops_by_hand():
     # 4 B N S^2 H / 2, and 2.5 times as much for the backward pass.
     assert attention_flops(32, 128, (1024,) * 16) == 4 * 16 * 32 * 1024**2 * 128 / 2
     assert attention_flops(4, 8, (7,), backward=True) == 3.5 * attention_flops(4, 8, (7,))
+    # A scalar model looks its tokens up in the table, and multiplies them with none but its layers.
+    scalar = dataclasses.replace(tiny, vocab_size=2 * tiny.vocab_size)
+    assert forward_flops(scalar, (5, 3), "scalar") == forward_flops(tiny, (5, 3), "scalar")
+    head = 2 * (tiny.vocab_size - 1) * tiny.hidden_size * (5 + 3)
+    assert forward_flops(tiny, (5, 3)) - forward_flops(tiny, (5, 3), "scalar") == head
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peak_of_a_device(kind, peak):
+    assert peak_flops(kind) == peak
 
 
 def test_decode_bound_sums_the_steps():

@@ -16,10 +16,10 @@ import numpy as np
 from jaxrl_llm.benchmarks.decode import decode_cases
 from jaxrl_llm.benchmarks.harness import Case, relative_error, require
 from jaxrl_llm.benchmarks.options import Options
-from jaxrl_llm.benchmarks.roofline import attention_flops
 from jaxrl_llm.benchmarks.workloads import packed_lengths
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.visibility import packed_visibility
+from jaxrl_llm.models.flops import attention_flops
 from jaxrl_llm.models.shapes import SHAPES
 
 # Relative L2 errors against float32 on the same bf16 inputs.

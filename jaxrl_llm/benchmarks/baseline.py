@@ -5,9 +5,10 @@ from typing import Any
 from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.peers import PEERS, run_peer
 from jaxrl_llm.benchmarks.records import Row
-from jaxrl_llm.benchmarks.roofline import H200, forward_flops, training_flops
+from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import generation_workloads, training_workloads
 from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_llm.benchmarks.harness import Case, CheckFailed, memory_bytes, require
 from jaxrl_llm.benchmarks.iteration import Unstoppable, planned
 from jaxrl_llm.benchmarks.options import Options
-from jaxrl_llm.benchmarks.roofline import H200, forward_flops, training_flops
+from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
@@ -19,11 +19,10 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.states import first_states
+from jaxrl_llm.trainer.utilisation import segment_flops
 from jaxrl_llm.types import RolloutBatch
 
 MOST_MULT_PROB_ERROR = 1.02
-UPDATES = ("update_actor", "update_critic")
-PASSES = ("gen", "old_log_prob", "ref", "values", *UPDATES)
 
 
 class RlStep(Case):
@@ -92,7 +91,10 @@ class RlStep(Case):
         # The check and the warm-up come first; the rest are the timed runs.
         timed = self.stages[2:]
         stages = {name: statistics.median(s[name] for s in timed) for name in timed[0]}
-        flops = {name: self._flops(name, lengths) for name in stages}
+        flops = {
+            segment.name: segment_flops(segment, self.iteration.roles, self.config, lengths)
+            for segment in self.iteration.program.segments
+        }
         figures = {
             "tokens/s/device": sum(lengths) / seconds / devices,
             "MFU of 790 TFLOP/s": sum(flops.values()) / seconds / devices / H200.peak,
@@ -111,17 +113,6 @@ class RlStep(Case):
 
     def memory(self, programs: dict[str, jax.stages.Compiled]) -> int | None:
         return self.program_bytes
-
-    def _flops(self, segment: str, lengths: list[int]) -> float:
-        """Useful FLOPs of a segment, the prompt counted for every sample of its group."""
-        model, total = SHAPES[self.shape], 0.0
-        for stage in segment.split("+"):
-            if stage in UPDATES:
-                role = self.config.actor if stage == "update_actor" else self.config.critic
-                total += role.ppo_epochs * training_flops(model, lengths)
-            elif stage in PASSES:
-                total += forward_flops(model, lengths)
-        return total
 
     def _prompts(self) -> RolloutBatch:
         data, n = self.config.data, self.config.rollout.n

@@ -1,7 +1,7 @@
-"""What the hardware allows: bytes and FLOPs of each piece of work, and the measured limits.
+"""What the hardware allows: bytes of each piece of work, and the measured limits.
 
-Counts are of useful work: padding, recomputation and copies are not in them, so they lower the
-fraction that is reached. Nothing here imports jax.
+Counts are of useful work, as those of `models/flops.py`: what is done beside it lowers the fraction
+that is reached. Nothing here imports jax.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.shapes import num_parameters
+from jaxrl_llm.models.flops import forward_flops, matmul_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,36 +25,6 @@ class Limits:
 # Measured through JAX on one H200: HBM read, 8192^3 bf16 GEMM (NT 695, NN 726). 790 TFLOP/s is the
 # clock-limited dense peak that published utilisations are given against.
 H200 = Limits(memory=4.46e12, matmul=700e12, peak=790e12)
-
-
-def matmul_parameters(config: ModelConfig) -> int:
-    """Parameters that multiply each token: all but an embedding that is no head as well."""
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return num_parameters(config) - embedding
-
-
-def attention_flops(
-    num_heads: int, head_dim: int, lengths: Sequence[int], *, backward: bool = False
-) -> float:
-    """FLOPs of one layer's causal attention: 4 * S^2 * heads * head_dim / 2 a row.
-
-    The backward pass is counted as 2.5 forward ones, as the FlashAttention papers do.
-    """
-    squares = float(np.sum(np.square(np.asarray(lengths, np.float64))))
-    forward = 2.0 * num_heads * head_dim * squares
-    return forward * (3.5 if backward else 1.0)
-
-
-def training_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
-    """FLOPs of one update: 6 * N * tokens + 6 * L * S^2 * heads * head_dim a row, causal."""
-    return 3.0 * forward_flops(config, lengths)
-
-
-def forward_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
-    """FLOPs of a pass without gradient, a third of `training_flops`; `lengths` are true tokens."""
-    dense = 2.0 * matmul_parameters(config) * sum(lengths)
-    layer = attention_flops(config.num_heads, config.head_dim, lengths)
-    return dense + config.num_layers * layer
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:

@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.benchmarks.harness import Case, CheckFailed, relative_error, require
 from jaxrl_llm.benchmarks.iteration import planned
 from jaxrl_llm.benchmarks.options import Options
-from jaxrl_llm.benchmarks.roofline import H200, forward_flops, training_flops
+from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import TrainingWorkload, training_workloads
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -24,6 +24,7 @@ from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.learner.losses import policy_loss, with_counts
 from jaxrl_llm.learner.train_state import init_state
 from jaxrl_llm.models.base import ModelSpec, bind, init_params, model_spec
+from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.trainer.online import build_algorithm
 from jaxrl_llm.validation import validate

@@ -12,6 +12,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.reshard import switch_bytes, time_switch
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.models.flops import peak_flops
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.rewards.combine import RewardManager
@@ -28,6 +29,7 @@ from jaxrl_llm.trainer.roles import Role, params_of
 from jaxrl_llm.trainer.run_data import load_run_prompts, train_batches, train_sources
 from jaxrl_llm.trainer.samples import prompt_batch
 from jaxrl_llm.trainer.states import first_states, frozen_roles
+from jaxrl_llm.trainer.utilisation import mfu_metrics
 from jaxrl_llm.types import Prompt, RolloutBatch
 
 
@@ -168,6 +170,15 @@ class OnlineRun:
             num_prompt_tokens=prompt_tokens,
             num_response_tokens=response_tokens,
             num_devices=self.iteration.mesh.size,
+        )
+        metrics |= mfu_metrics(
+            self.iteration.program.segments,
+            timer.timings(),
+            roles=self.iteration.roles,
+            config=self._config,
+            lengths=(lengths + mask.sum(axis=1)).astype(int).tolist(),
+            num_devices=self.iteration.mesh.size,
+            peak=peak_flops(self.iteration.mesh.devices.flat[0].device_kind),
         )
         if self.iteration.mesh.shape["fsdp"] > 1 and step == 1:
             metrics |= self.layout_switch_metrics()

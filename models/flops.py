@@ -1,0 +1,71 @@
+"""FLOPs of a model's useful work: padding, recomputation and copies are not in them.
+
+Nothing here imports jax. Lengths are the true tokens of each sequence, prompt and response.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.shapes import num_parameters
+
+# Dense bf16 FLOPs a second by the vendor's data sheet, by what jax calls the device. Utilisations
+# that other trainers report as mfu are fractions of these.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 FLOPs a second of a device such as "NVIDIA H200"; None for one not known."""
+    # The longest name first: "NVIDIA H100 PCIe" is not an "H100" of the SXM board.
+    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
+        words = name.split()
+        found = device_kind.replace("-", " ").split()
+        if all(word in found for word in words):
+            return PEAK_FLOPS[name]
+    return None
+
+
+def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
+    """Parameters that multiply each token: all but an embedding that is no head as well.
+
+    A scalar model has none of the vocabulary's: its head is one row.
+    """
+    table = config.vocab_size * config.hidden_size
+    tables = 1 if config.tie_word_embeddings else 2
+    layers = num_parameters(config) - tables * table
+    return layers + (table if kind == "causal_lm" else config.hidden_size)
+
+
+def attention_flops(
+    num_heads: int, head_dim: int, lengths: Sequence[int], *, backward: bool = False
+) -> float:
+    """FLOPs of one layer's causal attention: 4 * S^2 * heads * head_dim / 2 a row.
+
+    The backward pass is counted as 2.5 forward ones, as the FlashAttention papers do.
+    """
+    squares = float(np.sum(np.square(np.asarray(lengths, np.float64))))
+    forward = 2.0 * num_heads * head_dim * squares
+    return forward * (3.5 if backward else 1.0)
+
+
+def training_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:
+    """FLOPs of one update: 6 * N * tokens + 6 * L * S^2 * heads * head_dim a row, causal."""
+    return 3.0 * forward_flops(config, lengths, kind)
+
+
+def forward_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:
+    """FLOPs of a pass without gradient, a third of `training_flops`."""
+    dense = 2.0 * matmul_parameters(config, kind) * sum(lengths)
+    layer = attention_flops(config.num_heads, config.head_dim, lengths)
+    return dense + config.num_layers * layer

@@ -7,7 +7,11 @@ import pytest
 from finite_differences import numeric_gradient
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxrl_llm.kernels.linear_logprob import linear_logprob, linear_logprob_reference
+from jaxrl_llm.kernels.linear_logprob import (
+    linear_logprob,
+    linear_logprob_reference,
+    sum_squared_probs,
+)
 
 
 def case(shape=(7,), width=5, vocab=11, dtype=jnp.float32, seed=0):
@@ -173,3 +177,15 @@ def test_refusals():
         linear_logprob(hidden, weight, targets, temperature=0.0)
     with pytest.raises(ValueError, match="do not belong together"):
         linear_logprob(hidden, weight.T, targets)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_squared_probabilities_equal_those_of_whole_logits(chunk):
+    rng = np.random.default_rng(0)
+    hidden = jnp.array(rng.normal(size=(2, 5, 8)), jnp.float32)
+    weight = jnp.array(rng.normal(size=(11, 8)), jnp.float32)
+    probs = jax.nn.softmax(jnp.einsum("btd,vd->btv", hidden, weight) / 0.7)
+    found = sum_squared_probs(hidden, weight, temperature=0.7, chunk=chunk)
+    np.testing.assert_allclose(found, (probs**2).sum(-1), rtol=1e-5)
+    gradient = jax.grad(lambda h: sum_squared_probs(h, weight, chunk=chunk).sum())(hidden)
+    np.testing.assert_array_equal(gradient, 0.0)

@@ -1,5 +1,6 @@
 """One iteration of RL in this process: a config, its programs, first states and a batch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,11 +93,13 @@ def even_tokens(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return ((responses % 2 == 0) * mask).sum(axis=1) / mask.sum(axis=1)
 
 
-def open_iteration(config: Config, mesh: Mesh | None = None) -> Iteration:
+def open_iteration(
+    config: Config, mesh: Mesh | None = None, reward: Callable[..., np.ndarray] = even_tokens
+) -> Iteration:
     """The planned programs of `config`, by default on one device."""
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    reward = None if config.reward.model is not None else ArrayReward(even_tokens)
-    return plan_iteration(config, load_tokenizer("char"), mesh, reward)
+    host = None if config.reward.model is not None else ArrayReward(reward)
+    return plan_iteration(config, load_tokenizer("char"), mesh, host)
 
 
 def random_params(shapes: Any, seed: int, scale: float = 0.3) -> Any:

@@ -38,8 +38,8 @@ def parse_rules(names: str | None, thresholds: float | str | None) -> tuple[Rule
     """The rules of verl's `rollout_rs` and `rollout_rs_threshold`.
 
     Names separated by commas, and one threshold for all of them or one each. That of a k1 rule is
-    a band of the ratio, "0.5_2.0"; a single number u stands for "1/u_u". That of another is the
-    largest distance. Raises ValueError for what is none of this.
+    a band of exp(k1), the ratio of sampler to trainer, "0.5_2.0"; a single number u stands for
+    "1/u_u". That of another is the largest distance. Raises ValueError for what is none of this.
     """
     chosen = list(dict.fromkeys(name.strip() for name in (names or "").split(",") if name.strip()))
     given = [part.strip() for part in str(thresholds).split(",")] if thresholds is not None else []

@@ -43,10 +43,11 @@ PREFILL_TOKENS = 8192
 # Of the sum that the layers add to. In bf16 its rounding would be half of the distance between the
 # sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
-# Slots of the tails: a half of all, then an eighth, ... Each is a decode step more to compile, so
-# responses that are short at most have none.
+# Shares of the slots that a tail has. Each is a decode step more to compile, so responses that are
+# short at most have none.
+TAIL_SHARES = (2, 8)
 FEWEST_TAIL_SLOTS = 16
-SHORTEST_TAIL = 256  # response tokens
+SHORTEST_TAIL = 512  # response tokens
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0
 
@@ -142,8 +143,8 @@ def generate(
 
     `num_slots` sequences are decoded at once (0: all); `prefill_batch` prompts are prefilled at
     once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the numbers of slots, falling,
-    with which the loop goes on once no more samples are live or pending (None: a half of
-    `num_slots`, an eighth and so on where responses may be long). `attention` is the
+    with which the loop goes on once no more samples are live or pending (None: a half and an
+    eighth of `num_slots` where responses may be long). `attention` is the
     implementation; `heads_axis` is the mesh axis that splits heads where a caller left one
     automatic (see `generate_on_mesh`).
     """
@@ -282,7 +283,10 @@ def _sizes(
     batch = prefill_batch or min(PREFILL_TOKENS // max(width, 1), -(-slots // group))
     batch = max(1, min(batch, num_groups))
     if tail_slots is None:
-        tail_slots = _default_tails(slots) if max_new_tokens >= SHORTEST_TAIL else ()
+        tails = [slots // share for share in TAIL_SHARES]
+        tail_slots = tuple(tail for tail in tails if tail >= FEWEST_TAIL_SLOTS)
+        if max_new_tokens < SHORTEST_TAIL:
+            tail_slots = ()
     if any(a <= b for a, b in zip((slots, *tail_slots), (*tail_slots, 0), strict=True)):
         raise ValueError(f"tail_slots={tail_slots} must fall, from less than {slots} slots.")
     # Live slots hold at most `slots` prompts, so `batch` rows are free whenever a prefill is due.
@@ -293,14 +297,6 @@ def _sizes(
         prompt_rows=max(1, min(num_groups, slots + batch)),
         tails=tail_slots,
     )
-
-
-def _default_tails(num_slots: int) -> tuple[int, ...]:
-    sizes, size = [], num_slots // 2
-    while size >= FEWEST_TAIL_SLOTS:
-        sizes.append(size)
-        size //= 4
-    return tuple(sizes)
 
 
 def _empty_state(

@@ -45,6 +45,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
 from jaxrl_llm.kernels.visibility import Ranges, key_schedule, query_schedule
 
 
+@partial(jax.jit, static_argnums=(7, 8))
 def backward(
     q_BTNH: Array,
     k_BTKH: Array,

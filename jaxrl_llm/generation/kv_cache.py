@@ -27,7 +27,6 @@ from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
 
-
 # Lowered once for all layers: to lower one kernel takes 0.2 s of one core, to compile it as long.
 _prefix_decode_attention = jax.jit(
     prefix_decode_attention, static_argnames=("window", "implementation")

@@ -163,6 +163,14 @@ class RewardModelConfig(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig(ModelSettings):
+    """A frozen language model to learn from. Without a path or hf_config it has the actor's."""
+
+    training: SupervisedConfig | None = None  # train it in the run first, like the warm-up
+    top_k: int = 8  # tokens a position that it reports, to an algorithm that reads them
+
+
+@dataclass(frozen=True, kw_only=True)
 class FilterGroupsConfig:
     """Dynamic sampling (DAPO): generate again in place of groups whose samples all got the same."""
 
@@ -254,6 +262,7 @@ class Config:
     # Offline: the reference model's log-probs once, before the first step, instead of in each.
     precompute_reference: bool = False
     reward: RewardConfig = RewardConfig()
+    teacher: TeacherConfig | None = None  # of distillation
     validation: ValidationConfig = ValidationConfig()
     warmup: SupervisedConfig | None = None  # supervised training of the actor before RL
     log: LogConfig = LogConfig()

@@ -56,6 +56,10 @@ class RolloutBatch:
     # Sum over the vocabulary of the squared probabilities that `old_logprobs` are of.
     sum_pi_squared: Float[Array, "B R"] | None = None
     reference_logprobs: Float[Array, "B R"] | None = None
+    teacher_logprobs: Float[Array, "B R"] | None = None
+    # The tokens that the teacher finds likeliest at each position, best first.
+    teacher_top_ids: Int[Array, "B R K"] | None = None
+    teacher_top_logprobs: Float[Array, "B R K"] | None = None
     values: Float[Array, "B R"] | None = None
     scores: Float[Array, " B"] | None = None  # one float32 reward a sample, before any KL term
     # What the reward functions said, one column each and unweighted; NaN where one said None.

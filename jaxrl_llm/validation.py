@@ -86,6 +86,7 @@ def validate(config: Config) -> None:
         _check_batches(config)
         _check_rewards(config)
     _check_supervised_batches(config)
+    _check_teacher(config)
     _check_data(config)
     _check_settings(config)
     for key, model in _models(config):
@@ -371,6 +372,23 @@ def _check_rewards(config: Config) -> None:
         )
 
 
+def _check_teacher(config: Config) -> None:
+    teacher = config.teacher
+    if teacher is None:
+        return
+    _at_least(config, "teacher.top_k", 1)
+    if not teacher.path and teacher.training is None:
+        raise ConfigError(
+            "config.teacher has no path and no training: set --config.teacher.path=DIR, or "
+            "--config.teacher.training={} to train it in the run"
+        )
+    if is_offline(config):
+        raise ConfigError(
+            "config.teacher: an offline run has no use for it; set --config.teacher=null, or an "
+            "algorithm such as jaxrl_llm.algorithms.imitation_alias:distillation"
+        )
+
+
 def _check_settings(config: Config) -> None:
     """Settings without a default must be given; unknown ones and types are checked on reading."""
     for key, node in _functions(config, "config"):
@@ -406,6 +424,8 @@ def _models(config: Config) -> Iterator[tuple[str, ModelSettings]]:
     yield "critic", config.critic
     if config.reward.model is not None:
         yield "reward.model", config.reward.model
+    if config.teacher is not None:
+        yield "teacher", config.teacher
 
 
 def _trainings(config: Config) -> Iterator[tuple[str, SupervisedConfig]]:
@@ -413,6 +433,8 @@ def _trainings(config: Config) -> Iterator[tuple[str, SupervisedConfig]]:
         yield "warmup", config.warmup
     if config.reward.model is not None and config.reward.model.training is not None:
         yield "reward.model.training", config.reward.model.training
+    if config.teacher is not None and config.teacher.training is not None:
+        yield "teacher.training", config.teacher.training
 
 
 def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig]]:

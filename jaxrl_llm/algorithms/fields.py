@@ -8,7 +8,9 @@ from typing import Any
 from jaxrl_llm.types import ROLLOUT_FIELDS
 
 # What the update computes anew on each mini-batch, beside the fields of the rollout batch.
-UPDATE_FIELDS = ("logprobs", "entropy", "new_values")
+UPDATE_FIELDS = ("logprobs", "entropy", "new_values", "top_logprobs")
+# What a field of the update is computed from: the policy's log-probs of the teacher's candidates.
+COMPUTED_FROM = {"top_logprobs": ("teacher_top_ids",)}
 
 
 def field_names(fn: Callable[..., Any]) -> tuple[str, ...]:
@@ -23,7 +25,7 @@ def field_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 def check_fields(role: str, fn: Callable[..., Any], *, update: bool = False) -> None:
     """Refuse a function whose positional parameters are not fields.
 
-    `update` also allows what only the update has: `logprobs`, `entropy`, `new_values`. Raises
+    `update` also allows what only the update has (`UPDATE_FIELDS`). Raises
     ValueError with the nearest field, so a misspelt parameter is found before any device is
     touched.
     """

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
+from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import ModelSpec, bind
@@ -34,6 +35,18 @@ class ForwardSettings:
     residual_dtype: str = "float32"  # of the sum that the layers add to; the sampler's is float32
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
     mesh: Mesh | None = None  # of several devices; a kernel has to be told, XLA's parts need not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Of the policy at each response token; None for what was not asked for."""
+
+    logprobs: Float[Array, "B R"]  # of the token itself
+    entropy: Float[Array, "B R"] | None  # nats
+    sum_squares: Float[Array, "B R"] | None  # of the probabilities of all tokens
+    at_candidates: Float[Array, "B R K"] | None  # log-probs of given tokens
+    # The likeliest tokens, best first, and their log-probs; without a gradient.
+    top: tuple[Int[Array, "B R K"], Float[Array, "B R K"]] | None
 
 
 def hidden_states(
@@ -91,14 +104,15 @@ def response_logprobs(
     `temperature` must be the sampler's, or the ratio of the two log-probs is not a ratio of
     the same policy. A greedy rollout (0) is scored at 1.
     """
-    return response_statistics(
+    found = response_statistics(
         params,
         rows,
         spec=spec,
         settings=settings,
         temperature=temperature,
         with_entropy=with_entropy,
-    )[:2]
+    )
+    return found.logprobs, found.entropy
 
 
 def response_statistics(
@@ -110,8 +124,10 @@ def response_statistics(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_squares: bool = False,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"] | None, Float[Array, "B R"] | None]:
-    """`response_logprobs`, and the sum of squared probabilities there when it is asked for."""
+    candidates: Int[Array, "B R K"] | None = None,
+    top_k: int = 0,
+) -> "Statistics":
+    """What is asked for of the distribution that each response token was drawn from."""
     model = prepare(spec, params, settings)
     hidden = rows.predicting(hidden_states(model, rows.tokens, settings, rows))
     weight, temperature = model.unembedding(), temperature or 1.0
@@ -123,11 +139,23 @@ def response_statistics(
         temperature=temperature,
         with_entropy=with_entropy,
     )
-    squares = None
+    squares, at_candidates, top = None, None, None
     if with_squares:
         squares = rows.to_samples(sum_squared_probs(hidden, weight, temperature=temperature))
-    entropy = None if entropy is None else rows.to_samples(entropy)
-    return rows.to_samples(logprobs), entropy, squares
+    if candidates is not None:
+        run = partial(linear_logprobs_at, temperature=temperature)
+        found = _by_replica(run, settings.mesh, hidden, weight, rows.at_targets(candidates))
+        at_candidates = rows.to_samples_each(found)
+    if top_k:
+        ids, top_logprobs = linear_top_k(hidden, weight, top_k, temperature=temperature)
+        top = rows.to_samples_each(ids), rows.to_samples_each(top_logprobs)
+    return Statistics(
+        logprobs=rows.to_samples(logprobs),
+        entropy=None if entropy is None else rows.to_samples(entropy),
+        sum_squares=squares,
+        at_candidates=at_candidates,
+        top=top,
+    )
 
 
 def response_values(
@@ -199,6 +227,12 @@ def _head_logprobs(
     here each sums its own, and they meet once.
     """
     run = partial(linear_logprob, temperature=temperature, with_entropy=with_entropy)
+    return _by_replica(run, mesh, hidden, weight, targets)
+
+
+def _by_replica(
+    run: Callable[..., Any], mesh: Mesh | None, hidden: Array, weight: Array, targets: Array
+) -> Any:
     if mesh is None or hidden.shape[0] % num_replicas(mesh):
         return run(hidden, weight, targets)
     by_row = PartitionSpec(REPLICA_AXES)

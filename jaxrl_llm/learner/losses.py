@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
-    response_logprobs,
+    response_statistics,
     response_values,
 )
 from jaxrl_llm.learner.rows import Fields, rows_of
@@ -63,20 +63,25 @@ def policy_loss(
     """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way."""
     reads = field_names(algorithm.policy_loss)
     with_entropy = algorithm.entropy_coef != 0.0 or "entropy" in reads
+    with_candidates = "top_logprobs" in reads
 
     def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
-        logprobs, entropy = response_logprobs(
+        found = response_statistics(
             params,
             rows_of(fields),
             spec=spec,
             settings=settings,
             temperature=temperature,
             with_entropy=with_entropy,
+            candidates=fields["teacher_top_ids"] if with_candidates else None,
         )
+        logprobs, entropy, top = found.logprobs, found.entropy, found.at_candidates
         counts, mask = _counts(fields), _loss_mask(fields)
         current = fields | {"logprobs": logprobs, "mask": mask}
         if entropy is not None:
             current["entropy"] = entropy
+        if top is not None:
+            current["top_logprobs"] = top
         if "old_logprobs" in reads:
             # Before the first update old and current log-probs are the same function of the same
             # parameters. Two compilations of it may differ in the last bit; the ratio must not.

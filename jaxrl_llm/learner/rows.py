@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.kernels.visibility import Visibility
 
@@ -78,6 +78,22 @@ class Rows:
         if self.sample is None:
             return x
         return self._scatter(x)
+
+    def to_samples_each(self, x: Shaped[Array, "B X K"]) -> Shaped[Array, "B R K"]:
+        """`to_samples` of K values a target."""
+        if self.sample is None:
+            return x
+        return jax.vmap(self._scatter, in_axes=-1, out_axes=-1)(x)
+
+    def at_targets(self, x: Shaped[Array, "B R K"]) -> Shaped[Array, "B X K"]:
+        """Values of response tokens, in the order of the targets; any, where there is none."""
+        if self.sample is None:
+            return x
+        assert self.column is not None
+        samples = x.reshape(self.tokens.shape[0], -1, *x.shape[1:])
+        return jax.vmap(lambda x, sample, column: x.at[sample, column].get(mode="clip"))(
+            samples, self.sample, self.column
+        )
 
     def own(self, x: Float[Array, "B T"]) -> Float[Array, "B R"]:
         """A value of every token of the rows, read at the response tokens, as [B, R]."""

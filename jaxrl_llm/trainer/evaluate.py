@@ -1,7 +1,8 @@
 """Held-out evaluation: generate (greedy by default), grade, report under verl's names."""
 
+import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,23 @@ class Validator:
         self._batch_size = min(batch_size, _up_to(len(prompts), role.mesh.size))
         self._max_prompt_length = max_prompt_length
         self._mesh = role.mesh
+        self._settings = {
+            "sampling": sampling,
+            "group": n,
+            "num_slots": num_slots,
+            "pad_id": tokenizer.pad_id,
+        }
+        self._dtype, self._seed = dtype, seed
+        self._answer = self._compile(role)
+
+    def of(self, role: Role) -> "Validator":
+        """The same evaluation of another model."""
+        other = copy.copy(self)
+        other._answer = self._compile(role)
+        return other
+
+    def _compile(self, role: Role) -> Callable[..., Any]:
+        dtype, seed = self._dtype, self._seed
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
@@ -80,15 +98,12 @@ class Validator:
                 lengths,
                 sample_ids,
                 key,
-                sampling=sampling,
-                group=n,
-                num_slots=num_slots,
                 mesh=role.mesh,
                 attention=role.forward.attention,
-                pad_id=tokenizer.pad_id,
+                **self._settings,
             )
 
-        self._answer = jax.jit(answer)
+        return jax.jit(answer)
 
     def run(self, params: Params, step: int) -> Validation:
         """Evaluate `params` (in the training layout) after `step` iterations."""

@@ -23,6 +23,7 @@ from jaxrl_llm.trainer.dynamic_sampling import SCORE
 from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.program import Program, States
 from jaxrl_llm.trainer.roles import Role, make_role
+from jaxrl_llm.trainer.teacher import TEACHER, check_teacher, teacher_role, teacher_stages
 from jaxrl_llm.types import RolloutBatch
 
 
@@ -116,6 +117,10 @@ def plan_iteration(
     )
     roles["critic"] = roles["critic"].with_optimizer(config.critic.optimizer, critic_steps)
     roles["reference"] = reference_role(config, sources["actor"], mesh)
+    check_teacher(config, algorithm)
+    if config.teacher is not None:
+        made = teacher_role(config, sources["actor"], tokenizer, mesh)
+        roles[TEACHER], sources[TEACHER] = made
     sampling = train_sampling(config, tokenizer)
     catalogue = _catalogue(config, algorithm, roles, sampling, tokenizer, reward)
     planned = plan(catalogue)
@@ -251,6 +256,10 @@ def _catalogue(
         stages.token_reward_stage(algorithm),
         stages.advantage_stage(algorithm, max_response_length=config.data.max_response_length),
     ]
+    if config.teacher is not None:
+        catalogue += teacher_stages(
+            roles[TEACHER], actor_sizes, temperature=temperature, top_k=config.teacher.top_k
+        )
     if algorithm.importance is not None or algorithm.rejection is not None:
         catalogue.append(stages.correction_stage(algorithm))
     group = config.rollout.n

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.alias import Algorithm
-from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
+from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_names
 from jaxrl_llm.algorithms.kl import batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
@@ -184,7 +184,7 @@ def old_logprob_stage(
         mask = row[-1]
 
         def forward(part: Fields) -> Any:
-            return response_statistics(
+            found = response_statistics(
                 params_of(state),
                 rows_of(part),
                 spec=role.spec,
@@ -193,6 +193,7 @@ def old_logprob_stage(
                 with_entropy=True,
                 with_squares=with_squares,
             )
+            return found.logprobs, found.entropy, found.sum_squares
 
         old, entropy, squares = sizes.forward.join(forward, _row_fields(row))
         metrics = mismatch_metrics(old, rollout, mask)
@@ -430,6 +431,7 @@ def update_critic_stage(role: Role, algorithm: Algorithm, sizes: UpdateSizes) ->
 def _update_reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
     """What an update takes from the batch: its rows, and the fields that its functions name."""
     named = [name for fn in functions if fn is not None for name in field_names(fn)]
+    named += [field for name in named for field in COMPUTED_FROM.get(name, ())]
     return tuple(dict.fromkeys((*ROW, *(n for n in named if n not in UPDATE_FIELDS))))
 
 

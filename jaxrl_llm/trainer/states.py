@@ -27,7 +27,7 @@ from jaxrl_llm.trainer.run_data import preference_data, sft_batches
 from jaxrl_llm.trainer.stages import KL_CONTROLLER
 
 OPTIMIZER = "_optimizer"  # suffix of the checkpoint item beside a learning role's parameters
-SEEDS = {"actor": 0, "critic": 1, "reward": 2}  # streams of the run's seed
+SEEDS = {"actor": 0, "critic": 1, "reward": 2, "teacher": 3}  # streams of the run's seed
 
 
 def first_states(
@@ -48,6 +48,8 @@ def first_states(
             states[name] = role.state(actor)
         elif name == "reference":
             states[name] = derive_reference(role, actor)
+        elif name == "teacher":
+            states[name] = role.state(_teacher(iteration, role, tokenizer, validator, output))
         else:
             params = _scalar_params(iteration, role, actor)
             if name == "reward":
@@ -119,6 +121,27 @@ def warm_up(
     )
     report = output.supervised("warmup", config.warmup.steps)
     return train_supervised(role, params, task, config.warmup, report=report)
+
+
+def _teacher(
+    iteration: Iteration, role: Role, tokenizer: Tokenizer, validator: Validator, output: RunOutput
+) -> Params:
+    """The teacher's weights, trained in the run if the config says so."""
+    config = iteration.config
+    assert config.teacher is not None
+    params = load_params(role, iteration.sources["teacher"], role_seed(config, "teacher"))
+    training = config.teacher.training
+    if training is None:
+        return params
+    judge = validator.of(role)
+    task = Supervised(
+        prefix="teacher",
+        algorithm=sft(),
+        batches=sft_batches(config, training, tokenizer, output.run_dir),
+        evaluate=lambda params, step: {"accuracy": judge.run(params, step).accuracy},
+    )
+    report = output.supervised("teacher", training.steps)
+    return train_supervised(role, params, task, training, report=report)
 
 
 def _train_reward_model(

@@ -1,0 +1,41 @@
+"""On-policy distillation on sums of three digits: a student learns from a teacher's log-probs.
+
+python scripts/train.py --config=configs/distillation.py
+
+The teacher is a model that the run trains first, by supervised learning alone; the student is the
+warmed-up model of `ppo.py`, which had a tenth of that. The student answers, the teacher says how likely it finds each
+token (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649): no reward takes part in learning, it
+is only measured. --config.teacher.path=DIR takes a teacher that exists.
+
+The forward KL over the teacher's likeliest tokens instead of the reverse KL by sample:
+--config.algorithm.path=jaxrl_llm.algorithms.imitation_alias:distillation_top_k
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import (
+    Config,
+    FunctionConfig,
+    OptimizerConfig,
+    SupervisedConfig,
+    TeacherConfig,
+)
+from jaxrl_llm.configs.ppo import get_config as ppo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    base = ppo_config()
+    training = SupervisedConfig(
+        steps=900,
+        batch_size=256,
+        eval_every=50,
+        stop_at=0.97,
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
+    )
+    return replace(
+        base,
+        name="distillation",
+        teacher=TeacherConfig(training=training),
+        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.imitation_alias:distillation"),
+    )

@@ -1,0 +1,143 @@
+"""Log-probabilities of several tokens a position straight from hidden states, in chunks.
+
+`linear_logprob` for K tokens a position instead of one; its notes on chunks, dtypes and meshes hold
+here. Nothing of the size [tokens, vocabulary] exists, forward or backward.
+
+Shape letters: N positions (possibly several axes), D model width, V vocabulary, K tokens a
+position; inside, G chunks and C positions of a chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels.linear_logprob import (
+    DEFAULT_CHUNK_LOGITS,
+    _chunk_logits,
+    _join,
+    _num_chunks,
+    _split,
+)
+
+
+def linear_logprobs_at(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    ids_NK: Int[Array, "*N K"],
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> Float[Array, "*N K"]:
+    """log p(id) of K given tokens under softmax(hidden @ weight.T / temperature), in float32.
+
+    The K ids of a position must differ. The gradient flows to hidden and weight.
+    """
+    axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
+    num_chunks = _chunks(hidden_ND, weight_VD, chunk)
+    hidden_GCD = _split(hidden_ND, axis, num_chunks)
+    ids_GCK = _split(ids_NK, axis, num_chunks)
+    return _join_each(_scan(hidden_GCD, weight_VD, ids_GCK, temperature), tokens)
+
+
+def linear_top_k(
+    hidden_ND: Float[Array, "*N D"],
+    weight_VD: Float[Array, "V D"],
+    k: int,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[Int[Array, "*N K"], Float[Array, "*N K"]]:
+    """The k likeliest tokens of each position, best first, and their log-probs; no gradient.
+
+    ValueError for a k that is not from 1 to the vocabulary's size.
+    """
+    if not 1 <= k <= weight_VD.shape[0]:
+        raise ValueError(
+            f"top_k={k} of a vocabulary of {weight_VD.shape[0]}: it must be from 1 to that"
+        )
+    axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
+    hidden_GCD = _split(hidden_ND, axis, _chunks(hidden_ND, weight_VD, chunk))
+
+    def body(_: None, hidden_CD: Array) -> tuple[None, tuple[Array, Array]]:
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        top_CK, ids_CK = jax.lax.top_k(logits_CV, k)
+        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+        return None, (ids_CK.astype(jnp.int32), top_CK - lse_C[..., None])
+
+    ids, logprobs = jax.lax.scan(body, None, jax.lax.stop_gradient(hidden_GCD))[1]
+    return _join_each(ids, tokens), jax.lax.stop_gradient(_join_each(logprobs, tokens))
+
+
+def _chunks(hidden_ND: Array, weight_VD: Array, chunk: int | None) -> int:
+    if chunk is None:
+        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
+    tokens = hidden_ND.shape[-2]
+    rows = hidden_ND.size // max(tokens * hidden_ND.shape[-1], 1)
+    return _num_chunks(tokens, max(1, chunk // max(rows, 1)))
+
+
+def _join_each(x_GCK: Array, tokens: int) -> Array:
+    return jax.vmap(lambda x_GC: _join(x_GC, tokens), in_axes=-1, out_axes=-1)(x_GCK)
+
+
+def _forward(
+    hidden_GCD: Array, weight_VD: Array, ids_GCK: Array, temperature: float
+) -> tuple[Array, Array]:
+    """(logprobs [G, C, K], log-sum-exp [G, C])."""
+
+    def body(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        hidden_CD, ids_CK = chunk
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+        chosen_CK = jnp.take_along_axis(logits_CV, ids_CK, axis=-1)
+        return None, (chosen_CK - lse_C[..., None], lse_C)
+
+    return jax.lax.scan(body, None, (hidden_GCD, ids_GCK))[1]
+
+
+def _primal(hidden_GCD: Array, weight_VD: Array, ids_GCK: Array, temperature: float) -> Array:
+    return _forward(hidden_GCD, weight_VD, ids_GCK, temperature)[0]
+
+
+def _scan_fwd(
+    hidden_GCD: Array, weight_VD: Array, ids_GCK: Array, temperature: float
+) -> tuple[Array, tuple[Array, Array, Array, Array]]:
+    logprobs, lse = _forward(hidden_GCD, weight_VD, ids_GCK, temperature)
+    return logprobs, (hidden_GCD, weight_VD, ids_GCK, lse)
+
+
+def _scan_bwd(
+    temperature: float, saved: tuple[Array, Array, Array, Array], grad_GCK: Array
+) -> tuple[Array, Array, None]:
+    """With z the logits over the temperature, p = softmax(z):
+
+    d sum_k g_k logprob_k / dz = sum_k g_k onehot_k - p sum_k g_k.
+    """
+    hidden_GCD, weight_VD, ids_GCK, lse_GC = saved
+    vocabulary = jnp.arange(weight_VD.shape[0], dtype=ids_GCK.dtype)
+
+    def body(grad_weight_VD: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        hidden_CD, ids_CK, lse_C, grad_CK = chunk
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        grad_logits_CV = -jnp.exp(logits_CV - lse_C[..., None]) * grad_CK.sum(-1, keepdims=True)
+        # Comparisons instead of a scatter, which adds up in no fixed order on a GPU.
+        for k in range(ids_CK.shape[-1]):
+            is_chosen_CV = ids_CK[..., k, None] == vocabulary
+            grad_logits_CV += jnp.where(is_chosen_CV, grad_CK[..., k, None], 0.0)
+        grad_logits_CV = (grad_logits_CV / temperature).astype(hidden_CD.dtype)
+        grad_hidden_CD = jnp.einsum(
+            "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
+        )
+        grad_weight_VD += jnp.einsum(
+            "...v,...d->vd", grad_logits_CV, hidden_CD, preferred_element_type=jnp.float32
+        )
+        return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
+
+    zero = jnp.zeros(weight_VD.shape, jnp.float32)
+    chunks = (hidden_GCD, ids_GCK, lse_GC, grad_GCK)
+    grad_weight_VD, grad_hidden_GCD = jax.lax.scan(body, zero, chunks)
+    return grad_hidden_GCD, grad_weight_VD.astype(weight_VD.dtype), None
+
+
+_scan = jax.custom_vjp(_primal, nondiff_argnums=(3,))
+_scan.defvjp(_scan_fwd, _scan_bwd)

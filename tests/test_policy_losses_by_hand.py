@@ -36,7 +36,7 @@ LOSSES = {
     "gspo": partial(gspo, clip_low=0.1, clip_high=0.2),
     "geo_mean": geo_mean,
     "clip_cov": partial(clip_cov, clip_cov_ratio=0.2, clip_cov_lb=0.1),
-    "kl_cov": partial(kl_cov, kl_cov_ratio=0.3),
+    "kl_cov": partial(kl_cov, kl_cov_ratio=0.3, ppo_kl_coef=1.0),
 }
 
 

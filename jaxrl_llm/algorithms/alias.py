@@ -246,7 +246,7 @@ def clip_cov(
 
 
 @with_settings_of(with_group_advantage)
-def kl_cov(*, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 1.0, **settings: Any) -> Algorithm:
+def kl_cov(*, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1, **settings: Any) -> Algorithm:
     """KL-Cov: a penalty on a few tokens of large covariance. arXiv:2505.22617."""
     loss = partial(kl_cov_loss, kl_cov_ratio=kl_cov_ratio, ppo_kl_coef=ppo_kl_coef)
     return with_group_advantage(loss, **settings)

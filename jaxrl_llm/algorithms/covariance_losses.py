@@ -62,7 +62,7 @@ def kl_cov(
     mask: Float[Array, "B R"],
     *,
     kl_cov_ratio: float = 0.0002,
-    ppo_kl_coef: float = 1.0,
+    ppo_kl_coef: float = 0.1,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
     """KL-Cov: no clip, and a penalty |logprobs - old_logprobs| on the tokens of most covariance.
 

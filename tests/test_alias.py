@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import advantages, aggregation, kl, policy_losses
+from jaxrl_llm.algorithms import advantages, aggregation, alias, kl, policy_losses
 from jaxrl_llm.algorithms.alias import Algorithm, grpo, ppo
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
 from jaxrl_llm.config import Config
+from jaxrl_llm.signatures import REQUIRED, settings_of
 
 DOCS = Path(__file__).parent.parent / "docs" / "add-an-algorithm.md"
 
@@ -201,25 +202,34 @@ def test_one_update_of_a_batch_in_micro_batches_equals_the_whole():
         np.testing.assert_allclose(total, gradient, rtol=1e-6)
 
 
+def has_settings(fn):
+    return inspect.isfunction(fn) and fn.__module__ == alias.__name__
+
+
 def doc_blocks():
     return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
 
-def test_the_page_on_adding_an_algorithm_works(monkeypatch):
-    function, alias, config, test = doc_blocks()
+def test_the_page_on_adding_an_algorithm_works(monkeypatch, tmp_path):
+    function, composition, config, test = doc_blocks()
     first = {}
     exec(function, first)
-    monkeypatch.setattr(advantages, "rloo", first["rloo"], raising=False)
+    monkeypatch.setattr(
+        advantages, "weighted_reinforce", first["weighted_reinforce"], raising=False
+    )
     exec(test, first)
-    first["test_rloo_by_hand"]()
-    alone, _ = first["rloo"](jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.array([0, 1]))
-    np.testing.assert_array_equal(alone, np.zeros((2, 2)))
+    first["test_weighted_reinforce_by_hand"]()
 
     second = {}
-    exec(alias, second)
-    assert "values" not in reads(second["rloo"]())
-    assert "reference_logprobs" in reads(second["rloo"]())
-    assert "reference_logprobs" not in reads(second["rloo"](kl_loss_coef=0.0))
+    exec(composition, second)
+    make = second["weighted_reinforce"]
+    assert "values" not in reads(make()) and "reference_logprobs" not in reads(make())
+    assert "reference_logprobs" in reads(make(use_kl_in_reward=True))
+    assert make(use_kl_in_reward=True).kl_controller.coef == 0.01
+    (tmp_path / "mine.py").write_text(composition)
+    settings = settings_of(f"{tmp_path}/mine.py:weighted_reinforce")
+    assert settings["kl_coef"].default == 0.01 and settings["clip_high"].default == 0.2
+    assert settings["rollout_is"].default is None
 
     # The page builds on the default run; any Config stands in for it here.
     monkeypatch.setitem(
@@ -229,4 +239,16 @@ def test_the_page_on_adding_an_algorithm_works(monkeypatch):
     exec(config, third)
     made = third["get_config"]()
     assert made.rollout.n == 4
-    assert second["rloo"](**made.algorithm.settings).value_loss is None
+    assert make(**made.algorithm.settings).value_loss is None
+
+
+@pytest.mark.parametrize("make", [f for f in vars(alias).values() if has_settings(f)])
+def test_shared_settings_are_found_in_the_source_too(make):
+    """What ast reads of an alias, its shared settings included, is what inspect sees."""
+    seen = inspect.signature(make, eval_str=True).parameters
+    read = settings_of(f"{alias.__name__}:{make.__name__}")
+    shown = {n: p for n, p in seen.items() if p.kind is p.KEYWORD_ONLY}
+    assert read.keys() == shown.keys() and {"rollout_is", "kl_coef"} <= read.keys()
+    for name, parameter in shown.items():
+        default = REQUIRED if parameter.default is parameter.empty else parameter.default
+        assert (read[name].annotation, read[name].default) == (parameter.annotation, default), name

@@ -162,6 +162,14 @@ def test_mistakes_are_answered_without_jax(tmp_path):
     assert "nonsense" in done.stderr
 
 
+def test_compiler_options_are_of_the_kind_that_xla_takes():
+    words = ("xla_gpu_enable_triton_gemm=false", "xla_backend_optimization_level=0")
+    options = read_options(["generation", TINY, *(f"--compiler_option={word}" for word in words)])
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile(dict(options.compiler_options))
+    assert compiled(1.0) == 2.0
+    assert dict(options.compiler_options)["xla_gpu_enable_triton_gemm"] is False
+
+
 def test_overrides_reach_the_config():
     options = read_options(["training", TINY, "--config.actor.remat=full"])
     config = options.config("tiny")

@@ -101,7 +101,7 @@ class Options:
     store: Path | None
     devices: int
     compile_cache: Path | None
-    compiler_options: tuple[tuple[str, str], ...]  # for XLA, on every measured program
+    compiler_options: tuple[tuple[str, str | bool], ...]  # for XLA, on every measured program
     overrides: tuple[tuple[str, str], ...]
     words: tuple[str, ...]  # the command line as given, for the record
 
@@ -167,7 +167,11 @@ def read_options(words: Sequence[str]) -> Options:
         store=given.store,
         devices=given.devices,
         compile_cache=given.compile_cache,
-        compiler_options=tuple(given.compiler_option),
+        # XLA takes a flag's value as a bool, any other as text.
+        compiler_options=tuple(
+            (name, {"true": True, "false": False}.get(value, value))
+            for name, value in given.compiler_option
+        ),
         overrides=tuple(overrides),
         words=tuple(words),
     )

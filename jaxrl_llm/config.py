@@ -156,8 +156,9 @@ class SupervisedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(ModelSettings):
-    """A scalar model whose score at the last token is the reward."""
+    """A scalar model whose score at the last token is the reward, or a part of it."""
 
+    weight: float = 1.0  # of its score in a sum with reward functions
     training: SupervisedConfig | None = None  # train it in the run, on preference pairs
     center: float = 0.0  # coefficient of the squared sum of scores (centring)
 
@@ -217,7 +218,15 @@ class RewardConfig:
     num_workers: int = 2  # processes for user functions
     timeout_s: float = 30.0  # a call
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
-    model: RewardModelConfig | None = None  # a model reward; with functions empty, the only one
+    model: RewardModelConfig | None = None  # with functions, its weighted score is added to theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseConfig:
+    """Another algorithm for the first steps of an online run."""
+
+    algorithm: FunctionConfig
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +268,9 @@ class Config:
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: FunctionConfig = FunctionConfig(path="jaxrl_llm.algorithms.alias:ppo")
+    # Before `algorithm`, in turn, each for its part of `total_steps`. Roles, their optimizers and
+    # the data go on from one to the next; the reference stays the actor before the first.
+    phases: tuple[PhaseConfig, ...] = ()
     # Offline: the reference model's log-probs once, before the first step, instead of in each.
     precompute_reference: bool = False
     reward: RewardConfig = RewardConfig()

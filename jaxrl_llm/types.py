@@ -62,6 +62,9 @@ class RolloutBatch:
     teacher_top_logprobs: Float[Array, "B R K"] | None = None
     values: Float[Array, "B R"] | None = None
     scores: Float[Array, " B"] | None = None  # one float32 reward a sample, before any KL term
+    # The two parts of a score that reward functions and a reward model give together.
+    function_scores: Float[Array, " B"] | None = None
+    model_scores: Float[Array, " B"] | None = None
     # What the reward functions said, one column each and unweighted; NaN where one said None.
     reward_parts: Float[Array, "B K"] | None = None
     rewards: Float[Array, "B R"] | None = None  # per token: the score at the last token, less KL
@@ -75,6 +78,8 @@ class RolloutBatch:
     greedy_mask: Float[Array, "B R"] | None = None
     greedy_logprobs: Float[Array, "B R"] | None = None
     greedy_scores: Float[Array, " B"] | None = None
+    greedy_function_scores: Float[Array, " B"] | None = None
+    greedy_model_scores: Float[Array, " B"] | None = None
 
     def replace(self, **changes: Any) -> "RolloutBatch":
         """A copy with some fields changed."""

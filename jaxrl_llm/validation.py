@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def validate(config: Config) -> None:
         _check_rewards(config)
     _check_supervised_batches(config)
     _check_teacher(config)
+    _check_phases(config)
     _check_data(config)
     _check_settings(config)
     for key, model in _models(config):
@@ -369,6 +371,24 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             "config.reward.model has no path and no training: set --config.reward.model.path=DIR, "
             "or --config.reward.model.training={} to train it in the run"
+        )
+
+
+def _check_phases(config: Config) -> None:
+    for i, phase in enumerate(config.phases):
+        key = f"phases.{i}"
+        if phase.steps < 1:
+            raise ConfigError(f"config.{key}.steps={phase.steps}: must be 1 or more; 1 works")
+        if is_offline(config) or is_offline(replace(config, algorithm=phase.algorithm)):
+            raise ConfigError(
+                f"config.{key}: phases are of online algorithms, and an offline one is here; run "
+                "it by itself and give its checkpoint as --config.actor.path"
+            )
+    total = sum(phase.steps for phase in config.phases)
+    if config.phases and total >= config.total_steps:
+        raise ConfigError(
+            f"config.phases takes {total} steps of config.total_steps={config.total_steps} and "
+            f"leaves none for config.algorithm; --config.total_steps={total + 1} works"
         )
 
 

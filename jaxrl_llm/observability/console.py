@@ -20,6 +20,8 @@ HEADLINES = (
     ("val-core/*/acc/mean@*", "held-out"),
     ("sft/loss", "loss"),
     ("sft/eval_accuracy", "held-out"),
+    ("teacher/loss", "loss"),
+    ("teacher/eval_accuracy", "held-out"),
     ("reward_model/loss", "loss"),
     ("reward_model/accuracy", "accuracy"),
     ("reward_model/eval_accuracy", "held-out"),

@@ -126,6 +126,9 @@ class OfflineRun:
     def begin(self, states: States, output: RunOutput, totals: Totals) -> None:
         self.states, self._totals = states, totals
 
+    def begins_program(self, step: int) -> bool:
+        return step == 1
+
     def step(self, step: int) -> dict[str, float]:
         iteration, timer = self.iteration, Timer()
         started = time.perf_counter()

@@ -22,6 +22,7 @@ from jaxrl_llm.trainer.dataflow import Segment, Stage, plan, segments
 from jaxrl_llm.trainer.dynamic_sampling import SCORE
 from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.program import Program, States
+from jaxrl_llm.trainer.reward_stages import reward_stages
 from jaxrl_llm.trainer.roles import Role, make_role
 from jaxrl_llm.trainer.teacher import TEACHER, check_teacher, teacher_role, teacher_stages
 from jaxrl_llm.types import RolloutBatch
@@ -88,7 +89,7 @@ def plan_iteration(
     mesh: Mesh,
     reward: stages.HostReward | None,
 ) -> Iteration:
-    """Roles, stages and programs of `config`. `reward` scores on the host; None uses the model.
+    """Roles, stages and programs of `config`. `reward` scores on the host, if anything does.
 
     Raises ValueError where the algorithm needs a field that no stage writes, or a dim does not
     divide its mesh axes.
@@ -103,13 +104,13 @@ def plan_iteration(
     roles = {"actor": _actor(config, sources["actor"], mesh)}
     scalar = partial(_add_scalar_role, tokenizer, sources, roles, mesh, config.exact)
     scalar("critic", config.critic)
-    if reward is None:
-        if config.reward.model is None:
-            raise ValueError(
-                "reward.functions and reward.model are both empty: name a reward function, or "
-                "a reward model"
-            )
+    if config.reward.model is not None:
         scalar("reward", config.reward.model)
+    elif reward is None:
+        raise ValueError(
+            "reward.functions and reward.model are both empty: name a reward function, or a "
+            "reward model"
+        )
     steps = config.total_steps * update_sizes(config, "actor", mesh).num_mini_batches
     critic_steps = steps * config.critic.ppo_epochs
     roles["actor"] = roles["actor"].with_optimizer(
@@ -262,15 +263,7 @@ def _catalogue(
         )
     if algorithm.importance is not None or algorithm.rejection is not None:
         catalogue.append(stages.correction_stage(algorithm))
-    group = config.rollout.n
-    if reward is not None:
-        catalogue.append(stages.reward_function_stage(reward))
-        catalogue.append(stages.greedy_reward_stage(reward, group=group))
-    else:
-        catalogue.append(stages.reward_model_stage(roles["reward"], actor_sizes))
-        catalogue.append(
-            stages.reward_model_stage(roles["reward"], actor_sizes, greedy_group=group)
-        )
+    catalogue += reward_stages(config, roles.get("reward"), reward, actor_sizes)
     if algorithm.value_loss is not None:
         catalogue.append(stages.update_critic_stage(critic, algorithm, critic_sizes))
     catalogue.append(

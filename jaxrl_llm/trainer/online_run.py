@@ -21,8 +21,9 @@ from jaxrl_llm.trainer.dynamic_sampling import GroupFilter
 from jaxrl_llm.trainer.evaluate import open_validator
 from jaxrl_llm.trainer.guards import check_gradients
 from jaxrl_llm.trainer.loop import Totals
-from jaxrl_llm.trainer.online import plan_iteration, stop_ids
+from jaxrl_llm.trainer.online import stop_ids
 from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.phases import plan_phases
 from jaxrl_llm.trainer.program import States
 from jaxrl_llm.trainer.rewarding import RewardFunctions, StepContext
 from jaxrl_llm.trainer.roles import Role, params_of
@@ -49,7 +50,8 @@ class OnlineRun:
         self._config = config
         self._tokenizer = tokenizer
         reward = open_reward(config, tokenizer, stack)
-        self.iteration = plan_iteration(config, tokenizer, mesh, reward)
+        self._phases = plan_phases(config, tokenizer, mesh, reward)
+        self.iteration = self._phases.whole
         self._validator = open_validator(config, self.learner, tokenizer, run_dir, stack)
         self.batches = train_batches(
             config, load_run_prompts(config, train_sources(config), tokenizer, run_dir)
@@ -84,8 +86,12 @@ class OnlineRun:
     def begin(self, states: States, output: RunOutput, totals: Totals) -> None:
         self.states, self._output, self._totals = states, output, totals
 
+    def begins_program(self, step: int) -> bool:
+        return step in self._phases.first_steps
+
     def step(self, step: int) -> dict[str, float]:
         timer = Timer()
+        self.states = self._phases.prepare(step, self.states)
         started = time.perf_counter()
         batch, found = self._iterate(step, timer)
         trees = {name: role.spec.params for name, role in self.iteration.roles.items()}
@@ -103,9 +109,8 @@ class OnlineRun:
         if self._config.rollout.filter_groups.enable:
             return self._iterate_filtered(step, timer)
         batch, context = self._next_batch()
-        self.states, batch, found = self.iteration.program.run(
-            self.states, batch, step, context, timer
-        )
+        program = self._phases.at(step).program
+        self.states, batch, found = program.run(self.states, batch, step, context, timer)
         self._output.rollout(step, context, batch)
         return batch, fetch(found)
 
@@ -114,7 +119,7 @@ class OnlineRun:
 
         What a round measures is averaged over the rounds; the rest is of the batch learned from.
         """
-        config, iteration = self._config, self.iteration
+        config, iteration = self._config, self._phases.at(step)
         groups = GroupFilter(
             config=config.rollout.filter_groups,
             num_groups=config.data.train_batch_size,
@@ -172,7 +177,7 @@ class OnlineRun:
             num_devices=self.iteration.mesh.size,
         )
         metrics |= mfu_metrics(
-            self.iteration.program.segments,
+            self._phases.at(step).program.segments,
             timer.timings(),
             roles=self.iteration.roles,
             config=self._config,

@@ -129,6 +129,11 @@ class RunOutput:
             extras, failures = None, {}
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
+            if batch.model_scores is not None:
+                start = context.first_group * context.n
+                rows = slice(start, start + len(context.completions))
+                total, of_model = fetch((batch.scores, batch.model_scores))
+                scores, parts = total[rows], parts | {"model": of_model[rows]}
             failures: dict[int, list[str]] = {}
             for failure in reward.failures:
                 failures.setdefault(failure.index, []).append(failure.describe())

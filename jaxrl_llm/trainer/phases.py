@@ -1,0 +1,56 @@
+"""An online run under one algorithm after the other: which iteration a step runs."""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.online import Iteration, plan_iteration
+from jaxrl_llm.trainer.program import States
+from jaxrl_llm.trainer.stages import KL_CONTROLLER, HostReward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """The planned iterations of a run, and the step (1-based) with which each begins."""
+
+    iterations: tuple[Iteration, ...]
+    first_steps: tuple[int, ...]
+
+    def at(self, step: int) -> Iteration:
+        """The iteration of `step`."""
+        return self.iterations[bisect_right(self.first_steps, step) - 1]
+
+    @property
+    def whole(self) -> Iteration:
+        """The last iteration with the roles of all: what the run keeps from start to end."""
+        roles, sources = {}, {}
+        for iteration in self.iterations:
+            roles |= iteration.roles
+            sources |= iteration.sources
+        return replace(self.iterations[-1], roles=roles, sources=sources)
+
+    def prepare(self, step: int, states: States) -> States:
+        """The states that `step` begins with: the KL controller of a phase starts with it."""
+        if len(self.iterations) == 1 or step not in self.first_steps:
+            return states
+        return states | {KL_CONTROLLER: self.at(step).controller_state()}
+
+
+def plan_phases(
+    config: Config, tokenizer: Tokenizer, mesh: Mesh, reward: HostReward | None
+) -> Phases:
+    """Every phase planned as a run of its own would be. Raises what `plan_iteration` raises."""
+    algorithms = [phase.algorithm for phase in config.phases] + [config.algorithm]
+    first_steps = [1]
+    for phase in config.phases:
+        first_steps.append(first_steps[-1] + phase.steps)
+    return Phases(
+        iterations=tuple(
+            plan_iteration(replace(config, algorithm=algorithm), tokenizer, mesh, reward)
+            for algorithm in algorithms
+        ),
+        first_steps=tuple(first_steps),
+    )

@@ -25,17 +25,15 @@ LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # of the sums; the second is also 
 
 
 def row_fields(batch: OfflineBatch, groups: Sequence[str]) -> Fields:
-    """The rows of `groups` as fields for a forward pass, [B, G, ...]; [B, ...] of a single group.
-
-    The first token of a row is its prompt, all others are predicted.
-    """
-    stacked = [_group_fields(getattr(batch, group)) for group in groups]
+    """The rows of `groups` as fields of a forward pass, [B, G, ...]; [B, ...] of a single group."""
+    stacked = [group_fields(getattr(batch, group)) for group in groups]
     if len(stacked) == 1:
         return stacked[0]
     return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *stacked)
 
 
-def _group_fields(rows: TokenBatch) -> Fields:
+def group_fields(rows: TokenBatch) -> Fields:
+    """The rows of one group: the first token of each is its prompt, all others are predicted."""
     return {
         "prompts": rows.tokens[:, :1],
         "prompt_lengths": jnp.minimum(rows.lengths, 1),

@@ -9,13 +9,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.offline import BASELINE, REFERENCE, OfflineAlgorithm, groups_of
+from jaxrl_llm.algorithms.offline import (
+    BASELINE,
+    LOGPROBS,
+    REFERENCE,
+    OfflineAlgorithm,
+    groups_of,
+)
 from jaxrl_llm.config import Config, FunctionConfig
 from jaxrl_llm.data.sources import load_attribute
 from jaxrl_llm.distributed.mesh import num_replicas
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.offline_losses import record_fields, reference_fields, row_fields
+from jaxrl_llm.learner.offline_losses import group_fields, record_fields, reference_fields
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.learner.train_step import NONFINITE
@@ -99,7 +105,9 @@ class OfflineIteration:
     def trace(self) -> OfflineBatch:
         """Trace the program on abstract arrays: shapes and fields that do not fit fail here."""
         size = self.config.data.train_batch_size
-        return self.program.trace(self.abstract_states(size, size), self.abstract_batch())
+        batch: Any = self.abstract_batch()
+        traced: Any = self.program.trace(self.abstract_states(size, size), batch)
+        return traced
 
     def held_out(self) -> Callable[[States, OfflineBatch], Metrics]:
         """(states, held-out batch) -> sums of losses and metrics."""
@@ -280,20 +288,20 @@ def _baseline_stage(role: Role, algorithm: OfflineAlgorithm, micro_batches: Micr
     return Stage(name=BASELINE, fn=fn, reads=reads, writes=(BASELINE,), role=role.name)
 
 
-def _forward(
-    role: Role, params: Any, rows: dict[str, Any], micro_batches: MicroBatches
-) -> Fields:
-    """`<group>_logprobs` of some groups of rows, without gradient."""
-    groups = tuple(rows)
-    some: Any = rows[groups[0]].lengths
-    batch = OfflineBatch(index=some, weights=some, **rows)
+def _forward(role: Role, params: Any, rows: dict[str, Any], micro_batches: MicroBatches) -> Fields:
+    """`<group>_logprobs` of some groups of rows, without gradient; one group after the other, so
+    that each may be packed."""
+    found: Fields = {}
+    for group, tokens in rows.items():
 
-    def run(part: Fields) -> Fields:
-        found = record_fields(params, part, groups, (), spec=role.spec, settings=role.forward)
-        return {name: found[f"{name}_logprobs"] for name in groups}
+        def run(part: Fields, group: str = group) -> Any:
+            fields = record_fields(
+                params, part, (group,), (), spec=role.spec, settings=role.forward
+            )
+            return fields[group + LOGPROBS]
 
-    found = micro_batches.join(run, row_fields(batch, groups))
-    return {f"{name}_logprobs": found[name] for name in groups}
+        found[group + LOGPROBS] = micro_batches.join(run, group_fields(tokens))
+    return found
 
 
 def _update_stage(role: Role, algorithm: OfflineAlgorithm, micro_batches: MicroBatches) -> Stage:

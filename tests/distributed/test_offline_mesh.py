@@ -1,0 +1,95 @@
+"""An offline step on eight devices equals that on one: padded, in micro-batches and packed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_devices import on_eight_devices
+from tiny_iteration import MODEL, random_params
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    Config,
+    DataConfig,
+    FunctionConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TaskConfig,
+)
+from jaxrl_llm.data.packing import collate_records
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.offline_plan import plan_offline
+from jaxrl_llm.trainer.run_data import load_records, train_sources
+from jaxrl_llm.trainer.states import derive_reference
+
+SIZE = 16
+
+
+def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str, float]]:
+    """Parameters and metrics after one step of a tiny run, in numpy."""
+    model = MODEL | {"vocab_size": 96}
+    config = Config(
+        total_steps=4,
+        mesh=mesh,
+        data=DataConfig(
+            tokenizer="char",
+            train_tasks=(TaskConfig(settings={"num_terms": 2}, size=SIZE),),
+            train_batch_size=SIZE,
+            max_prompt_length=4,
+            max_response_length=4,
+            truncation="right",
+        ),
+        actor=ActorConfig(hf_config=model, optimizer=OptimizerConfig(learning_rate=1e-3), **actor),
+        algorithm=FunctionConfig(path=f"jaxrl_llm.algorithms.offline_alias:{algorithm}"),
+    )
+    tokenizer = load_tokenizer("char")
+    devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
+    iteration = plan_offline(config, tokenizer, devices)
+    kind, role = iteration.algorithm.records, iteration.learner
+    records = load_records(config, train_sources(config), kind.name, tokenizer, None)[:SIZE]
+    batch = collate_records(records, length=8, pad_id=0, mismatched="mismatched" in kind.groups)
+    params = jax.device_put(
+        random_params(role.spec.params, seed=1, scale=0.3), role.param_shardings
+    )
+    states = {role.name: role.state(params)}
+    if iteration.reference is not None:
+        moved = jax.tree.map(lambda x: x * jnp.float32(1.2), params)
+        states["reference"] = derive_reference(iteration.reference, moved)
+    held_out = jax.jit(iteration.held_out())
+    placed = make_global(batch, batch_sharding(devices))
+    before = fetch(held_out(states, placed))
+    states, _, metrics = iteration.program.run(states, placed, 1, None, Timer())
+    return fetch(
+        (states[role.name].params, metrics | {f"held out {k}": x for k, x in before.items()})
+    )
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    (params, metrics), (expected_params, expected_metrics) = found, expected
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6), params, expected_params
+    )
+    for name in expected_metrics.keys() - {"micro_batches"}:
+        np.testing.assert_allclose(
+            metrics[name], expected_metrics[name], rtol=2e-4, atol=2e-5, err_msg=name
+        )
+
+
+@on_eight_devices
+def test_dpo_on_eight_devices_equals_one():
+    expected = step("dpo", MeshConfig())
+    assert_same(step("dpo", MeshConfig(data=2, fsdp=2, tensor=2), micro_batch_size=2), expected)
+
+
+@pytest.mark.slow
+@on_eight_devices
+def test_packed_kto_on_eight_devices_equals_one():
+    expected = step("kto", MeshConfig())
+    assert expected[1]["kl"] != 0
+    assert_same(step("kto", MeshConfig(fsdp=4, data=2), micro_batch_tokens=16), expected)

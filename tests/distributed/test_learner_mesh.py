@@ -139,6 +139,7 @@ def check_iteration(sizes, *, row_tokens=0):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
 
 
+@pytest.mark.slow
 @on_eight_devices
 def test_iteration_fsdp_8():
     check_iteration(MESHES[0])

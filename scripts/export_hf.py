@@ -8,8 +8,8 @@ tokenizer with its chat template, generation_config.json, and a model card with 
 Flags:
   --checkpoint=PATH        a checkpoint, or a run's folder (its newest checkpoint)
   --output=DIR             the directory to write
-  --role=actor             actor | critic | reward | reference | teacher; critic and reward are written
-                           as sequence classification with one label
+  --role=actor             actor | critic | reward | reference | teacher; a critic and a reward
+                           model are written as sequence classification with one label
   --dtype=...              float32 | bfloat16 | float16; as stored unless given
   --max_shard_bytes=...    split the weights into files of at most this size (5 GB)
 """

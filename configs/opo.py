@@ -19,6 +19,12 @@ def get_config() -> Config:
     return replace(
         base,
         name="opo",
-        actor=replace(base.actor, ppo_mini_batch_size=base.data.train_batch_size),
+        total_steps=250,
+        actor=replace(
+            base.actor,
+            ppo_mini_batch_size=base.data.train_batch_size,
+            # Half the optimizer steps of the other runs: each may be larger.
+            optimizer=replace(base.actor.optimizer, learning_rate=4e-4),
+        ),
         algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:opo"),
     )

@@ -22,6 +22,7 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.initialise import find_tokenizer
 from jaxrl_llm.trainer.offline_plan import plan_offline
 from jaxrl_llm.trainer.online import plan_iteration
+from jaxrl_llm.trainer.phases import plan_phases
 from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run_data import (
     held_out_sources,
@@ -95,13 +96,13 @@ def test_config_loads_plans_and_traces(file, tmp_path):
         assert all(prompt.ground_truth is not None for prompt in prompts)
     parts = tuple(f.path.rpartition(":")[2] for f in config.reward.functions)
     reward = ArrayReward(no_reward, parts) if parts else None
-    iteration = plan_iteration(config, tokenizer, make_mesh(), reward)
-    batch = iteration.trace()
-    rows = config.data.train_batch_size * config.rollout.n
-    assert batch.advantages is not None
-    assert batch.advantages.shape == (rows, config.data.max_response_length)
-    names = {stage.name for stage in iteration.stages}
-    assert {"gen", "reward", "adv", "update_actor"} <= names
+    for iteration in plan_phases(config, tokenizer, make_mesh(), reward).iterations:
+        batch = iteration.trace()
+        rows = config.data.train_batch_size * config.rollout.n
+        assert batch.advantages is not None
+        assert batch.advantages.shape == (rows, config.data.max_response_length)
+        names = {stage.name for stage in iteration.stages}
+        assert {"gen", "reward", "adv", "update_actor"} <= names
 
 
 def check_offline(config: Config, tokenizer: Tokenizer) -> None:

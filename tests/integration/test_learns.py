@@ -1,4 +1,4 @@
-"""The two configs for a laptop do what their docstrings say, whole and as a user starts them."""
+"""Configs for a laptop do what their docstrings say, whole and as a user starts them."""
 
 import json
 import subprocess
@@ -44,4 +44,23 @@ def test_a_reward_model_learns_and_teaches(tmp_path: Path) -> None:
     rows = run("ppo_reward_model", tmp_path)
     pairs = read(tmp_path / "reward_model" / "metrics.jsonl")
     assert pairs[-1]["reward_model/eval_accuracy"] >= 0.75
+    assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.1
+
+
+def test_the_best_of_its_own_samples_teach(tmp_path: Path) -> None:
+    rows = run("rejection_sampling", tmp_path)
+    assert rows[0][ACCURACY] <= 0.57 and rows[-1][ACCURACY] >= rows[0][ACCURACY] + 0.25
+
+
+def test_a_student_comes_near_its_teacher(tmp_path: Path) -> None:
+    rows = run("distillation", tmp_path)
+    teacher = read(tmp_path / "teacher" / "metrics.jsonl")[-1]["teacher/eval_accuracy"]
+    before, after = rows[0][ACCURACY], rows[-1][ACCURACY]
+    assert teacher > before + 0.2, "nothing to learn from it"
+    assert after - before >= 0.8 * (teacher - before)
+
+
+@pytest.mark.parametrize("config", ["ppo_reward_rejection", "ppo_mixed_reward"])
+def test_composed_runs_end_above_their_start(config: str, tmp_path: Path) -> None:
+    rows = run(config, tmp_path)
     assert rows[-1][ACCURACY] > rows[0][ACCURACY] + 0.1

@@ -193,6 +193,8 @@ class RolloutConfig:
     num_slots: int = 0  # sequences decoded at once a device; 0 takes all of its samples
     stop_token_ids: tuple[int, ...] = ()  # beside the tokenizer's own
     dtype: str = ""  # of generation; empty takes the actor's
+    # "float8": projections and cache in 8 bits; set algorithm.settings.rollout_is=token with it.
+    quantization: Literal["none", "float8"] = "none"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
 

@@ -287,6 +287,12 @@ def _check_model(key: str, model: ModelSettings, config: Config) -> None:
             f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
             f"cannot be exact; config.{key}.attention=xla works, or --config.exact=false"
         )
+    if config.rollout.quantization != "none" and config.mesh.tensor > 1:
+        raise ConfigError(
+            f"config.rollout.quantization={config.rollout.quantization} needs whole weights on "
+            f"each device, and config.mesh.tensor={config.mesh.tensor} splits them: use "
+            "config.mesh.fsdp or config.mesh.data, or --config.rollout.quantization=none"
+        )
     sizes = _hf_config(key, model)
     names = {
         "tensor": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.layers import Projection, RMSNorm, apply_rope
+from jaxrl_llm.models.layers import Float8Projection, Form, Projection, RMSNorm, apply_rope
 
 
 class Attend(Protocol):
@@ -39,25 +39,26 @@ class Attend(Protocol):
 class Attention(nnx.Module):
     """Grouped-query self-attention of one layer.
 
-    `merged` holds the three input projections as one kernel [D, N + 2K, H], which a decode step of
+    Merged, the three input projections are one kernel [D, N + 2K, H], which a decode step of
     few tokens reads faster; see `base.merge_projections`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, window: int | None, merged: bool, dtype: DTypeLike
+        self, config: ModelConfig, *, window: int | None, form: Form, dtype: DTypeLike
     ) -> None:
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_heads, config.num_kv_heads
         self.heads = (N, K)
         self.window = window
-        projection = partial(Projection, bias=config.attention_bias, dtype=dtype)
-        if merged:
-            self.qkv = projection((D, N + 2 * K, H), ("embed", "merged", "head_dim"))
-        else:
+        kind = Float8Projection if form == "float8" else Projection
+        projection = partial(kind, bias=config.attention_bias, dtype=dtype)
+        if form == "separate":
             self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))
             self.k = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
             self.v = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.o = Projection((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
+        else:
+            self.qkv = projection((D, N + 2 * K, H), ("embed", "merged", "head_dim"))
+        self.o = kind((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
         norm = partial(RMSNorm, H, axis="head_dim", eps=config.rms_norm_eps, dtype=dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
 from jaxrl_llm.models.families import check_family
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
+from jaxrl_llm.models.layers import Form, to_float8
 
 __all__ = [
     "Kind",
@@ -30,6 +31,7 @@ __all__ = [
     "init_params",
     "merge_projections",
     "model_spec",
+    "quantize_projections",
     "scalar_params_from",
 ]
 
@@ -47,7 +49,7 @@ class ModelSpec:
     config: ModelConfig
     kind: Kind
     dtype: str
-    merged: bool  # the projections of one input as one kernel, see `merge_projections`
+    form: Form  # of the projections: see `merge_projections` and `quantize_projections`
     graphdef: Any = field(compare=False, repr=False)
     params: Params = field(compare=False, repr=False)  # leaves jax.ShapeDtypeStruct
     axes: Params = field(compare=False, repr=False)
@@ -60,7 +62,11 @@ class ModelSpec:
 
 
 def model_spec(
-    config: ModelConfig, kind: Kind = "causal_lm", dtype: Any = "float32", *, merged: bool = False
+    config: ModelConfig,
+    kind: Kind = "causal_lm",
+    dtype: Any = "float32",
+    *,
+    form: Form = "separate",
 ) -> ModelSpec:
     """Describes a model of `config` without allocating it.
 
@@ -71,7 +77,7 @@ def model_spec(
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
-    abstract = nnx.eval_shape(lambda: modules[kind](config, merged=merged, dtype=name))
+    abstract = nnx.eval_shape(lambda: modules[kind](config, form=form, dtype=name))
     graphdef, state = nnx.split(abstract)
 
     def metadata(key: str) -> Params:
@@ -84,7 +90,7 @@ def model_spec(
         config=config,
         kind=kind,
         dtype=name,
-        merged=merged,
+        form=form,
         graphdef=graphdef,
         params=nnx.to_pure_dict(state),
         axes=metadata("axes"),
@@ -113,7 +119,7 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
     from fewer, larger products. Only for weights that are whole on their device: the merged dim
     joins dims that rules split differently.
     """
-    assert not spec.merged
+    assert spec.form == "separate"
     layers = {}
     for name, layer in params["decoder"]["layers"].items():
         attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
@@ -125,7 +131,43 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
         mlp["gate_up"] = {"kernel": jnp.concatenate(kernels, axis=-1)}
         layers[name] = layer | {"attention": attention, "mlp": mlp}
     merged = params | {"decoder": params["decoder"] | {"layers": layers}}
-    return model_spec(spec.config, spec.kind, spec.dtype, merged=True), merged
+    return model_spec(spec.config, spec.kind, spec.dtype, form="merged"), merged
+
+
+def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
+    """A merged model with the layers' projections in float8_e4m3fn; call it inside jit.
+
+    Each output of a kernel has a scale of its own, float32. The embedding, the head, norms and
+    biases stay as they are. For generation only: nothing of it can be trained.
+    """
+    assert spec.form == "merged"
+    quantized = model_spec(spec.config, spec.kind, spec.dtype, form="float8")
+
+    def projection(old: Params, new: Params) -> Params:
+        outputs = new["scale"].ndim
+        kernel = old["kernel"]
+        inputs = kernel.ndim - outputs
+        kernel = jnp.moveaxis(kernel, range(inputs), range(outputs, kernel.ndim))
+        kernel, scale = to_float8(kernel, axis=tuple(range(outputs, kernel.ndim)))
+        return old | {"kernel": kernel, "scale": scale.reshape(new["scale"].shape)}
+
+    def part(old: Params, new: Params) -> Params:
+        return {
+            name: projection(leaves, new[name])
+            if "scale" in new[name] and "kernel" in leaves
+            else leaves
+            for name, leaves in old.items()
+        }
+
+    layers = {
+        name: layer
+        | {
+            room: part(layer[room], quantized.params["decoder"]["layers"][name][room])
+            for room in ("attention", "mlp")
+        }
+        for name, layer in params["decoder"]["layers"].items()
+    }
+    return quantized, params | {"decoder": params["decoder"] | {"layers": layers}}
 
 
 def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Params:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.flash_attention import ATTENTION
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, RMSNorm, rope_tables
+from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, Form, RMSNorm, rope_tables
 
 # What the backward pass computes again, from least to most: nothing; norms, rope and activations,
 # with every projection and the attention kept; all but the attention; whole layers.
@@ -30,13 +30,13 @@ class Block(nnx.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, config: ModelConfig, *, window: int | None, merged: bool, dtype: DTypeLike
+        self, config: ModelConfig, *, window: int | None, form: Form, dtype: DTypeLike
     ) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
         self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.attention = Attention(config, window=window, merged=merged, dtype=dtype)
+        self.attention = Attention(config, window=window, form=form, dtype=dtype)
         self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype)
-        self.mlp = MLP(config, merged=merged, dtype=dtype)
+        self.mlp = MLP(config, form=form, dtype=dtype)
 
     def __call__(
         self,
@@ -57,12 +57,12 @@ class Decoder(nnx.Module):
     strings; each layer has its own leaves, which is what decoding wants.
     """
 
-    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
+    def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         self.config = config
         self.embed = Embedding(config, dtype=dtype)
         self.layers = nnx.Dict(
             {
-                str(i): Block(config, window=window, merged=merged, dtype=dtype)
+                str(i): Block(config, window=window, form=form, dtype=dtype)
                 for i, window in enumerate(config.sliding_window)
             }
         )

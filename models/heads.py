@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Remat
-from jaxrl_llm.models.layers import Embedding, Projection
+from jaxrl_llm.models.layers import Embedding, Form, Projection
 
 
 class _WithDecoder(nnx.Module):
@@ -47,8 +47,8 @@ class _WithDecoder(nnx.Module):
 class CausalLM(_WithDecoder):
     """A decoder whose head gives the logits of the next token; `head` is None when tied."""
 
-    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
-        self.decoder = Decoder(config, merged=merged, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
+        self.decoder = Decoder(config, form=form, dtype=dtype)
         self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
 
     def unembedding(self) -> jax.Array:
@@ -66,8 +66,8 @@ class CausalLM(_WithDecoder):
 class ScalarModel(_WithDecoder):
     """A decoder with one number a token: the value of a critic, the score of a reward model."""
 
-    def __init__(self, config: ModelConfig, *, merged: bool, dtype: DTypeLike) -> None:
-        self.decoder = Decoder(config, merged=merged, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
+        self.decoder = Decoder(config, form=form, dtype=dtype)
         # From zero, so that a new critic predicts 0 everywhere and not noise.
         shape, axes = (config.hidden_size, 1), ("embed", "value")
         self.score = Projection(shape, axes, init="zeros", dtype=dtype)

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -307,6 +308,44 @@ def test_bf16_parameters_generate_with_bf16_caches():
     prompt_cache, own_cache = f"[3,2,{cache_length(P)},8]", f"[2,2,{cache_length(4)},8]"
     for shape in (prompt_cache, own_cache):
         assert f"bf16{shape}" in str(program) and f":f32{shape}" not in str(program)
+
+
+def test_a_float8_rollout_is_near_the_full_one():
+    """Log-probs of the same tokens: greedy and a single token, so both read the same prompts."""
+    tokens, lengths, ids = prompts(12)
+    spec, params = model()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    spec = model_spec(spec.config, dtype="bfloat16")
+    sampling = SamplingParams(max_new_tokens=6)
+
+    def answer(quantization):
+        key = jax.random.key(0)
+        fn = partial(generate, spec, sampling=sampling, group=1, quantization=quantization)
+        return jax.jit(fn)(half, tokens, lengths, ids, key)
+
+    full, small = answer("none"), answer("float8")
+    same = np.cumprod(np.asarray(full.tokens == small.tokens), axis=1).astype(bool)
+    assert same[:, 0].mean() > 0.5  # the draws are the same, the probabilities nearly
+    gap = np.abs(np.asarray(full.logprobs - small.logprobs))[same]
+    assert 0 < gap.mean() < 0.3 and np.isfinite(np.asarray(small.logprobs)).all()
+    caches = str(
+        jax.make_jaxpr(partial(generate, spec, sampling=sampling, quantization="float8"))(
+            half, tokens, lengths, ids, jax.random.key(0)
+        )
+    )
+    assert f"f8_e4m3fn[12,2,{cache_length(6)},8]" in caches
+    with pytest.raises(ValueError, match=r"mesh.tensor=1"):
+        generate(
+            spec,
+            half,
+            tokens,
+            lengths,
+            ids,
+            jax.random.key(0),
+            sampling=sampling,
+            quantization="float8",
+            heads_axis="tensor",
+        )
 
 
 def test_bad_sizes_are_refused():

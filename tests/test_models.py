@@ -19,9 +19,10 @@ from jaxrl_llm.models.base import (
     init_params,
     merge_projections,
     model_spec,
+    quantize_projections,
     scalar_params_from,
 )
-from jaxrl_llm.models.layers import rope_frequencies
+from jaxrl_llm.models.layers import FLOAT8, FLOAT8_MAX, rope_frequencies, to_float8
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
     path
@@ -221,6 +222,42 @@ def test_merged_projections_compute_the_same():
         head_output(merged_spec, merged, tokens), head_output(spec, params, tokens), atol=1e-5
     )
     assert merged_spec != spec and merged_spec.num_params == spec.num_params
+
+
+def test_float8_projections_are_near_the_bf16_ones():
+    config = families.config_from_hf(
+        {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1}
+    )
+    spec = model_spec(config, dtype="bfloat16")
+    params = jax.tree.map(lambda x: x + jnp.bfloat16(0.01), fresh(spec))
+    merged_spec, merged = merge_projections(spec, params)
+    small_spec, small = quantize_projections(merged_spec, merged)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)),
+        small,
+        small_spec.params,
+    )
+    attention = small["decoder"]["layers"]["0"]["attention"]
+    assert attention["qkv"]["kernel"].dtype == attention["o"]["kernel"].dtype == FLOAT8
+    # The largest weight of each output is the largest float8, so 3 bits of mantissa are kept.
+    kernel = attention["o"]["kernel"].astype(jnp.float32)
+    np.testing.assert_array_equal(jnp.abs(kernel).max(axis=(1, 2)), FLOAT8_MAX)
+    plain = merged["decoder"]["layers"]["0"]["attention"]["o"]["kernel"].astype(jnp.float32)
+    whole = jnp.moveaxis(kernel * attention["o"]["scale"][:, None, None], 0, -1)
+    error = jnp.linalg.norm(whole - plain) / jnp.linalg.norm(plain)
+    assert 0.005 < error < 0.04
+    tokens = jnp.arange(10).reshape(2, 5)
+    found, expected = (
+        head_output(*model, tokens).astype(jnp.float32)
+        for model in ((small_spec, small), (merged_spec, merged))
+    )
+    assert 0 < jnp.linalg.norm(found - expected) < 0.1 * jnp.linalg.norm(expected)
+
+
+def test_a_float8_input_may_be_zero_or_huge():
+    x = jnp.array([[0.0, 0.0], [1e30, -5e29], [1e-30, 0.0]])
+    small, scale = to_float8(x, axis=-1)
+    np.testing.assert_allclose(small.astype(jnp.float32) * scale, x, rtol=0.04)
 
 
 def test_a_float32_residual_is_nearer_to_float32_weights():

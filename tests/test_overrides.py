@@ -284,6 +284,13 @@ def test_batches_on_several_replicas(config_file):
         load(config_file, *flags, "--config.warmup.batch_size=100")
 
 
+def test_float8_needs_whole_weights(config_file):
+    flags = ["--config.rollout.quantization=float8", "--config.mesh.fsdp=2"]
+    load(config_file, *flags)
+    with pytest.raises(ConfigError, match="whole weights .* mesh.tensor=2 splits them"):
+        load(config_file, *flags, "--config.mesh.tensor=2")
+
+
 def test_sizes_of_an_imported_model(config_file, tmp_path):
     model = tmp_path / "model"
     model.mkdir()

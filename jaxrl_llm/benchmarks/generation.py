@@ -29,7 +29,7 @@ from jaxrl_llm.models.base import ModelSpec, init_params, model_spec
 from jaxrl_llm.models.shapes import SHAPES
 
 # Mean over tokens of exp(|log-prob of the trainer - of the sampler|), in bf16.
-MOST_MULT_PROB_ERROR = 1.02
+MOST_MULT_PROB_ERROR = {"none": 1.02, "float8": 1.5}
 CHECKED_ROWS = 4
 
 
@@ -132,7 +132,8 @@ class Generation(Case):
         trainer = self.programs["trainer"](self.params, first)[:, self.work.prompt_length :]
         sampled = out.logprobs[: self.rows], out.mask[: self.rows]
         error = float(mismatch_metrics(trainer, *sampled)["token_mult_prob_error"])
-        require("token_mult_prob_error", error, MOST_MULT_PROB_ERROR)
+        most = MOST_MULT_PROB_ERROR[self.config.rollout.quantization]
+        require("token_mult_prob_error", error, most)
         return {"token_mult_prob_error": error}
 
     def run(self) -> GenerationOutput:
@@ -189,6 +190,7 @@ class Generation(Case):
             group=self.work.samples,
             num_slots=rollout.num_slots,
             attention=self.config.actor.attention,
+            quantization=rollout.quantization,
         )
 
 

@@ -16,7 +16,7 @@ of a prefill, C prompt rows of the cache, V vocabulary, S slots of a tail.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,12 @@ from jaxrl_llm.generation.kv_cache import (
 )
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
 from jaxrl_llm.kernels.flash_attention import Implementation
-from jaxrl_llm.models.base import ModelSpec, bind, merge_projections
+from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
+from jaxrl_llm.models.layers import FLOAT8
 
+# "float8" computes the layers' projections and keeps the cache in float8_e4m3fn: faster, and
+# further from the trainer's log-probs, so that a run wants importance weights.
+Quantization = Literal["none", "float8"]
 # Tokens that a prefill computes at once unless told otherwise: enough to keep a GPU's matrix units
 # busy. Prompts are prefilled ahead, so a large prefill starves no slot.
 PREFILL_TOKENS = 8192
@@ -128,6 +132,7 @@ def generate(
     prefill_batch: int = 0,
     tail_slots: tuple[int, ...] | None = None,
     attention: Implementation = "auto",
+    quantization: Quantization = "none",
     pad_id: int = 0,
     heads_axis: str | None = None,
 ) -> GenerationOutput:
@@ -144,9 +149,9 @@ def generate(
     `num_slots` sequences are decoded at once (0: all); `prefill_batch` prompts are prefilled at
     once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the numbers of slots, falling,
     with which the loop goes on once no more samples are live or pending (None: a half and an
-    eighth of `num_slots` where responses may be long). `attention` is the
-    implementation; `heads_axis` is the mesh axis that splits heads where a caller left one
-    automatic (see `generate_on_mesh`).
+    eighth of `num_slots` where responses may be long). `attention` is the implementation;
+    `quantization` is of weights and cache; `heads_axis` is the mesh axis that splits heads where a
+    caller left one automatic (see `generate_on_mesh`).
     """
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
@@ -171,6 +176,13 @@ def generate(
     )
     if heads_axis is None:
         spec, params = merge_projections(spec, params)
+    if quantization == "float8":
+        if heads_axis is not None:
+            raise ValueError(
+                "a float8 rollout needs whole weights on each device: mesh.tensor=1 (with fsdp or "
+                "data for more devices), or rollout.quantization=none"
+            )
+        spec, params = quantize_projections(spec, params)
     state = _empty_state(spec, params, queue, sizes, max_new_tokens)
     if num_samples > 0:
         settings = {"attention": attention, "heads_axis": heads_axis}
@@ -200,6 +212,7 @@ def generate_on_mesh(
     num_slots: int = 0,
     prefill_batch: int = 0,
     attention: Implementation = "auto",
+    quantization: Quantization = "none",
     pad_id: int = 0,
 ) -> GenerationOutput:
     """`generate` on every replica of the mesh at once, each with its share of the prompts.
@@ -238,6 +251,7 @@ def generate_on_mesh(
             num_slots=num_slots,
             prefill_batch=prefill_batch,
             attention=attention,
+            quantization=quantization,
             pad_id=pad_id,
             heads_axis="tensor" if split else None,
         )
@@ -310,7 +324,7 @@ def _empty_state(
         prompt_length=width,
         num_slots=sizes.num_slots,
         own_length=max_new_tokens,
-        dtype=bind(spec, params).unembedding().dtype,
+        dtype=FLOAT8 if spec.form == "float8" else bind(spec, params).unembedding().dtype,
     )
     return _State(
         cache=cache,

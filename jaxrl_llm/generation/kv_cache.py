@@ -26,6 +26,7 @@ from jaxrl_llm.kernels.decode_attention import (
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
+from jaxrl_llm.models.layers import FLOAT8, FLOAT8_MAX
 
 # Lowered once for all layers: to lower one kernel takes 0.2 s of one core, to compile it as long.
 _prefix_decode_attention = jax.jit(
@@ -40,6 +41,13 @@ class LayerCache(NamedTuple):
     prompt_values: jax.Array
     own_keys: jax.Array  # [B, K, R, H]
     own_values: jax.Array
+
+
+def stored(x: jax.Array, cache: jax.Array) -> jax.Array:
+    """`x` as the cache keeps it. A float8 has no infinity: what is too large would become NaN."""
+    if cache.dtype == FLOAT8:
+        x = jnp.clip(x, -FLOAT8_MAX, FLOAT8_MAX)
+    return x.astype(cache.dtype)
 
 
 class Context(NamedTuple):
@@ -119,7 +127,7 @@ def prefill_attend(
         out_MPNH = _attention_by_heads(q_MPNH, k_MPKH, v_MPKH, window, implementation, heads_axis)
 
         def write(cache_CKPH: jax.Array, new_MPKH: jax.Array) -> jax.Array:
-            new_MKPH = new_MPKH.swapaxes(1, 2).astype(cache_CKPH.dtype)
+            new_MKPH = stored(new_MPKH.swapaxes(1, 2), cache_CKPH)
             rows = cache_CKPH.at[rows_M, :, : new_MKPH.shape[2]]
             return rows.set(new_MKPH, mode="drop", unique_indices=True)
 
@@ -184,7 +192,7 @@ def decode_attend(
         def write(cache_BKRH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
             entries = cache_BKRH.at[slots_B, :, context.own_position_B]
             return entries.set(
-                new_B1KH[:, 0].astype(cache_BKRH.dtype),
+                stored(new_B1KH[:, 0], cache_BKRH),
                 mode="promise_in_bounds",
                 unique_indices=True,
             )

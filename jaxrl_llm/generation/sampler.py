@@ -63,6 +63,10 @@ class SamplingParams:
 
     def is_stop(self, tokens: jax.Array) -> jax.Array:
         """Whether each token ends its response; bool, the shape of `tokens`."""
+        if not self.stop_token_ids:
+            # Not an array of none: in a shard_map it becomes an argument that nothing uses, at
+            # which Shardy of jax 0.11.2 crashes.
+            return jnp.zeros(tokens.shape, bool)
         stops = jnp.asarray(self.stop_token_ids, tokens.dtype)
         return jnp.any(tokens[..., None] == stops, axis=-1)
 

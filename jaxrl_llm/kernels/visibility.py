@@ -146,7 +146,9 @@ def ranges_of(
             )
         )
     if causal and window is None and lengths is None and padded == length:
-        return Ranges(np.zeros((1, 0, padded), np.int32))
+        # Not NumPy: in a shard_map that would be an argument that nothing uses, at which Shardy of
+        # jax 0.11.2 crashes.
+        return Ranges(jnp.zeros((1, 0, padded), jnp.int32))
     xp: Any = np if lengths is None else jnp
     stop_R1 = np.full((1, 1), length, np.int32) if lengths is None else lengths[:, None]
     real_RT = t[None] < stop_R1

@@ -19,7 +19,7 @@ from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_name
 from jaxrl_llm.algorithms.kl import batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
-from jaxrl_llm.generation.engine import GenerationOutput, generate_on_mesh
+from jaxrl_llm.generation.engine import GenerationOutput, Quantization, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import (
     response_logprobs,
@@ -75,6 +75,7 @@ class Generation:
     group: int  # samples a prompt
     num_slots: int
     dtype: str
+    quantization: Quantization
     seed: int
     pad_id: int
 
@@ -104,6 +105,7 @@ class Generation:
             num_slots=num_slots,
             mesh=role.mesh,
             attention=role.forward.attention,
+            quantization=self.quantization,
             pad_id=self.pad_id,
         )
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from target import abstract, needs_compiler
+from target import abstract, h200_mesh, needs_compiler
 
-from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.distributed.mesh import AXES
+from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
+from jaxrl_llm.generation.engine import generate, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.shapes import SHAPES
@@ -162,3 +164,66 @@ def test_memory(program):
     logits = 4 * SLOTS * CONFIG.vocab_size
     merged = memory.argument_size_in_bytes
     assert memory.temp_size_in_bytes < 1.15 * (caches + 2 * logits + merged) + 2**28
+
+
+@pytest.mark.parametrize("stops", [(), (151645,)])
+def test_several_cards(stops):
+    """The layout switch and the loops of four replicas; stop ids or none, both compile."""
+    mesh = h200_mesh((1, 4, 1), AXES)
+    spec = model_spec(replace(CONFIG, num_layers=1, sliding_window=(None,)))
+    rows, whole = batch_sharding(mesh), replicated(mesh)
+    layout = shardings(spec.axes, spec.params, mesh, TRAIN_RULES)
+    array = jax.ShapeDtypeStruct
+    params = jax.tree.map(lambda x, s: array(x.shape, x.dtype, sharding=s), spec.params, layout)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = (
+        params,
+        array((64, 128), jnp.int32, sharding=rows),
+        array((64,), jnp.int32, sharding=rows),
+        array((64,), jnp.uint32, sharding=rows),
+        array(key.shape, key.dtype, sharding=whole),
+    )
+
+    def answer(params, *inputs):
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return generate_on_mesh(
+            model_spec(spec.config, dtype="bfloat16"),
+            params,
+            *inputs,
+            mesh=mesh,
+            sampling=SamplingParams(max_new_tokens=16, stop_token_ids=stops),
+            group=8,
+            attention="pallas",
+        )
+
+    text = jax.jit(answer).lower(*arguments).compile().as_text()
+    assert "all-gather" in text and "f32[151936,1536]" not in text  # gathered in bf16
+
+
+def test_float8():
+    """The products of a float8 rollout are float8 products, in the prefill and in each step."""
+    spec = model_spec(CONFIG, dtype="bfloat16")
+
+    def answer(params, prompts, lengths, ids, key):
+        return generate(
+            spec,
+            params,
+            prompts,
+            lengths,
+            ids,
+            key,
+            sampling=SamplingParams(max_new_tokens=64),
+            group=GROUP,
+            attention="pallas",
+            quantization="float8",
+        )
+
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    inputs = (spec.params, ints((256, PROMPT)), ints((256,)), ints((256,)), key)
+    text = jax.jit(answer).lower(*abstract(inputs)).compile().as_text()
+    products = re.findall(r"%gemm_fusion_dot\S* \(\S+ (\w+)\S+ \S+ (\w+)", text)
+    assert len(products) >= 9
+    # The head's stays in bf16: its rounding would go straight into the log-probs.
+    assert set(products) == {("f8e4m3fn", "f8e4m3fn"), ("bf16", "bf16")}
+    assert products.count(("bf16", "bf16")) == 1

@@ -4,7 +4,7 @@ python scripts/train.py --config=configs/reward_model.py
 
 A scalar model learns to score the right answer above the wrong one (Bradley and Terry 1952, as in
 Ouyang et al. 2022, https://arxiv.org/abs/2203.02155). An online run takes its newest checkpoint as
-a reward: --config.reward.model.path=runs/reward_model/checkpoints/global_step_600. Your own pairs
+a reward: --config.reward.model.path=runs/reward_model/checkpoints/global_step_300. Your own pairs
 have prompt, chosen, rejected and perhaps a margin; for ratings instead of pairs (prompt,
 completion, rating) --config.algorithm.path=jaxrl_llm.algorithms.offline_alias:reward_regression.
 """
@@ -22,7 +22,7 @@ def get_config() -> Config:
     return replace(
         base,
         name="reward_model",
-        total_steps=600,
+        total_steps=300,
         data=replace(base.data, train_batch_size=256),
         actor=replace(base.actor, optimizer=optimizer),
         algorithm=FunctionConfig(

@@ -287,7 +287,7 @@ def test_batches_on_several_replicas(config_file):
 def test_float8_needs_whole_weights(config_file):
     flags = ["--config.rollout.quantization=float8", "--config.mesh.fsdp=2"]
     load(config_file, *flags)
-    with pytest.raises(ConfigError, match="whole weights .* mesh.tensor=2 splits them"):
+    with pytest.raises(ConfigError, match="whole weights .*mesh.tensor=2 splits them"):
         load(config_file, *flags, "--config.mesh.tensor=2")
 
 

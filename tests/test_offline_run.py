@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_run import TinyRun, assert_same_bits
+from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
 from jaxrl_llm.config import Config, ConfigError, ModelSettings
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -157,6 +157,16 @@ def test_other_kinds_of_records_run(algorithm, tmp_path):
     train(tiny(tmp_path, algorithm, total_steps="20", **packed))
     metrics = run_of(tmp_path).metrics()
     assert metrics[20]["eval_loss"] < metrics[0]["eval_loss"]
+
+
+@pytest.mark.slow
+def test_orpo_learns_from_chance(tmp_path):
+    """The config as a user runs it: nothing is warmed up, so the start is a coin."""
+    file, run_dir = REPOSITORY / "configs" / "orpo.py", tmp_path / "run"
+    config = load_config(str(file), [("run_dir", str(run_dir))])
+    totals = train(replace(config, total_steps=150)).totals
+    assert totals.first["eval_rewards/accuracies"] < 0.55
+    assert totals.last["eval_rewards/accuracies"] > 0.7
 
 
 @pytest.mark.slow

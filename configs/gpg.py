@@ -19,12 +19,7 @@ def get_config() -> Config:
     return replace(
         base,
         name="gpg",
-        total_steps=250,
-        actor=replace(
-            base.actor,
-            ppo_mini_batch_size=base.data.train_batch_size,
-            # Half the optimizer steps of the other runs: each may be larger.
-            optimizer=replace(base.actor.optimizer, learning_rate=4e-4),
-        ),
+        total_steps=400,  # as many optimizer steps as the other runs have in 200
+        actor=replace(base.actor, ppo_mini_batch_size=base.data.train_batch_size),
         algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:gpg"),
     )

@@ -2,11 +2,11 @@
 
 python scripts/train.py --config=configs/sft.py
 
-Next-token likelihood of the answers alone; rows are packed, without padding, into passes of 256
-tokens. Your own rows have prompt and completion, messages, or text:
+Next-token likelihood of the answers alone, the first stage of Ouyang et al. 2022
+(https://arxiv.org/abs/2203.02155). Rows of very different lengths can be packed without padding:
+--config.actor.micro_batch_tokens=8192. Your own rows have prompt and completion, messages, or text:
 --config.data.train_files=[examples.jsonl] --config.data.train_tasks=[], the same for val_files, and
---config.validation.generate=false where no answer can be called right or wrong. Such training is
-the first stage of Ouyang et al. 2022, https://arxiv.org/abs/2203.02155.
+--config.validation.generate=false where no answer can be called right or wrong.
 """
 
 from jaxrl_llm.config import (
@@ -36,7 +36,6 @@ def get_config() -> Config:
         ),
         actor=ActorConfig(
             hf_config=MODEL,
-            micro_batch_tokens=256,
             optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=10),
         ),
         algorithm=FunctionConfig(path="jaxrl_llm.algorithms.offline_alias:sft"),

@@ -71,6 +71,10 @@ def prepare_movie_preferences(output: str | Path, *, archive: str | Path | None 
         parts[split] = sentences[start : start + count]
         start += count
     parts["train"] = sentences[start:]
+    # A few sentences are in the archive twice: one that is held out must not be trained on.
+    trained = {sentence.text for sentence in parts["train"]}
+    for split in SPLITS:
+        parts[split] = [sentence for sentence in parts[split] if sentence.text not in trained]
     output.mkdir(parents=True, exist_ok=True)
     for split, part in parts.items():
         _write(output / f"{split}.jsonl", pairs(part, random.Random(split)))

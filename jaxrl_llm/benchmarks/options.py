@@ -169,7 +169,7 @@ def read_options(words: Sequence[str]) -> Options:
         compile_cache=given.compile_cache,
         # XLA takes a flag's value as a bool, any other as text.
         compiler_options=tuple(
-            (name, {"true": True, "false": False}.get(value, value))
+            (name, value == "true" if value in ("true", "false") else value)
             for name, value in given.compiler_option
         ),
         overrides=tuple(overrides),

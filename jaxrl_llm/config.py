@@ -282,5 +282,5 @@ class Config:
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     compile_cache: str = ""  # folder of compiled programs; empty is <run_dir>/compile_cache
-    exact: bool = True  # same bits in every process, on a GPU too: no atomics, XLA's attention
+    exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself

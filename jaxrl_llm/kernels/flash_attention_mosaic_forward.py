@@ -139,7 +139,7 @@ def kernel_call(
     Heads vary fastest, so that the query heads of one KV head read its keys from the L2 cache.
     """
     index = [jnp.asarray(schedule.items), jnp.asarray(schedule.whole_RQK)]
-    if ranges.values_RCT.shape[1]:
+    if ranges.values_RCT is not None:
         index.append(jnp.asarray(ranges.values_RCT))
     kernel = plgpu.kernel(
         partial(body, num_index=len(index)),

@@ -9,6 +9,7 @@ I work items (a block of a row).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,27 +95,27 @@ def packed_visibility(
     )
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["values_RCT"], meta_fields=["num_tokens"])
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of whole rows for the kernels: [R, C, T] of int32.
+    """The ranges of whole rows of `num_tokens` T for the kernels: [R, C, T] of int32.
 
-    C = 0: plain causal; C = 1: start; C = 3: start, prefix start, prefix end. NumPy where they are
-    known at trace time, so that what follows from them is a constant of the program.
+    None: plain causal, so that what follows is a constant of the program; C = 1: start; C = 3:
+    start, prefix start, prefix end. NumPy where they are known at trace time.
     """
 
-    values_RCT: Any
-
-    @property
-    def size(self) -> int:
-        return self.values_RCT.shape[-1]
+    num_tokens: int
+    values_RCT: Any = None
 
     def rows(self) -> tuple[Any, Any, Any]:
         """start, prefix start, prefix end, each [R, T]; 0 where absent."""
+        if self.values_RCT is None:
+            start = np.zeros((1, self.num_tokens), np.int32)
+            return start, start, start
         R, C, T = self.values_RCT.shape
         xp = _module(self.values_RCT)
         none = xp.zeros((R, T), np.int32)
-        start = self.values_RCT[:, 0] if C else none
+        start = self.values_RCT[:, 0]
         if C < 3:
             return start, none, none
         return start, self.values_RCT[:, 1], self.values_RCT[:, 2]
@@ -137,28 +138,29 @@ def ranges_of(
             arrays += [visibility.prefix_start_BT, visibility.prefix_end_BT]
         fill = [padded, 0, 0]
         return Ranges(
+            padded,
             jnp.stack(
                 [
                     jnp.pad(x.astype(jnp.int32), ((0, 0), (0, padded - length)), constant_values=c)
                     for x, c in zip(arrays, fill, strict=False)
                 ],
                 axis=1,
-            )
+            ),
         )
     if causal and window is None and lengths is None and padded == length:
-        # Not NumPy: in a shard_map that would be an argument that nothing uses, at which Shardy of
-        # jax 0.11.2 crashes.
-        return Ranges(jnp.zeros((1, 0, padded), jnp.int32))
+        # Not an array of none: in a shard_map it becomes an argument that nothing uses, at which
+        # Shardy of jax 0.11.2 crashes.
+        return Ranges(padded)
     xp: Any = np if lengths is None else jnp
     stop_R1 = np.full((1, 1), length, np.int32) if lengths is None else lengths[:, None]
     real_RT = t[None] < stop_R1
     if causal:
         start_RT = t - window + 1 if window is not None else np.zeros_like(t)
         start_RT = xp.where(real_RT, xp.maximum(start_RT, 0), padded)
-        return Ranges(start_RT[:, None].astype(np.int32))
+        return Ranges(padded, start_RT[:, None].astype(np.int32))
     start_RT = xp.full(real_RT.shape, padded, np.int32)
     end_RT = xp.where(real_RT, stop_R1, 0).astype(np.int32)
-    return Ranges(xp.stack([start_RT, xp.zeros_like(start_RT), end_RT], axis=1))
+    return Ranges(padded, xp.stack([start_RT, xp.zeros_like(start_RT), end_RT], axis=1))
 
 
 @jax.tree_util.register_dataclass
@@ -182,7 +184,7 @@ def query_schedule(
     """For programs of `tile_q` queries that loop over blocks of `block_k` keys."""
     start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
     xp = _module(start_RT)
-    T = ranges.size
+    T = ranges.num_tokens
     t = np.arange(T, dtype=np.int32)
 
     def hull(low_RT: Any, high_RT: Any) -> tuple[Any, Any]:
@@ -213,7 +215,7 @@ def key_schedule(
     """For programs of `tile_k` keys that loop over blocks of `block_q` queries."""
     start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
     xp = _module(start_RT)
-    T = ranges.size
+    T = ranges.num_tokens
     t = np.arange(T, dtype=np.int32)[:, None]
     low, high = (np.arange(T // tile_k, dtype=np.int32) + i for i in (0, 1))
     low, high = low * tile_k, high * tile_k
@@ -233,7 +235,7 @@ def key_schedule(
 
 def _whole(ranges: Ranges, block_q: int, block_k: int) -> Any:
     start_RT, prefix_start_RT, prefix_end_RT = (x[..., None] for x in ranges.rows())
-    T = ranges.size
+    T = ranges.num_tokens
     t = np.arange(T, dtype=np.int32)[:, None]
     low = np.arange(T // block_k, dtype=np.int32) * block_k
     whole_RTK = (start_RT <= low) & (low + block_k - 1 <= t)

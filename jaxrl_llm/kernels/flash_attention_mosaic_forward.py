@@ -10,6 +10,7 @@ H head dim; R, C, Q, K and I in schedules as in visibility.py. Inside a kernel: 
 of a warpgroup, `block_k` keys of a step.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +81,21 @@ def default_tuning(head_dim: int) -> Tuning:
     return Tuning(block_k=64, dq_stages=1, dkv_stages=1, dkv_split=True)
 
 
-@partial(jax.jit, static_argnums=(4, 5))  # lowered once for all layers: a kernel takes 0.2 s
+def lowered_once(run: Callable[..., Any], num_arrays: int) -> Callable[..., Any]:
+    """`run` of arrays, then static settings of which the last is `interpret`, in a jit of its own.
+
+    So it is lowered and compiled once for all layers of a model: a kernel takes 0.2 s of each. Not
+    when interpreted: the interpreter's callbacks may wait for threads that the program holds.
+    """
+    static = inspect.signature(run).parameters
+    jitted = jax.jit(run, static_argnums=tuple(range(num_arrays, len(static))))
+
+    def call(*args: Any) -> Any:
+        return (jitted if args[-1] is None else run)(*args)
+
+    return call
+
+
 def forward(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ranges: Ranges, tuning: Tuning, interpret: Any
 ) -> tuple[Array, Array]:
@@ -88,6 +103,12 @@ def forward(
 
     The log-sum-exp of a token that sees nothing is +inf, which makes its weights 0.
     """
+    return _forward(q_BTNH, k_BTKH, v_BTKH, ranges, tuning, interpret)
+
+
+def _forward_of_layer(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ranges: Ranges, tuning: Tuning, interpret: Any
+) -> tuple[Array, Array]:
     B, T, N, H = q_BTNH.shape
     block_q, block_k = tuning.block_q, tuning.block_k
     schedule = query_schedule(
@@ -120,6 +141,9 @@ def forward(
         ),
         interpret=interpret,
     )
+
+
+_forward = lowered_once(_forward_of_layer, num_arrays=4)
 
 
 def kernel_call(

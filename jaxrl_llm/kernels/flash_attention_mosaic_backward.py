@@ -46,6 +46,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
 from jaxrl_llm.kernels.visibility import Ranges, key_schedule, query_schedule
 
 
+@lowered_once
 def backward(
     q_BTNH: Array,
     k_BTKH: Array,
@@ -58,21 +59,6 @@ def backward(
     interpret: Any,
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv from the forward pass's inputs, output and log-sum-exp (in bits)."""
-    arrays = (q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT, ranges, dout_BTNH)
-    return _backward(*arrays, tuning, interpret)
-
-
-def _backward_of_layer(
-    q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
-    out_BTNH: Array,
-    lse_BNT: Array,
-    ranges: Ranges,
-    dout_BTNH: Array,
-    tuning: Tuning,
-    interpret: Any,
-) -> tuple[Array, Array, Array]:
     # Nothing may come in through a token that sees nothing: 0 * NaN would reach dv of real ones.
     real_BTN = jnp.isfinite(lse_BNT).swapaxes(1, 2)
     dout_BTNH = jnp.where(real_BTN[..., None], dout_BTNH, 0).astype(q_BTNH.dtype)
@@ -88,9 +74,6 @@ def _backward_of_layer(
     else:
         dk_BTKH, dv_BTKH = _dkv(operands, ranges, tuning, interpret, ("dk", "dv"))
     return dq_BTNH, dk_BTKH, dv_BTKH
-
-
-_backward = lowered_once(_backward_of_layer, num_arrays=7)
 
 
 def _dq(operands: tuple[Array, ...], ranges: Ranges, tuning: Tuning, interpret: Any) -> Array:

@@ -14,8 +14,8 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ LOWEST = -1e30
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)
 BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +83,23 @@ def default_tuning(head_dim: int) -> Tuning:
     return Tuning(block_k=64, dq_stages=1, dkv_stages=1, dkv_split=True)
 
 
-def lowered_once(run: Callable[..., Any], num_arrays: int) -> Callable[..., Any]:
-    """`run` of arrays, then static settings of which the last is `interpret`, in a jit of its own.
+def lowered_once(run: Callable[P, R]) -> Callable[P, R]:
+    """`run` of arrays, then `tuning` and `interpret`, in a jit of its own.
 
     So it is lowered and compiled once for all layers of a model: a kernel takes 0.2 s of each. Not
     when interpreted: the interpreter's callbacks may wait for threads that the program holds.
     """
-    static = inspect.signature(run).parameters
-    jitted = jax.jit(run, static_argnums=tuple(range(num_arrays, len(static))))
+    num_arguments = len(inspect.signature(run).parameters)
+    jitted = jax.jit(run, static_argnums=(num_arguments - 2, num_arguments - 1))
 
-    def call(*args: Any) -> Any:
-        return (jitted if args[-1] is None else run)(*args)
+    @wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (jitted if args[-1] is None else run)(*args, **kwargs)
 
     return call
 
 
+@lowered_once
 def forward(
     q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ranges: Ranges, tuning: Tuning, interpret: Any
 ) -> tuple[Array, Array]:
@@ -103,12 +107,6 @@ def forward(
 
     The log-sum-exp of a token that sees nothing is +inf, which makes its weights 0.
     """
-    return _forward(q_BTNH, k_BTKH, v_BTKH, ranges, tuning, interpret)
-
-
-def _forward_of_layer(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ranges: Ranges, tuning: Tuning, interpret: Any
-) -> tuple[Array, Array]:
     B, T, N, H = q_BTNH.shape
     block_q, block_k = tuning.block_q, tuning.block_k
     schedule = query_schedule(
@@ -141,9 +139,6 @@ def _forward_of_layer(
         ),
         interpret=interpret,
     )
-
-
-_forward = lowered_once(_forward_of_layer, num_arrays=4)
 
 
 def kernel_call(

@@ -197,7 +197,7 @@ def old_logprob_stage(
             )
             return found.logprobs, found.entropy, found.sum_squares
 
-        old, entropy, squares = sizes.forward.join(forward, _row_fields(row))
+        old, entropy, squares = sizes.forward.join(forward, row_fields(row))
         metrics = mismatch_metrics(old, rollout, mask)
         metrics["actor/entropy"] = masked_mean(entropy, mask)
         return StageOutput(writes=(old, squares) if with_squares else (old,), metrics=metrics)
@@ -226,8 +226,10 @@ def correction_stage(algorithm: Algorithm) -> Stage:
     return Stage(name="rollout_corr", fn=fn, reads=reads, writes=tuple(functions), role=DEVICE)
 
 
-def reference_stage(role: Role, sizes: UpdateSizes, *, temperature: float) -> Stage:
-    """Log-probs of the frozen reference model."""
+def frozen_logprobs_stage(
+    role: Role, sizes: UpdateSizes, *, name: str, writes: str, temperature: float
+) -> Stage:
+    """Log-probs of the samples under a frozen model: the reference, or a teacher."""
 
     def fn(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
         def forward(part: Fields) -> Any:
@@ -239,10 +241,10 @@ def reference_stage(role: Role, sizes: UpdateSizes, *, temperature: float) -> St
                 temperature=temperature,
             )[0]
 
-        logprobs = sizes.forward.join(forward, _row_fields(row))
+        logprobs = sizes.forward.join(forward, row_fields(row))
         return StageOutput(writes=(logprobs,), metrics={})
 
-    return Stage(name="ref", fn=fn, reads=ROW, writes=("reference_logprobs",), role=role.name)
+    return Stage(name=name, fn=fn, reads=ROW, writes=(writes,), role=role.name)
 
 
 def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
@@ -255,7 +257,7 @@ def values_stage(role: Role, sizes: UpdateSizes) -> Stage:
                 params_of(state), rows_of(part), spec=role.spec, settings=settings
             )
 
-        values = sizes.forward.join(forward, _row_fields(row))
+        values = sizes.forward.join(forward, row_fields(row))
         return StageOutput(writes=(values,), metrics={})
 
     return Stage(name="values", fn=fn, reads=ROW, writes=("values",), role=role.name)
@@ -277,7 +279,7 @@ def reward_model_stage(role: Role, sizes: UpdateSizes, *, greedy_group: int = 0)
                 settings=role.forward,
             )
 
-        scores = sizes.forward.join(forward, _row_fields(row))
+        scores = sizes.forward.join(forward, row_fields(row))
         if not greedy_group:
             return StageOutput(writes=(scores,), metrics={})
         of_groups = scores[::greedy_group]
@@ -437,7 +439,8 @@ def _update_reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*ROW, *(n for n in named if n not in UPDATE_FIELDS))))
 
 
-def _row_fields(row: Sequence[jax.Array]) -> Fields:
+def row_fields(row: Sequence[jax.Array]) -> Fields:
+    """The arrays of a stage that reads `ROW`, by name."""
     return dict(zip(ROW, row, strict=True))
 
 

@@ -8,13 +8,13 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.learner.forward import response_logprobs, response_statistics
+from jaxrl_llm.learner.forward import response_statistics
 from jaxrl_llm.learner.rows import Fields, rows_of
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.dataflow import Stage, StageOutput
 from jaxrl_llm.trainer.initialise import ModelSource, find_model, spec_of
 from jaxrl_llm.trainer.roles import Role, make_role, params_of
-from jaxrl_llm.trainer.stages import ROW, UpdateSizes
+from jaxrl_llm.trainer.stages import ROW, UpdateSizes, frozen_logprobs_stage, row_fields
 
 TEACHER = "teacher"
 
@@ -56,19 +56,6 @@ def teacher_stages(
 ) -> list[Stage]:
     """Its log-probs of the sampled tokens, and its likeliest tokens at each position."""
 
-    def of_samples(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
-        def forward(part: Fields) -> Any:
-            return response_logprobs(
-                params_of(state),
-                rows_of(part),
-                spec=role.spec,
-                settings=role.forward,
-                temperature=temperature,
-            )[0]
-
-        fields: Fields = dict(zip(ROW, row, strict=True))
-        return StageOutput(writes=(sizes.forward.join(forward, fields),), metrics={})
-
     def of_candidates(state: Any, step: jax.Array, *row: jax.Array) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_statistics(
@@ -80,12 +67,11 @@ def teacher_stages(
                 top_k=top_k,
             ).top
 
-        fields: Fields = dict(zip(ROW, row, strict=True))
-        return StageOutput(writes=sizes.forward.join(forward, fields), metrics={})
+        return StageOutput(writes=sizes.forward.join(forward, row_fields(row)), metrics={})
 
     return [
-        Stage(
-            name="teacher", fn=of_samples, reads=ROW, writes=("teacher_logprobs",), role=role.name
+        frozen_logprobs_stage(
+            role, sizes, name="teacher", writes="teacher_logprobs", temperature=temperature
         ),
         Stage(
             name="teacher_top",

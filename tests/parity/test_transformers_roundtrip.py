@@ -14,8 +14,8 @@ from jaxrl_llm.kernels.flash_attention import attention
 from jaxrl_llm.models.base import ModelSpec, Params, bind, model_spec
 from jaxrl_llm.tokenizer import CharTokenizer
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
 
 TOKENS = np.random.default_rng(1).integers(2, 96, (2, 11)).astype(np.int32)

@@ -11,7 +11,7 @@ from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, aggregation, global_c
 from jaxrl_llm.algorithms.kl import AdaptiveKL, kl_penalty
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
 
 ROWS, LENGTH = 12, 7

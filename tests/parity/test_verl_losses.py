@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms.policy_losses import (
 from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
 from jaxrl_llm.algorithms.sequence_losses import geo_mean, gspo
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
 
 ROWS, LENGTH = 8, 6

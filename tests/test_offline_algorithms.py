@@ -250,6 +250,14 @@ def test_an_algorithm_says_what_it_reads():
         assert not [name for name in reference_free.reads if name.startswith("reference")]
 
 
+def judge_of_scores(chosen_scores):
+    return {}
+
+
+def of_labels_alone(completion_logprobs, labels):
+    return completion_logprobs
+
+
 def misspelt(chosen_logprob, rejected_logprobs):
     return chosen_logprob
 
@@ -270,6 +278,18 @@ def of_two_models(chosen_logprobs, rejected_scores):
         (lambda: OfflineAlgorithm(loss=of_two_models), "scores and log-probs"),
         (lambda: OfflineAlgorithm(), "needs a loss"),
         (lambda: OfflineAlgorithm(loss=losses.kto), "give both, or leave both out"),
+        (
+            lambda: OfflineAlgorithm(loss=losses.dpo, judge_pairs=losses.judged_pairs),
+            "beside a loss on preferences.*leave it out",
+        ),
+        (
+            lambda: OfflineAlgorithm(loss=of_labels_alone, judge_pairs=judge_of_scores),
+            "asks for 'chosen_scores'; it is given chosen_logprobs",
+        ),
+        (
+            lambda: OfflineAlgorithm(loss=of_labels_alone, judge_pairs=losses.judged_pairs),
+            "no loss of this run reads a reference",
+        ),
         (lambda: alias.dpo(beta=0.0), "beta=0.0: must be above 0"),
         (lambda: alias.dpo(label_smoothing=0.5), "from 0 to below 0.5"),
         (lambda: alias.dpo(form="ipo", label_smoothing=0.1), "form=ipo has no smoothing"),

@@ -3,11 +3,12 @@
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import pytest
 from chat_tokenizer import write_chat_tokenizer
 
-from jaxrl_llm.config import TaskConfig
+from jaxrl_llm.config import Config, DataConfig, TaskConfig
 from jaxrl_llm.data import packaged_data
 from jaxrl_llm.data.dataset import (
     RowRules,
@@ -17,6 +18,7 @@ from jaxrl_llm.data.dataset import (
     load_unpaired,
 )
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
+from jaxrl_llm.trainer.run_data import load_held_out
 
 CHAR = CharTokenizer()
 RULES = RowRules(max_length=99)
@@ -80,6 +82,29 @@ def test_each_step_is_judged_after_those_before_it(loader, tmp_path):
     rows = [{"prompt": "9-4-4=", "completions": ["5-4=", "2"], "labels": [True, False]}]
     found = described(load(loader, tmp_path, rows))
     assert found == [("9-4-4=", "5-4=\n", 1.0), ("9-4-4=5-4=\n", "2\n", 0.0)]
+
+
+def test_held_out_rows_that_are_pairs_are_known_as_such(tmp_path):
+    """Also among several files, of which one other is enough to say no."""
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    implicit = {"chosen": "2+2=4", "rejected": "2+2=5"}
+    single = {"prompt": "2+2=", "completion": "4", "label": True}
+    files = []
+    for name, row in (("pair", pair), ("implicit", implicit), ("single", single)):
+        files.append(str(tmp_path / f"{name}.jsonl"))
+        Path(files[-1]).write_text(json.dumps(row) + "\n")
+
+    def found(*files, tasks=()):
+        data = DataConfig(val_files=files, val_tasks=tasks, max_prompt_length=9)
+        records, are_pairs = load_held_out(Config(data=data), "unpaired", CHAR, None)
+        return len(records), are_pairs
+
+    assert found(*files[:2]) == (4, True)
+    assert found(*files) == (5, False)
+    assert found() == (0, False)
+    task = TaskConfig(name="chain_sum", settings={"num_terms": 2}, size=3)
+    num, are_pairs = found(files[0], tasks=(task,))
+    assert num > 2 and are_pairs
 
 
 @pytest.mark.parametrize(

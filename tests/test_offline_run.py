@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_iteration import random_params
 from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
 from jaxrl_llm.config import Config, ConfigError, ModelSettings
+from jaxrl_llm.data.packing import collate_records
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.learner.offline_losses import weighted_means
 from jaxrl_llm.overrides import load_config
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.guards import NonFiniteGradients
@@ -19,6 +23,7 @@ from jaxrl_llm.trainer.initialise import find_model, load_params, spec_of
 from jaxrl_llm.trainer.offline_plan import plan_offline
 from jaxrl_llm.trainer.roles import make_role
 from jaxrl_llm.trainer.run import Summary, train
+from jaxrl_llm.trainer.run_data import held_out_sources, load_records
 from jaxrl_llm.trainer.serving import export_checkpoint
 
 ALIAS = "jaxrl_llm.algorithms.offline_alias"
@@ -150,6 +155,40 @@ def _load(path: Path, kind: str):
     return jax.tree.map(np.asarray, load_params(role, source, 0))
 
 
+# ------------------------------------------------------------------------- pairs taken apart
+
+
+@pytest.mark.parametrize("packed", ["0", "16"])
+def test_a_policy_of_kto_is_judged_on_pairs_as_one_of_dpo(packed, tmp_path):
+    """The same weights and the same pairs, by both plans: two ways to the same rewards."""
+    tokenizer, mesh = load_tokenizer("char"), make_mesh()
+    taken_apart = {"actor__micro_batch_tokens": packed}
+    config = tiny(tmp_path / "dpo", "dpo", data__train_batch_size="8")
+    plans = [
+        plan_offline(config, tokenizer, mesh),
+        plan_offline(tiny(tmp_path / "kto", "kto", **taken_apart), tokenizer, mesh),
+    ]
+    pairs = load_records(config, held_out_sources(config), "preferences", tokenizer, None)
+    batch = jax.tree.map(jnp.asarray, collate_records(pairs[:5], length=8, pad_id=0, size=8))
+    role = plans[0].learner
+    params, reference = (random_params(role.spec.params, seed) for seed in (1, 2))
+    states = {"actor": role.state(jax.tree.map(jnp.asarray, params)), "reference": reference}
+    expected = weighted_means(jax.jit(plans[0].held_out())(states, batch))
+    found = weighted_means(jax.jit(plans[1].held_out_pairs())(states, batch))
+    assert 0 < found["rewards/accuracies"] < 1 and found["rewards/margins"] != 0
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_run_of_kto_reports_what_its_policy_makes_of_held_out_pairs(tmp_path):
+    train(tiny(tmp_path, "kto", total_steps="3", actor__micro_batch_tokens="16"))
+    metrics = run_of(tmp_path).metrics()
+    assert metrics[0]["eval_rewards/accuracies"] == 0.0  # the policy is its own reference
+    assert 0 < metrics[3]["eval_rewards/accuracies"] <= 1
+    assert {"eval_accuracy", "eval_kl", "eval_rewards/margins"} <= metrics[3].keys()
+    assert "rewards/accuracies" not in metrics[3]  # a batch of training has no pairs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["kto", "sft", "reward_regression", "orpo"])
 def test_other_kinds_of_records_run(algorithm, tmp_path):
@@ -230,3 +269,25 @@ def test_a_bad_config_is_refused_before_jax(algorithm, changes, message, tmp_pat
 def test_a_plan_that_cannot_work_is_refused(algorithm, changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         refused(tmp_path, algorithm, **changes)
+
+
+JUDGED = """
+from jaxrl_llm.algorithms.offline import OfflineAlgorithm
+from jaxrl_llm.algorithms.preference_losses import judged_pairs
+
+
+def labelled() -> OfflineAlgorithm:
+    def loss(completion_logprobs, reference_completion_logprobs, labels):
+        return (completion_logprobs - reference_completion_logprobs) * labels, {}
+
+    return OfflineAlgorithm(loss=loss, judge_pairs=judged_pairs)
+"""
+
+
+def test_pairs_cannot_be_judged_by_a_reference_that_was_dropped(tmp_path):
+    (tmp_path / "judged.py").write_text(JUDGED)
+    path = {"algorithm__path": f"{tmp_path}/judged.py:labelled"}
+    refuse = {"precompute_reference": "true"} | path
+    with pytest.raises(ValueError, match="held-out pairs are judged by the reference model"):
+        refused(tmp_path, "kto", **refuse)
+    refused(tmp_path, "kto", **path)  # with its reference it is planned

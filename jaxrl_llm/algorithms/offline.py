@@ -44,10 +44,12 @@ class RecordKind:
         return (*computed, *reference, *self.numbers, "weights", BASELINE)
 
 
+PAIR = ("chosen", "rejected")
+
 # Where a function's fields fit several kinds, the first is meant.
 RECORD_KINDS = (
     RecordKind(name="examples", groups=("completion",)),
-    RecordKind(name="preferences", groups=("chosen", "rejected"), numbers=("margins",)),
+    RecordKind(name="preferences", groups=PAIR, numbers=("margins",)),
     RecordKind(name="unpaired", groups=("completion", "mismatched"), numbers=("labels",)),
     RecordKind(name="ratings", groups=("completion",), numbers=("ratings",)),
 )
@@ -68,6 +70,9 @@ class OfflineAlgorithm:
     token_loss_coef: float = 1.0
     # fields -> the field `baseline` [B], from the whole batch, without gradient, before the update
     baseline: Callable[..., Any] | None = None
+    # For a loss on labelled completions, which takes pairs apart: where the held-out data are
+    # pairs, (log-probs of their two completions, and the reference's) -> metrics beside the loss's
+    judge_pairs: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if self.loss is None and self.token_loss is None:
@@ -85,6 +90,28 @@ class OfflineAlgorithm:
                 "the loss names scores and log-probs: a scalar model gives the first, a language "
                 "model the second, and a run trains one of them"
             )
+        if self.judge_pairs is not None:
+            self._check_judge(self.judge_pairs)
+
+    def _check_judge(self, judge: Callable[..., Any]) -> None:
+        if self.records.name != "unpaired":
+            raise ValueError(
+                f"judge_pairs beside a loss on {self.records.name}: it is for one on labelled "
+                "completions (the field labels), which sees no pairs; leave it out"
+            )
+        own = [group + LOGPROBS for group in PAIR]
+        known = [*own, *(REFERENCE + name for name in own)] if self.reads_reference else own
+        unknown = [name for name in field_names(judge) if name not in known]
+        if unknown:
+            raise ValueError(
+                f"judge_pairs asks for '{unknown[0]}'; it is given {', '.join(known)}"
+                + ("" if self.reads_reference else ", and no loss of this run reads a reference")
+            )
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether some function names a log-prob of the reference model."""
+        return any(name.startswith(REFERENCE) for name in self.reads)
 
     @property
     def update_reads(self) -> tuple[str, ...]:

@@ -70,7 +70,11 @@ def kto(
         desirable_weight=desirable_weight,
         undesirable_weight=undesirable_weight,
     )
-    return OfflineAlgorithm(loss=loss, baseline=losses.mismatched_kl)
+    return OfflineAlgorithm(
+        loss=loss,
+        baseline=losses.mismatched_kl,
+        judge_pairs=partial(losses.judged_pairs, beta=beta),
+    )
 
 
 def orpo(*, beta: float = 0.1) -> OfflineAlgorithm:

@@ -123,8 +123,9 @@ def dpo(
         loss = (clean - flipped) / (1.0 - 2.0 * label_smoothing)
     else:
         loss = _smoothed(scaled, label_smoothing)
-    rewards = beta * chosen, beta * rejected
-    return loss, pair_metrics(*rewards, chosen_logprobs, rejected_logprobs)
+    pairs = chosen_logprobs, rejected_logprobs
+    references = reference_chosen_logprobs, reference_rejected_logprobs
+    return loss, judged_pairs(*pairs, *references, beta=beta)
 
 
 def dpo_normalised(
@@ -154,8 +155,9 @@ def dpo_normalised(
         loss = jnp.square(gap - 1.0 / (2.0 * beta))
     else:
         loss = _smoothed(beta * gap, label_smoothing)
-    rewards = beta * chosen, beta * rejected
-    return loss, pair_metrics(*rewards, chosen_logprobs, rejected_logprobs)
+    pairs = chosen_logprobs, rejected_logprobs
+    references = reference_chosen_logprobs, reference_rejected_logprobs
+    return loss, judged_pairs(*pairs, *references, beta=beta)
 
 
 def mismatched_kl(
@@ -283,6 +285,23 @@ def cpo_normalised(
 
 
 # ------------------------------------------------------------------------- shared
+
+
+def judged_pairs(
+    chosen_logprobs: Float[Array, " B"],
+    rejected_logprobs: Float[Array, " B"],
+    reference_chosen_logprobs: Float[Array, " B"],
+    reference_rejected_logprobs: Float[Array, " B"],
+    *,
+    beta: float = 0.1,
+) -> dict[str, Float[Array, " B"]]:
+    """What a policy makes of pairs by its implicit reward, beta times the log-ratio.
+
+    Of DPO's family, and of a loss on single completions whose held-out data are pairs.
+    """
+    chosen = beta * (chosen_logprobs - reference_chosen_logprobs)
+    rejected = beta * (rejected_logprobs - reference_rejected_logprobs)
+    return pair_metrics(chosen, rejected, chosen_logprobs, rejected_logprobs)
 
 
 def pair_metrics(

@@ -103,23 +103,26 @@ def record_sums(
     if ROWS in fields:
         weights = weights * fields[ROWS].included
     sums: Metrics = {}
-
-    def add(name: str, values: Array, share: Array) -> None:
-        # Where nothing counts, the value may be anything, also not finite.
-        sums[name] = jnp.where(share > 0, values * share, 0.0).sum()
-        sums[WEIGHT + name] = share.sum()
-
     if algorithm.loss is not None:
         values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
-        add(LOSS, values, weights)
-        for name, metric in metrics.items():
-            value, share = metric if isinstance(metric, tuple) else (metric, jnp.ones_like(weights))
-            add(name, value, share * weights)
+        sums |= weighted_sums({LOSS: values} | metrics, weights)
     if algorithm.token_loss is not None:
         named = field_names(algorithm.token_loss)
         values, counts = algorithm.token_loss(*(current[n] for n in named))
         sums[TOKEN_LOSS] = (values * weights).sum()
         sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
+    return sums
+
+
+def weighted_sums(metrics: dict[str, Any], weights: Float[Array, " B"]) -> Metrics:
+    """Sums of metrics, each one value a record or (values, weights), and of their weights."""
+    sums: Metrics = {}
+    for name, metric in metrics.items():
+        values, share = metric if isinstance(metric, tuple) else (metric, jnp.ones_like(weights))
+        share *= weights
+        # Where nothing counts, the value may be anything, also not finite.
+        sums[name] = jnp.where(share > 0, values * share, 0.0).sum()
+        sums[WEIGHT + name] = share.sum()
     return sums
 
 
@@ -145,16 +148,8 @@ def offline_loss(
 
 
 def means(algorithm: OfflineAlgorithm, sums: dict[str, Any]) -> dict[str, Any]:
-    """Weighted means of `record_sums` that were added up, `loss` first; other entries stay.
-
-    A metric without any weight (the desirable records of a batch that has none) is 0.
-    """
-    out: dict[str, Any] = {"loss": 0.0}
-    for name, value in sums.items():
-        if name.startswith(WEIGHT):
-            continue
-        weight = sums.get(WEIGHT + name)
-        out[name] = value if weight is None else value / jnp.maximum(weight, 1e-9)
+    """`weighted_means` of `record_sums` that were added up, `loss` first."""
+    out: dict[str, Any] = {"loss": 0.0} | weighted_means(sums)
     coefs = {LOSS: 1.0, TOKEN_LOSS: algorithm.token_loss_coef}
     out["loss"] = sum(coef * out[name] for name, coef in coefs.items() if name in out)
     out.pop(LOSS, None)
@@ -162,6 +157,19 @@ def means(algorithm: OfflineAlgorithm, sums: dict[str, Any]) -> dict[str, Any]:
         out.pop(TOKEN_LOSS)  # it is the loss
     if "rewards/chosen" in out and "rewards/margins" not in out:
         out["rewards/margins"] = out["rewards/chosen"] - out["rewards/rejected"]
+    return out
+
+
+def weighted_means(sums: dict[str, Any]) -> dict[str, Any]:
+    """Weighted means of `weighted_sums` that were added up; other entries stay.
+
+    A metric without any weight (the desirable records of a batch that has none) is 0.
+    """
+    out: dict[str, Any] = {}
+    for name, value in sums.items():
+        if not name.startswith(WEIGHT):
+            weight = sums.get(WEIGHT + name)
+            out[name] = value if weight is None else value / jnp.maximum(weight, 1e-9)
     return out
 
 

@@ -145,21 +145,24 @@ class RecordValidator:
 
     def __init__(
         self,
-        algorithm: OfflineAlgorithm,
         sums: Callable[..., Metrics],
+        means: Callable[[Metrics], Metrics],
         batches: Sequence[OfflineBatch],
         mesh: Mesh,
     ):
-        """`sums(state, batch)` is traced here; its first argument is what `run` is given."""
-        self._algorithm = algorithm
+        """`sums(state, batch)` is traced here; its first argument is what `run` is given.
+
+        `means` divides its results, added up over the batches.
+        """
+        self._means = means
         self._sums = jax.jit(sums, out_shardings=replicated(mesh))
         self._batches = batches
         self._sharding = batch_sharding(mesh)
 
     def run(self, state: Any) -> dict[str, float]:
-        """Means over all held-out records: `loss` and the algorithm's metrics."""
+        """Means over all held-out records."""
         total: dict[str, Any] = {}
         for batch in self._batches:
             found = fetch(self._sums(state, make_global(batch, self._sharding)))
             total = {name: total.get(name, 0.0) + np.float64(x) for name, x in found.items()}
-        return {name: float(x) for name, x in means(self._algorithm, total).items()}
+        return {name: float(x) for name, x in self._means(total).items()}

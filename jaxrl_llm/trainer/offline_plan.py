@@ -12,6 +12,7 @@ from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.offline import (
     BASELINE,
     LOGPROBS,
+    PAIR,
     REFERENCE,
     OfflineAlgorithm,
     groups_of,
@@ -21,7 +22,12 @@ from jaxrl_llm.data.sources import load_attribute
 from jaxrl_llm.distributed.mesh import num_replicas
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.offline_losses import group_fields, record_fields, reference_fields
+from jaxrl_llm.learner.offline_losses import (
+    group_fields,
+    record_fields,
+    reference_fields,
+    weighted_sums,
+)
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.learner.train_step import NONFINITE
@@ -123,6 +129,24 @@ class OfflineIteration:
 
         return evaluate
 
+    def held_out_pairs(self) -> Callable[[States, OfflineBatch], Metrics]:
+        """(states, batch of held-out pairs) -> sums of the metrics of `judge_pairs`."""
+        algorithm, micro_batches = self.algorithm, self.micro_batches
+        assert algorithm.judge_pairs is not None
+        judge, names = algorithm.judge_pairs, field_names(algorithm.judge_pairs)
+
+        def evaluate(states: States, batch: OfflineBatch) -> Metrics:
+            rows: Fields = {group: getattr(batch, group) for group in PAIR}
+            known = _forward(
+                self.learner, params_of(states[self.learner.name]), rows, micro_batches
+            )
+            if self.reference is not None:
+                found = _forward(self.reference, states["reference"], rows, micro_batches)
+                known |= reference_fields(found)
+            return weighted_sums(judge(*(known[name] for name in names)), batch.weights)
+
+        return evaluate
+
 
 def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflineIteration:
     """Roles, stages and the program of `config`.
@@ -137,7 +161,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflineIte
     spec = spec_of(source, kind, config.actor)
     learner = make_role(LEARNERS[kind], spec, config.actor, mesh, exact=config.exact)
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
-    reads_reference = bool(_reference_reads(algorithm))
+    reads_reference = algorithm.reads_reference
     reference = reference_role(config, source, mesh) if reads_reference else None
     micro_batches = _micro_batches(config, mesh)
     precomputed = reads_reference and config.precompute_reference
@@ -185,17 +209,21 @@ def _check(config: Config, algorithm: OfflineAlgorithm) -> None:
             "config.warmup trains a language model, and this run a scalar one: leave the warm-up "
             "out, and name a warmed-up model by config.actor.path"
         )
-    if "mismatched" not in groups_of(algorithm.reads, kind):
-        return
-    if config.data.train_batch_size < 2:
+    mismatched = "mismatched" in groups_of(algorithm.reads, kind)
+    if mismatched and config.data.train_batch_size < 2:
         raise ValueError(
             "config.data.train_batch_size=1: a completion is also given to the prompt of another "
             "record of its batch; 64 works"
         )
-    if config.precompute_reference:
+    if mismatched and config.precompute_reference:
         raise ValueError(
             "config.precompute_reference=True: which completion a prompt is mismatched with "
             "changes with every batch, so its log-prob cannot be computed before; set it to False"
+        )
+    if algorithm.judge_pairs is not None and config.precompute_reference:
+        raise ValueError(
+            "config.precompute_reference=True: held-out pairs are judged by the reference model, "
+            "of which only the log-probs of single completions would be kept; set it to False"
         )
 
 

@@ -1,6 +1,7 @@
 """Offline training as the work of a run: records, steps, held-out evaluation."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.packing import OfflineRecord, collate_records
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
@@ -32,6 +34,7 @@ from jaxrl_llm.trainer.program import States
 from jaxrl_llm.trainer.roles import Role, params_of
 from jaxrl_llm.trainer.run_data import (
     held_out_sources,
+    load_held_out,
     load_records,
     train_sources,
 )
@@ -53,18 +56,20 @@ class OfflineRun:
         """Plan the step and read the data. `stack` closes what was opened."""
         self._config, self._tokenizer, self._run_dir = config, tokenizer, run_dir
         self.iteration = plan_offline(config, tokenizer, mesh)
-        self._collate = partial(
+        self._collate_pairs = partial(
             collate_records,
             length=config.data.max_prompt_length + config.data.max_response_length,
             pad_id=tokenizer.pad_id,
-            mismatched="mismatched" in self.iteration.reads_groups,
         )
+        mismatched = "mismatched" in self.iteration.reads_groups
+        self._collate = partial(self._collate_pairs, mismatched=mismatched)
         kind = self.iteration.algorithm.records.name
         self._records = load_records(config, train_sources(config), kind, tokenizer, run_dir)
-        self._held_out: list[OfflineRecord] = []
-        if held_out_sources(config).files or held_out_sources(config).tasks:
+        self._held_out, are_pairs = load_held_out(config, kind, tokenizer, run_dir)
+        self._held_out_pairs: list[OfflineRecord] = []  # where `judge_pairs` has something to judge
+        if are_pairs and self.iteration.algorithm.judge_pairs is not None:
             sources = held_out_sources(config)
-            self._held_out = load_records(config, sources, kind, tokenizer, run_dir)
+            self._held_out_pairs = load_records(config, sources, "preferences", tokenizer, run_dir)
         self._validator: Validator | None = None
         if config.validation.generate and self.learner.spec.kind == "causal_lm":
             self._validator = open_validator(config, self.learner, tokenizer, run_dir, stack)
@@ -154,6 +159,8 @@ class OfflineRun:
         metrics: dict[str, float] = {}
         if self._held_out:
             found = self._record_validator.run(self.states)
+            if self._held_out_pairs:  # what both say, the completions say for themselves
+                found = self._pair_validator.run(self.states) | found
             metrics |= {f"eval_{name}": value for name, value in found.items()}
         if self._validator is not None:
             params = params_of(self.states[self.learner.name])
@@ -162,16 +169,28 @@ class OfflineRun:
 
     @cached_property
     def _record_validator(self) -> RecordValidator:
-        batches = self._padded_batches(self._held_out)
+        iteration = self.iteration
         return RecordValidator(
-            self.iteration.algorithm, self.iteration.held_out(), batches, self.learner.mesh
+            iteration.held_out(),
+            partial(means, iteration.algorithm),
+            self._padded_batches(self._held_out, self._collate),
+            self.learner.mesh,
         )
 
-    def _padded_batches(self, records: list[OfflineRecord]) -> list[Any]:
+    @cached_property
+    def _pair_validator(self) -> RecordValidator:
+        batches = self._padded_batches(self._held_out_pairs, self._collate_pairs)
+        return RecordValidator(
+            self.iteration.held_out_pairs(), weighted_means, batches, self.learner.mesh
+        )
+
+    def _padded_batches(
+        self, records: list[OfflineRecord], collate: Callable[..., Any]
+    ) -> list[Any]:
         """All records in order, in batches of one size."""
         size = self._config.data.train_batch_size
         starts = range(0, len(records), size)
-        return [self._collate(records[start : start + size], size=size) for start in starts]
+        return [collate(records[start : start + size], size=size) for start in starts]
 
     def _reference_table(self, params: Params, records: list[OfflineRecord]) -> Any:
         """The reference's log-prob of every completion, by the name of its field: [N] each."""
@@ -181,7 +200,7 @@ class OfflineRun:
         compute = jax.jit(lambda *rows: stage.fn(rows[0], jnp.int32(0), *rows[1:]).writes)
         sharding = batch_sharding(self.learner.mesh)
         found: dict[str, list[np.ndarray]] = {name: [] for name in stage.writes}
-        for batch in self._padded_batches(records):
+        for batch in self._padded_batches(records, self._collate):
             rows = make_global([getattr(batch, name) for name in stage.reads], sharding)
             for name, values in zip(stage.writes, fetch(compute(params, *rows)), strict=True):
                 found[name].append(values)

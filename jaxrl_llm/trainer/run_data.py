@@ -15,8 +15,11 @@ from jaxrl_llm.data.dataset import (
     load_ratings,
     load_unpaired,
 )
+from jaxrl_llm.data.formats import SERVES
 from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import OfflineRecord, collate_records, offline_records
+from jaxrl_llm.data.priority import PriorityLoader
+from jaxrl_llm.data.sources import load_attribute
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import OfflineBatch, Prompt
@@ -61,9 +64,17 @@ def load_run_prompts(
     return load_prompts(sources, tokenizer, rules).items
 
 
-def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader:
-    """Endless batches of training prompts."""
+def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader | PriorityLoader:
+    """Endless batches of training prompts, in epochs or by priority."""
     data = config.data
+    if data.priority is not None:
+        return PriorityLoader(
+            prompts,
+            partial(load_attribute(data.priority.path), **data.priority.settings),
+            batch_size=data.train_batch_size,
+            seed=config.seed,
+            uniform=data.priority_uniform,
+        )
     return PromptLoader(
         prompts,
         batch_size=data.train_batch_size,
@@ -78,13 +89,36 @@ def load_records(
     config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
 ) -> list[OfflineRecord]:
     """Records of a kind (examples, preferences, unpaired, ratings) for offline training."""
+    return _load(config, sources, kind, tokenizer, run_dir)[0]
+
+
+def load_held_out(
+    config: Config, kind: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> tuple[list[OfflineRecord], bool]:
+    """Held-out records of a kind, and whether the rows that they are made of are all pairs.
+
+    None, of a config without validation data.
+    """
+    sources = held_out_sources(config)
+    if not sources.files and not sources.tasks:
+        return [], False
+    records, formats = _load(config, sources, kind, tokenizer, run_dir)
+    return records, all("preferences" in SERVES[found] for found in formats)
+
+
+def _load(
+    config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> tuple[list[OfflineRecord], set[str]]:
+    """Records of a kind, and the formats of their sources."""
     rules = _rules(config, run_dir, _row_length(config))
-    items: Any = LOADERS[kind](sources, tokenizer, rules).items
+    loaded = LOADERS[kind](sources, tokenizer, rules)
+    items: Any = loaded.items
     if kind == "unpaired":
         # A pair that is taken apart answers one prompt twice in a row, and neighbours of a batch
         # lend each other their completions: in order, they would not be mismatched.
         Random(config.seed).shuffle(items)
-    return offline_records(items, number=kind if kind == "ratings" else "labels")
+    records = offline_records(items, number=kind if kind == "ratings" else "labels")
+    return records, set(loaded.formats.values())
 
 
 def sft_batches(

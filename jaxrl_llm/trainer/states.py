@@ -8,6 +8,7 @@ import jax
 from jaxrl_llm.algorithms.offline_alias import reward_model, sft
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner.micro_batches import Padded
+from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import scalar_params_from
 from jaxrl_llm.tokenizer import Tokenizer
@@ -155,7 +156,7 @@ def _train_reward_model(
     batches, held_out = preference_data(config, training, tokenizer, output.run_dir)
     algorithm = reward_model(center=config.reward.model.center)
     judge = RecordValidator(
-        algorithm, held_out_sums(role, algorithm, Padded()), held_out, role.mesh
+        held_out_sums(role, algorithm, Padded()), partial(means, algorithm), held_out, role.mesh
     )
     task = Supervised(
         prefix="reward_model",

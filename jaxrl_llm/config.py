@@ -71,6 +71,10 @@ class DataConfig:
     truncation: str = "error"  # error | left | right | middle
     filter_overlong_prompts: bool = False
     shuffle: bool = True
+    # Online: in place of shuffled epochs, prompts by a weight of what the policy got on them before
+    # (data/priority.py): failure_rate, learnability, spread, or a function of yours.
+    priority: FunctionConfig | None = None
+    priority_uniform: float = 0.1  # share of the draws that is uniform, so that no prompt starves
     num_workers: int = 0  # reader processes; 0 reads in a thread
     prefetch: int = 2  # batches
     max_bad_fraction: float = 0.0  # rows that may be set aside before a run refuses to start

@@ -23,7 +23,9 @@ from jaxrl_llm.config import (
     SupervisedConfig,
     TaskConfig,
 )
-from jaxrl_llm.signatures import REQUIRED, find_definition, nearest, nearest_file
+from jaxrl_llm.signatures import REQUIRED, dict_keys, find_definition, nearest, nearest_file
+
+PRIORITY_MODULE = "jaxrl_llm.data.priority"
 
 WORDS = {
     "data.prompt_style": ("plain", "chat"),
@@ -73,7 +75,7 @@ AT_LEAST_ZERO = (
     "log.num_samples",
     "checkpoint.keep_best",
 )
-FRACTIONS = ("data.max_bad_fraction", "rollout.min_p")  # from 0 to 1
+FRACTIONS = ("data.max_bad_fraction", "data.priority_uniform", "rollout.min_p")  # from 0 to 1
 PROBABILITIES = ("rollout.top_p", "validation.top_p")  # above 0, up to 1
 
 
@@ -90,6 +92,7 @@ def validate(config: Config) -> None:
     _check_teacher(config)
     _check_phases(config)
     _check_data(config)
+    _check_priority(config)
     _check_settings(config)
     for key, model in _models(config):
         _check_model(key, model, config)
@@ -357,6 +360,43 @@ def _check_data(config: Config) -> None:
         )
     if data.dataset_class:
         _function_exists("data.dataset_class", data.dataset_class)
+
+
+def _check_priority(config: Config) -> None:
+    """Who is drawn by priority must be scored, and the function read only what is known of it."""
+    priority = config.data.priority
+    if priority is None:
+        return
+    key = f"config.data.priority={priority.path}"
+    if is_offline(config):
+        raise ConfigError(
+            f"{key}: an offline run scores no answers to go by; set --config.data.priority=null"
+        )
+    if not config.data.shuffle:
+        raise ConfigError(
+            f"{key}: draws by chance, and config.data.shuffle=false asks for the order of the "
+            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
+        )
+    known = dict_keys(PRIORITY_MODULE, "FIELDS")
+    _, definition = find_definition(priority.path)
+    if isinstance(definition, ast.ClassDef):
+        raise ConfigError(f"{key}: is a class; a function of {', '.join(known)} works")
+    arguments = definition.args
+    reads = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    for name in reads:
+        if name not in known:
+            raise ConfigError(
+                f"{key}: its parameter {name!r} is nothing that is known of a prompt"
+                f"{nearest(name, known)}; there are {', '.join(known)}. A setting must be "
+                "keyword-only (after *)"
+            )
+    if not reads:
+        raise ConfigError(f"{key}: reads nothing; its parameters may be {', '.join(known)}")
+    if "std" in reads and config.rollout.n == 1:
+        raise ConfigError(
+            f"{key}: reads the std of a prompt's samples, and config.rollout.n=1 makes one; "
+            f"config.rollout.n=8 is usual, or {PRIORITY_MODULE}:failure_rate"
+        )
 
 
 def _check_rewards(config: Config) -> None:

@@ -9,7 +9,7 @@ It does not depend on `num_workers` or `prefetch`, which a resumed run may chang
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import grain
@@ -27,6 +27,8 @@ class Tokens(Protocol):
         """Every token of the record."""
         ...
 
+
+NEXT_BATCH = "next_batch"  # the one entry of a position that moves
 
 T = TypeVar("T", bound=Tokens)
 B = TypeVar("B")
@@ -97,7 +99,7 @@ class Loader(Generic[T, B]):
     def get_state(self) -> dict[str, Any]:
         """The position, in JSON's types, and what must be unchanged for it to mean the same."""
         return {
-            "next_batch": self._next_batch,
+            NEXT_BATCH: self._next_batch,
             "batch_size": self._batch_size,
             "num_items": self._num_items,
             "items_crc32": self._items_crc32(),
@@ -110,18 +112,9 @@ class Loader(Generic[T, B]):
         Raises:
             ValueError: the state is of other data, another order or another batch size.
         """
-        here = self.get_state()
-        for name in here:
-            if name not in state:
-                raise ValueError(f"the data position in the checkpoint lacks {name!r}")
-            if name != "next_batch" and state[name] != here[name]:
-                raise ValueError(
-                    f"the checkpoint stands in other data: its {name} is {state[name]}, here it is "
-                    f"{here[name]}. Resume with the same data, seed and batch size, or start a new "
-                    "run from the checkpoint's weights"
-                )
+        check_position(state, self.get_state())
         self.close()
-        self._next_batch = int(state["next_batch"])
+        self._next_batch = int(state[NEXT_BATCH])
 
     def close(self) -> None:
         """Stops workers and threads; the next batch starts them again."""
@@ -146,10 +139,7 @@ class Loader(Generic[T, B]):
 
     def _items_crc32(self) -> int:
         if self._fingerprint is None:
-            crc = 0
-            for item in self._items:
-                crc = zlib.crc32(np.asarray(item.token_ids, np.int32).tobytes(), crc)
-            self._fingerprint = crc
+            self._fingerprint = fingerprint(self._items)
         return self._fingerprint
 
 
@@ -175,6 +165,41 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
             num_workers=num_workers,
             prefetch=prefetch,
         )
+
+
+def fingerprint(items: Sequence[Tokens]) -> int:
+    """CRC-32 of the tokens of all records, in their order."""
+    crc = 0
+    for item in items:
+        crc = zlib.crc32(np.asarray(item.token_ids, np.int32).tobytes(), crc)
+    return crc
+
+
+def check_position(
+    state: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str] = ()
+) -> None:
+    """Refuse a loader's `state` that does not fit the loader of this run.
+
+    It must have every name of `here` and of `also`, and but for the batch number the values of
+    `here`.
+
+    Raises:
+        ValueError: what differs, and what would work.
+    """
+    for name in (*here, *also):
+        if name not in state:
+            raise ValueError(
+                f"the data position in the checkpoint lacks {name!r}: another loader wrote it. "
+                "Resume with the config.data.priority of the checkpoint's run (null is none), or "
+                "start a new run from the checkpoint's weights"
+            )
+    for name, value in here.items():
+        if name != NEXT_BATCH and state[name] != value:
+            raise ValueError(
+                f"the checkpoint stands in other data: its {name} is {state[name]}, here it is "
+                f"{value}. Resume with the same data, seed and batch size, or start a new "
+                "run from the checkpoint's weights"
+            )
 
 
 def _accept_flag_defaults() -> None:

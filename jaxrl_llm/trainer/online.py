@@ -166,7 +166,10 @@ def _collected(
         )
     column = None if chosen.metric == SCORE else names.index(chosen.metric)
     rollout = [stage for stage in planned if not stage.updates]
-    return plan(rollout, ("scores" if column is None else "reward_parts",)), column
+    goals = ["scores" if column is None else "reward_parts"]
+    if config.data.priority is not None:
+        goals.append("scores")  # of every round, also where a part decides who is kept
+    return plan(rollout, goals), column
 
 
 def build_algorithm(config: FunctionConfig) -> Algorithm:

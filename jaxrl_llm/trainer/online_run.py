@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.data.loader import PromptLoader
+from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.reshard import switch_bytes, time_switch
 from jaxrl_llm.distributed.sharding import batch_sharding
@@ -53,10 +55,10 @@ class OnlineRun:
         self._phases = plan_phases(config, tokenizer, mesh, reward)
         self.iteration = self._phases.whole
         self._validator = open_validator(config, self.learner, tokenizer, run_dir, stack)
-        self.batches = train_batches(
-            config, load_run_prompts(config, train_sources(config), tokenizer, run_dir)
-        )
-        stack.callback(self.batches.close)
+        prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        self.batches = train_batches(config, prompts)
+        if isinstance(self.batches, PromptLoader):
+            stack.callback(self.batches.close)
         self.states: States = {}
         self._output: RunOutput
         self._totals: Totals
@@ -99,6 +101,8 @@ class OnlineRun:
         metrics = {name: float(value) for name, value in found.items()}
         seconds = time.perf_counter() - started
         metrics |= self._measure(batch, timer, seconds, step)
+        if isinstance(self.batches, PriorityLoader):
+            metrics |= self.batches.metrics(step)
         totals, reward = self._totals, metrics["critic/score/mean"]
         totals.first_reward = reward if totals.first_reward is None else totals.first_reward
         totals.last_reward = reward
@@ -108,10 +112,11 @@ class OnlineRun:
         """One iteration: its batch, and its metrics on the host."""
         if self._config.rollout.filter_groups.enable:
             return self._iterate_filtered(step, timer)
-        batch, context = self._next_batch()
+        batch, context = self._next_batch(step)
         program = self._phases.at(step).program
         self.states, batch, found = program.run(self.states, batch, step, context, timer)
         self._output.rollout(step, context, batch)
+        self._note_scores(step, batch.scores)
         return batch, fetch(found)
 
     def _iterate_filtered(self, step: int, timer: Timer) -> tuple[RolloutBatch, dict[str, Any]]:
@@ -128,11 +133,13 @@ class OnlineRun:
         )
         rounds: list[dict[str, Any]] = []
         while not groups.complete:
-            batch, context = self._next_batch(groups.rounds)
+            batch, context = self._next_batch(step, groups.rounds)
             _, batch, found = iteration.program.run(
                 self.states, batch, step, context, timer, iteration.collecting
             )
-            groups.add(fetch(batch))
+            collected = fetch(batch)
+            groups.add(collected)
+            self._note_scores(step, collected.scores)
             rounds.append(fetch(found))
             self._output.rollout(step, context, batch)
         batch: Any = make_global(groups.batch(), batch_sharding(iteration.mesh))
@@ -143,10 +150,10 @@ class OnlineRun:
         means = {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
         return batch, means | fetch(found) | groups.metrics()
 
-    def _next_batch(self, rounds: int = 0) -> tuple[RolloutBatch, StepContext]:
-        """The next prompts, after `rounds` others of the same step."""
+    def _next_batch(self, step: int, rounds: int = 0) -> tuple[RolloutBatch, StepContext]:
+        """The next prompts, after `rounds` other batches of the same step."""
         config = self._config
-        prompts: list[Prompt] = next(self.batches)
+        prompts = self._next_prompts(step)
         first = rounds * config.data.train_batch_size * config.rollout.n
         host_batch = prompt_batch(
             prompts,
@@ -157,6 +164,15 @@ class OnlineRun:
         )
         context = StepContext(prompts=prompts, n=config.rollout.n, first_sample=first)
         return make_global(host_batch, batch_sharding(self.iteration.mesh)), context
+
+    def _next_prompts(self, step: int) -> list[Prompt]:
+        batches = self.batches
+        return batches.draw(step) if isinstance(batches, PriorityLoader) else next(batches)
+
+    def _note_scores(self, step: int, scores: Any) -> None:
+        """Where prompts are drawn by priority, it goes by all scores, also of groups not kept."""
+        if isinstance(self.batches, PriorityLoader):
+            self.batches.update(step, fetch(scores))
 
     def validate(self, step: int) -> dict[str, float]:
         found = self._validator.run(params_of(self.states["actor"]), step)

@@ -92,6 +92,17 @@ def kl_penalty(name: str) -> Estimator:
     return straight_through(ESTIMATORS[base]) if name.endswith("+") else ESTIMATORS[base]
 
 
+def masked_kl(
+    estimator: Estimator, logprobs: Tokens, reference_logprobs: Tokens, mask: Tokens
+) -> Tokens:
+    """The estimate at each token of the mask; 0 elsewhere, and no gradient whatever stands there.
+
+    An estimator alone would keep a gradient of 0 times what is not finite.
+    """
+    first, second = (jnp.where(mask != 0, x, 0.0) for x in (logprobs, reference_logprobs))
+    return jnp.where(mask != 0, estimator(first, second), 0.0)
+
+
 def kl_in_reward(
     scores: Float[Array, " B"],
     mask: Tokens,
@@ -105,7 +116,7 @@ def kl_in_reward(
 
     `coef` is the state of the KL controller. Both are 0 outside the mask; neither has a gradient.
     """
-    kl = jnp.where(mask != 0, estimator(old_logprobs, reference_logprobs), 0.0)
+    kl = masked_kl(estimator, old_logprobs, reference_logprobs, mask)
     return jax.lax.stop_gradient((score_to_rewards(scores, mask) - coef * kl, kl))
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.kl import masked_kl
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     response_statistics,
@@ -96,7 +97,7 @@ def policy_loss(
             total = total - algorithm.entropy_coef * bonus
             metrics["actor/entropy_loss"] = bonus
         if algorithm.kl_loss is not None:
-            kl = algorithm.kl_loss(logprobs, fields["reference_logprobs"])
+            kl = masked_kl(algorithm.kl_loss, logprobs, fields["reference_logprobs"], mask)
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term

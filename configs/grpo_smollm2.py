@@ -1,0 +1,36 @@
+"""GRPO on SmolLM2-135M-Instruct: sums of two and three terms, asked as a chat, on one GPU.
+
+python scripts/prepare_model.py smollm2 --output=smollm2
+python scripts/train.py --config=configs/grpo_smollm2.py
+
+The task of configs/ppo_smollm2.py without its critic (Shao et al. 2024,
+https://arxiv.org/abs/2402.03300), in the paper's form: each response weighs the same whatever its
+length, and a penalty holds the policy near the model that it began as. Every setting is one that
+TRL's GRPOTrainer has too, so the two can be run side by side on the same prompts:
+
+python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] --output=curves.jsonl
+"""
+
+from dataclasses import replace
+
+from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm.configs.ppo_smollm2 import get_config as ppo_config
+
+
+def get_config() -> Config:
+    """The run; every value can be overridden on the command line."""
+    base = ppo_config()
+    # TRL spares norms and biases the weight decay; without one there is nothing to differ in.
+    optimizer = replace(base.actor.optimizer, weight_decay=0.0)
+    return replace(
+        base,
+        name="grpo_smollm2",
+        total_steps=100,
+        data=replace(base.data, train_batch_size=64),
+        actor=replace(base.actor, ppo_mini_batch_size=32, optimizer=optimizer),
+        rollout=replace(base.rollout, n=8),
+        algorithm=FunctionConfig(
+            path="jaxrl_llm.algorithms.alias:grpo",
+            settings={"loss_aggregation": "seq-mean-token-mean", "kl_loss_coef": 0.001},
+        ),
+    )

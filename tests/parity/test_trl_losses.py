@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trl_side import REASON, torch, trainer
 
 from jaxrl_llm.algorithms import offline_alias as alias
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.preference_losses import bradley_terry
-
-REASON = "TRL is not installed: pip install -e '.[parity]' -c constraints.txt"
-torch = pytest.importorskip("torch", reason=REASON)
-pytest.importorskip("trl", reason=REASON)
 
 pytestmark = pytest.mark.torch
 
@@ -25,36 +22,6 @@ B, T, VOCABULARY = 6, 9, 11
 PROMPT = 3
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 LOGPS = ("logps/chosen", "logps/rejected")
-
-
-class Recorder(dict):
-    """TRL's `self._metrics`: mode -> name -> list of values."""
-
-    def __missing__(self, key):
-        self[key] = _Lists()
-        return self[key]
-
-
-class _Lists(dict):
-    def __missing__(self, key):
-        self[key] = []
-        return self[key]
-
-
-def trainer(**settings):
-    """What the losses read of a trainer, in training mode on one CPU process."""
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
-    )
-    common = {
-        "accelerator": accelerator,
-        "model": SimpleNamespace(training=True),
-        "aux_loss_enabled": False,
-        "_metrics": Recorder(),
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
-    }
-    return SimpleNamespace(**(common | settings))
 
 
 def completion_mask(rng, rows):

@@ -3,18 +3,33 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from test_one_program import documented
+from tiny_iteration import even_tokens, tiny_config
 from tiny_run import TinyRun, assert_same_bits
 
 from jaxrl_llm.checkpoint import manager
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    FilterGroupsConfig,
+    FunctionConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 from jaxrl_llm.data.loader import PromptLoader
 from jaxrl_llm.data.priority import PriorityLoader, failure_rate, learnability, spread
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.overrides import load_config
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.online import plan_iteration
+from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.types import Prompt
 
@@ -315,6 +330,7 @@ def test_a_run_remembers_every_group_and_resumes_exactly(tmp_path):
     assert found.metrics(4)["data/known_score"] == known
     longest = 4 - min(prompt[-1][0] for prompt in scores.values())
     assert metrics[4]["data/longest_wait"] == longest
+    assert all(documented().fullmatch(name) for name in metrics[4] if name.startswith("data/"))
 
     shutil.copytree(whole.run.run_dir, again.run.run_dir)
     shutil.rmtree(again.run.step_path(4))
@@ -323,6 +339,26 @@ def test_a_run_remembers_every_group_and_resumes_exactly(tmp_path):
     assert again.run.samples("train") == samples
     assert_same_bits(again.run.weights(4), whole.run.weights(4))
     assert memory(again.run, 4).get_state() == found.get_state()
+
+
+def test_a_part_that_filters_leaves_the_whole_score_to_the_priority():
+    """The part of the functions is enough for the filter; the model's comes in for the draws."""
+    base = tiny_config(model_reward=False)
+    reward = RewardConfig(functions=base.reward.functions, model=RewardModelConfig())
+    groups = FilterGroupsConfig(enable=True, metric="even")
+    functions = ArrayReward(even_tokens, names=("even",))
+    for priority in (None, FunctionConfig(path=f"{MODULE}:failure_rate")):
+        config = replace(
+            base,
+            reward=reward,
+            data=replace(base.data, priority=priority),
+            rollout=replace(base.rollout, filter_groups=groups),
+        )
+        mesh = make_mesh(devices=jax.devices()[:1])
+        collecting = plan_iteration(config, load_tokenizer("char"), mesh, functions).collecting
+        written = {n for segment in collecting for stage in segment.stages for n in stage.writes}
+        assert ("scores" in written) == (priority is not None)
+        assert "reward_parts" in written
 
 
 def test_configs_that_cannot_work_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Two real processes over loopback: joining, barriers, global arrays."""
+"""Two real processes over loopback: joining, barriers, global arrays, draws by priority."""
 
 import os
 import socket
@@ -17,9 +17,11 @@ PROGRAM = """
     import sys, time
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
+    from jaxrl_llm.data.priority import PriorityLoader
     from jaxrl_llm.distributed import multihost
     from jaxrl_llm.distributed.mesh import make_mesh
     from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+    from jaxrl_llm.types import Prompt
 
     process = int(sys.argv[1])
     multihost.initialize(f"127.0.0.1:{sys.argv[2]}", 2, process, timeout_s=60)
@@ -44,6 +46,20 @@ PROGRAM = """
     host = multihost.fetch({**out, "mine": np.float32(7)})
     np.testing.assert_array_equal(host["twice"], rows * 2)
     assert host["total"] == rows.sum() and host["mine"] == 7
+
+    # Weights that differ between processes, as a wrong function of a user's may: draws do not.
+    prompts = [Prompt(token_ids=(i,), text=str(i), row=i) for i in range(8)]
+    tilt = (1 + np.arange(8.0)) ** (9 if process else -9)
+
+    def weigh(mean):
+        return np.resize(tilt, mean.shape)
+
+    loader = PriorityLoader(prompts, weigh, batch_size=2, seed=0, uniform=0.0)
+    for step in range(1, 13):
+        drawn = np.array([prompt.row for prompt in loader.draw(step)])
+        everyone = multihost.gather_rows(drawn[None])
+        np.testing.assert_array_equal(everyone[0], everyone[1])
+        loader.update(step, np.zeros(2, np.float32))
 
     multihost.barrier("ready", timeout_s=30)
     multihost.barrier("ready", timeout_s=30)  # a name may be used again

@@ -8,8 +8,11 @@ import pytest
 from tiny_run import TinyRun, assert_same_bits
 
 from jaxrl_llm.config import ConfigError, FilterGroupsConfig
+from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.overrides import load_config
+from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.dynamic_sampling import GroupFilter
+from jaxrl_llm.trainer.program import Program
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.types import RolloutBatch
 
@@ -83,7 +86,7 @@ def test_a_part_that_applies_to_nobody_does_not_vary():
 REWARD = """
 def parity(prompts, completion_ids):
     # odd prompts get one reward for all of their answers; of the others the first letter decides
-    return [1.0 if int(p[0]) % 2 else float(c[0] % 3) for p, c in zip(prompts, completion_ids)]
+    return [1.0 if int(p[0]) % 2 else c[0] % 3 / 3 for p, c in zip(prompts, completion_ids)]
 """
 
 
@@ -116,9 +119,56 @@ class Filtered:
         return load_config(str(self.run.folder / "tiny.py"), list(changes.items()))
 
 
-def test_a_run_refills_and_traces_what_it_generated(tmp_path):
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches that a run's updates were made on."""
+    found, run = [], Program.run
+
+    def recording(*args):
+        states, batch, metrics = run(*args)
+        if batch.advantages is not None:
+            found.append(fetch(batch))
+        return states, batch, metrics
+
+    monkeypatch.setattr(Program, "run", recording)
+    return found
+
+
+def assert_group_order(batch):
+    """A sample's prompt, response, log-probs, score and advantage are those of one sample.
+
+    The prompts are shuffled, three slots take sixteen samples, and the groups of several rounds
+    are put together.
+    """
+    assert batch.scores.dtype == batch.rewards.dtype == batch.advantages.dtype == np.float32
+    scores = np.asarray(batch.scores).reshape(-1, N)
+    np.testing.assert_array_equal(batch.group_ids, np.arange(len(scores)).repeat(N))
+    tokenizer = load_tokenizer("char")
+    for i, prompt in enumerate(np.asarray(batch.prompts)):
+        np.testing.assert_array_equal(prompt, batch.prompts[i - i % N])
+        text = tokenizer.decode(prompt[: batch.prompt_lengths[i]].tolist())
+        assert int(text[0]) % 2 == 0
+        assert batch.scores[i] == np.float32(batch.responses[i, 0] % 3 / 3)
+    assert len(set(np.asarray(batch.sample_ids).tolist())) == len(batch.sample_ids)
+    of_group = (scores - scores.mean(axis=1, keepdims=True)) / (
+        scores.std(axis=1, ddof=1, keepdims=True) + 1e-6
+    )
+    expected = of_group.reshape(-1, 1) * batch.mask
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-4)
+    sampled, computed = (
+        np.asarray(x) * batch.mask for x in (batch.rollout_logprobs, batch.old_logprobs)
+    )
+    np.testing.assert_allclose(sampled, computed, atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(batch.rewards).sum(axis=1), batch.scores)
+
+
+def test_a_run_refills_and_traces_what_it_generated(batches, tmp_path):
     filtered = Filtered(tmp_path)
     train(filtered.config())
+    assert len(batches) == 3
+    for batch in batches:
+        assert_group_order(batch)
+    assert any(x % 1 for batch in batches for x in batch.scores)  # no integers on the way
     metrics = filtered.run.metrics()
     kept = [metrics[step] for step in (1, 2, 3)]
     assert any(row["train/num_gen_batches"] > 1 for row in kept)

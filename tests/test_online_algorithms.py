@@ -200,10 +200,13 @@ def test_packed_rows_give_the_padded_update(name):
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gdpo", "opo", "grpo_passk"])
+@pytest.mark.parametrize("name", ALIASES)
 def test_estimators_of_groups_refuse_one_sample(name):
     config = config_of(name)
     config = replace(config, rollout=replace(config.rollout, n=1))
+    if name in ("ppo", "reinforce_plus_plus", "remax"):
+        open_iteration(config)
+        return
     with pytest.raises(ValueError, match=r"rollout.n=1 makes one: config.rollout.n=8"):
         open_iteration(config)
 

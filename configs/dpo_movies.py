@@ -3,7 +3,7 @@
 python scripts/prepare_data.py movie_preferences --output=movie_preferences
 python scripts/train.py --config=configs/dpo_movies.py
 
-The first command takes 18,010 pairs for training and 2,000 held-out ones, of other sentences, from
+The first command takes 18,010 pairs for training and 1,998 held-out ones, of other sentences, from
 the package index (Hutto and Gilbert 2014), with a tokenizer of 2048 tokens. A model of half a
 million parameters begins at random weights, which are also its reference, so that its implicit
 reward (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) is all that it learns. The same

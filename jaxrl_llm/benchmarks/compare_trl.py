@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm.benchmarks.learning_curves import SIDES
 from jaxrl_llm.benchmarks.peers import FOLDER
-from jaxrl_llm.benchmarks.trl_work import trl_work
+from jaxrl_llm.benchmarks.trl_work import trl_setup, trl_work
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.overrides import to_json
 
@@ -45,7 +45,7 @@ class Comparison:
         self._config, self._output, self._folder = config, output, work_folder
         self._python, self._limit = peer_python or sys.executable, time_limit_s
         self._folder.mkdir(parents=True, exist_ok=True)
-        trl_work(replace(config, total_steps=1))
+        trl_setup(config)
 
     def run(self, seeds: Sequence[int], sides: Sequence[str]) -> int:
         """Every seed on every side, in turn; how many processes failed."""

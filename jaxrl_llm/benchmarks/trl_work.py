@@ -56,20 +56,27 @@ LOSS_TYPES = {
 
 
 def trl_work(config: Config) -> dict[str, Any]:
-    """What scripts/peers/trl_grpo.py reads: the model, the settings, and every prompt in order.
+    """What scripts/peers/trl_grpo.py reads: `trl_setup`, the stop tokens, every prompt in order.
+
+    Raises what `trl_setup` raises.
+    """
+    setup = trl_setup(config)
+    tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    return setup | {"stop_ids": sorted(tokenizer.stop_ids), "rows": _rows(config, tokenizer)}
+
+
+def trl_setup(config: Config) -> dict[str, Any]:
+    """The model, the reward function, GRPOConfig's arguments, and optimizer steps an iteration.
 
     Raises ConfigError for a config that TRL cannot run alike, naming the key and what works.
     """
     config = resolve(config)
     _check_alike(config)
-    tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     return {
         "model": config.actor.path,
-        "stop_ids": sorted(tokenizer.stop_ids),
         "updates": _updates(config),
         "reward": _reward(config),
         "settings": _settings(config),
-        "rows": _rows(config, tokenizer),
     }
 
 

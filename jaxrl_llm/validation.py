@@ -68,6 +68,7 @@ AT_LEAST_ZERO = (
     "rollout.temperature",
     "rollout.top_k",
     "rollout.num_slots",
+    "rollout.cache_tokens",
     "validation.every",
     "validation.temperature",
     "log.console_every",
@@ -212,6 +213,13 @@ def _check_batches(config: Config) -> None:
         micro = _get(config, f"{role}.micro_batch_size")
         _check_micro(f"{role}.micro_batch_size", micro, mini * n, replicas, "mini-batch")
         _check_packing(config, role)
+    room, longest = config.rollout.cache_tokens, config.data.max_response_length
+    if 0 < room < longest:
+        raise ConfigError(
+            f"config.rollout.cache_tokens={room}: one response may have "
+            f"config.data.max_response_length={longest} tokens; give at least that, or 0 for room "
+            "for every slot"
+        )
     if config.rollout.filter_groups.enable and n == 1:
         raise ConfigError(
             "config.rollout.filter_groups.enable=true: a group of config.rollout.n=1 sample never "

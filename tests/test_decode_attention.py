@@ -40,6 +40,7 @@ class Case:
     H: int = 64
     P: int = 128
     R: int = 128
+    page: int = 0  # entries of a page; 0 has one page a slot
     window: int | None = None
     garbage: float = np.nan
     seed: int = 0
@@ -66,20 +67,39 @@ class Case:
                     x[row, :, end:] = self.garbage
 
     def arguments(self, slots: list[int] | None = None) -> tuple[jax.Array, ...]:
-        """The first eight arguments, of the chosen slots, in the kernel's dtypes."""
+        """The first nine arguments, of the chosen slots, in the kernel's dtypes."""
         chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
         rows, prefix_lengths, lengths = (
             jnp.asarray(np.array(x)[chosen], jnp.int32)
             for x in (self.prefix_rows, self.prefix_lengths, self.lengths)
         )
         q = jnp.asarray(self.q[chosen], jnp.bfloat16)
+        pages, k_own, v_own = self.paged(chosen)
         k_prefix, v_prefix, k_own, v_own = (
-            jnp.asarray(x, self.cache_dtype) for x in (*self.prefix, *(x[chosen] for x in self.own))
+            jnp.asarray(x, self.cache_dtype) for x in (*self.prefix, k_own, v_own)
         )
-        return (q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, lengths)
+        return (q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, pages, lengths)
+
+    def paged(self, chosen: np.ndarray) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+        """The chosen slots' pages, shuffled, among one that is nobody's; then keys and values.
+
+        A page that a slot does not reach has a number that no page has.
+        """
+        B, page = len(chosen), self.page or self.R
+        T = self.R // page
+        places = np.random.default_rng(self.seed).permutation(B * T + 1)[: B * T]
+        found = []
+        for x in self.own:
+            pages = x[chosen].reshape(B, self.K, T, page, self.H).swapaxes(1, 2)
+            among = np.full((B * T + 1, self.K, page, self.H), self.garbage)
+            among[places] = pages.reshape(B * T, self.K, page, self.H)
+            found.append(among)
+        reached = np.arange(T) * page < np.array(self.lengths)[chosen][:, None]
+        numbers = np.where(reached, places.reshape(B, T), 1_000_000)
+        return jnp.asarray(numbers, jnp.int32), *found
 
     def plan(self, num_splits: int | None = 1, slots: list[int] | None = None) -> SharedPromptPlan:
-        *_, rows, prefix_lengths, _, _, lengths = self.arguments(slots)
+        _, _, _, rows, prefix_lengths, _, _, _, lengths = self.arguments(slots)
         sizes = dict(group_rows=self.G, slots_per_prompt=2)
         return shared_prompt_plan(rows, prefix_lengths, lengths, num_splits=num_splits, **sizes)
 
@@ -121,11 +141,12 @@ def assert_close(out: np.ndarray, answer: np.ndarray) -> None:
 
 CASES = {
     # Lengths 0, 1, one past a block, a block, both full; rows shared and out of order.
-    "ragged": Case([1, 0, 1, 0, 1, 1], [0, 1, 65, 64, 128, 0], [0, 1, 63, 64, 128, 65]),
+    "ragged": Case([1, 0, 1, 0, 1, 1], [0, 1, 65, 64, 128, 0], [0, 1, 63, 64, 128, 65], page=64),
     "one query a head": Case([0, 0], [70, 0], [3, 64], G=1, K=2),
     "1.5B": Case([0, 1], [33, 64], [1, 70], G=6, K=2, H=128, P=64),
     "7B": Case([1, 0], [64, 2], [64, 5], G=7, K=2, H=128, P=64, R=64),
     "8B": Case([0, 0], [9, 64], [5, 64], G=8, K=2, H=128, P=64, R=64),
+    "pages of two blocks": Case([0, 0], [9, 64], [130, 300], R=384, page=128),
 }
 
 
@@ -160,6 +181,7 @@ def test_window_trims_the_prompt_first(window: int):
         prefix_lengths=[100, 128, 30, 0],
         lengths=[65, 10, 128, 0],
         window=window,
+        page=64,
     )
     case = Case(**fields)
     assert_close(case.run(num_splits=2 if window == 70 else 1), case.answer())
@@ -197,6 +219,7 @@ SHARED = {
         [65, 0, 65, 64, 65, 64, 64, 128, 65, 0],
         [0, 1, 63, 64, 128, 65, 3, 0, 2, 0],
         G=30,
+        page=64,
     ),
     "1.5B": Case(
         [0, 1, 0, 1, 0, 0], [190, 1, 190, 1, 190, 0], [5, 64, 1, 9, 0, 70], G=6, K=2, H=128, P=192
@@ -300,7 +323,7 @@ def test_tunings_agree(tuning: DecodeTuning):
 
 def test_more_blocks_than_stages():
     """The ring wraps several times, over both parts."""
-    case = Case([0], [250], [300], P=256, R=320)
+    case = Case([0], [250], [300], P=256, R=320, page=64)
     tuning = DecodeTuning(stages=2)
     assert_close(case.run(tuning=tuning), case.answer())
 
@@ -310,7 +333,7 @@ def test_more_blocks_than_stages():
     [(1, jnp.bfloat16), (2, jnp.bfloat16), (1, jnp.float8_e4m3fn)],
 )
 def test_no_race_between_loads_and_reads(num_splits: int, cache_dtype: Any):
-    case = Case([0, 0], [200, 0], [130, 65], P=256, R=192, cache_dtype=cache_dtype)
+    case = Case([0, 0], [200, 0], [130, 65], P=256, R=192, page=64, cache_dtype=cache_dtype)
     interpret = InterpretGPUParams(detect_races=True)
     tuning = DecodeTuning(stages=2)
     out = case.run(tuning=tuning, num_splits=num_splits, interpret=interpret)
@@ -329,7 +352,7 @@ def test_row_of_a_slot_without_prompt_is_never_read():
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_reference_equals_float64_with_nan_past_every_length(prompts: int):
     rows = [0, prompts - 1, 0]
-    case = Case(rows, [20, 128, 0], [1, 77, 0], G=2, K=2, window=90)
+    case = Case(rows, [20, 128, 0], [1, 77, 0], G=2, K=2, page=32, window=90)
     out = prefix_decode_attention_reference(*case.arguments(), window=90)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, case.answer(), atol=1e-5, rtol=1e-4)
@@ -394,7 +417,9 @@ def test_xla_takes_any_dtype_and_length():
     q = jnp.asarray(rng.standard_normal((2, 4, 24)), jnp.float32)
     k, v = (jnp.asarray(rng.standard_normal((2, 2, 7, 24)), jnp.float32) for _ in range(2))
     rows, lengths = jnp.array([1, 0]), jnp.array([7, 3])
-    arguments = (q, k, v, rows, lengths, v[:, :, :5], k[:, :, :5], jnp.array([5, 1]))
+    pages = jnp.array([[1], [0]])
+    own = v[:, :, :5], k[:, :, :5], pages, jnp.array([5, 1])
+    arguments = (q, k, v, rows, lengths, *own)
     out = prefix_decode_attention(*arguments)
     assert out.dtype == jnp.float32
     expected = prefix_decode_attention_reference(*arguments)
@@ -428,6 +453,8 @@ def test_refuses_other_dtypes_splits_and_shared_memory():
         case.run(num_splits=17)
     with pytest.raises(ValueError, match="fewer stages"):
         case.run(tuning=DecodeTuning(block=256, stages=8))
+    with pytest.raises(ValueError, match="a list of pages a slot"):
+        prefix_decode_attention(q, *others[:-2], jnp.zeros((2, 1), jnp.int32), others[-1])
     with pytest.raises(ValueError, match="use auto, pallas or xla"):
         case.run("cudnn")
     with pytest.raises(ValueError, match="one number a slot"):

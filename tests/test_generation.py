@@ -364,3 +364,15 @@ def test_bad_sizes_are_refused():
         run(tokens, lengths[:1], ids, num_slots=1)
     with pytest.raises(ValueError, match="width of 0"):
         run(tokens[:, :0], lengths, ids, num_slots=1)
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 12, 20, 30])
+def test_tokens_do_not_depend_on_pages(cache_tokens):
+    """Pages of five tokens; room for every slot, for one response, and between."""
+    tokens, lengths, ids = prompts(11)
+    whole = run(tokens, lengths, ids, num_slots=0)
+    paged = run(tokens, lengths, ids, num_slots=4, tokens_a_page=5, cache_tokens=cache_tokens)
+    assert_same_tokens(paged, whole)
+    assert (paged.stalled_slot_steps > 0) == (cache_tokens == 30)  # less: one at a time
+    assert paged.live_slot_steps == whole.mask.sum()
+    assert paged.slot_steps == 4 * paged.steps

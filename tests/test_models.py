@@ -301,8 +301,9 @@ def test_decoding_with_a_cache_equals_whole_rows():
             )
             no_prompt, zeros = jnp.zeros((1, 1, 1, 4)), jnp.zeros((2,), jnp.int32)
             prompts = (no_prompt, no_prompt, zeros, zeros)
+            pages = jnp.arange(2)[:, None]
             out = prefix_decode_attention(
-                q[:, 0], *prompts, keys, values, jnp.full(2, t + 1), window=window
+                q[:, 0], *prompts, keys, values, pages, jnp.full(2, t + 1), window=window
             )
             return out[:, None], (keys, values)
 

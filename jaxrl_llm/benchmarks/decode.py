@@ -11,6 +11,7 @@ from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import mix_limits
 from jaxrl_llm.kernels.decode_attention import (
+    PAGE_ENTRIES,
     DecodeImplementation,
     cache_length,
     prefix_decode_attention,
@@ -93,7 +94,7 @@ class Decode(Case):
         return (prefix_decode_attention(*arrays, implementation=self.implementation),)
 
     def _reference(self, *arrays: jax.Array) -> jax.Array:
-        q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, lengths = arrays
+        q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, pages, lengths = arrays
         few = slice(0, NUM_CHECKED)
         return prefix_decode_attention_reference(
             q[few],
@@ -101,20 +102,23 @@ class Decode(Case):
             v_prefix[rows[few]],
             jnp.arange(len(rows[few])),
             prefix_lengths[few],
-            k_own[few],
-            v_own[few],
+            k_own,
+            v_own,
+            pages[few],
             lengths[few],
         )
 
     def _arrays(self, key: jax.Array) -> tuple[jax.Array, ...]:
         B, K, H = self.slots, self.model.num_kv_heads, self.model.head_dim
-        keys = iter(jax.random.split(key, 5))
+        keys = iter(jax.random.split(key, 6))
 
         def normal(*shape: int) -> jax.Array:
             return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
         prompts = (B // self.group, K, cache_length(self.prompt), H)
-        own = (B, K, cache_length(self.own), H)
+        pages_a_slot = cache_length(self.own) // PAGE_ENTRIES
+        own = (B * pages_a_slot, K, PAGE_ENTRIES, H)
+        pages = jax.random.permutation(next(keys), B * pages_a_slot)
         return (
             normal(B, self.model.num_heads, H),
             normal(*prompts),
@@ -123,6 +127,7 @@ class Decode(Case):
             jnp.full((B,), self.prompt, jnp.int32),
             normal(*own),
             normal(*own),
+            pages.reshape(B, pages_a_slot).astype(jnp.int32),
             jnp.asarray(self.lengths),
         )
 

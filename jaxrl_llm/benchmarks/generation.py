@@ -189,6 +189,7 @@ class Generation(Case):
             limits_N=limits,
             group=self.work.samples,
             num_slots=rollout.num_slots,
+            cache_tokens=rollout.cache_tokens,
             attention=self.config.actor.attention,
             quantization=rollout.quantization,
         )

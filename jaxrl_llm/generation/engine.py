@@ -5,12 +5,15 @@ token in every slot. A slot that becomes free takes the next sample whose prompt
 the same step; the inner loop ends when a slot is free and no such sample is left. No host takes
 part, so every host of a mesh runs the same program.
 
+What the slots add to the cache lies in pages that they take as they grow (pages.py), so the number
+of slots is bound by the tokens that are alive, not by the longest that a response may be.
+
 Once nothing is pending and few slots are live, they move together and the loop goes on with that
 many: the longest responses of a batch are a long tail, and there a step of all slots computes for
 the empty ones.
 
 Shape letters: N samples, G groups (prompts), P prompt tokens, R response tokens, B slots, M prompts
-of a prefill, C prompt rows of the cache, V vocabulary, S slots of a tail.
+of a prefill, C prompt rows of the cache, T pages a slot, V vocabulary, S slots of a tail.
 """
 
 import math
@@ -31,7 +34,16 @@ from jaxrl_llm.generation.kv_cache import (
     decode_attend,
     decode_context,
     init_cache,
+    page_entries,
     prefill_attend,
+)
+from jaxrl_llm.generation.pages import (
+    PageSizes,
+    PageTable,
+    empty_table,
+    num_admissible,
+    page_sizes,
+    take_pages,
 )
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
 from jaxrl_llm.kernels.flash_attention import Implementation
@@ -48,9 +60,9 @@ PREFILL_TOKENS = 8192
 # sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
 # Shares of the slots that a tail has. Each is a decode step more to compile, so responses that are
-# short at most have none.
-TAIL_SHARES = (2, 8)
-FEWEST_TAIL_SLOTS = 16
+# short at most have none; nor do few slots, whose step takes as long as it takes to read the model.
+TAIL_SHARES = (2, 4, 8, 16)
+FEWEST_TAIL_SLOTS = 64
 SHORTEST_TAIL = 512  # response tokens
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0
@@ -72,6 +84,7 @@ class GenerationOutput:
     prefills: jax.Array  # prefills run
     slot_steps: jax.Array  # slots computed, over all steps
     live_slot_steps: jax.Array  # over slot_steps: the share of the decode work that was used
+    stalled_slot_steps: jax.Array  # of those, with a sample that waited for a page
     max_refill_wait: jax.Array  # most decode steps a slot stayed free while prompts were pending
 
 
@@ -90,10 +103,11 @@ class _State(NamedTuple):
     """The carry of both loops."""
 
     cache: tuple[LayerCache, ...]
+    table: PageTable
     row_B: jax.Array  # row of the queue that the slot answers
     prompt_row_B: jax.Array  # row of the cache that holds its prompt
     token_B: jax.Array  # last token of the sequence, not yet in the cache
-    count_B: jax.Array  # response tokens so far, and entries of the slot's own cache row
+    count_B: jax.Array  # response tokens so far, and the slot's own entries in the cache
     live_B: jax.Array
     idle_B: jax.Array  # decode steps since the slot became free
     prompt_row_G: jax.Array  # where a group's prompt was put
@@ -105,6 +119,7 @@ class _State(NamedTuple):
     prefills: jax.Array
     slot_steps: jax.Array
     live_slot_steps: jax.Array
+    stalled_slot_steps: jax.Array
     max_refill_wait: jax.Array
 
 
@@ -131,6 +146,8 @@ def generate(
     num_slots: int = 0,
     prefill_batch: int = 0,
     tail_slots: tuple[int, ...] | None = None,
+    cache_tokens: int = 0,
+    tokens_a_page: int = 0,
     attention: Implementation = "auto",
     quantization: Quantization = "none",
     pad_id: int = 0,
@@ -148,8 +165,11 @@ def generate(
 
     `num_slots` sequences are decoded at once (0: all); `prefill_batch` prompts are prefilled at
     once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the numbers of slots, falling,
-    with which the loop goes on once no more samples are live or pending (None: a half and an
-    eighth of `num_slots` where responses may be long). `attention` is the implementation;
+    with which the loop goes on once no more samples are live or pending (None: a half, a quarter
+    and so on of `num_slots` where responses may be long). `cache_tokens` is how many tokens of
+    responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
+    for one another, which changes no result; `tokens_a_page` of them are handed out at once (0: as
+    the kernel reads them). `attention` is the implementation;
     `quantization` is of weights and cache; `heads_axis` is the mesh axis that splits heads where a
     caller left one automatic (see `generate_on_mesh`).
     """
@@ -159,6 +179,13 @@ def generate(
     num_samples, max_new_tokens = prompts_NP.shape[0], sampling.max_new_tokens
     sizes = _sizes(
         prompts_NP, prompt_lengths_N, num_slots, prefill_batch, group, tail_slots, max_new_tokens
+    )
+    cache_dtype = bind(spec, params).unembedding().dtype if quantization == "none" else FLOAT8
+    pages = page_sizes(
+        num_slots=sizes.num_slots,
+        own_length=max_new_tokens,
+        page_entries=tokens_a_page or page_entries(cache_dtype, max_new_tokens),
+        cache_tokens=cache_tokens,
     )
     if limits_N is None:
         limits_N = jnp.full((num_samples,), max_new_tokens, jnp.int32)
@@ -183,12 +210,15 @@ def generate(
                 "data for more devices), or rollout.quantization=none"
             )
         spec, params = quantize_projections(spec, params)
-    state = _empty_state(spec, params, queue, sizes, max_new_tokens)
+    state = _empty_state(spec, queue, sizes, pages, cache_dtype, max_new_tokens)
     if num_samples > 0:
         settings = {"attention": attention, "heads_axis": heads_axis}
         state = _run(
             partial(_prefill, spec, params, queue, sizes, **settings),
-            partial(_decode, spec, params, queue, sizes.group, seed_key, sampling, **settings),
+            partial(
+                _decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **settings
+            ),
+            partial(_fill_slots, queue, sizes.group, pages),
             queue,
             sizes,
             state,
@@ -211,6 +241,7 @@ def generate_on_mesh(
     group: int = 1,
     num_slots: int = 0,
     prefill_batch: int = 0,
+    cache_tokens: int = 0,
     attention: Implementation = "auto",
     quantization: Quantization = "none",
     pad_id: int = 0,
@@ -218,10 +249,10 @@ def generate_on_mesh(
     """`generate` on every replica of the mesh at once, each with its share of the prompts.
 
     The layout switch is inside: `params` come in any layout and leave for that of `rules`, whole
-    over the replica axes, split over `tensor`. Each replica has its own `num_slots` and runs its
-    own number of steps; only collectives over `tensor` are in the loops. N must be a multiple of
-    the replicas; a group that would be cut between two of them is computed in each. Call inside
-    jit.
+    over the replica axes, split over `tensor`. Each replica has its own `num_slots` and
+    `cache_tokens` and runs its own number of steps; only collectives over `tensor` are in the
+    loops. N must be a multiple of the replicas; a group that would be cut between two of them is
+    computed in each. Call inside jit.
     """
     replicas, num_samples = num_replicas(mesh), prompts_NP.shape[0]
     if num_samples % replicas:
@@ -250,6 +281,7 @@ def generate_on_mesh(
             group=math.gcd(group, num_samples // replicas),
             num_slots=num_slots,
             prefill_batch=prefill_batch,
+            cache_tokens=cache_tokens,
             attention=attention,
             quantization=quantization,
             pad_id=pad_id,
@@ -314,7 +346,12 @@ def _sizes(
 
 
 def _empty_state(
-    spec: ModelSpec, params: Any, queue: _Queue, sizes: _Sizes, max_new_tokens: int
+    spec: ModelSpec,
+    queue: _Queue,
+    sizes: _Sizes,
+    pages: PageSizes,
+    cache_dtype: Any,
+    max_new_tokens: int,
 ) -> _State:
     num_samples, width = queue.prompts_NP.shape
     zeros_B, zero = jnp.zeros((sizes.num_slots,), jnp.int32), jnp.int32(0)
@@ -322,12 +359,13 @@ def _empty_state(
         spec.config,
         num_prompts=sizes.prompt_rows,
         prompt_length=width,
-        num_slots=sizes.num_slots,
-        own_length=max_new_tokens,
-        dtype=FLOAT8 if spec.form == "float8" else bind(spec, params).unembedding().dtype,
+        num_pages=pages.num_pages,
+        page_entries=pages.entries,
+        dtype=cache_dtype,
     )
     return _State(
         cache=cache,
+        table=empty_table(pages, sizes.num_slots, num_samples),
         row_B=zeros_B,
         prompt_row_B=zeros_B,
         token_B=zeros_B,
@@ -343,11 +381,14 @@ def _empty_state(
         prefills=zero,
         slot_steps=zero,
         live_slot_steps=zero,
+        stalled_slot_steps=zero,
         max_refill_wait=zero,
     )
 
 
-def _run(prefill: Any, decode: Any, queue: _Queue, sizes: _Sizes, state: _State) -> _State:
+def _run(
+    prefill: Any, decode: Any, fill_slots: Any, queue: _Queue, sizes: _Sizes, state: _State
+) -> _State:
     """The two loops, then one loop for each tail."""
     num_pending = queue.num_groups * sizes.group
     fewest = (*sizes.tails, 0)
@@ -362,8 +403,8 @@ def _run(prefill: Any, decode: Any, queue: _Queue, sizes: _Sizes, state: _State)
     def prefill_then_decode(state: _State) -> _State:
         return lax.while_loop(
             lambda state: unfinished(state) & ~prefill_due(state),
-            lambda state: _fill_slots(queue, sizes, decode(state)),
-            prefill(state),
+            lambda state: fill_slots(decode(state)),
+            fill_slots(prefill(state)),
         )
 
     state = lax.while_loop(unfinished, prefill_then_decode, state)
@@ -378,22 +419,11 @@ def _more_live(number: int, state: _State) -> jax.Array:
 
 
 def _moved_together(state: _State, num_slots: int) -> _State:
-    """The live slots, `num_slots` at most, as the first slots, and no others.
-
-    The cache keeps its rows: those of the slots that go stay behind the others, unread.
-    """
+    """The live slots, `num_slots` at most, and no others. Their pages stay where they are."""
     _, from_S = lax.top_k(state.live_B.astype(jnp.int32), num_slots)
-
-    def moved(own: jax.Array) -> jax.Array:
-        return own.at[:num_slots].set(own[from_S])
-
-    return state._replace(
-        cache=tuple(
-            layer._replace(own_keys=moved(layer.own_keys), own_values=moved(layer.own_values))
-            for layer in state.cache
-        ),
-        **{name: getattr(state, name)[from_S] for name in _State._fields if name.endswith("_B")},
-    )
+    table = state.table._replace(pages_BT=state.table.pages_BT[from_S])
+    by_slot = {name: getattr(state, name)[from_S] for name in _State._fields if name[-2:] == "_B"}
+    return state._replace(table=table, **by_slot)
 
 
 def _output(state: _State, sampling: SamplingParams, pad_id: int) -> GenerationOutput:
@@ -410,6 +440,7 @@ def _output(state: _State, sampling: SamplingParams, pad_id: int) -> GenerationO
         prefills=state.prefills,
         slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
+        stalled_slot_steps=state.stalled_slot_steps,
         max_refill_wait=state.max_refill_wait,
     )
 
@@ -424,7 +455,7 @@ def _prefill(
     attention: Implementation,
     heads_axis: str | None,
 ) -> _State:
-    """Put the next prompts into rows of the cache that no live slot reads, then fill the slots.
+    """Put the next prompts into rows of the cache that no live slot reads.
 
     A prompt's last token is left to the first decode step, which has to compute the logits after it
     anyway: so a prefill needs no head and no sampling.
@@ -453,24 +484,25 @@ def _prefill(
         residual_dtype=RESIDUAL_DTYPE,
     )
     targets_M = jnp.where(wanted_M, groups_M, num_groups + jnp.arange(M))
-    state = state._replace(
+    return state._replace(
         cache=cache,
         prompt_row_G=state.prompt_row_G.at[targets_M].set(rows_M, mode="drop", unique_indices=True),
         prefilled=jnp.minimum(state.prefilled + M, queue.num_groups),
         prefills=state.prefills + 1,
     )
-    return _fill_slots(queue, sizes, state)
 
 
-def _fill_slots(queue: _Queue, sizes: _Sizes, state: _State) -> _State:
-    """Free slots take the next samples whose prompt is in the cache."""
+def _fill_slots(queue: _Queue, group: int, pages: PageSizes, state: _State) -> _State:
+    """Free slots take the next samples whose prompt is in the cache, while there are pages."""
     num_samples = queue.prompts_NP.shape[0]
     free_B = ~state.live_B
+    ready = state.prefilled * group
+    admitted = state.head + num_admissible(state.table, pages, state.live_B)
     index_B = state.head + jnp.cumsum(free_B, dtype=jnp.int32) - 1
-    take_B = free_B & (index_B < state.prefilled * sizes.group)
+    take_B = free_B & (index_B < jnp.minimum(ready, admitted))
     index_B = jnp.clip(index_B, 0, num_samples - 1)
-    group_B = queue.order_G[index_B // sizes.group]
-    row_B = group_B * sizes.group + index_B % sizes.group
+    group_B = queue.order_G[index_B // group]
+    row_B = group_B * group + index_B % group
     token_B = queue.prompts_NP[row_B, jnp.maximum(queue.lengths_N[row_B] - 1, 0)]
     wait = jnp.max(jnp.where(take_B, state.idle_B, 0))
     return state._replace(
@@ -490,6 +522,7 @@ def _decode(
     params: Any,
     queue: _Queue,
     group: int,
+    pages: PageSizes,
     seed_key: jax.Array,
     sampling: SamplingParams,
     state: _State,
@@ -497,19 +530,32 @@ def _decode(
     attention: Implementation,
     heads_axis: str | None,
 ) -> _State:
-    """One token in every slot of the state, which may be fewer than the cache has rows for.
+    """One token in every slot of the state.
 
-    A free slot computes along, reads nothing of the cache and leaves no trace.
+    A free slot, or one that waits for a page, computes along, reads nothing of the cache and leaves
+    no trace.
     """
     model = bind(spec, params)
-    live_B, row_B, count_B = state.live_B, state.row_B, state.count_B
+    row_B, count_B = state.row_B, state.count_B
+    num_samples, slots_B = queue.prompts_NP.shape[0], jnp.arange(row_B.shape[0])
+    table, live_B = take_pages(
+        state.table,
+        pages,
+        sample_B=row_B,
+        live_B=state.live_B,
+        count_B=count_B,
+        num_samples=num_samples,
+    )
     prompt_B = jnp.where(live_B, queue.lengths_N[row_B] - 1, 0)
     own_B = jnp.where(live_B, count_B, 0)
+    page_B = table.pages_BT[slots_B, own_B // pages.entries]
     context = decode_context(
         spec.config,
         state.prompt_row_B,
         prompt_B,
-        own_B,
+        table.pages_BT,
+        jnp.where(live_B, page_B, pages.num_pages + slots_B),
+        own_B % pages.entries,
         jnp.where(live_B, count_B + 1, 0),
         slots_per_prompt=group,
     )
@@ -523,18 +569,20 @@ def _decode(
     keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
     tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)
 
-    slots_B = jnp.arange(live_B.shape[0])
-    at = (jnp.where(live_B, row_B, state.tokens_NR.shape[0] + slots_B), own_B)
+    at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
     return state._replace(
         cache=cache,
-        token_B=tokens_B,
-        count_B=count_B + 1,
-        live_B=live_B & ~ended_B,
-        idle_B=jnp.where(live_B, 0, state.idle_B + 1),
+        table=table,
+        token_B=jnp.where(live_B, tokens_B, state.token_B),
+        count_B=count_B + live_B,
+        live_B=state.live_B & ~(live_B & ended_B),
+        idle_B=jnp.where(state.live_B, 0, state.idle_B + 1),
         tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
         logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
         steps=state.steps + 1,
         slot_steps=state.slot_steps + live_B.shape[0],
         live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
+        stalled_slot_steps=state.stalled_slot_steps
+        + jnp.sum(state.live_B & ~live_B, dtype=jnp.int32),
     )

@@ -1,12 +1,13 @@
 """The key-value cache of generation: prompts in one part, what each slot adds in the other.
 
 A prompt's keys and values lie in a row of their own, and every slot that answers the prompt reads
-them there: a group of n samples stores and computes its prompt once. A slot's own row holds what
-its sample added. Each layer has its own leaves, never stacked: a stacked cache is copied whole in
-every decode step.
+them there: a group of n samples stores and computes its prompt once. What a slot's sample added
+lies in pages, taken one by one as the sample grows, so that many short samples need no room for
+the longest (arXiv:2309.06180). Each layer has its own leaves, never stacked: a stacked cache is
+copied whole in every decode step.
 
-Shape letters: C prompt rows, B slots, M prompts of a prefill, P prompt entries, R own entries,
-K KV heads, N query heads, H head dim.
+Shape letters: C prompt rows, B slots, M prompts of a prefill, P prompt entries, O pages,
+R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
 """
 
 from functools import partial
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
+    PAGE_ENTRIES,
     DecodeImplementation,
     SharedPromptPlan,
     cache_length,
@@ -39,7 +41,7 @@ class LayerCache(NamedTuple):
 
     prompt_keys: jax.Array  # [C, K, P, H]
     prompt_values: jax.Array
-    own_keys: jax.Array  # [B, K, R, H]
+    own_keys: jax.Array  # [O, K, R, H]
     own_values: jax.Array
 
 
@@ -55,8 +57,12 @@ class Context(NamedTuple):
 
     prompt_rows_B: jax.Array
     prompt_lengths_B: jax.Array  # entries of the prompt row; 0 in a free slot
-    own_position_B: jax.Array  # where the new entry goes
-    own_lengths_B: jax.Array  # entries of the own row, the new one included; 0 in a free slot
+    pages_BT: jax.Array  # the slot's pages, in order; those it does not reach may be any number
+    page_B: (
+        jax.Array
+    )  # where the new entry goes; one out of range, another in each slot, is dropped
+    entry_B: jax.Array  # its place in the page
+    own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
     plan: SharedPromptPlan | None  # of the slots that read a prompt together; None reads it in each
 
 
@@ -64,7 +70,9 @@ def decode_context(
     config: ModelConfig,
     prompt_rows_B: jax.Array,
     prompt_lengths_B: jax.Array,
-    own_position_B: jax.Array,
+    pages_BT: jax.Array,
+    page_B: jax.Array,
+    entry_B: jax.Array,
     own_lengths_B: jax.Array,
     *,
     slots_per_prompt: int,
@@ -79,7 +87,15 @@ def decode_context(
             group_rows=config.num_heads // config.num_kv_heads,
             slots_per_prompt=slots_per_prompt,
         )
-    return Context(prompt_rows_B, prompt_lengths_B, own_position_B, own_lengths_B, plan)
+    return Context(prompt_rows_B, prompt_lengths_B, pages_BT, page_B, entry_B, own_lengths_B, plan)
+
+
+def page_entries(dtype: jnp.dtype, own_length: int) -> int:
+    """Entries of a page: a block of the kernel.
+
+    It reads no float32, so such a cache has pages that hold a whole response and XLA less to copy.
+    """
+    return max(own_length, 1) if dtype == jnp.float32 else PAGE_ENTRIES
 
 
 def init_cache(
@@ -87,18 +103,15 @@ def init_cache(
     *,
     num_prompts: int,
     prompt_length: int,
-    num_slots: int,
-    own_length: int,
+    num_pages: int,
+    page_entries: int,
     dtype: jnp.dtype,
 ) -> tuple[LayerCache, ...]:
-    """Zeroed caches, one a layer; lengths in tokens, rounded up to the blocks of the kernel.
-
-    It reads no float32, so such a cache has its plain lengths and XLA less to read.
-    """
+    """Zeroed caches, one a layer. The prompts' length is rounded up to the blocks of the kernel."""
     K, H = config.num_kv_heads, config.head_dim
     if dtype != jnp.float32:
-        prompt_length, own_length = cache_length(prompt_length), cache_length(own_length)
-    prompts, own = (num_prompts, K, prompt_length, H), (num_slots, K, own_length, H)
+        prompt_length = cache_length(prompt_length)
+    prompts, own = (num_prompts, K, prompt_length, H), (num_pages, K, page_entries, H)
     return tuple(
         LayerCache(*(jnp.zeros(shape, dtype) for shape in (prompts, prompts, own, own)))
         for _ in range(config.num_layers)
@@ -177,8 +190,7 @@ def _attention_by_heads(
 def decode_attend(
     context: Context, implementation: Implementation, heads_axis: str | None
 ) -> Attend:
-    """Attention of one new token a slot, whose keys and values go into the slot's own row first."""
-    slots_B = jnp.arange(context.own_position_B.shape[0])
+    """Attention of one new token a slot, whose keys and values go into the slot's page first."""
 
     def attend(
         q_B1NH: jax.Array,
@@ -189,13 +201,10 @@ def decode_attend(
         *,
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
-        def write(cache_BKRH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
-            entries = cache_BKRH.at[slots_B, :, context.own_position_B]
-            return entries.set(
-                stored(new_B1KH[:, 0], cache_BKRH),
-                mode="promise_in_bounds",
-                unique_indices=True,
-            )
+        def write(cache_OKRH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
+            entries = cache_OKRH.at[context.page_B, :, context.entry_B]
+            new_BKH = stored(new_B1KH[:, 0], cache_OKRH)
+            return entries.set(new_BKH, mode="drop", unique_indices=True)
 
         new_cache = layer_cache._replace(
             own_keys=write(layer_cache.own_keys, k_B1KH),
@@ -231,6 +240,7 @@ def _decode_by_heads(
             context.prompt_lengths_B,
             cache.own_keys,
             cache.own_values,
+            context.pages_BT,
             context.own_lengths_B,
             window=window,
             implementation=chosen,

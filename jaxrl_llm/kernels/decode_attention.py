@@ -1,11 +1,11 @@
 """Attention of one new token a slot over its KV cache, whose prompts are shared.
 
-The cache is in two parts: rows of prompts, each read by every slot that answers it, and one row a
-slot for what the slot added. A slot sees the first entries of its prompt's row, then the first
-entries of its own.
+The cache is in two parts: rows of prompts, each read by every slot that answers it, and pages for
+what the slots added, of which each slot has a list. A slot sees the first entries of its prompt's
+row, then the first entries of its own pages, one page after the other.
 
-Shape letters: B slots, O >= B rows of slots' own entries, N query heads, K KV heads, G = N / K,
-C prompt rows, P prompt entries, R own entries, S entries, H head dim.
+Shape letters: B slots, O pages, T pages a slot at most, R entries of a page, N query heads,
+K KV heads, G = N / K, C prompt rows, P prompt entries, S entries, H head dim.
 """
 
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from jaxrl_llm.kernels.decode_attention_shared import (
 )
 
 __all__ = [
+    "PAGE_ENTRIES",
     "DecodeImplementation",
     "DecodeTuning",
     "SharedPromptPlan",
@@ -40,14 +41,14 @@ __all__ = [
     "shared_prompt_plan",
 ]
 
+PAGE_ENTRIES = DecodeTuning().block  # the smallest page that the kernel reads
 DecodeImplementation = Literal["auto", "pallas", "xla"]
 Scale = float | Float[Array, ""] | Float[Array, " K"]
 
 
 def cache_length(num_tokens: int) -> int:
     """Entries to allocate for `num_tokens`: the next multiple of the kernel's block."""
-    block = DecodeTuning().block
-    return max(1, -(-num_tokens // block)) * block
+    return max(1, -(-num_tokens // PAGE_ENTRIES)) * PAGE_ENTRIES
 
 
 def prefix_decode_attention(
@@ -58,6 +59,7 @@ def prefix_decode_attention(
     prefix_lengths_B: Int[Array, " B"],
     k_own_OKRH: Float[Array, "O K R H"],
     v_own_OKRH: Float[Array, "O K R H"],
+    pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
@@ -71,12 +73,12 @@ def prefix_decode_attention(
 ) -> Float[Array, "B N H"]:
     """softmax(q k^T / sqrt(H)) v of one token a slot, in the dtype of q.
 
-    Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then the
-    first `lengths_B[b]` entries of row b of the own entries, the current token's included (all
-    int32); rows past the last slot's are not read. `window`
-    keeps the last `window` of them. A slot that sees nothing gives 0, and its prompt row may be
-    any number. A float8_e4m3fn cache holds keys / `k_scale` and values / `v_scale`, one number or
-    one a KV head; None is 1.
+    Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then its
+    first `lengths_B[b]` own entries, the current token's included (all int32): own entry i is entry
+    i % R of page `pages_BT[b, i // R]`. `window` keeps the last `window` of them. A slot that sees
+    nothing gives 0; its prompt row, and a page that it does not reach, may be any number. A
+    float8_e4m3fn cache holds keys / `k_scale` and values / `v_scale`, one number or one a KV head;
+    None is 1.
 
     "auto" takes the Pallas kernel on a Hopper GPU where it can run the call, XLA elsewhere.
     - "pallas" reads a slot's visible entries, rounded to blocks of 64, and nothing else. What lies
@@ -88,8 +90,8 @@ def prefix_decode_attention(
       same rows and lengths, makes it read a prompt once for all the slots that share it, not once
       a slot, and start the longest slots first. With a `window` the slots of a prompt see
       different entries of it: only the order is used then.
-    - "xla" reads both caches whole, the prompt row once a slot: entries past a length must be
-      finite (start the cache from zeros). It takes no notice of a plan.
+    - "xla" reads both caches whole, the prompt row once a slot, and copies the slots' pages: all
+      entries must be finite (start the cache from zeros). It takes no notice of a plan.
     Raises ValueError for shapes that do not fit together, or that the kernel cannot take.
     """
     arguments = (
@@ -100,6 +102,7 @@ def prefix_decode_attention(
         prefix_lengths_B,
         k_own_OKRH,
         v_own_OKRH,
+        pages_BT,
         lengths_B,
     )
     _check_prefix(*arguments, window)
@@ -111,7 +114,7 @@ def prefix_decode_attention(
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, _, H = q_BNH.shape
-    _, K, R, _ = k_own_OKRH.shape
+    K, R = k_own_OKRH.shape[1], pages_BT.shape[1] * k_own_OKRH.shape[2]
     shared = plan is not None and window is None
     if num_splits is None:
         entries = R if shared else k_prefix_CKPH.shape[2] + R
@@ -139,6 +142,7 @@ def prefix_decode_attention_reference(
     prefix_lengths_B: Int[Array, " B"],
     k_own_OKRH: Float[Array, "O K R H"],
     v_own_OKRH: Float[Array, "O K R H"],
+    pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
@@ -150,12 +154,12 @@ def prefix_decode_attention_reference(
     Entries that a slot does not see are replaced by zeros first, so they may be NaN.
     """
     groups = q_BNH.shape[1] // k_own_OKRH.shape[1]
-    P, R = k_prefix_CKPH.shape[2], k_own_OKRH.shape[2]
-    seen_BS = _seen(P, R, prefix_lengths_B, lengths_B, window)
+    P, own_entries = k_prefix_CKPH.shape[2], pages_BT.shape[1] * k_own_OKRH.shape[2]
+    seen_BS = _seen(P, own_entries, prefix_lengths_B, lengths_B, window)
 
     def joined(prefix_CKPH: Array, own_OKRH: Array, scale: Scale | None) -> Array:
-        own_BKRH = own_OKRH[: q_BNH.shape[0]]
-        both = jnp.concatenate([_rows(prefix_CKPH, prefix_rows_B), own_BKRH], axis=2)
+        rows = _rows(prefix_CKPH, prefix_rows_B), _own_rows(own_OKRH, pages_BT)
+        both = jnp.concatenate(rows, axis=2)
         both = jnp.where(seen_BS[:, None, :, None], both.astype(jnp.float32), 0.0)
         if scale is not None:
             both *= jnp.broadcast_to(scale, both.shape[1])[:, None, None]
@@ -178,13 +182,15 @@ def _prefix_decode_xla(
     prefix_lengths_B: Array,
     k_own_OKRH: Array,
     v_own_OKRH: Array,
+    pages_BT: Array,
     lengths_B: Array,
     window: int | None,
     scales_K: tuple[Array, Array] | None,
 ) -> Array:
     """One softmax over the scores of both parts; the caches themselves are never joined."""
     B, N, H = q_BNH.shape
-    K, P, R = k_own_OKRH.shape[1], k_prefix_CKPH.shape[2], k_own_OKRH.shape[2]
+    K, P = k_own_OKRH.shape[1], k_prefix_CKPH.shape[2]
+    k_own_BKSH, v_own_BKSH = _own_rows(k_own_OKRH, pages_BT), _own_rows(v_own_OKRH, pages_BT)
     q_BKGH = q_BNH.reshape(B, K, N // K, H)
 
     def scores_of(k_BKSH: Array) -> Array:
@@ -195,11 +201,11 @@ def _prefix_decode_xla(
             preferred_element_type=jnp.float32,
         )
 
-    scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_OKRH[:B])]
+    scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_BKSH)]
     scores = jnp.concatenate(scores, axis=-1) * H**-0.5
     if scales_K is not None:
         scores *= scales_K[0][:, None, None]
-    seen = _seen(P, R, prefix_lengths_B, lengths_B, window)[:, None, None]
+    seen = _seen(P, k_own_BKSH.shape[2], prefix_lengths_B, lengths_B, window)[:, None, None]
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
 
@@ -212,7 +218,7 @@ def _prefix_decode_xla(
         )
 
     out_BKGH = values_of(weights[..., :P], _rows(v_prefix_CKPH, prefix_rows_B))
-    out_BKGH += values_of(weights[..., P:], v_own_OKRH[:B])
+    out_BKGH += values_of(weights[..., P:], v_own_BKSH)
     if scales_K is not None:
         out_BKGH *= scales_K[1][:, None, None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
@@ -244,8 +250,15 @@ def _rows(prefix_CKPH: Array, prefix_rows_B: Array) -> Array:
     return prefix_CKPH.at[prefix_rows_B].get(mode="clip")
 
 
+def _own_rows(own_OKRH: Array, pages_BT: Array) -> Array:
+    """Each slot's pages, one after the other: [B, K, T R, H]."""
+    own_BTKRH = own_OKRH.at[pages_BT].get(mode="clip")
+    B, T, K, R, H = own_BTKRH.shape
+    return own_BTKRH.swapaxes(1, 2).reshape(B, K, T * R, H)
+
+
 def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int | None) -> Array:
-    """Which of the P + R entries of both parts a slot sees: bool [B, P + R]."""
+    """Which of the P prompt and R own entries a slot sees: bool [B, P + R]."""
     p, r = jnp.arange(P)[None], jnp.arange(R)[None]
     prefix_lengths, lengths = prefix_lengths_B[:, None], lengths_B[:, None]
     in_prefix, in_own = p < prefix_lengths, r < lengths
@@ -284,18 +297,19 @@ def _check_prefix(
     prefix_lengths_B: Array,
     k_own_OKRH: Array,
     v_own_OKRH: Array,
+    pages_BT: Array,
     lengths_B: Array,
     window: int | None,
 ) -> None:
     B, N, H = q_BNH.shape
     C, K, P, _ = k_prefix_CKPH.shape
-    rows, _, R, _ = k_own_OKRH.shape
-    prefix, own = (C, K, P, H), (max(rows, B), K, R, H)
+    pages, _, R, _ = k_own_OKRH.shape
+    prefix, own = (C, K, P, H), (pages, K, R, H)
     caches = [x.shape for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_OKRH, v_own_OKRH)]
     if caches != [prefix, prefix, own, own] or N % K:
         raise ValueError(
-            f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, entries, {H}] and of "
-            f"slots [{B} or more, K, entries, {H}] where K divides {N}, not {caches}"
+            f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, entries, {H}] and "
+            f"pages [pages, K, entries, {H}] where K divides {N}, not {caches}"
         )
     if len({x.dtype for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_OKRH, v_own_OKRH)}) > 1:
         raise ValueError("the four caches have different dtypes: give them one")
@@ -306,6 +320,10 @@ def _check_prefix(
     ):
         if x.shape != (B,):
             raise ValueError(f"{name} has shape {x.shape}: give one number a slot, ({B},)")
+    if pages_BT.ndim != 2 or pages_BT.shape[0] != B:
+        raise ValueError(
+            f"pages have shape {pages_BT.shape}: give a list of pages a slot, ({B}, T)"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: use at least 1, or None to see everything")
 

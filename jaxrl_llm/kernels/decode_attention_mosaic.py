@@ -1,11 +1,11 @@
 """Ragged decode attention on Hopper, in Pallas' Mosaic GPU dialect.
 
-Shape letters: B slots, O >= B rows of slots' entries, N query heads, K KV heads, G = N / K,
-C prompt rows, P prompt entries, R response entries, H head dim, S splits of a slot's tokens,
-M = 64 rows of a tensor-core tile, J entries of a block.
+Shape letters: B slots, O pages of slots' own entries, T pages a slot at most, R entries of a page,
+N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries, H head dim, S splits of a
+slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block.
 
 One program, of a single warpgroup, serves one KV head of one slot (or one of S parts of its
-tokens). It walks the blocks of the slot's prompt row and then of its own row that hold visible
+tokens). It walks the blocks of the slot's prompt row and then of its own pages that hold visible
 entries, and no others. A ring of TMA loads runs ahead of it: as soon as a block of keys (values)
 has been multiplied, its place is refilled with the block that many steps later. The G queries of
 the head are the first rows of a tensor-core tile; the other rows are whatever shared memory held.
@@ -18,7 +18,7 @@ A cache in float8_e4m3fn is loaded as it is. A block is widened to float16, exac
 the ring to a second place in shared memory, and multiplied there.
 
 Where slots share prompts, those may have been read before, once for all of their slots: see
-`decode_attention_shared`. A program then reads its slot's own row, and takes the prompt's part of
+`decode_attention_shared`. A program then reads its slot's own pages, and takes the prompt's part of
 the result, which was loaded meanwhile, in at the end.
 
 A program's result depends on its own slot's tokens and on S alone, so a slot's output has the
@@ -121,6 +121,7 @@ def decode_attention_mosaic(
     prefix_lengths_B: Int[Array, " B"],
     k_own_OKRH: Float[Array, "O K R H"],
     v_own_OKRH: Float[Array, "O K R H"],
+    pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
@@ -137,7 +138,7 @@ def decode_attention_mosaic(
     with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
     length, NaN included, never change the result. `interpret` runs the kernel on the CPU
     (InterpretGPUParams). `order_B`, a permutation of the slots, is the order in which they start.
-    With `prompts` (and without a window), the kernel reads the slots' own rows only, and merges
+    With `prompts` (and without a window), the kernel reads the slots' own pages only, and merges
     the prompts' part into what it finds.
     """
     B, N, H = q_BNH.shape
@@ -153,7 +154,14 @@ def decode_attention_mosaic(
     if num_splits > 1:
         out_types.append(jax.ShapeDtypeStruct((B, K, num_splits, TILE_ROWS), jnp.float32))
     outputs = plgpu.kernel(
-        _make_body(window, num_splits, tuning, order_B is not None, prompts is not None),
+        _make_body(
+            window,
+            num_splits,
+            tuning,
+            pages_a_slot=pages_BT.shape[1],
+            ordered=order_B is not None,
+            with_prompts=prompts is not None,
+        ),
         out_type=out_types,
         scratch_types=scratch_types(
             H,
@@ -178,6 +186,7 @@ def decode_attention_mosaic(
         v_prefix_CKPH,
         k_own_OKRH,
         v_own_OKRH,
+        pages_BT.astype(jnp.int32).reshape(-1),
         *((prompts.out_BKSGH, prompts.sums_WKSM) if prompts is not None else ()),
         *(x.astype(jnp.int32) for x in by_slot),
         *(scales_K or ()),
@@ -215,7 +224,7 @@ def check_supported(
         )
     if not P or not R or P % tuning.block or R % tuning.block:
         raise ValueError(
-            f"the caches hold {P} prompt and {R} response entries: "
+            f"the cache has prompt rows of {P} and pages of {R} entries: "
             f"round both up to multiples of {tuning.block}, at least one"
         )
 
@@ -274,7 +283,7 @@ class Blocks:
     """The blocks that one program reads: steps 0 to `steps` - 1. Every field is an int32 scalar.
 
     Step i is block `prefix_block` + i of the prompt row while i < `prefix_steps` (which may be
-    negative), and block `own_block` + i - `prefix_steps` of the slot's own row after that.
+    negative), and block `own_block` + i - `prefix_steps` of the slot's own entries after that.
     """
 
     steps: jax.Array
@@ -323,7 +332,7 @@ class Blocks:
         )
 
     def start(self, step: jax.Array, in_prefix: bool, block: int) -> jax.Array:
-        """The first entry of a step's block, in its row."""
+        """The first entry of a step's block, in the prompt row or of the slot's own."""
         index = self.prefix_block + step if in_prefix else self.own_block + step - self.prefix_steps
         return index * block
 
@@ -371,8 +380,9 @@ class Program:
     stages: int
     window: int | None
     to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
-    keys: tuple[Any, Any]  # [P, H] and [R, H] in global memory, None for one that is not read
+    keys: tuple[Any, Any]  # [P, H] and [O, R, H] in global memory, None for one that is not read
     values: tuple[Any, Any]
+    page_of: Callable[[Any], Any] | None = None  # the page of one of the slot's own, by its number
 
     @property
     def interpreted(self) -> bool:
@@ -389,23 +399,38 @@ class Program:
         layout = None if self.interpreted else layout
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
-    def load(self, step: Any, place: Any, keys: bool) -> None:
+    def page(self, step: Any) -> Any:
+        """The page of a step's block, read ahead of the two loads that use it."""
+        if self.page_of is None:
+            return jnp.int32(0)
+        entry = jnp.maximum(self.blocks.start(jnp.int32(step), False, self.block), 0)
+        return self.page_of(lax.div(entry, jnp.int32(self.keys[1].shape[1])))
+
+    def load(self, step: Any, place: Any, page: Any, keys: bool) -> None:
         """Starts the load of a step's block of keys or values, if there is such a step."""
         blocks, J = self.blocks, self.block
         ring = self.memory.k_ring if keys else self.memory.v_ring
         barriers = self.memory.k_barriers if keys else self.memory.v_barriers
-        prefix_PH, own_RH = self.keys if keys else self.values
+        prefix_PH, own_ORH = self.keys if keys else self.values
         step = jnp.int32(step)
 
-        def start(in_prefix: bool, rows: Any) -> None:
-            entries = pl.ds(blocks.start(step, in_prefix, J), J)
-            plgpu.copy_gmem_to_smem(rows.at[entries], ring.at[place], barriers.at[place])
+        def start(rows: Any, entry: Any) -> None:
+            block_JH = rows.at[pl.ds(entry, J)]
+            plgpu.copy_gmem_to_smem(block_JH, ring.at[place], barriers.at[place])
 
         in_prefix = step < blocks.prefix_steps
         if prefix_PH is not None:
-            pl.when((step < blocks.steps) & in_prefix)(lambda: start(True, prefix_PH))
-        if own_RH is not None:
-            pl.when((step < blocks.steps) & ~in_prefix)(lambda: start(False, own_RH))
+
+            @pl.when((step < blocks.steps) & in_prefix)
+            def _() -> None:
+                start(prefix_PH, blocks.start(step, True, J))
+
+        if own_ORH is not None:
+
+            @pl.when((step < blocks.steps) & ~in_prefix)
+            def _() -> None:
+                entry = blocks.start(step, False, J)
+                start(own_ORH.at[page], lax.rem(entry, jnp.int32(own_ORH.shape[1])))
 
     def queries(self) -> Any:
         """The queries as a product's left operand: registers, which leaves `q_MH` free."""
@@ -445,13 +470,13 @@ class Program:
         self.memory.wide_JH[...] = block
         plgpu.commit_smem()
 
-    def scores(self, q: Any, step: Any, place: Any) -> jax.Array:
+    def scores(self, q: Any, step: Any, place: Any, next_page: Any) -> jax.Array:
         """Products of the queries with a step's keys, [M, J]; the keys' place is loaded anew."""
         wide_JH = self.memory.wide_JH
         plgpu.barrier_wait(self.memory.k_barriers.at[place])
         if wide_JH is not None:
             self.widen(self.memory.k_ring.at[place])
-            self.load(step + self.stages, place, keys=True)
+            self.load(step + self.stages, place, next_page, keys=True)
         keys_JH = self.memory.k_ring.at[place] if wide_JH is None else wide_JH
 
         def multiply(scores_ref: Any) -> jax.Array:
@@ -466,7 +491,7 @@ class Program:
         shape = (TILE_ROWS, self.block)
         scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if wide_JH is None:
-            self.load(step + self.stages, place, keys=True)
+            self.load(step + self.stages, place, next_page, keys=True)
         return self.masked(scores, step)
 
     def masked(self, scores: jax.Array, step: Any) -> jax.Array:
@@ -488,7 +513,9 @@ class Program:
 
         return lax.cond(partial, mask, lambda scores: scores, scores)
 
-    def weighted_values(self, weights: jax.Array, step: Any, place: Any) -> jax.Array:
+    def weighted_values(
+        self, weights: jax.Array, step: Any, place: Any, next_page: Any
+    ) -> jax.Array:
         """Products of the weights with a step's values, [M, H]; their place is loaded anew."""
         wide_JH, v_ring = self.memory.wide_JH, self.memory.v_ring
         left: Any = weights.astype(self.operand)
@@ -509,7 +536,7 @@ class Program:
 
         else:
             self.widen(v_ring.at[place], visible_to)
-            self.load(step + self.stages, place, keys=False)
+            self.load(step + self.stages, place, next_page, keys=False)
 
         def multiply(values_ref: Any) -> jax.Array:
             plgpu.wgmma(values_ref, left, v_ring.at[place] if wide_JH is None else wide_JH)
@@ -520,7 +547,7 @@ class Program:
         shape = (TILE_ROWS, v_ring.shape[-1])
         values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if wide_JH is None:
-            self.load(step + self.stages, place, keys=False)
+            self.load(step + self.stages, place, next_page, keys=False)
         return values
 
     def attend(self, q: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -529,7 +556,8 @@ class Program:
         def step_fn(step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, high, total = carry
             place = lax.rem(step, jnp.int32(self.stages))
-            scores = self.scores(q, step, place)
+            next_page = self.page(step + self.stages)  # in flight while this step's keys arrive
+            scores = self.scores(q, step, place, next_page)
             new_high = jnp.maximum(high, scores.max(axis=1) * self.to_base_2)
             keep = jnp.exp2(high - new_high)
             # A multiplication and a subtraction: one instruction together.
@@ -537,7 +565,7 @@ class Program:
                 scores * self.to_base_2 - lax.broadcast_in_dim(new_high, scores.shape, [0])
             )
             total = total * keep + weights.sum(axis=1)
-            new = self.weighted_values(weights, step, place)
+            new = self.weighted_values(weights, step, place, next_page)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
             return acc, new_high, total
 
@@ -586,7 +614,13 @@ class Program:
 
 
 def _make_body(
-    window: int | None, num_splits: int, tuning: DecodeTuning, ordered: bool, with_prompts: bool
+    window: int | None,
+    num_splits: int,
+    tuning: DecodeTuning,
+    *,
+    pages_a_slot: int,
+    ordered: bool,
+    with_prompts: bool,
 ) -> Callable[..., None]:
     """The kernel's body. With an order, the arrays of one number a slot are in that order."""
 
@@ -596,6 +630,7 @@ def _make_body(
         v_prefix_CKPH: Any,
         k_own_OKRH: Any,
         v_own_OKRH: Any,
+        pages: Any,  # B * T
         *others: Any,
         **scratch: Any,
     ) -> None:
@@ -622,12 +657,14 @@ def _make_body(
             stages=tuning.stages,
             window=window,
             to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-            keys=(prefixes[0], k_own_OKRH.at[slot, head]),
-            values=(prefixes[1], v_own_OKRH.at[slot, head]),
+            keys=(prefixes[0], k_own_OKRH.at[:, head]),
+            values=(prefixes[1], v_own_OKRH.at[:, head]),
+            page_of=lambda index: pages[slot * pages_a_slot + jnp.minimum(index, pages_a_slot - 1)],
         )
-        for i in range(tuning.stages):
-            program.load(i, i, keys=True)
-            program.load(i, i, keys=False)
+        first_pages = [program.page(i) for i in range(tuning.stages)]
+        for i, page in enumerate(first_pages):
+            program.load(i, i, page, keys=True)
+            program.load(i, i, page, keys=False)
         q_MH = memory.q_MH
         plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], memory.q_barrier)
         plgpu.barrier_wait(memory.q_barrier)

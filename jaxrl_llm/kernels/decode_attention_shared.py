@@ -6,7 +6,7 @@ An item is up to I = 64 // G slots that see the same entries of the same prompt 
 fill the rows of one tensor-core tile, which a slot by itself would leave empty. A fixed number of
 programs goes through the units of work, each one KV head and one of S parts of an item's prompt,
 and reads the prompt for all of the item's slots. Each slot's share of the result, normalised, and
-its log-sum-exps are merged by the kernel that reads the slot's own row, which runs next.
+its log-sum-exps are merged by the kernel that reads the slot's own pages, which runs next.
 
 Rows of a matrix product never mix and a part's blocks depend on the prompt's length alone, so a
 slot's output has the same bits whichever slots it shares an item with.
@@ -60,7 +60,7 @@ PROGRAMS_PER_SM = 2  # more than 168 registers a thread
 class SharedPromptPlan:
     """Which slots read a prompt together, and in which order slots start; see the function."""
 
-    order_B: Int[Array, " B"]  # longest own row first
+    order_B: Int[Array, " B"]  # most own entries first
     num_items: Int[Array, " 1"]  # the items in use, which come first
     item_rows_W: Int[Array, " W"]
     item_lengths_W: Int[Array, " W"]
@@ -157,6 +157,7 @@ def shared_decode_attention(
     prefix_lengths_B: Int[Array, " B"],
     k_own_OKRH: Float[Array, "O K R H"],
     v_own_OKRH: Float[Array, "O K R H"],
+    pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
     plan: SharedPromptPlan,
@@ -165,7 +166,7 @@ def shared_decode_attention(
     tuning: DecodeTuning,
     interpret: Any,
 ) -> Float[Array, "B N H"]:
-    """`decode_attention_mosaic` by a plan: the prompts first, then the slots' own rows."""
+    """`decode_attention_mosaic` by a plan: the prompts first, then the slots' own entries."""
     B, N, H = q_BNH.shape
     _, K, P, _ = k_prefix_CKPH.shape
     prompt_tuning = default_tuning(H, k_prefix_CKPH.dtype)
@@ -187,6 +188,7 @@ def shared_decode_attention(
         prefix_lengths_B,
         k_own_OKRH,
         v_own_OKRH,
+        pages_BT,
         lengths_B,
         scales_K=scales_K,
         num_splits=num_splits,
@@ -307,12 +309,13 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
                 slot, rows = item_slots[item * slots_of_item + i], q_MH.at[pl.ds(i * G, G)]
                 plgpu.copy_smem_to_gmem(rows, out_BKSGH.at[slot, head, part])
 
-            program.load(0, 0, keys=True)
+            no_page = jnp.int32(0)  # prompts lie in rows
+            program.load(0, 0, no_page, keys=True)
             lax.fori_loop(0, slots_of_item, read_queries, None)
-            program.load(0, 0, keys=False)
+            program.load(0, 0, no_page, keys=False)
             for i in range(1, tuning.stages):
-                program.load(i, i, keys=True)
-                program.load(i, i, keys=False)
+                program.load(i, i, no_page, keys=True)
+                program.load(i, i, no_page, keys=False)
             plgpu.barrier_wait(memory.q_barrier)
             acc, high, total = program.attend(program.queries())
 

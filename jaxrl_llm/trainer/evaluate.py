@@ -59,6 +59,7 @@ class Validator:
         n: int,
         batch_size: int,
         num_slots: int,
+        cache_tokens: int,
         max_prompt_length: int,
         dtype: str,
         seed: int,
@@ -75,6 +76,7 @@ class Validator:
             "sampling": sampling,
             "group": n,
             "num_slots": num_slots,
+            "cache_tokens": cache_tokens,
             "pad_id": tokenizer.pad_id,
         }
         self._dtype, self._seed = dtype, seed
@@ -160,6 +162,7 @@ def open_validator(
         n=validation.n,
         batch_size=config.data.val_batch_size,
         num_slots=config.rollout.num_slots,
+        cache_tokens=config.rollout.cache_tokens,
         max_prompt_length=config.data.max_prompt_length,
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,

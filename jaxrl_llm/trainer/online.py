@@ -243,6 +243,7 @@ def _catalogue(
     generation = stages.Generation(
         group=config.rollout.n,
         num_slots=config.rollout.num_slots,
+        cache_tokens=config.rollout.cache_tokens,
         dtype=config.rollout.dtype or config.actor.dtype,
         quantization=config.rollout.quantization,
         seed=config.seed,

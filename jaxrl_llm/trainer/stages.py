@@ -74,6 +74,7 @@ class Generation:
 
     group: int  # samples a prompt
     num_slots: int
+    cache_tokens: int
     dtype: str
     quantization: Quantization
     seed: int
@@ -103,6 +104,7 @@ class Generation:
             sampling=sampling,
             group=group,
             num_slots=num_slots,
+            cache_tokens=self.cache_tokens,
             mesh=role.mesh,
             attention=role.forward.attention,
             quantization=self.quantization,
@@ -123,7 +125,13 @@ def generate_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> 
             group=how.group,
             num_slots=how.num_slots,
         )
-        metrics = {"rollout/decode_steps": out.steps.max(), "rollout/prefills": out.prefills.max()}
+        slot_steps = out.slot_steps.sum()
+        metrics = {
+            "rollout/decode_steps": out.steps.max(),
+            "rollout/prefills": out.prefills.max(),
+            "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
+            "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
+        }
         return StageOutput(writes=(out.tokens, out.mask, out.logprobs), metrics=metrics)
 
     return Stage(

@@ -21,7 +21,7 @@ pytestmark = needs_compiler
 SM_REGISTERS = 64 * 1024
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
-SLOTS, PROMPTS, P, R = 64, 8, 512, 1024
+SLOTS, PROMPTS, P, R, PAGE = 64, 8, 512, 1024, 64
 SHAPES = {  # KV heads, query heads, head dim, programs an SM
     "0.5B": (2, 14, 64, 3),
     "SmolLM2": (3, 9, 64, 3),
@@ -61,11 +61,12 @@ def compile_decode(
         for dims, dtype in (
             ((SLOTS, N, H), "bfloat16"),
             ((PROMPTS, K, P, H), cache),
-            ((SLOTS, K, R, H), cache),
+            ((SLOTS * R // PAGE, K, PAGE, H), cache),
         )
     )
     int32 = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
-    arguments = (q, prefix, prefix, int32, int32, own, own, int32)
+    pages = jax.ShapeDtypeStruct((SLOTS, R // PAGE), jnp.int32)
+    arguments = (q, prefix, prefix, int32, int32, own, own, pages, int32)
 
     plan = None
     if shared:

@@ -1,0 +1,124 @@
+"""Pages of the cache: which sample has which, and who gets the next ones.
+
+A slot takes a page when its sample outgrows those it has. A page is free when the sample that took
+it last is not live any more, so nobody gives pages back. Where there are fewer pages than all slots
+may want, a slot that gets none waits: it computes along for that step and leaves no trace. That can
+never come to a standstill: as many pages as one response may need are held back for the oldest live
+sample alone, which therefore ends, leaves at least as many, and makes another the oldest.
+
+Which page a sample gets changes nothing in its result.
+
+Shape letters: B slots, N samples, O pages, T pages a slot at most.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSizes:
+    """Sizes of the pages; the three numbers of pages are of one device, or replica."""
+
+    entries: int  # tokens of a page
+    num_pages: int
+    per_slot: int  # T
+    held_back: int  # for the oldest sample; 0 where all slots can be full at once
+    watermark: int  # no new sample starts when fewer pages are free than these
+
+
+class PageTable(NamedTuple):
+    """Who has which page."""
+
+    pages_BT: jax.Array  # each slot's, in order
+    owner_O: jax.Array  # the sample that took a page last; N before anyone did
+    num_free: jax.Array
+
+
+def page_sizes(
+    *, num_slots: int, own_length: int, page_entries: int, cache_tokens: int
+) -> PageSizes:
+    """Room for `cache_tokens` own tokens of all slots together; 0: for all that they may hold.
+
+    Raises ValueError where one response of `own_length` tokens would not fit.
+    """
+    per_slot = max(1, -(-own_length // page_entries))
+    most = num_slots * per_slot
+    wanted = -(-cache_tokens // page_entries) if cache_tokens else most
+    if wanted < per_slot:
+        raise ValueError(
+            f"cache_tokens={cache_tokens} holds less than one response of {own_length} tokens in "
+            f"pages of {page_entries}: give at least {per_slot * page_entries}, or 0"
+        )
+    scarce = wanted < most
+    return PageSizes(
+        entries=page_entries,
+        num_pages=min(wanted, most),
+        per_slot=per_slot,
+        held_back=per_slot if scarce else 0,
+        watermark=wanted // 32 if scarce else 0,
+    )
+
+
+def empty_table(sizes: PageSizes, num_slots: int, num_samples: int) -> PageTable:
+    """Nobody has a page."""
+    return PageTable(
+        pages_BT=jnp.zeros((num_slots, sizes.per_slot), jnp.int32),
+        owner_O=jnp.full((sizes.num_pages,), num_samples, jnp.int32),
+        num_free=jnp.int32(sizes.num_pages),
+    )
+
+
+def num_admissible(table: PageTable, sizes: PageSizes, live_B: jax.Array) -> jax.Array:
+    """How many samples may start now. The first one always may."""
+    if not sizes.held_back:
+        return jnp.int32(live_B.shape[0])
+    left = table.num_free - sizes.held_back - sizes.watermark
+    return jnp.maximum(left, jnp.where(jnp.any(live_B), 0, 1))
+
+
+def take_pages(
+    table: PageTable,
+    sizes: PageSizes,
+    *,
+    sample_B: jax.Array,
+    live_B: jax.Array,
+    count_B: jax.Array,
+    num_samples: int,
+) -> tuple[PageTable, jax.Array]:
+    """A page for each live slot whose next entry, number `count_B`, begins one.
+
+    `sample_B` are the slots' samples, 0 to N - 1, a smaller number being the older. Returns the new
+    table, and bool [B]: the live slots that have where to put the entry.
+    """
+    (B,), (num_pages,) = live_B.shape, table.owner_O.shape
+    slots_B, pages_O = jnp.arange(B), jnp.arange(num_pages, dtype=jnp.int32)
+
+    live_N = jnp.zeros((num_samples,), bool)
+    live_N = live_N.at[jnp.where(live_B, sample_B, num_samples)].set(True, mode="drop")
+    free_O = ~live_N.at[table.owner_O].get(mode="fill", fill_value=False)
+    num_free = jnp.sum(free_O, dtype=jnp.int32)
+    # The first free pages, B at most, by their turn; what is past the last of them is not used.
+    turn_O = jnp.cumsum(free_O, dtype=jnp.int32) - 1
+    place_O = jnp.where(free_O, turn_O, B)
+    free_B = jnp.zeros((B,), jnp.int32).at[place_O].set(pages_O, mode="drop")
+
+    wants_B = live_B & (count_B % sizes.entries == 0)
+    oldest = jnp.min(jnp.where(live_B, sample_B, num_samples))
+    oldest_B = live_B & (sample_B == oldest)
+    # The oldest takes the last free page, which nobody else is given: see `held_back`.
+    turn_B = jnp.cumsum(wants_B & ~oldest_B, dtype=jnp.int32) - 1
+    last = jnp.max(jnp.where(free_O, pages_O, 0))
+    page_B = jnp.where(oldest_B, last, free_B[jnp.clip(turn_B, 0, B - 1)])
+    given_B = wants_B & jnp.where(oldest_B, num_free > 0, turn_B < num_free - sizes.held_back)
+
+    at = jnp.where(given_B, slots_B, B + slots_B), count_B // sizes.entries
+    taken_B = jnp.where(given_B, page_B, num_pages + slots_B)
+    table = PageTable(
+        pages_BT=table.pages_BT.at[at].set(page_B, mode="drop", unique_indices=True),
+        owner_O=table.owner_O.at[taken_B].set(sample_B, mode="drop", unique_indices=True),
+        num_free=num_free - jnp.sum(given_B, dtype=jnp.int32),
+    )
+    return table, live_B & (given_B | ~wants_B)

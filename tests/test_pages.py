@@ -1,0 +1,79 @@
+"""Pages of the cache by themselves: never two samples' page, and never a standstill."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.generation.pages import (
+    PageSizes,
+    empty_table,
+    num_admissible,
+    page_sizes,
+    take_pages,
+)
+
+
+def sizes_of(**changes) -> PageSizes:
+    settings = dict(num_slots=6, own_length=20, page_entries=4, cache_tokens=0)
+    return page_sizes(**{**settings, **changes})
+
+
+def test_room_for_everything_holds_nothing_back():
+    sizes = sizes_of()
+    assert (sizes.num_pages, sizes.per_slot, sizes.held_back, sizes.watermark) == (30, 5, 0, 0)
+    assert sizes_of(cache_tokens=10_000) == sizes
+
+
+def test_scarce_pages_hold_one_response_back():
+    sizes = sizes_of(num_slots=100, cache_tokens=1_001)
+    assert (sizes.num_pages, sizes.held_back, sizes.watermark) == (251, 5, 7)
+
+
+def test_refuses_less_than_one_response():
+    with pytest.raises(ValueError, match="give at least 20, or 0"):
+        sizes_of(cache_tokens=16)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "num_samples"))
+def take(table, sizes, samples, live, counts, num_samples):
+    return take_pages(
+        table, sizes, sample_B=samples, live_B=live, count_B=counts, num_samples=num_samples
+    )
+
+
+@pytest.mark.parametrize("cache_tokens", [0, 20, 24, 60])
+def test_every_sample_ends_and_no_page_has_two_samples(cache_tokens: int):
+    """A queue of 40 samples through 6 slots, with pages for all, for one, and between."""
+    rng = np.random.default_rng(cache_tokens)
+    B, N, sizes = 6, 40, sizes_of(cache_tokens=cache_tokens)
+    lengths = rng.integers(1, 21, N)
+    lengths[::7] = 20
+    table = empty_table(sizes, B, N)
+    samples, counts = np.zeros(B, np.int32), np.zeros(B, np.int32)
+    live, head, waited, steps = np.zeros(B, bool), 0, 0, 0
+    while head < N or live.any():
+        admitted = int(num_admissible(table, sizes, jnp.asarray(live)))
+        for slot in np.flatnonzero(~live)[:admitted]:
+            if head < N:
+                samples[slot], counts[slot], live[slot], head = head, 0, True, head + 1
+        table, active = take(table, sizes, samples, live, counts, N)
+        active = np.asarray(active)
+        assert not (active & ~live).any()
+        assert active[live].any()  # never a standstill
+        held = [
+            page
+            for slot in np.flatnonzero(live)
+            for page in np.asarray(table.pages_BT)[slot, : -(-(counts + active)[slot] // 4)]
+        ]
+        assert len(set(held)) == len(held)
+        assert all(0 <= page < sizes.num_pages for page in held)
+        assert int(table.num_free) == sizes.num_pages - len(held)
+        waited += int((live & ~active).sum())
+        counts[active] += 1
+        live &= counts < lengths[samples]
+        steps += 1
+        assert steps < 1_000
+    assert (waited > 0) == (cache_tokens == 60)  # with less, one sample runs at a time

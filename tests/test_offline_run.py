@@ -158,7 +158,7 @@ def _load(path: Path, kind: str):
 # ------------------------------------------------------------------------- pairs taken apart
 
 
-@pytest.mark.parametrize("packed", ["0", "16"])
+@pytest.mark.parametrize("packed", ["16", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_policy_of_kto_is_judged_on_pairs_as_one_of_dpo(packed, tmp_path):
     """The same weights and the same pairs, by both plans: two ways to the same rewards."""
     tokenizer, mesh = load_tokenizer("char"), make_mesh()

@@ -1,7 +1,7 @@
 """GRPO beside TRL's GRPOTrainer: what TRL is given, what is refused, and the tables.
 
-The last test runs TRL itself (torch), on a tiny model: same settings, and by its own report the
-same rewards as the reward function gives.
+The last test runs both sides on a tiny model, where TRL is installed: every step is there, and what
+TRL's trainer ended up with is what it was given.
 """
 
 import json
@@ -164,7 +164,7 @@ def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):
         read_curves(file)
 
 
-@pytest.mark.torch
+@pytest.mark.slow
 def test_trl_itself(config, tmp_path):
     """Both sides through the script: TRL's own settings are ours, and every step is there."""
     pytest.importorskip("trl")
@@ -189,10 +189,8 @@ def test_trl_itself(config, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ours, trl = read_curves(output)
     assert (ours.side, trl.side) == ("ours", "trl")
-    assert len(ours.rewards) == len(trl.rewards) == 3 and None not in (
-        ours.wall_seconds,
-        trl.wall_seconds,
-    )
+    assert len(ours.rewards) == len(trl.rewards) == 3
+    assert ours.wall_seconds is not None and trl.wall_seconds is not None
     records = [json.loads(line) for line in output.read_text().splitlines()]
     (settings,) = [record["settings"] for record in records if "settings" in record]
     given = trl_setup(apply_override(replace(config, seed=7), "actor.dtype", "float32"))["settings"]

@@ -149,7 +149,7 @@ def effective(trainer: Any) -> dict[str, Any]:
     sampler = "do_sample temperature top_p top_k min_p max_new_tokens repetition_penalty".split()
     found = {name: getattr(args, name) for name in names}
     found |= {f"generation.{name}": getattr(sampling, name) for name in sampler}
-    found |= {name: str(getattr(args, name)) for name in ("optim", "lr_scheduler_type")}
+    found |= {name: getattr(args, name).value for name in ("optim", "lr_scheduler_type")}
     found["attention"] = model.config._attn_implementation
     found["weights"] = sorted({str(p.dtype) for p in model.parameters()})
     found["reference"] = trainer.ref_model is not None

@@ -126,7 +126,9 @@ class Case:
     def run(self, implementation: str = "pallas", **options) -> np.ndarray:
         slots = options.pop("slots", None)
         if implementation == "pallas":
-            options = {"num_splits": 1, "interpret": InterpretGPUParams(), **options}
+            # Small blocks, so that small cases have several.
+            given = dict(num_splits=1, interpret=InterpretGPUParams(), tuning=DecodeTuning())
+            options = given | options
         out = prefix_decode_attention(
             *self.arguments(slots), window=self.window, implementation=implementation, **options
         )
@@ -321,6 +323,15 @@ def test_tunings_agree(tuning: DecodeTuning):
     assert_close(case.run(tuning=tuning), case.answer())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_blocks_at_head_dim_64(shared: bool):
+    """Never as many entries as a head has dimensions: see `default_tuning`."""
+    assert default_tuning(64).block == 128
+    case = Case([1, 0, 1], [200, 0, 200], [300, 1, 129], G=7, P=256, R=384, page=128)
+    plan = case.plan(2) if shared else None
+    assert_close(case.run(tuning=default_tuning(64), plan=plan), case.answer())
+
+
 def test_more_blocks_than_stages():
     """The ring wraps several times, over both parts."""
     case = Case([0], [250], [300], P=256, R=320, page=64)
@@ -398,18 +409,19 @@ def test_auto_is_xla_without_a_gpu():
     np.testing.assert_array_equal(case.run("auto"), case.run("xla"))
 
 
-@pytest.mark.parametrize(("H", "kernel"), [(64, False), (128, True)])
-def test_auto_on_hopper_is_the_kernel_where_it_is_proven(
+@pytest.mark.parametrize(("H", "kernel"), [(64, True), (128, True), (96, False)])
+def test_auto_on_hopper_is_the_kernel_where_it_can(
     H: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(decode_attention, "_on_hopper", lambda: True)
     case = Case([0], [20], [7], H=H, garbage=7.0)
     interpret = InterpretGPUParams()
-    expected = case.run("pallas" if kernel else "xla", interpret=interpret)
-    other = case.run("xla" if kernel else "pallas", interpret=interpret)
-    auto = case.run("auto", num_splits=1, interpret=interpret)
-    np.testing.assert_array_equal(auto, expected)
-    assert (auto != other).any()
+    auto, xla = (case.run(x, num_splits=1, interpret=interpret) for x in ("auto", "xla"))
+    assert (auto != xla).any() == kernel
+    if kernel:
+        tuning = default_tuning(H)
+        kernel_out = case.run("pallas", interpret=interpret, tuning=tuning)
+        np.testing.assert_array_equal(auto, kernel_out)
 
 
 def test_xla_takes_any_dtype_and_length():
@@ -484,6 +496,9 @@ def test_splits_come_from_shapes_and_fill_the_card():
     assert choose_num_splits(64, 2, 4096, tuning) * 64 * 2 >= 264
 
 
-@pytest.mark.parametrize(("tokens", "entries"), [(0, 64), (1, 64), (64, 64), (65, 128)])
-def test_cache_length_rounds_up_to_the_block(tokens: int, entries: int):
-    assert cache_length(tokens) == entries
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "entries"),
+    [(0, 128, 64), (1, 128, 64), (64, 128, 64), (65, 128, 128), (65, 64, 128), (129, 64, 256)],
+)
+def test_cache_length_rounds_up_to_the_block(tokens: int, head_dim: int, entries: int):
+    assert cache_length(tokens, head_dim) == entries

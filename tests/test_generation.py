@@ -305,7 +305,7 @@ def test_bf16_parameters_generate_with_bf16_caches():
             spec, p, tokens, lengths, ids, jax.random.key(0), sampling=sampling, num_slots=2
         )
     )(half)
-    prompt_cache, own_cache = f"[3,2,{cache_length(P)},8]", f"[2,2,{cache_length(4)},8]"
+    prompt_cache, own_cache = f"[3,2,{cache_length(P, 8)},8]", f"[2,2,{cache_length(4, 8)},8]"
     for shape in (prompt_cache, own_cache):
         assert f"bf16{shape}" in str(program) and f":f32{shape}" not in str(program)
 
@@ -333,7 +333,7 @@ def test_a_float8_rollout_is_near_the_full_one():
             half, tokens, lengths, ids, jax.random.key(0)
         )
     )
-    assert f"f8_e4m3fn[12,2,{cache_length(6)},8]" in caches
+    assert f"f8_e4m3fn[12,2,{cache_length(6, 8)},8]" in caches
     with pytest.raises(ValueError, match=r"mesh.tensor=1"):
         generate(
             spec,

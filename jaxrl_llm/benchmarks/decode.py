@@ -11,8 +11,8 @@ from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import mix_limits
 from jaxrl_llm.kernels.decode_attention import (
-    PAGE_ENTRIES,
     DecodeImplementation,
+    block_entries,
     cache_length,
     prefix_decode_attention,
     prefix_decode_attention_reference,
@@ -61,7 +61,8 @@ class Decode(Case):
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.programs, self.calls = programs, 0
-        entries = self.slots * cache_length(self.own) + self.slots * cache_length(self.prompt)
+        H = self.model.head_dim
+        entries = self.slots * (cache_length(self.own, H) + cache_length(self.prompt, H))
         copies = -(-COPIES_BYTES // (entries * self.token_bytes))
         copies = min(copies, MOST_COPIES) if jax.default_backend() == "gpu" else 1
         make = jax.jit(self._arrays)
@@ -115,9 +116,10 @@ class Decode(Case):
         def normal(*shape: int) -> jax.Array:
             return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-        prompts = (B // self.group, K, cache_length(self.prompt), H)
-        pages_a_slot = cache_length(self.own) // PAGE_ENTRIES
-        own = (B * pages_a_slot, K, PAGE_ENTRIES, H)
+        prompts = (B // self.group, K, cache_length(self.prompt, H), H)
+        page = block_entries(H)
+        pages_a_slot = cache_length(self.own, H) // page
+        own = (B * pages_a_slot, K, page, H)
         pages = jax.random.permutation(next(keys), B * pages_a_slot)
         return (
             normal(B, self.model.num_heads, H),

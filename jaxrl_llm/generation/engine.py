@@ -184,7 +184,7 @@ def generate(
     pages = page_sizes(
         num_slots=sizes.num_slots,
         own_length=max_new_tokens,
-        page_entries=tokens_a_page or page_entries(cache_dtype, max_new_tokens),
+        page_entries=tokens_a_page or page_entries(spec.config, cache_dtype, max_new_tokens),
         cache_tokens=cache_tokens,
     )
     if limits_N is None:

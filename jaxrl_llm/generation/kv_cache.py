@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
-    PAGE_ENTRIES,
     DecodeImplementation,
     SharedPromptPlan,
+    block_entries,
     cache_length,
     prefix_decode_attention,
     shared_prompt_plan,
@@ -90,12 +90,12 @@ def decode_context(
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, page_B, entry_B, own_lengths_B, plan)
 
 
-def page_entries(dtype: jnp.dtype, own_length: int) -> int:
+def page_entries(config: ModelConfig, dtype: jnp.dtype, own_length: int) -> int:
     """Entries of a page: a block of the kernel.
 
     It reads no float32, so such a cache has pages that hold a whole response and XLA less to copy.
     """
-    return max(own_length, 1) if dtype == jnp.float32 else PAGE_ENTRIES
+    return max(own_length, 1) if dtype == jnp.float32 else block_entries(config.head_dim)
 
 
 def init_cache(
@@ -110,7 +110,7 @@ def init_cache(
     """Zeroed caches, one a layer. The prompts' length is rounded up to the blocks of the kernel."""
     K, H = config.num_kv_heads, config.head_dim
     if dtype != jnp.float32:
-        prompt_length = cache_length(prompt_length)
+        prompt_length = cache_length(prompt_length, H)
     prompts, own = (num_prompts, K, prompt_length, H), (num_pages, K, page_entries, H)
     return tuple(
         LayerCache(*(jnp.zeros(shape, dtype) for shape in (prompts, prompts, own, own)))

@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.decode_attention_mosaic import (
     CACHE_DTYPES,
+    HEAD_DIMS,
     TILE_ROWS,
     DecodeTuning,
+    block_entries,
     check_supported,
     choose_num_splits,
     decode_attention_mosaic,
@@ -31,24 +33,24 @@ from jaxrl_llm.kernels.decode_attention_shared import (
 )
 
 __all__ = [
-    "PAGE_ENTRIES",
     "DecodeImplementation",
     "DecodeTuning",
     "SharedPromptPlan",
+    "block_entries",
     "cache_length",
     "prefix_decode_attention",
     "prefix_decode_attention_reference",
     "shared_prompt_plan",
 ]
 
-PAGE_ENTRIES = DecodeTuning().block  # the smallest page that the kernel reads
 DecodeImplementation = Literal["auto", "pallas", "xla"]
 Scale = float | Float[Array, ""] | Float[Array, " K"]
 
 
-def cache_length(num_tokens: int) -> int:
+def cache_length(num_tokens: int, head_dim: int) -> int:
     """Entries to allocate for `num_tokens`: the next multiple of the kernel's block."""
-    return max(1, -(-num_tokens // PAGE_ENTRIES)) * PAGE_ENTRIES
+    block = block_entries(head_dim)
+    return max(1, -(-num_tokens // block)) * block
 
 
 def prefix_decode_attention(
@@ -81,7 +83,7 @@ def prefix_decode_attention(
     None is 1.
 
     "auto" takes the Pallas kernel on a Hopper GPU where it can run the call, XLA elsewhere.
-    - "pallas" reads a slot's visible entries, rounded to blocks of 64, and nothing else. What lies
+    - "pallas" reads a slot's visible entries, rounded to blocks, and nothing else. What lies
       past a length, NaN included, never changes a result. `num_splits` parts of a slot run in
       parallel and are merged; None chooses from the shapes of the arguments alone. For one
       `num_splits` a slot's result has the same bits in any batch, at any index: give the number
@@ -116,10 +118,10 @@ def prefix_decode_attention(
     B, _, H = q_BNH.shape
     K, R = k_own_OKRH.shape[1], pages_BT.shape[1] * k_own_OKRH.shape[2]
     shared = plan is not None and window is None
+    tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
     if num_splits is None:
         entries = R if shared else k_prefix_CKPH.shape[2] + R
-        num_splits = choose_num_splits(B, K, entries, tuning or DecodeTuning())
-    tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
+        num_splits = choose_num_splits(B, K, entries, tuning)
     G = q_BNH.shape[1] // K
     prompt_rows = MAX_PROMPT_SPLITS * G if shared else 0
     check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits, prompt_rows)
@@ -270,15 +272,11 @@ def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int
 
 
 def _kernel_fits(q_BNH: Array, k_own_OKRH: Array) -> bool:
-    """Whether "auto" takes the kernel. Its other needs are the caller's to meet (ValueError).
-
-    At H = 64 a run on an H200 disagreed with the float32 reference, as interpreted runs do not:
-    until the cause is known, only who asks for "pallas" by name gets it there.
-    """
+    """Whether "auto" takes the kernel. Its other needs are the caller's to meet (ValueError)."""
     return (
         q_BNH.dtype == jnp.bfloat16
         and k_own_OKRH.dtype in CACHE_DTYPES
-        and q_BNH.shape[-1] == 128
+        and q_BNH.shape[-1] in HEAD_DIMS
         and _on_hopper()
     )
 

@@ -50,7 +50,7 @@ _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 class DecodeTuning:
     """How the kernel uses an SM. Shared memory of a program decides how many fit: see `smem`."""
 
-    block: int = 64  # cache entries a step; lengths of both caches must be its multiples
+    block: int = 64  # cache entries a step; lengths of prompt rows and pages are its multiples
     stages: int = 2  # blocks of keys and values in flight
     programs_per_sm: int = 4  # split until the grid holds that many for every SM
 
@@ -74,13 +74,20 @@ class DecodeTuning:
 
 
 def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16) -> DecodeTuning:
-    """Two programs an SM at H = 128, three at H = 64; 128 to 144 KiB of loads in flight on an SM.
+    """At least two programs an SM, and 128 KiB of loads in flight on it.
 
-    More stages were measured slower on an H200 (H = 128), at any number of slots.
+    More stages were measured slower on an H200 (H = 128), at any number of slots. At H = 64 a block
+    of 64 entries is wrong on the card, though right where it is interpreted: both products then
+    have an accumulator of 64 x 64, and the second block's scores do not start from zero.
     """
-    ring = (64 if head_dim == 128 else 48) * 1024
-    a_block = 2 * DecodeTuning().block * head_dim * jnp.dtype(cache_dtype).itemsize
-    return DecodeTuning(stages=max(2, ring // a_block))
+    block = block_entries(head_dim)
+    a_block = 2 * block * head_dim * jnp.dtype(cache_dtype).itemsize
+    return DecodeTuning(block=block, stages=max(2, 64 * 1024 // a_block))
+
+
+def block_entries(head_dim: int) -> int:
+    """Cache entries that the kernel takes at once: never as many as a head has dimensions."""
+    return 128 if head_dim == 64 else 64
 
 
 @dataclasses.dataclass(frozen=True)

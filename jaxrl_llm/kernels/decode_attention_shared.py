@@ -34,7 +34,6 @@ from jaxrl_llm.kernels.decode_attention_mosaic import (
     PromptParts,
     Scratch,
     decode_attention_mosaic,
-    default_tuning,
     scratch_types,
 )
 
@@ -169,15 +168,14 @@ def shared_decode_attention(
     """`decode_attention_mosaic` by a plan: the prompts first, then the slots' own entries."""
     B, N, H = q_BNH.shape
     _, K, P, _ = k_prefix_CKPH.shape
-    prompt_tuning = default_tuning(H, k_prefix_CKPH.dtype)
     out_BKSGH, sums_WKSM = _prompt_parts(
         q_BNH.reshape(B, K, N // K, H),
         k_prefix_CKPH,
         v_prefix_CKPH,
         plan,
         k_scale_K=None if scales_K is None else scales_K[0],
-        num_splits=choose_prompt_splits(B, K, P, plan, prompt_tuning.block),
-        tuning=prompt_tuning,
+        num_splits=choose_prompt_splits(B, K, P, plan, tuning.block),
+        tuning=tuning,
         interpret=interpret,
     )
     return decode_attention_mosaic(

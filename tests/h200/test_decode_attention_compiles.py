@@ -21,7 +21,7 @@ pytestmark = needs_compiler
 SM_REGISTERS = 64 * 1024
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
-SLOTS, PROMPTS, P, R, PAGE = 64, 8, 512, 1024, 64
+SLOTS, PROMPTS, P, R, PAGE = 64, 8, 512, 1024, 128
 SHAPES = {  # KV heads, query heads, head dim, programs an SM
     "0.5B": (2, 14, 64, 3),
     "SmolLM2": (3, 9, 64, 3),

@@ -64,6 +64,13 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
     held_out = jax.jit(iteration.held_out())
     placed = make_global(batch, batch_sharding(devices))
     before = fetch(held_out(states, placed))
+    if iteration.algorithm.judge_pairs is not None:
+        sources = train_sources(config)
+        pairs = load_records(config, sources, "preferences", tokenizer, None)[:SIZE]
+        rows = make_global(
+            collate_records(pairs, length=8, pad_id=0, size=SIZE), batch_sharding(devices)
+        )
+        before |= fetch(jax.jit(iteration.held_out_pairs())(states, rows))
     states, _, metrics = iteration.program.run(states, placed, 1, None, Timer())
     return fetch(
         (states[role.name].params, metrics | {f"held out {k}": x for k, x in before.items()})
@@ -91,5 +98,5 @@ def test_dpo_on_eight_devices_equals_one():
 @on_eight_devices
 def test_packed_kto_on_eight_devices_equals_one():
     expected = step("kto", MeshConfig())
-    assert expected[1]["kl"] != 0
+    assert expected[1]["kl"] != 0 and expected[1]["held out rewards/margins"] != 0
     assert_same(step("kto", MeshConfig(fsdp=4, data=2), micro_batch_tokens=16), expected)

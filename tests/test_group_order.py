@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_iteration import (
+    MODEL,
     PROMPTS,
     N,
     even_tokens,
@@ -88,7 +89,12 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
     function = FunctionConfig(path="jaxrl_llm.rewards.exact_answer:exact_answer")
     config = replace(
         config,
-        actor=replace(config.actor, ppo_mini_batch_size=PROMPTS, ppo_epochs=1),
+        actor=replace(
+            config.actor,
+            hf_config=MODEL | {"num_hidden_layers": 1},
+            ppo_mini_batch_size=PROMPTS,
+            ppo_epochs=1,
+        ),
         critic=replace(config.critic, ppo_epochs=1),
         reward=RewardConfig(functions=(function,), model=RewardModelConfig(weight=0.5)),
         teacher=TeacherConfig(training=SupervisedConfig(), top_k=3),

@@ -181,7 +181,8 @@ def test_a_policy_of_kto_is_judged_on_pairs_as_one_of_dpo(packed, tmp_path):
 
 
 def test_a_run_of_kto_reports_what_its_policy_makes_of_held_out_pairs(tmp_path):
-    train(tiny(tmp_path, "kto", total_steps="3", actor__micro_batch_tokens="16"))
+    small = {"actor__hf_config__num_hidden_layers": "1", "actor__micro_batch_tokens": "16"}
+    train(tiny(tmp_path, "kto", total_steps="3", **small))
     metrics = run_of(tmp_path).metrics()
     assert metrics[0]["eval_rewards/accuracies"] == 0.0  # the policy is its own reference
     assert 0 < metrics[3]["eval_rewards/accuracies"] <= 1

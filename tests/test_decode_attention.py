@@ -20,11 +20,8 @@ from jaxrl_llm.kernels.decode_attention import (
     prefix_decode_attention_reference,
     shared_prompt_plan,
 )
-from jaxrl_llm.kernels.decode_attention_mosaic import (
-    DecodeTuning,
-    choose_num_splits,
-    default_tuning,
-)
+from jaxrl_llm.kernels.decode_attention_mosaic import choose_num_splits
+from jaxrl_llm.kernels.decode_attention_program import DecodeTuning, default_tuning
 from jaxrl_llm.kernels.decode_attention_shared import choose_prompt_splits
 
 

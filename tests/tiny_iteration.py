@@ -43,6 +43,10 @@ MODEL = {
     "eos_token_id": 1,
 }
 PROMPTS, N = 16, 2
+# How many decode steps there are depends on how many slots and samples a replica has.
+OF_THE_DECODE_LOOP = {
+    f"rollout/{name}" for name in ("decode_steps", "prefills", "slot_use", "slots_waiting")
+}
 FAST = OptimizerConfig(learning_rate=3e-3)
 
 

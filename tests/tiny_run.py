@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from tiny_iteration import OF_THE_DECODE_LOOP
 
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(REPOSITORY / "scripts" / "train.py")]
@@ -229,5 +230,5 @@ def assert_close(
     A replica decodes its own samples only, so the more replicas, the fewer steps it takes.
     """
     assert found.keys() == expected.keys()
-    for name in expected.keys() - {"rollout/decode_steps", "rollout/prefills"}:
+    for name in expected.keys() - OF_THE_DECODE_LOOP:
         np.testing.assert_allclose(found[name], expected[name], rtol=rtol, atol=atol, err_msg=name)

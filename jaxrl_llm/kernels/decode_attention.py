@@ -17,12 +17,14 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels.decode_attention_mosaic import (
     CACHE_DTYPES,
     HEAD_DIMS,
-    TILE_ROWS,
-    DecodeTuning,
-    block_entries,
     check_supported,
     choose_num_splits,
     decode_attention_mosaic,
+)
+from jaxrl_llm.kernels.decode_attention_program import (
+    TILE_ROWS,
+    DecodeTuning,
+    block_entries,
     default_tuning,
 )
 from jaxrl_llm.kernels.decode_attention_shared import (

@@ -25,15 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.decode_attention_mosaic import (
-    SMS,
+from jaxrl_llm.kernels.decode_attention_mosaic import SMS, PromptParts, decode_attention_mosaic
+from jaxrl_llm.kernels.decode_attention_program import (
     TILE_ROWS,
     Blocks,
     DecodeTuning,
     Program,
-    PromptParts,
     Scratch,
-    decode_attention_mosaic,
     scratch_types,
 )
 

@@ -23,8 +23,8 @@ SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
 SLOTS, PROMPTS, P, R, PAGE = 64, 8, 512, 1024, 128
 SHAPES = {  # KV heads, query heads, head dim, programs an SM
-    "0.5B": (2, 14, 64, 3),
-    "SmolLM2": (3, 9, 64, 3),
+    "0.5B": (2, 14, 64, 2),
+    "SmolLM2": (3, 9, 64, 2),
     "1.5B": (2, 12, 128, 2),
     "7B": (4, 28, 128, 2),
     "8B": (8, 32, 128, 2),

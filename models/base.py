@@ -6,6 +6,7 @@ dict with str keys and array leaves:
 params["decoder"]["layers"]["0"]["attention"]["q"]["kernel"] has shape [D, N, H].
 """
 
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
 from jaxrl_llm.models.families import check_family
@@ -29,6 +31,7 @@ __all__ = [
     "RopeScaling",
     "bind",
     "init_params",
+    "init_sharded",
     "merge_projections",
     "model_spec",
     "quantize_projections",
@@ -104,7 +107,27 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
     A pure function of the key. Each parameter draws from the key folded with its own path, so its
     values do not depend on the other parameters or on the layout.
     """
-    return _init(spec.params, spec.init, spec.config.initializer_range, key, ())
+    return _init(spec, spec.params, spec.init, key)
+
+
+def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
+    """`init_params` in a layout, called outside of jit: a program for each kind of parameter.
+
+    One program that draws all parameters of an 8B model takes minutes to compile.
+    """
+
+    @functools.cache
+    def program(shape: Any, dtype: Any, init: str, sharding: Any) -> Any:
+        draw = functools.partial(
+            _draw, shape=shape, dtype=dtype, init=init, std=spec.config.initializer_range
+        )
+        return jax.jit(draw, out_shardings=sharding)
+
+    def draw(path: tuple[Any, ...], abstract: Any, init: str, sharding: Any) -> jax.Array:
+        run = program(abstract.shape, abstract.dtype, init, sharding)
+        return run(_leaf_key(key, path))
+
+    return jax.tree.map_with_path(draw, spec.params, spec.init, shardings)
 
 
 def bind(spec: ModelSpec, params: Params) -> Any:
@@ -182,23 +205,33 @@ def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Pa
         spec.params["decoder"],
         lm_params["decoder"],
     )
-    std = spec.config.initializer_range
-    score = _init(spec.params["score"], spec.init["score"], std, key, ("score",))
-    return {"decoder": decoder, "score": score}
+    params, init = ({"score": tree["score"]} for tree in (spec.params, spec.init))
+    return {"decoder": decoder} | _init(spec, params, init, key)
 
 
-def _init(abstract: Any, init: Any, std: float, key: jax.Array, path: tuple[str, ...]) -> Any:
-    if isinstance(abstract, dict):
-        return {
-            name: _init(child, init[name], std, key, (*path, name))
-            for name, child in abstract.items()
-        }
+def _init(spec: ModelSpec, params: Params, init: Any, key: jax.Array) -> Params:
+    """Values of some of the spec's parameters."""
+
+    def draw(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, init: str) -> jax.Array:
+        std = spec.config.initializer_range
+        return _draw(_leaf_key(key, path), abstract.shape, abstract.dtype, init, std)
+
+    return jax.tree.map_with_path(draw, params, init)
+
+
+def _leaf_key(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
+    """The key folded with a parameter's own path."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def _draw(
+    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, init: str, std: float
+) -> jax.Array:
     if init == "normal":
-        leaf_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
         # Drawn in float32 so that a bf16 model starts from the rounded float32 one.
-        values = std * jax.random.normal(leaf_key, abstract.shape, jnp.float32)
-        return values.astype(abstract.dtype)
-    return jnp.full(abstract.shape, 1.0 if init == "ones" else 0.0, abstract.dtype)
+        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return jnp.full(shape, 1.0 if init == "ones" else 0.0, dtype)
 
 
 def _put(tree: Params, path: tuple[str, ...], value: Any) -> None:

@@ -17,6 +17,7 @@ from jaxrl_llm.models.base import (
     RopeScaling,
     bind,
     init_params,
+    init_sharded,
     merge_projections,
     model_spec,
     quantize_projections,
@@ -159,6 +160,9 @@ def test_init_is_a_pure_function_of_the_key():
         else:
             assert not np.array_equal(leaf, other[path]), path
             assert 0.01 < leaf.std() < 0.03, path
+    where = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), spec.params)
+    by_kind = init_sharded(spec, jax.random.key(0), where)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), first, by_kind)
     kernels = [leaf for path, leaf in leaves(first).items() if path[-2:] == ("up", "kernel")]
     assert not np.array_equal(*kernels)  # two layers, two draws
 

@@ -25,7 +25,7 @@ from jaxrl_llm.distributed.sharding import (
 from jaxrl_llm.generation.engine import GenerationOutput, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
-from jaxrl_llm.models.base import ModelSpec, init_params, model_spec
+from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.shapes import SHAPES
 
 # Mean over tokens of exp(|log-prob of the trainer - of the sampler|), in bf16.
@@ -50,8 +50,7 @@ class Weights:
     def get(self) -> Any:
         """The parameters, made on first use."""
         if self._params is None:
-            init = jax.jit(partial(init_params, self.spec), out_shardings=self.shardings)
-            self._params = init(jax.random.key(0))
+            self._params = init_sharded(self.spec, jax.random.key(0), self.shardings)
         return self._params
 
     def trainer(self, rows: int, length: int) -> jax.stages.Lowered:

@@ -13,7 +13,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
 from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
-from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.base import init_sharded, model_spec
 from jaxrl_llm.models.shapes import SHAPES
 
 
@@ -42,15 +42,13 @@ class LayoutSwitch(Case):
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.program = programs["main"]
-        init = jax.jit(partial(init_params, self.spec), out_shardings=self.before)
-        self.params = init(jax.random.key(0))
+        self.params = init_sharded(self.spec, jax.random.key(0), self.before)
 
     def check(self) -> dict[str, float]:
         """Every bit arrives, on every device."""
         moved = self.run()
-        different = 0
-        for old, new in zip(jax.tree.leaves(self.params), jax.tree.leaves(moved), strict=True):
-            different += int(jnp.sum(old != new))
+        count = jax.jit(lambda old, new: jnp.sum(old != new))
+        different = sum(map(int, jax.tree.leaves(jax.tree.map(count, self.params, moved))))
         if different:
             raise CheckFailed(f"{different} values are not those that were there before")
         return {"values changed": float(different)}

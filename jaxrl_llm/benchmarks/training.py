@@ -23,7 +23,7 @@ from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.learner.losses import policy_loss, with_counts
 from jaxrl_llm.learner.train_state import init_state
-from jaxrl_llm.models.base import ModelSpec, bind, init_params, model_spec
+from jaxrl_llm.models.base import ModelSpec, bind, init_params, init_sharded, model_spec
 from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.trainer.online import build_algorithm
@@ -88,8 +88,7 @@ class Training(Case):
         self.fields = jax.jit(self._fields, out_shardings=batch_sharding(self.mesh))()
         self.step = jax.device_put(jnp.int32(1), replicated(self.mesh))
         role = self.role
-        init = jax.jit(partial(init_params, role.spec), out_shardings=role.param_shardings)
-        self.state = init(jax.random.key(0))
+        self.state = init_sharded(role.spec, jax.random.key(0), role.param_shardings)
         if role.optimizer is not None:
             # The parameters become the state's: of a large model two copies would not fit.
             wrap = partial(init_state, optimizer=role.optimizer)

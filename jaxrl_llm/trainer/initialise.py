@@ -12,7 +12,7 @@ from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
 from jaxrl_llm.config import ModelSettings
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_params, model_spec
+from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.families import config_from_hf, to_hf_config
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
@@ -80,8 +80,7 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
         return _from_checkpoint(role, source.checkpoint)
     if source.directory is not None:
         return import_params(source.directory, role.spec, role.param_shardings)
-    init = jax.jit(lambda key: init_params(role.spec, key), out_shardings=role.param_shardings)
-    return init(jax.random.key(seed))
+    return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
 
 
 def _from_checkpoint(role: Role, checkpoint: Path) -> Params:

@@ -1,16 +1,27 @@
-"""The planned iteration as compiled programs: how many there are, and what they donate."""
+"""The planned iteration as compiled programs: how many there are, what they donate, their times."""
 
+import time
 import warnings
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny_iteration import first_states, open_iteration, run_step, tiny_config
 from tiny_run import TinyRun
 
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import make_global
+from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.overrides import load_config
 from jaxrl_llm.trainer import loop
+from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput, segments
 from jaxrl_llm.trainer.guards import count_compilations
+from jaxrl_llm.trainer.program import Program
 from jaxrl_llm.trainer.run import train
+from jaxrl_llm.types import INPUT_FIELDS, RolloutBatch
 
 
 def is_deleted(tree) -> list[bool]:
@@ -61,3 +72,59 @@ def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, cap
     assert counts[1] > counts[0]
     assert counts[1:] == [counts[1]] * 7, (counts, counter.names)
     assert counter.count == counts[1]
+
+
+def device_stage(name: str, reads: str, writes: str) -> Stage:
+    """Work that takes some 0.1 s, and is so much of it that it is not done inside the dispatch."""
+
+    def fn(state, step, x):
+        hard = jnp.outer(jnp.linspace(0.0, 1.0, 300), x[0] + jnp.ones(300))
+        hard = jax.lax.fori_loop(0, 150, lambda _, y: jnp.tanh(y @ y.T / 300), hard)
+        return StageOutput(writes=(x + hard.sum(),), metrics={})
+
+    return Stage(name=name, fn=fn, reads=(reads,), writes=(writes,), role=DEVICE)
+
+
+def host_stage(reads: str, writes: str) -> Stage:
+    def fn(context, step, x):
+        time.sleep(0.1)
+        return StageOutput(writes=(x,), metrics={})
+
+    return Stage(
+        name="reward", fn=fn, reads=(reads,), writes=(writes,), inner_shapes=((),), role=HOST
+    )
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_clocks_of_device_segments_do_not_overlap(fuse):
+    """Disjoint times within a step add up to no more than the step.
+
+    Not fused, the host's is disjoint as well. Fused, the device works beside the host.
+    """
+    first = device_stage("first", "prompt_lengths", "old_logprobs")
+    beside = device_stage("beside", "old_logprobs", "values")
+    also = device_stage("also", "values", "advantages")
+    last = device_stage("last", "scores", "returns")
+    planned = [first, beside, also, host_stage("old_logprobs", "scores"), last]
+    parts = segments(planned, fuse=fuse)
+    names = [part.name for part in parts]
+    assert names == (
+        ["first", "beside+also", "reward", "last"] if fuse else [s.name for s in planned]
+    )
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(parts, mesh=mesh, state_shardings={}, overlap=fuse)
+    rows = np.ones(4, np.float32)
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, rows)
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    for step in (1, 2):  # the first one compiles, which would hide the rest
+        timer = Timer()
+        start = time.perf_counter()
+        _, found, _ = program.run({}, batch, step, None, timer)
+        jax.block_until_ready(found)
+        elapsed = time.perf_counter() - start
+    seconds = timer.timings()
+    assert set(seconds) == set(names)
+    assert min(seconds.values()) > 0.01, seconds
+    if fuse:  # that program began before the host and is waited for after it
+        assert seconds["beside+also"] > seconds.pop("reward")
+    assert sum(seconds.values()) <= elapsed, (seconds, elapsed)

@@ -180,7 +180,10 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflineIte
         micro_batches=micro_batches,
         stages=stages,
         program=Program(
-            segments(stages, fuse=config.fuse_stages), mesh=mesh, state_shardings=shardings
+            segments(stages, fuse=config.fuse_stages),
+            mesh=mesh,
+            state_shardings=shardings,
+            overlap=config.fuse_stages,
         ),
     )
 

@@ -143,6 +143,7 @@ def plan_iteration(
             (*collecting, *segments(rest, fuse=config.fuse_stages)),
             mesh=mesh,
             state_shardings=shardings,
+            overlap=config.fuse_stages,
         ),
         collecting=collecting,
         filter_column=column,

@@ -32,9 +32,15 @@ class Program:
         *,
         mesh: Mesh,
         state_shardings: Mapping[str, Any],
+        overlap: bool = True,
     ):
-        """`state_shardings` has one entry for each role that keeps state."""
+        """`state_shardings` has one entry for each role that keeps state.
+
+        `overlap` lets a device segment run while a host stage does that reads nothing of it.
+        Without, each segment has ended before the next begins, and its clock is its own.
+        """
         self.segments = tuple(segments)
+        self._overlap = overlap
         self._mesh = mesh
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
@@ -53,12 +59,13 @@ class Program:
         """Run every segment once, or those given. Returns new states, the full batch, and metrics
         on the device.
 
-        Device segments are dispatched without waiting until the host needs a field, so the ones
-        before a host stage run while it works. The donated `states` must not be used again.
+        At most one device segment is in flight, so their clocks do not overlap. Nothing is lost by
+        that: two follow each other only where the host reads the first one's fields, and so waits
+        for it. The donated `states` must not be used again.
         """
         device_step = make_global(jnp.int32(step), replicated(self._mesh))
         metrics: dict[str, Any] = {}
-        pending: list[tuple[str, Any]] = []
+        pending: list[tuple[str, Any]] = []  # the segment in flight
         for segment in self.segments if segments is None else segments:
             if segment.is_host:
                 with timer(segment.name):
@@ -66,6 +73,8 @@ class Program:
                 _wait(pending, timer)
                 batch, metrics = batch.replace(**out[0]), metrics | out[1]
                 continue
+            # Before the clock starts: the dispatch of a program with loops may wait for the device.
+            _wait(pending, timer)
             timer.start(segment.name)
             reads = {name: getattr(batch, name) for name in _segment_reads(segment)}
             learning, fixed = _split_states(states, segment)
@@ -76,7 +85,7 @@ class Program:
             states = states | new_states
             batch, metrics = batch.replace(**writes), metrics | new_metrics
             pending.append((segment.name, writes or new_metrics))
-            if self._feeds_host(segment):
+            if self._feeds_host(segment) or not self._overlap:
                 _wait(pending, timer)
         _wait(pending, timer)
         return states, batch, metrics
@@ -166,7 +175,10 @@ def _segment_reads(segment: Segment) -> tuple[str, ...]:
 
 
 def _wait(pending: list[tuple[str, Any]], timer: Timer) -> None:
-    """Stop the clock of each dispatched segment when its results are there."""
+    """Stop the clock of a dispatched segment when its results are there.
+
+    One that ran beside a host stage is waited for after it, so its clock has the longer of the two.
+    """
     while pending:
         name, results = pending.pop(0)
         jax.block_until_ready(results)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,7 +16,14 @@ import pytest
 
 from jaxrl_llm.benchmarks import attention, command, generation, records, training, workloads
 from jaxrl_llm.benchmarks.baseline import run_peers
-from jaxrl_llm.benchmarks.harness import Case, CheckFailed, measure, relative_error, run_cases
+from jaxrl_llm.benchmarks.harness import (
+    Case,
+    CheckFailed,
+    measure,
+    most_mult_prob_error,
+    relative_error,
+    run_cases,
+)
 from jaxrl_llm.benchmarks.options import read_options
 from jaxrl_llm.benchmarks.records import Row
 from jaxrl_llm.benchmarks.roofline import Limits, decode_seconds, kv_bytes_per_token
@@ -184,12 +192,13 @@ class Sum(Case):
 
     benchmark, shape = "test", "none"
 
-    def __init__(self, name, fails=""):
-        self.name, self.fails = name, fails
+    def __init__(self, name, fails="", lowering=0.0):
+        self.name, self.fails, self.lowering = name, fails, lowering
 
     def lower(self):
         if self.fails == "lower":
             raise ValueError("cannot lower")
+        time.sleep(self.lowering)
         return {"main": jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((8,), jnp.float32))}
 
     def prepare(self, programs):
@@ -209,11 +218,12 @@ class Sum(Case):
 
 def test_a_failure_is_reported_and_the_rest_go_on():
     seen = []
-    cases = [Sum("a", "lower"), Sum("b", "check"), Sum("c")]
+    cases = [Sum("a", "lower"), Sum("b", "check"), Sum("c", lowering=0.05)]
     rows = run_cases(cases, repeats=2, compiler_options={}, report=seen.append)
     assert rows == seen
     assert [row.error for row in rows] == ["ValueError: cannot lower", "CheckFailed: wrong", ""]
     assert len(rows[2].seconds) == 2 and rows[2].memory_bytes and rows[2].figures["calls/s"] > 0
+    assert rows[2].figures["s compiling"] > 0.05
     assert not rows[0].seconds and all(not vars(case) for case in cases)
     # What failed its check has a time, which is compared with nothing.
     peer = dataclasses.replace(rows[1], who="peer", error="")
@@ -232,6 +242,40 @@ def test_short_calls_are_queued():
     calls.clear()
     assert len(measure(run, repeats=2, min_seconds=10.0)) == 2
     assert len(calls) == 2 + 2 * 200
+
+
+class Slow:
+    """A lowered program that takes its time."""
+
+    def compile(self, options):
+        time.sleep(0.05)
+        return jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile(options)
+
+
+def test_programs_that_cases_share_count_in_each():
+    class Checked(Sum):
+        def lower(self):
+            return super().lower() | {"check": shared, "other": Slow()}
+
+    shared = Slow()
+    rows = run_cases(
+        [Checked("a"), Checked("b")], repeats=1, compiler_options={}, report=lambda row: None
+    )
+    assert all(row.figures["s compiling"] > 0.1 for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantization", "most"),
+    [
+        ("tiny", "none", 1.02),
+        ("qwen2.5-1.5b", "none", 1.02),
+        ("qwen2.5-1.5b", "float8", 1.5),
+        ("qwen2.5-7b", "none", 1.05),
+        ("llama-3.1-8b", "none", 1.05),
+    ],
+)
+def test_how_far_the_sampler_may_be(shape, quantization, most):
+    assert most_mult_prob_error(SHAPES[shape], quantization) == most
 
 
 def test_nan_is_an_error():

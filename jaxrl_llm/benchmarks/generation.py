@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
-from jaxrl_llm.benchmarks.harness import Case, CheckFailed, require
+from jaxrl_llm.benchmarks.harness import Case, CheckFailed, most_mult_prob_error, require
 from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.roofline import decode_seconds, prefill_seconds
 from jaxrl_llm.benchmarks.workloads import GenerationWorkload, generation_workloads
@@ -28,8 +28,6 @@ from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.shapes import SHAPES
 
-# Mean over tokens of exp(|log-prob of the trainer - of the sampler|), in bf16.
-MOST_MULT_PROB_ERROR = {"none": 1.02, "float8": 1.5}
 CHECKED_ROWS = 4
 
 
@@ -131,7 +129,7 @@ class Generation(Case):
         trainer = self.programs["trainer"](self.params, first)[:, self.work.prompt_length :]
         sampled = out.logprobs[: self.rows], out.mask[: self.rows]
         error = float(mismatch_metrics(trainer, *sampled)["token_mult_prob_error"])
-        most = MOST_MULT_PROB_ERROR[self.config.rollout.quantization]
+        most = most_mult_prob_error(self.spec.config, self.config.rollout.quantization)
         require("token_mult_prob_error", error, most)
         return {"token_mult_prob_error": error}
 

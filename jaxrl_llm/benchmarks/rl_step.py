@@ -8,7 +8,13 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from jaxrl_llm.benchmarks.harness import Case, CheckFailed, memory_bytes, require
+from jaxrl_llm.benchmarks.harness import (
+    Case,
+    CheckFailed,
+    memory_bytes,
+    most_mult_prob_error,
+    require,
+)
 from jaxrl_llm.benchmarks.iteration import Unstoppable, planned
 from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.roofline import H200
@@ -21,8 +27,6 @@ from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.states import first_states
 from jaxrl_llm.trainer.utilisation import segment_flops
 from jaxrl_llm.types import RolloutBatch
-
-MOST_MULT_PROB_ERROR = 1.02
 
 
 class RlStep(Case):
@@ -68,7 +72,8 @@ class RlStep(Case):
             if "nonfinite" in name and np.any(value):
                 raise CheckFailed(f"{name}: a gradient is not finite")
         error = float(metrics["token_mult_prob_error"])
-        require("token_mult_prob_error", error, MOST_MULT_PROB_ERROR)
+        most = most_mult_prob_error(SHAPES[self.shape], self.config.rollout.quantization)
+        require("token_mult_prob_error", error, most)
         return {"token_mult_prob_error": error}
 
     def run(self) -> dict[str, Any]:
@@ -95,11 +100,13 @@ class RlStep(Case):
             segment.name: segment_flops(segment, self.iteration.roles, self.config, lengths)
             for segment in self.iteration.program.segments
         }
+        outside = seconds - sum(stages.values())
         figures = {
             "tokens/s/device": sum(lengths) / seconds / devices,
             "MFU of 790 TFLOP/s": sum(flops.values()) / seconds / devices / H200.peak,
             "s first step": self.first_seconds,
-            "s outside of the stages": max(seconds - sum(stages.values()), 0.0),
+            "s outside of the stages": outside,
+            "idle share": outside / seconds,
         }
         for name, spent in stages.items():
             figures[f"s {name}"] = spent

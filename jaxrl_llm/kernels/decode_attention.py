@@ -125,8 +125,8 @@ def prefix_decode_attention(
         entries = R if shared else k_prefix_CKPH.shape[2] + R
         num_splits = choose_num_splits(B, K, entries, tuning)
     G = q_BNH.shape[1] // K
-    prompt_rows = MAX_PROMPT_SPLITS * G if shared else 0
-    check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits, prompt_rows)
+    prompt_splits = MAX_PROMPT_SPLITS if shared else 0
+    check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits, prompt_splits)
     options: dict[str, Any] = dict(
         scales_K=scales_K, num_splits=num_splits, tuning=tuning, interpret=interpret
     )

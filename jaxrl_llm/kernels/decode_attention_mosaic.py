@@ -4,20 +4,23 @@ Shape letters: B slots, O pages of slots' own entries, T pages a slot at most, R
 N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries, H head dim, S splits of a
 slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block.
 
-One program (decode_attention_program.py), of a single warpgroup, serves one KV head of one slot (or
-one of S parts of its tokens). It walks the blocks of the slot's prompt row and then of its own
-pages that hold visible entries, and no others. The G queries of the head are the first rows of a
-tensor-core tile; the other rows are whatever shared memory held. Rows of a matrix product never
-mix, so they cost nothing that is waited for and are never stored.
+A unit of work is one KV head of one slot (or one of S parts of its tokens). A fixed number of
+programs (decode_attention_program.py), each of a single warpgroup, goes through the units. For each
+it walks the blocks of the slot's prompt row and then of its own pages that hold visible entries,
+and no others. The G queries of the head are the first rows of a tensor-core tile; the other rows
+are whatever shared memory held. Rows of a matrix product never mix, so they cost nothing that is
+waited for and are never stored.
 
-Two or more programs share an SM (`DecodeTuning`): while one starts, ends or computes, the others'
-loads are in flight, and when lengths are uneven the longer ones get the bandwidth.
+Two programs share an SM: while one computes, the other's loads are in flight. Each loads the first
+blocks of its next unit while it ends the one before, so loads never wait for results. Units go to
+programs in order, forwards and backwards in turn: given the longest slots first (`order_B`), sums
+of lengths differ by less than the longest.
 
 Where slots share prompts, those may have been read before, once for all of their slots: see
 `decode_attention_shared`. A program then reads its slot's own pages, and takes the prompt's part of
 the result, which was loaded meanwhile, in at the end.
 
-A program's result depends on its own slot's tokens and on S alone, so a slot's output has the
+A unit's result depends on its own slot's tokens and on S alone, so a slot's output has the
 same bits whatever the batch size, its index, or the other slots.
 """
 
@@ -34,11 +37,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.decode_attention_program import (
+    PROGRAMS_PER_SM,
+    SMS,
     TILE_ROWS,
     Blocks,
     DecodeTuning,
     Program,
     Scratch,
+    Unit,
     default_tuning,
     scratch_types,
 )
@@ -46,7 +52,6 @@ from jaxrl_llm.kernels.decode_attention_program import (
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
 MAX_SPLITS = 16
-SMS = 132
 _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 
@@ -120,11 +125,14 @@ def decode_attention_mosaic(
     out_types = [jax.ShapeDtypeStruct((B, K, num_splits, G, H), q_BNH.dtype)]
     if num_splits > 1:
         out_types.append(jax.ShapeDtypeStruct((B, K, num_splits, TILE_ROWS), jnp.float32))
+    num_programs = min(PROGRAMS_PER_SM * SMS, B * K * num_splits)
     outputs = plgpu.kernel(
         _make_body(
             window,
             num_splits,
             tuning,
+            num_programs=num_programs,
+            num_units=B * K * num_splits,
             pages_a_slot=pages_BT.shape[1],
             ordered=order_B is not None,
             with_prompts=prompts is not None,
@@ -135,11 +143,12 @@ def decode_attention_mosaic(
             k_own_OKRH.dtype,
             tuning,
             with_sums=num_splits > 1,
-            prompt_parts=(prompts.num_splits, G) if prompts is not None else (0, 0),
+            rows_before_out=_rows_before_out(G, prompts.num_splits if prompts else 0),
+            num_prompt_parts=prompts.num_splits if prompts else 0,
             interpreted=interpret is not None,
         ),
-        grid=(B, K, num_splits),
-        grid_names=("slot", "kv_head", "split"),
+        grid=(num_programs,),
+        grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -170,7 +179,7 @@ def check_supported(
     k_own_OKRH: Array,
     tuning: DecodeTuning,
     num_splits: int,
-    prompt_rows: int = 0,
+    prompt_splits: int = 0,
 ) -> None:
     """ValueError, with the remedy, for what the kernel does not take."""
     H = q_BNH.shape[2]
@@ -182,7 +191,7 @@ def check_supported(
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    if tuning.smem(H, k_own_OKRH.dtype, prompt_rows) > _MAX_SMEM:
+    if tuning.smem(H, k_own_OKRH.dtype, _rows_before_out(G, prompt_splits)) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
     if q_BNH.dtype != jnp.bfloat16 or k_own_OKRH.dtype not in CACHE_DTYPES:
         raise ValueError(
@@ -196,11 +205,18 @@ def check_supported(
         )
 
 
+def _rows_before_out(G: int, num_prompt_parts: int) -> int:
+    """Queries of a unit and of the next one, then the parts of the prompt's result."""
+    return (2 + num_prompt_parts) * G
+
+
 def _make_body(
     window: int | None,
     num_splits: int,
     tuning: DecodeTuning,
     *,
+    num_programs: int,
+    num_units: int,
     pages_a_slot: int,
     ordered: bool,
     with_prompts: bool,
@@ -224,66 +240,109 @@ def _make_body(
         items_and_places: Any = (next(given), next(given)) if with_prompts else None
         order_B = next(given) if ordered else None
         *scales_K, out_BKSGH, sums_BKSM = (*given, None) if num_splits == 1 else given
-        turn, head, part = (lax.axis_index(name) for name in ("slot", "kv_head", "split"))
-        slot = turn if order_B is None else order_B[turn]
-        G, H = q_BKGH.shape[2:]
-        row, prefix_length, length = rows_B[turn], prefix_lengths_B[turn], lengths_B[turn]
-        read_here = jnp.int32(0) if with_prompts else prefix_length
-        k_scale, v_scale = (scale_K[head] for scale_K in scales_K) if scales_K else (1.0, 1.0)
-        prefixes = [
-            None if with_prompts else x.at[row, head] for x in (k_prefix_CKPH, v_prefix_CKPH)
-        ]
-        program = Program(
-            memory=memory,
-            blocks=Blocks.of(read_here, length, part, num_splits, window, tuning.block),
-            block=tuning.block,
-            stages=tuning.stages,
-            window=window,
-            to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-            keys=(prefixes[0], k_own_OKRH.at[:, head]),
-            values=(prefixes[1], v_own_OKRH.at[:, head]),
-            page_of=lambda index: pages[slot * pages_a_slot + jnp.minimum(index, pages_a_slot - 1)],
-        )
-        first_pages = [program.page(i) for i in range(tuning.stages)]
-        for i, page in enumerate(first_pages):
-            program.load(i, i, page, keys=True)
-            program.load(i, i, page, keys=False)
-        q_MH = memory.q_MH
-        plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], q_MH.at[pl.ds(0, G)], memory.q_barrier)
-        plgpu.barrier_wait(memory.q_barrier)
-        q = program.queries()
-        if prompts is None:
-            acc, high, total = program.attend(q)
-        else:
-            num_parts = prompts[0].shape[2]
-            item, place_in_item = (x[turn] for x in items_and_places)
-            joins = (part == 0) & (prefix_length > 0)
+        K, G, H = q_BKGH.shape[1:]
+        me = lax.axis_index("program").astype(jnp.int32)
+        last_round = num_units // num_programs  # perhaps not whole
 
-            @pl.when(joins)
-            def _() -> None:
-                plgpu.commit_smem()  # the queries are read: their tile may be written
-                for s in range(num_parts):
-                    out_GH = q_MH.at[pl.ds((s + 1) * G, G)]
-                    sums_M = memory.prompt_sums.at[s, pl.ds(0, TILE_ROWS)]
-                    for part_s, place in (
-                        (prompts[0].at[slot, head, s], out_GH),
-                        (prompts[1].at[item, head, s], sums_M),
-                    ):
-                        plgpu.copy_gmem_to_smem(part_s, place, memory.prompt_barrier)
+        def index_of(round: Any) -> Any:
+            """The number of my unit in a round, forwards and backwards in turn."""
+            position = jnp.where(lax.rem(round, jnp.int32(2)) == 0, me, num_programs - 1 - me)
+            return round * num_programs + position
 
-            acc, high, total = lax.cond(
-                joins,
-                lambda *state: program.join_prompt(state, num_parts, G, place_in_item),
-                lambda *state: state,
-                *program.attend(q),
+        def turn_head_part(index: Any) -> tuple[Any, Any, Any]:
+            rest = lax.div(index, jnp.int32(num_splits))
+            return (
+                lax.div(rest, jnp.int32(K)),
+                lax.rem(rest, jnp.int32(K)),
+                lax.rem(index, jnp.int32(num_splits)),
             )
 
-        scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
-        acc = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
-        program.store(acc, high, total)
-        plgpu.copy_smem_to_gmem(q_MH.at[pl.ds(0, G)], out_BKSGH.at[slot, head, part])
-        if sums_BKSM is not None:
-            plgpu.copy_smem_to_gmem(memory.sums_M, sums_BKSM.at[slot, head, part])
+        rounds = last_round + (index_of(jnp.int32(last_round)) < num_units).astype(jnp.int32)
+
+        def unit_of(round: Any) -> Unit:
+            """My unit of a round; without a block where the rounds are over."""
+            turn, head, part = turn_head_part(jnp.minimum(index_of(round), num_units - 1))
+            row, prefix_length, length = rows_B[turn], prefix_lengths_B[turn], lengths_B[turn]
+            read_here = jnp.int32(0) if with_prompts else prefix_length
+            blocks = Blocks.of(read_here, length, part, num_splits, window, tuning.block)
+            steps = jnp.where(round < rounds, blocks.steps, 0)
+            slot = turn if order_B is None else order_B[turn]
+            return Unit(dataclasses.replace(blocks, steps=steps), slot, head, row)
+
+        def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
+            k_scale = scales_K[0][unit.head] if scales_K else 1.0
+            return Program(
+                memory=memory,
+                unit=unit,
+                following=following,
+                first_step=first_step,
+                block=tuning.block,
+                stages=tuning.stages,
+                window=window,
+                to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
+                keys=(None if with_prompts else k_prefix_CKPH, k_own_OKRH),
+                values=(None if with_prompts else v_prefix_CKPH, v_own_OKRH),
+                page_of=lambda slot, number: pages[
+                    slot * pages_a_slot + jnp.minimum(number, pages_a_slot - 1)
+                ],
+            )
+
+        def load_queries(unit: Unit, round: Any) -> None:
+            rows = memory.rows_H.at[pl.ds(lax.rem(round, jnp.int32(2)) * G, G)]
+            plgpu.copy_gmem_to_smem(q_BKGH.at[unit.slot, unit.head], rows, memory.q_barrier)
+
+        def run_unit(round: Any, carry: tuple[Unit, Unit, Any]) -> tuple[Unit, Unit, Any]:
+            unit, following, first_step = carry
+            after = unit_of(round + 2)  # read from memory a whole unit before it is used
+            program = program_at(unit, following, first_step)
+            program.fill_ring()
+            turn, head, part = turn_head_part(index_of(round))
+            plgpu.barrier_wait(memory.q_barrier)
+            q = program.queries(lax.rem(round, jnp.int32(2)) * G)
+            plgpu.commit_smem()  # all of the unit before is read: its places may be written
+
+            @pl.when(round + 1 < rounds)
+            def _() -> None:
+                load_queries(following, round + 1)
+
+            if prompts is None:
+                acc, high, total = program.attend(q)
+            else:
+                num_parts = prompts[0].shape[2]
+                item, place_in_item = (x[turn] for x in items_and_places)
+                joins = (part == 0) & (prefix_lengths_B[turn] > 0)
+
+                @pl.when(joins)
+                def _() -> None:
+                    for s in range(num_parts):
+                        out_GH = memory.rows_H.at[pl.ds((2 + s) * G, G)]
+                        sums_M = memory.prompt_sums.at[s, pl.ds(0, TILE_ROWS)]
+                        for part_s, place in (
+                            (prompts[0].at[unit.slot, head, s], out_GH),
+                            (prompts[1].at[item, head, s], sums_M),
+                        ):
+                            plgpu.copy_gmem_to_smem(part_s, place, memory.prompt_barrier)
+
+                acc, high, total = lax.cond(
+                    joins,
+                    lambda *state: program.join_prompt(state, num_parts, G, 2 * G, place_in_item),
+                    lambda *state: state,
+                    *program.attend(q),
+                )
+
+            v_scale = scales_K[1][head] if scales_K else 1.0
+            scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
+            program.store(acc * lax.broadcast_in_dim(scale, acc.shape, [0]), high, total)
+            out_GH = memory.rows_H.at[pl.ds(memory.rows_H.shape[0] - TILE_ROWS, G)]
+            plgpu.copy_smem_to_gmem(out_GH, out_BKSGH.at[unit.slot, head, part])
+            if sums_BKSM is not None:
+                plgpu.copy_smem_to_gmem(memory.sums_M, sums_BKSM.at[unit.slot, head, part])
+            return following, after, first_step + unit.blocks.steps
+
+        first, second = unit_of(jnp.int32(0)), unit_of(jnp.int32(1))
+        program_at(Unit.nothing(), first, jnp.int32(0)).fill_ring()
+        load_queries(first, jnp.int32(0))
+        lax.fori_loop(0, rounds, run_unit, (first, second, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
     return body

@@ -3,13 +3,14 @@
 Shape letters: those of `decode_attention_mosaic`.
 
 A ring of TMA loads runs ahead of the program: as soon as a block of keys (values) has been
-multiplied, its place is refilled with the block that many steps later. A cache in float8_e4m3fn is
-loaded as it is: a block is widened to float16, exactly, on its way from the ring to a second place
-in shared memory, and multiplied there.
+multiplied, its place is refilled with the block that many steps later, which may be one of the
+program's next unit of work. A cache in float8_e4m3fn is loaded as it is: a block is widened to
+float16, exactly, on its way from the ring to a second place in shared memory, and multiplied there.
 """
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 TILE_ROWS = 64  # of a warpgroup's matrix product
+SMS = 132
+PROGRAMS_PER_SM = 2  # more than 168 registers a thread, and most of the shared memory
 _WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
 
 
@@ -36,14 +39,14 @@ class DecodeTuning:
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
 
-    def smem(self, head_dim: int, cache_dtype: jax.typing.DTypeLike, prompt_rows: int = 0) -> int:
-        """Bytes of shared memory of one program, at most; 113 KiB let two share an SM, 74 three.
+    def smem(self, head_dim: int, cache_dtype: jax.typing.DTypeLike, rows_before_out: int) -> int:
+        """Bytes of shared memory of one program, at most; 113 KiB let two share an SM.
 
-        `prompt_rows` are the rows of prompt results that are merged into it.
+        `rows_before_out` hold queries and results of prompts' parts, as in `scratch_types`.
         """
         itemsize = jnp.dtype(cache_dtype).itemsize
-        rows = (TILE_ROWS + prompt_rows) * head_dim * 2
-        sums = 2 * 1024 + prompt_rows * 4
+        rows = (TILE_ROWS + rows_before_out) * head_dim * 2
+        sums = 2 * 1024 + rows_before_out * 4
         widened = 0 if itemsize == 2 else self.block * head_dim * 2
         ring = 2 * self.stages * self.block * head_dim * itemsize
         return rows + sums + widened + ring
@@ -79,17 +82,15 @@ def scratch_types(
     tuning: DecodeTuning,
     *,
     with_sums: bool,
-    prompt_parts: tuple[int, int],
+    rows_before_out: int,
+    num_prompt_parts: int = 0,
     interpreted: bool,
 ) -> dict[str, Any]:
-    """What a program needs; `prompt_parts` are the parts of its prompt and the rows of each."""
+    """What a program needs. `rows_before_out` hold queries and results of prompts' parts."""
     ring = (tuning.stages, tuning.block, H)
     operand = jnp.dtype(operand_dtype(cache_dtype))
-    num_prompt_parts, rows_a_part = prompt_parts
-    # Rows of a tile that are not queries may be anything, so parts lie in one another's tiles.
-    rows = TILE_ROWS + num_prompt_parts * rows_a_part
     scratch: dict[str, Any] = {
-        "q_MH": plgpu.SMEM((rows, H), jnp.bfloat16),
+        "rows_H": plgpu.SMEM((rows_before_out + TILE_ROWS, H), jnp.bfloat16),
         "k_ring": matrix(ring, cache_dtype),
         "v_ring": matrix(ring, cache_dtype),
         "q_barrier": plgpu.Barrier(),
@@ -115,9 +116,21 @@ def operand_dtype(cache_dtype: jnp.dtype) -> Any:
     return cache_dtype if cache_dtype == jnp.bfloat16 else jnp.float16
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "steps",
+        "prefix_steps",
+        "prefix_block",
+        "own_block",
+        "prefix_visible",
+        "own_visible",
+    ],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks that one program reads: steps 0 to `steps` - 1. Every field is an int32 scalar.
+    """The blocks that one unit of work reads: steps 0 to `steps` - 1. All are int32 scalars.
 
     Step i is block `prefix_block` + i of the prompt row while i < `prefix_steps` (which may be
     negative), and block `own_block` + i - `prefix_steps` of the slot's own entries after that.
@@ -184,11 +197,49 @@ class Blocks:
         return low - start, high - start
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["blocks", "slot", "head", "row"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What a program does at a time: some blocks of one KV head, of a prompt row and a slot's own.
+
+    Every field but the first is an int32 scalar; one of what is not read may be any row or slot.
+    """
+
+    blocks: Blocks
+    slot: jax.Array
+    head: jax.Array
+    row: jax.Array
+
+    @classmethod
+    def nothing(cls) -> "Unit":
+        """A unit without a block."""
+        zero = jnp.int32(0)
+        blocks = Blocks(zero, zero, zero, zero, (zero, zero), (zero, zero))
+        return cls(blocks, zero, zero, zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Where a block lies, if `exists`: scalars, computed once for its keys and its values."""
+
+    exists: jax.Array
+    in_prefix: jax.Array
+    head: jax.Array
+    row: jax.Array
+    prefix_entry: jax.Array
+    page: jax.Array
+    entry_in_page: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Scratch:
     """A program's shared memory and barriers, as `scratch_types` asks for them."""
 
-    q_MH: Any
+    rows_H: Any  # queries, parts of prompts, and last the tile of the result
     k_ring: Any
     v_ring: Any
     q_barrier: Any
@@ -202,24 +253,35 @@ class Scratch:
     spill_MJ: Any = None
     spill_HJ: Any = None
 
+    @property
+    def out_MH(self) -> Any:
+        """The tile of the result."""
+        return self.rows_H.at[pl.ds(self.rows_H.shape[0] - TILE_ROWS, TILE_ROWS)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One slot, KV head and part.
+    """A program at one of its units.
 
     The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
     neither layouts nor transposed operands: there, operands go through the `spill` places.
     """
 
     memory: Scratch
-    blocks: Blocks
+    unit: Unit
+    following: Unit  # the unit after this one, whose first blocks are loaded while this one ends
+    first_step: Any  # steps of all units before this one
     block: int
     stages: int
     window: int | None
     to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
-    keys: tuple[Any, Any]  # [P, H] and [O, R, H] in global memory, None for one that is not read
+    keys: tuple[Any, Any]  # [C, K, P, H] and [O, K, R, H] in global memory, None for one not read
     values: tuple[Any, Any]
-    page_of: Callable[[Any], Any] | None = None  # the page of one of the slot's own, by its number
+    page_of: Callable[[Any, Any], Any] | None = None  # of a slot and the page's number in its list
+
+    @property
+    def blocks(self) -> Blocks:
+        return self.unit.blocks
 
     @property
     def interpreted(self) -> bool:
@@ -236,50 +298,81 @@ class Program:
         layout = None if self.interpreted else layout
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
-    def page(self, step: Any) -> Any:
-        """The page of a step's block, read ahead of the two loads that use it."""
-        if self.page_of is None:
-            return jnp.int32(0)
-        entry = jnp.maximum(self.blocks.start(jnp.int32(step), False, self.block), 0)
-        return self.page_of(lax.div(entry, jnp.int32(self.keys[1].shape[1])))
+    def place(self, step: Any) -> Any:
+        """The place in the ring of a step's block."""
+        return lax.rem(self.first_step + step, jnp.int32(self.stages))
 
-    def load(self, step: Any, place: Any, page: Any, keys: bool) -> None:
-        """Starts the load of a step's block of keys or values, if there is such a step."""
-        blocks, J = self.blocks, self.block
+    def find(self, step: Any) -> Load:
+        """Where the block of a step lies; steps past the unit's are the following unit's first.
+
+        Its page is read here, ahead of the two loads that use it.
+        """
+        step = jnp.int32(step)
+        later = step >= self.blocks.steps
+        unit = jax.tree.map(partial(jnp.where, later), self.following, self.unit)
+        step = jnp.where(later, step - self.blocks.steps, step)
+        entry, page = jnp.int32(0), jnp.int32(0)
+        if self.page_of is not None:
+            entry = jnp.maximum(unit.blocks.start(step, False, self.block), 0)
+            page_entries = jnp.int32(self.keys[1].shape[2])
+            page = self.page_of(unit.slot, lax.div(entry, page_entries))
+            entry = lax.rem(entry, page_entries)
+        return Load(
+            exists=step < unit.blocks.steps,
+            in_prefix=step < unit.blocks.prefix_steps,
+            head=unit.head,
+            row=unit.row,
+            prefix_entry=unit.blocks.start(step, True, self.block),
+            page=page,
+            entry_in_page=entry,
+        )
+
+    def load(self, found: Load, place: Any, keys: bool) -> None:
+        """Starts the load of a block's keys or values, if there is such a block."""
         ring = self.memory.k_ring if keys else self.memory.v_ring
         barriers = self.memory.k_barriers if keys else self.memory.v_barriers
-        prefix_PH, own_ORH = self.keys if keys else self.values
-        step = jnp.int32(step)
+        prefix_CKPH, own_OKRH = self.keys if keys else self.values
 
         def start(rows: Any, entry: Any) -> None:
-            block_JH = rows.at[pl.ds(entry, J)]
+            block_JH = rows.at[pl.ds(entry, self.block)]
             plgpu.copy_gmem_to_smem(block_JH, ring.at[place], barriers.at[place])
 
-        in_prefix = step < blocks.prefix_steps
-        if prefix_PH is not None:
+        if prefix_CKPH is not None:
 
-            @pl.when((step < blocks.steps) & in_prefix)
+            @pl.when(found.exists & found.in_prefix)
             def _() -> None:
-                start(prefix_PH, blocks.start(step, True, J))
+                start(prefix_CKPH.at[found.row, found.head], found.prefix_entry)
 
-        if own_ORH is not None:
+        if own_OKRH is not None:
 
-            @pl.when((step < blocks.steps) & ~in_prefix)
+            @pl.when(found.exists & ~found.in_prefix)
             def _() -> None:
-                entry = blocks.start(step, False, J)
-                start(own_ORH.at[page], lax.rem(entry, jnp.int32(own_ORH.shape[1])))
+                start(own_OKRH.at[found.page, found.head], found.entry_in_page)
 
-    def queries(self) -> Any:
-        """The queries as a product's left operand: registers, which leaves `q_MH` free."""
+    def fill_ring(self) -> None:
+        """Loads blocks of the following unit into the places that this one leaves free."""
+        found = [self.find(i) for i in range(self.stages)]
+        for i in range(self.stages):
+
+            @pl.when(i >= self.blocks.steps)
+            def _(i: int = i) -> None:
+                self.load(found[i], self.place(i), keys=True)
+                self.load(found[i], self.place(i), keys=False)
+
+    def queries(self, first_row: Any) -> Any:
+        """The queries as a product's left operand: registers, which leaves their rows free."""
         if self.interpreted:
-            self.memory.spill_MH[...] = self.tile(0).astype(self.operand)
+            self.memory.spill_MH[...] = self.tile(first_row).astype(self.operand)
             return self.memory.spill_MH
-        q = self.tile(0)
+        q = self.tile(first_row)
         return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
 
     def tile(self, first_row: Any) -> jax.Array:
-        """A tile's rows from `q_MH`, in registers."""
-        tile = self.memory.q_MH.at[pl.ds(first_row, TILE_ROWS)]
+        """Rows from `rows_H` on, in registers.
+
+        Rows of a tile that are not asked for may be anything, so others' lie in it.
+        """
+        tile = self.memory.rows_H.at[pl.ds(first_row, TILE_ROWS)]
         if self.interpreted:
             return tile[...]
         return plgpu.load(tile, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -307,13 +400,13 @@ class Program:
         self.memory.wide_JH[...] = block
         plgpu.commit_smem()
 
-    def scores(self, q: Any, step: Any, place: Any, next_page: Any) -> jax.Array:
+    def scores(self, q: Any, step: Any, place: Any, ahead: Load) -> jax.Array:
         """Products of the queries with a step's keys, [M, J]; the keys' place is loaded anew."""
         wide_JH = self.memory.wide_JH
         plgpu.barrier_wait(self.memory.k_barriers.at[place])
         if wide_JH is not None:
             self.widen(self.memory.k_ring.at[place])
-            self.load(step + self.stages, place, next_page, keys=True)
+            self.load(ahead, place, keys=True)
         keys_JH = self.memory.k_ring.at[place] if wide_JH is None else wide_JH
 
         def multiply(scores_ref: Any) -> jax.Array:
@@ -328,7 +421,7 @@ class Program:
         shape = (TILE_ROWS, self.block)
         scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if wide_JH is None:
-            self.load(step + self.stages, place, next_page, keys=True)
+            self.load(ahead, place, keys=True)
         return self.masked(scores, step)
 
     def masked(self, scores: jax.Array, step: Any) -> jax.Array:
@@ -350,9 +443,7 @@ class Program:
 
         return lax.cond(partial, mask, lambda scores: scores, scores)
 
-    def weighted_values(
-        self, weights: jax.Array, step: Any, place: Any, next_page: Any
-    ) -> jax.Array:
+    def weighted_values(self, weights: jax.Array, step: Any, place: Any, ahead: Load) -> jax.Array:
         """Products of the weights with a step's values, [M, H]; their place is loaded anew."""
         wide_JH, v_ring = self.memory.wide_JH, self.memory.v_ring
         left: Any = weights.astype(self.operand)
@@ -373,7 +464,7 @@ class Program:
 
         else:
             self.widen(v_ring.at[place], visible_to)
-            self.load(step + self.stages, place, next_page, keys=False)
+            self.load(ahead, place, keys=False)
 
         def multiply(values_ref: Any) -> jax.Array:
             plgpu.wgmma(values_ref, left, v_ring.at[place] if wide_JH is None else wide_JH)
@@ -384,7 +475,7 @@ class Program:
         shape = (TILE_ROWS, v_ring.shape[-1])
         values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if wide_JH is None:
-            self.load(step + self.stages, place, next_page, keys=False)
+            self.load(ahead, place, keys=False)
         return values
 
     def attend(self, q: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -392,9 +483,9 @@ class Program:
 
         def step_fn(step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, high, total = carry
-            place = lax.rem(step, jnp.int32(self.stages))
-            next_page = self.page(step + self.stages)  # in flight while this step's keys arrive
-            scores = self.scores(q, step, place, next_page)
+            place = self.place(step)
+            ahead = self.find(step + self.stages)  # its page, while this step's keys arrive
+            scores = self.scores(q, step, place, ahead)
             new_high = jnp.maximum(high, scores.max(axis=1) * self.to_base_2)
             keep = jnp.exp2(high - new_high)
             # A multiplication and a subtraction: one instruction together.
@@ -402,11 +493,11 @@ class Program:
                 scores * self.to_base_2 - lax.broadcast_in_dim(new_high, scores.shape, [0])
             )
             total = total * keep + weights.sum(axis=1)
-            new = self.weighted_values(weights, step, place, next_page)
+            new = self.weighted_values(weights, step, place, ahead)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
             return acc, new_high, total
 
-        rows, H = plgpu.Layout.WGMMA.reduce(1), self.memory.q_MH.shape[1]
+        rows, H = plgpu.Layout.WGMMA.reduce(1), self.memory.rows_H.shape[1]
         carry = (
             self.held(jnp.zeros((TILE_ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
             self.held(jnp.full((TILE_ROWS,), -jnp.inf, jnp.float32), rows),
@@ -416,16 +507,22 @@ class Program:
 
     def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
         """The result, and where there is a place for them its log-sum-exps, in shared memory."""
-        out_MH = self.memory.q_MH.at[pl.ds(0, TILE_ROWS)]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before
+        out_MH = self.memory.out_MH
         out_MH[...] = acc.astype(out_MH.dtype)
         if self.memory.sums_M is not None:
             self.memory.sums_M[...] = high + jnp.log2(total)
         plgpu.commit_smem()
 
     def join_prompt(
-        self, state: tuple[jax.Array, ...], num_parts: int, G: int, place: jax.Array
+        self,
+        state: tuple[jax.Array, ...],
+        num_parts: int,
+        G: int,
+        first_row: int,
+        place: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """`attend`'s result with the prompt's parts, which lie behind the queries, merged into it.
+        """`attend`'s result with the prompt's parts, from a row on in `rows_H`, merged into it.
 
         The first part has an entry: its log-sum-exp is finite, whatever the others' are.
         """
@@ -441,7 +538,7 @@ class Program:
                 sums = plgpu.load(sums_M, *_WHOLE, layout=layout, optimized=False)
             new_high = jnp.maximum(high, sums)
             keep, weight = jnp.exp2(high - new_high), jnp.exp2(sums - new_high)
-            out = self.tile((part + 1) * G).astype(jnp.float32)
+            out = self.tile(first_row + part * G).astype(jnp.float32)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
             acc += out * lax.broadcast_in_dim(weight, acc.shape, [0])
             return acc, new_high, total * keep + weight

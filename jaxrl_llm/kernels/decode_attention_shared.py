@@ -25,18 +25,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.decode_attention_mosaic import SMS, PromptParts, decode_attention_mosaic
+from jaxrl_llm.kernels.decode_attention_mosaic import PromptParts, decode_attention_mosaic
 from jaxrl_llm.kernels.decode_attention_program import (
+    PROGRAMS_PER_SM,
+    SMS,
     TILE_ROWS,
     Blocks,
     DecodeTuning,
     Program,
     Scratch,
+    Unit,
     scratch_types,
 )
 
 MAX_PROMPT_SPLITS = 4  # merging them takes time and shared memory of every slot's program
-PROGRAMS_PER_SM = 2  # more than 168 registers a thread
 
 
 @partial(
@@ -226,7 +228,7 @@ def _prompt_parts(
                 k_prefix_CKPH.dtype,
                 tuning,
                 with_sums=True,
-                prompt_parts=(0, 0),
+                rows_before_out=0,
                 interpreted=interpret is not None,
             ),
             # One arrival a slot of the item: each brings its own queries.
@@ -282,38 +284,39 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
             part = lax.rem(index, jnp.int32(num_splits))
             row, count = item_rows_W[item], item_counts_W[item]
             k_scale = k_scale_K[0][head] if k_scale_K else 1.0
-            nothing = jnp.int32(0)
+            none = jnp.int32(0)
+            blocks = Blocks.of(item_lengths_W[item], none, part, num_splits, None, tuning.block)
             program = Program(
                 memory=memory,
-                blocks=Blocks.of(
-                    item_lengths_W[item], nothing, part, num_splits, None, tuning.block
-                ),
+                unit=Unit(blocks, slot=none, head=head, row=row),
+                following=Unit.nothing(),
+                first_step=none,
                 block=tuning.block,
                 stages=tuning.stages,
                 window=None,
                 to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-                keys=(k_prefix_CKPH.at[row, head], None),
-                values=(v_prefix_CKPH.at[row, head], None),
+                keys=(k_prefix_CKPH, None),
+                values=(v_prefix_CKPH, None),
             )
-            q_MH = memory.q_MH
+            rows_H = memory.rows_H
 
             def read_queries(i: Any, _: None) -> None:
-                slot, rows = item_slots[item * slots_of_item + i], q_MH.at[pl.ds(i * G, G)]
+                slot, rows = item_slots[item * slots_of_item + i], rows_H.at[pl.ds(i * G, G)]
                 plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], rows, memory.q_barrier)
 
             def write_result(i: Any, _: None) -> None:
-                slot, rows = item_slots[item * slots_of_item + i], q_MH.at[pl.ds(i * G, G)]
+                slot, rows = item_slots[item * slots_of_item + i], rows_H.at[pl.ds(i * G, G)]
                 plgpu.copy_smem_to_gmem(rows, out_BKSGH.at[slot, head, part])
 
-            no_page = jnp.int32(0)  # prompts lie in rows
-            program.load(0, 0, no_page, keys=True)
+            first_blocks = [program.find(i) for i in range(tuning.stages)]
+            program.load(first_blocks[0], 0, keys=True)
             lax.fori_loop(0, slots_of_item, read_queries, None)
-            program.load(0, 0, no_page, keys=False)
+            program.load(first_blocks[0], 0, keys=False)
             for i in range(1, tuning.stages):
-                program.load(i, i, no_page, keys=True)
-                program.load(i, i, no_page, keys=False)
+                program.load(first_blocks[i], i, keys=True)
+                program.load(first_blocks[i], i, keys=False)
             plgpu.barrier_wait(memory.q_barrier)
-            acc, high, total = program.attend(program.queries())
+            acc, high, total = program.attend(program.queries(0))
 
             scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a part without a block
             program.store(acc * lax.broadcast_in_dim(scale, acc.shape, [0]), high, total)

@@ -98,6 +98,9 @@ class OptimizerConfig:
     # bfloat16 halves what AdamW keeps beside the weights; rounded by chance, or the second moment
     # would stand still: a step moves it by less than bfloat16 can tell.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Moments in the host's memory, verl's optimizer_offload: they visit the device a parameter at a
+    # time in each step, so a step takes longer and 8 bytes a parameter are free for the rest of it.
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 Params = Any  # nested dict of arrays
+HOST = "pinned_host"  # memory kind: the host's, which a device reads and writes by itself
 
 
 @jax.tree_util.register_dataclass
@@ -38,14 +39,19 @@ def state_shardings(
     param_shardings: Params,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    *,
+    offload: bool = False,
 ) -> TrainState:
-    """Shardings of a TrainState: moments lie as their parameters do, scalars are replicated."""
+    """Shardings of a TrainState: moments lie as their parameters do, scalars are replicated.
+
+    With `offload` the moments lie in the memory of the devices' hosts.
+    """
     # Any: the same record, with a sharding where a state has an array.
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     opt_state = jax.eval_shape(optimizer.init, abstract_params)
     opt_shardings = optax.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda _, sharding: sharding.with_memory_kind(HOST) if offload else sharding,
         opt_state,
         param_shardings,
         transform_non_params=lambda _: replicated,

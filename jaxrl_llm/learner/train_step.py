@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array
 
 from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
+from jaxrl_llm.learner.optimizer import in_host_memory
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState
 
@@ -44,7 +45,7 @@ def apply_gradients(
     state: TrainState,
     grads: Params,
     *,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
 ) -> tuple[TrainState, Metrics]:
@@ -58,13 +59,18 @@ def apply_gradients(
     finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
     scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
-    updates, opt_state = optimizer.update(scaled, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(scaled, state.opt_state, state.params, finite=finite)
     updated = TrainState(
         params=optax.apply_updates(state.params, updates),
         opt_state=opt_state,
         step=state.step + 1,
     )
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+    # What the host keeps was chosen when it was on the device.
+    kept = jax.tree.map(
+        lambda new, old: new if in_host_memory(new) else jnp.where(finite, new, old),
+        updated,
+        state,
+    )
     # Finite gradients whose squares overflow count too; where only their sum does, all are named.
     flags = ~jnp.isfinite(squares)
     flags |= ~finite & ~flags.any()
@@ -78,7 +84,7 @@ def train_step(
     batch: Any,
     *,
     loss: Loss,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
     micro_batches: MicroBatches,

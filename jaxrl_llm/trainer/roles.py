@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ModelSettings, OptimizerConfig
+from jaxrl_llm.config import ConfigError, ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
-from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
+from jaxrl_llm.learner.train_state import HOST, Params, TrainState, init_state, state_shardings
 from jaxrl_llm.models.base import ModelSpec
 
 
@@ -26,7 +26,8 @@ class Role:
     forward: ForwardSettings
     param_shardings: Params  # storage: the training layout
     use_shardings: Params  # gathered over fsdp: the generation layout
-    optimizer: optax.GradientTransformation | None = None
+    optimizer: optax.GradientTransformationExtraArgs | None = None
+    offload: bool = False  # the optimizer's moments are in the host's memory between steps
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
     mesh: Mesh
@@ -36,7 +37,13 @@ class Role:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
         if self.optimizer is None:
             return self.param_shardings
-        return state_shardings(self.spec.params, self.param_shardings, self.optimizer, self.mesh)
+        return state_shardings(
+            self.spec.params,
+            self.param_shardings,
+            self.optimizer,
+            self.mesh,
+            offload=self.offload,
+        )
 
     def abstract(self) -> Any:
         """Shape, dtype and sharding of what the role keeps, without any array."""
@@ -56,10 +63,16 @@ class Role:
         return init(params)
 
     def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
-        """The role with another optimizer, e.g. that of a supervised warm-up."""
+        """The role with another optimizer, e.g. that of a supervised warm-up.
+
+        ConfigError when it is to keep its moments in a memory that the devices do not have.
+        """
+        if config.offload:
+            check_host_memory(self.mesh)
         return replace(
             self,
             optimizer=make_optimizer(config, total_steps),
+            offload=config.offload,
             learning_rate=schedule(config, total_steps),
             max_grad_norm=config.max_grad_norm,
         )
@@ -93,6 +106,20 @@ def make_role(
         use_shardings=use,
         mesh=mesh,
     )
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """ConfigError where the devices cannot read the host's memory.
+
+    Devices that exist for the compiler only have no memories to ask about; they pass.
+    """
+    kinds = [memory.kind for memory in mesh.local_devices[0].addressable_memories()]
+    if kinds and HOST not in kinds:
+        raise ConfigError(
+            f"optimizer.offload=True keeps moments in the host's memory ({HOST}), and "
+            f"{mesh.local_devices[0].device_kind} has only {', '.join(kinds)}: set it to False; "
+            "optimizer.moment_dtype=bfloat16 halves what the moments take"
+        )
 
 
 def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Params], Params]:

@@ -12,17 +12,20 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jaxrl_llm.kernels import decode_attention, decode_attention_shared
+from jaxrl_llm.kernels import (
+    decode_attention,
+    decode_attention_mosaic,
+    decode_attention_shared,
+)
 from jaxrl_llm.kernels.decode_attention import (
-    SharedPromptPlan,
+    DecodePlan,
     cache_length,
+    decode_plan,
     prefix_decode_attention,
     prefix_decode_attention_reference,
-    shared_prompt_plan,
 )
-from jaxrl_llm.kernels.decode_attention_mosaic import choose_num_splits
+from jaxrl_llm.kernels.decode_attention_plan import choose_num_splits, choose_prompt_splits
 from jaxrl_llm.kernels.decode_attention_program import DecodeTuning, default_tuning
-from jaxrl_llm.kernels.decode_attention_shared import choose_prompt_splits
 
 
 @dataclass
@@ -95,10 +98,28 @@ class Case:
         numbers = np.where(reached, places.reshape(B, T), 1_000_000)
         return jnp.asarray(numbers, jnp.int32), *found
 
-    def plan(self, num_splits: int | None = 1, slots: list[int] | None = None) -> SharedPromptPlan:
+    def plan(
+        self,
+        prompt_splits: int = 1,
+        slots: list[int] | None = None,
+        num_splits: int = 1,
+        slots_per_prompt: int = 2,
+        tuning: DecodeTuning | None = None,
+    ) -> DecodePlan:
         _, _, _, rows, prefix_lengths, _, _, _, lengths = self.arguments(slots)
-        sizes = dict(group_rows=self.G, slots_per_prompt=2)
-        return shared_prompt_plan(rows, prefix_lengths, lengths, num_splits=num_splits, **sizes)
+        return decode_plan(
+            rows,
+            prefix_lengths,
+            lengths,
+            group_rows=self.G,
+            num_kv_heads=self.K,
+            prefix_entries=self.P,
+            own_entries=self.R,
+            slots_per_prompt=slots_per_prompt,
+            tuning=tuning or DecodeTuning(),
+            num_splits=num_splits,
+            prompt_splits=prompt_splits,
+        )
 
     def answer(self) -> np.ndarray:
         out = np.zeros_like(self.q)
@@ -124,7 +145,8 @@ class Case:
         slots = options.pop("slots", None)
         if implementation == "pallas":
             # Small blocks, so that small cases have several.
-            given = dict(num_splits=1, interpret=InterpretGPUParams(), tuning=DecodeTuning())
+            given = dict(interpret=InterpretGPUParams(), tuning=DecodeTuning())
+            given |= {} if options.get("plan") else dict(num_splits=1)
             options = given | options
         out = prefix_decode_attention(
             *self.arguments(slots), window=self.window, implementation=implementation, **options
@@ -237,29 +259,42 @@ def test_shared_prompts_equal_float64_with_nan_past_every_length(case: Case, num
 def test_shared_prompts_and_split_own_rows_equal_float64():
     """Only the first part of a slot's own row takes the prompt in; others may be without blocks."""
     case = SHARED["ragged"]
-    assert_close(case.run(plan=case.plan(2), num_splits=3), case.answer())
+    assert_close(case.run(plan=case.plan(2, num_splits=3)), case.answer())
 
 
-def test_a_program_goes_through_several_units(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_attention_shared, "SMS", 1)
-    case = SHARED["1.5B"]
-    assert_close(case.run(plan=case.plan(4)), case.answer())
+@pytest.mark.parametrize("slots_per_prompt", [1, 2])
+def test_a_program_goes_through_several_units(
+    monkeypatch: pytest.MonkeyPatch, slots_per_prompt: int
+):
+    """Those of the plan, which are more than a whole round and less than all that there could be;
+    the parts that it does not list, which nothing writes, are not merged."""
+    few_programs(monkeypatch)
+    case = Case([0, 1, 0, 0], [33, 64, 33, 0], [1, 200, 0, 130], G=3, K=2, P=64, R=256, page=64)
+    plan = case.plan(4, slots_per_prompt=slots_per_prompt, num_splits=4)
+    assert 4 < int(plan.units.num_units[0]) < 16
+    assert_close(case.run(plan=plan), case.answer())
+
+
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of each kernel, so that small cases have several units a program."""
+    for kernel in (decode_attention_mosaic, decode_attention_shared):
+        monkeypatch.setattr(kernel, "SMS", 1)
 
 
 @pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_do_not_depend_on_who_shares_the_prompt(num_splits: int):
     """Alone, with others, at another place of the item, in another order."""
     case = SHARED["ragged"]
-    whole = case.run(plan=case.plan(num_splits), num_splits=num_splits)
+    whole = case.run(plan=case.plan(num_splits, num_splits=num_splits))
     for slots in ([4], [8, 5, 4, 3], [7, 6, 4, 2, 0]):
-        plan = case.plan(num_splits, slots)
-        part = case.run(plan=plan, num_splits=num_splits, slots=slots)
+        plan = case.plan(num_splits, slots, num_splits=num_splits)
+        part = case.run(plan=plan, slots=slots)
         np.testing.assert_array_equal(part, whole[slots])
 
 
 def test_no_race_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch):
     """Programs go through several units, whose loads follow the stores of the unit before."""
-    monkeypatch.setattr(decode_attention_shared, "SMS", 1)
+    few_programs(monkeypatch)
     rows, prefix_lengths, lengths = [0, 1, 0, 1], [250, 70, 250, 70], [130, 0, 1, 64]
     case = Case(rows, prefix_lengths, lengths, G=20, P=256, R=192)
     interpret = InterpretGPUParams(detect_races=True)
@@ -268,10 +303,35 @@ def test_no_race_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch):
     assert not interpret_pallas_call.get_races().races_found
 
 
-def test_a_window_takes_only_the_order_from_the_plan():
+def test_a_window_takes_no_plan():
     fields = case_fields(SHARED["ragged"])
     case = Case(**{**fields, "window": 70})
     np.testing.assert_array_equal(case.run(plan=case.plan()), case.run())
+
+
+PLANNED = dict(
+    num_kv_heads=2, prefix_entries=1024, own_entries=1024, tuning=DecodeTuning(), num_splits=4
+)
+
+
+@pytest.mark.parametrize("slots_per_prompt", [1, 4])
+def test_plan_lists_every_part_that_holds_an_entry_longest_first(slots_per_prompt: int):
+    rng = np.random.default_rng(0)
+    rows, prefix_lengths, lengths = (rng.integers(0, top, 40) for top in (3, 500, 1025))
+    lengths[:2], prefix_lengths[:2] = (0, 0), (0, 1)
+    arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
+    plan = decode_plan(*arguments, group_rows=6, slots_per_prompt=slots_per_prompt, **PLANNED)
+    listed = np.asarray(plan.units.parts_U)[: int(plan.units.num_units[0])]
+    blocks = -(-lengths // 64) + (-(-prefix_lengths // 64) if slots_per_prompt == 1 else 0)
+    a_part = 4 if slots_per_prompt > 1 else 8  # a quarter of what there is room for
+    sizes = {
+        4 * slot + part: min(a_part, int(blocks[slot]) - a_part * part)
+        for slot in range(40)
+        for part in range(4)
+        if not part or blocks[slot] > a_part * part
+    }
+    assert sorted(listed) == sorted(sizes)
+    assert np.all(np.diff([sizes[part] for part in listed]) <= 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -280,9 +340,8 @@ def test_plan_puts_every_slot_with_a_prompt_into_one_item(seed: int):
     B, group_rows = 40, 13  # four slots an item
     rows, lengths = rng.integers(0, 6, B), rng.integers(1, 999, B)
     prefix_lengths = np.where(rng.random(B) < 0.2, 0, 5 + rows + (rng.random(B) < 0.2))
-    arguments = (jnp.asarray(x) for x in (rows, prefix_lengths, lengths))
-    plan = shared_prompt_plan(*arguments, group_rows=group_rows, slots_per_prompt=4)
-    np.testing.assert_array_equal(lengths[plan.order_B], np.sort(lengths)[::-1])
+    arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
+    plan = decode_plan(*arguments, group_rows=group_rows, slots_per_prompt=4, **PLANNED).prompts
     (num_items,) = plan.num_items
     found = {}
     for item in range(int(num_items)):
@@ -302,15 +361,9 @@ def test_plan_puts_every_slot_with_a_prompt_into_one_item(seed: int):
 
 
 def test_prompt_splits_come_from_shapes_and_fill_the_card():
-    def splits(B: int, K: int, P: int, num_splits: int | None = None) -> int:
-        zeros = jnp.zeros((B,), jnp.int32)
-        sizes = dict(group_rows=6, slots_per_prompt=8, num_splits=num_splits)
-        return choose_prompt_splits(B, K, P, shared_prompt_plan(zeros, zeros, zeros, **sizes), 64)
-
-    assert splits(1024, 8, 512) == 1
-    assert splits(256, 2, 512) == 4
-    assert splits(8, 2, 128) == 2  # no part under a block
-    assert splits(1024, 8, 512, num_splits=3) == 3
+    assert choose_prompt_splits(1024 * 8 // 8, 512, 64) == 1
+    assert choose_prompt_splits(256 * 2 // 8, 512, 64) == 4
+    assert choose_prompt_splits(2, 128, 64) == 2  # no part under a block
 
 
 @pytest.mark.slow
@@ -325,8 +378,9 @@ def test_blocks_at_head_dim_64(shared: bool):
     """Never as many entries as a head has dimensions: see `default_tuning`."""
     assert default_tuning(64).block == 128
     case = Case([1, 0, 1], [200, 0, 200], [300, 1, 129], G=7, P=256, R=384, page=128)
-    plan = case.plan(2) if shared else None
-    assert_close(case.run(tuning=default_tuning(64), plan=plan), case.answer())
+    tuning = default_tuning(64)
+    plan = case.plan(2, tuning=tuning) if shared else None
+    assert_close(case.run(tuning=tuning, plan=plan), case.answer())
 
 
 def test_more_blocks_than_stages():
@@ -478,19 +532,20 @@ def test_refuses_a_plan_of_other_slots():
     case = Case([0, 0], [4, 4], [4, 4])
     with pytest.raises(ValueError, match="plan for these 2 slots"):
         case.run(plan=case.plan(slots=[0]))
-    zeros = jnp.zeros((2,), jnp.int32)
+    with pytest.raises(ValueError, match="num_splits is 2, the plan's 1"):
+        case.run(plan=case.plan(), num_splits=2)
     with pytest.raises(ValueError, match="group_rows is 64"):
-        shared_prompt_plan(zeros, zeros, zeros, group_rows=64, slots_per_prompt=8)
-    with pytest.raises(ValueError, match="num_splits is 5"):
-        shared_prompt_plan(zeros, zeros, zeros, group_rows=6, slots_per_prompt=8, num_splits=5)
+        Case([0, 0], [4, 4], [4, 4], G=64).plan()
+    with pytest.raises(ValueError, match="prompt_splits is 5"):
+        case.plan(5)
 
 
 def test_splits_come_from_shapes_and_fill_the_card():
     tuning = default_tuning(128)
-    assert choose_num_splits(1024, 2, 4096, tuning) == 1
+    assert choose_num_splits(1024, 8, 4096, tuning) == 1
     assert choose_num_splits(1, 2, 4096, tuning) == 16
     assert choose_num_splits(1, 2, 512, tuning) == 2  # no part under four blocks
-    assert choose_num_splits(64, 2, 4096, tuning) * 64 * 2 >= 264
+    assert choose_num_splits(256, 2, 4096, tuning) * 256 * 2 >= 8 * 264
 
 
 @pytest.mark.parametrize(

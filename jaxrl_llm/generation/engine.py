@@ -551,6 +551,7 @@ def _decode(
     page_B = table.pages_BT[slots_B, own_B // pages.entries]
     context = decode_context(
         spec.config,
+        state.cache[0],
         state.prompt_row_B,
         prompt_B,
         table.pages_BT,
@@ -558,6 +559,7 @@ def _decode(
         own_B % pages.entries,
         jnp.where(live_B, count_B + 1, 0),
         slots_per_prompt=group,
+        heads_axis=heads_axis,
     )
     hidden_B1D, cache = model(
         jnp.where(live_B, state.token_B, 0)[:, None],

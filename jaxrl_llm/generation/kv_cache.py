@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
     DecodeImplementation,
-    SharedPromptPlan,
+    DecodePlan,
     block_entries,
     cache_length,
+    decode_plan,
+    default_tuning,
     prefix_decode_attention,
-    shared_prompt_plan,
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.models.attention import Attend
@@ -63,11 +64,12 @@ class Context(NamedTuple):
     )  # where the new entry goes; one out of range, another in each slot, is dropped
     entry_B: jax.Array  # its place in the page
     own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
-    plan: SharedPromptPlan | None  # of the slots that read a prompt together; None reads it in each
+    plan: DecodePlan | None  # of the kernel; XLA takes no notice of it
 
 
 def decode_context(
     config: ModelConfig,
+    cache: LayerCache,
     prompt_rows_B: jax.Array,
     prompt_lengths_B: jax.Array,
     pages_BT: jax.Array,
@@ -76,17 +78,21 @@ def decode_context(
     own_lengths_B: jax.Array,
     *,
     slots_per_prompt: int,
+    heads_axis: str | None,
 ) -> Context:
-    """What all layers of a step share, computed once."""
-    plan = None
-    if slots_per_prompt > 1:
-        plan = shared_prompt_plan(
-            prompt_rows_B,
-            prompt_lengths_B,
-            own_lengths_B,
-            group_rows=config.num_heads // config.num_kv_heads,
-            slots_per_prompt=slots_per_prompt,
-        )
+    """What all layers of a step share, computed once; `cache` is any layer's."""
+    heads_split = jax.sharding.get_abstract_mesh().shape[heads_axis] if heads_axis else 1
+    plan = decode_plan(
+        prompt_rows_B,
+        prompt_lengths_B,
+        own_lengths_B,
+        group_rows=config.num_heads // config.num_kv_heads,
+        num_kv_heads=max(1, config.num_kv_heads // heads_split),
+        prefix_entries=cache.prompt_keys.shape[2],
+        own_entries=pages_BT.shape[1] * cache.own_keys.shape[2],
+        slots_per_prompt=slots_per_prompt,
+        tuning=default_tuning(config.head_dim, cache.own_keys.dtype),
+    )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, page_B, entry_B, own_lengths_B, plan)
 
 

@@ -18,8 +18,12 @@ from jaxrl_llm.kernels.decode_attention_mosaic import (
     CACHE_DTYPES,
     HEAD_DIMS,
     check_supported,
-    choose_num_splits,
     decode_attention_mosaic,
+)
+from jaxrl_llm.kernels.decode_attention_plan import (
+    DecodePlan,
+    choose_num_splits,
+    decode_plan,
 )
 from jaxrl_llm.kernels.decode_attention_program import (
     TILE_ROWS,
@@ -27,22 +31,18 @@ from jaxrl_llm.kernels.decode_attention_program import (
     block_entries,
     default_tuning,
 )
-from jaxrl_llm.kernels.decode_attention_shared import (
-    MAX_PROMPT_SPLITS,
-    SharedPromptPlan,
-    shared_decode_attention,
-    shared_prompt_plan,
-)
+from jaxrl_llm.kernels.decode_attention_shared import shared_decode_attention
 
 __all__ = [
     "DecodeImplementation",
+    "DecodePlan",
     "DecodeTuning",
-    "SharedPromptPlan",
     "block_entries",
     "cache_length",
+    "decode_plan",
+    "default_tuning",
     "prefix_decode_attention",
     "prefix_decode_attention_reference",
-    "shared_prompt_plan",
 ]
 
 DecodeImplementation = Literal["auto", "pallas", "xla"]
@@ -71,7 +71,7 @@ def prefix_decode_attention(
     v_scale: Scale | None = None,
     implementation: DecodeImplementation = "auto",
     num_splits: int | None = None,
-    plan: SharedPromptPlan | None = None,
+    plan: DecodePlan | None = None,
     tuning: DecodeTuning | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B N H"]:
@@ -86,14 +86,14 @@ def prefix_decode_attention(
 
     "auto" takes the Pallas kernel on a Hopper GPU where it can run the call, XLA elsewhere.
     - "pallas" reads a slot's visible entries, rounded to blocks, and nothing else. What lies
-      past a length, NaN included, never changes a result. `num_splits` parts of a slot run in
-      parallel and are merged; None chooses from the shapes of the arguments alone. For one
-      `num_splits` a slot's result has the same bits in any batch, at any index: give the number
-      where batches of different sizes must agree to the bit. `tuning` is the kernel's (see
-      `DecodeTuning`), `interpret` runs it on the CPU. `plan`, from `shared_prompt_plan` of the
-      same rows and lengths, makes it read a prompt once for all the slots that share it, not once
-      a slot, and start the longest slots first. With a `window` the slots of a prompt see
-      different entries of it: only the order is used then.
+      past a length, NaN included, never changes a result. Parts of a slot run in parallel and are
+      merged: `num_splits` of one whose entries are all visible, fewer of others; None chooses from
+      the shapes of the arguments alone. For one `num_splits` a slot's result has the same bits in
+      any batch, at any index: give the number where batches of different sizes must agree to the
+      bit. `tuning` is the kernel's (see `DecodeTuning`), `interpret` runs it on the CPU. `plan`,
+      from `decode_plan` of the same rows and lengths, which also has the number of parts, gives
+      programs equal shares of the work, and makes the kernel read a prompt once for all the slots
+      that share it. With a `window` no plan is used.
     - "xla" reads both caches whole, the prompt row once a slot, and copies the slots' pages: all
       entries must be finite (start the cache from zeros). It takes no notice of a plan.
     Raises ValueError for shapes that do not fit together, or that the kernel cannot take.
@@ -117,25 +117,25 @@ def prefix_decode_attention(
         return _prefix_decode_xla(*arguments, window, scales_K)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
-    B, _, H = q_BNH.shape
-    K, R = k_own_OKRH.shape[1], pages_BT.shape[1] * k_own_OKRH.shape[2]
-    shared = plan is not None and window is None
+    B, N, H = q_BNH.shape
+    K, own_entries = k_own_OKRH.shape[1], pages_BT.shape[1] * k_own_OKRH.shape[2]
     tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
-    if num_splits is None:
-        entries = R if shared else k_prefix_CKPH.shape[2] + R
+    prompts = None
+    if plan is not None and window is None:
+        _check_plan(plan, B, N // K, num_splits)
+        num_splits, prompts = plan.units.num_splits, plan.prompts
+    elif num_splits is None:
+        entries = k_prefix_CKPH.shape[2] + own_entries
         num_splits = choose_num_splits(B, K, entries, tuning)
-    G = q_BNH.shape[1] // K
-    prompt_splits = MAX_PROMPT_SPLITS if shared else 0
+    prompt_splits = 0 if prompts is None else prompts.num_splits
     check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits, prompt_splits)
-    options: dict[str, Any] = dict(
-        scales_K=scales_K, num_splits=num_splits, tuning=tuning, interpret=interpret
-    )
-    if plan is not None:
-        _check_plan(plan, B, G)
-    if plan is not None and shared:
-        return shared_decode_attention(*arguments, plan=plan, **options)
-    order_B = None if plan is None else plan.order_B
-    return decode_attention_mosaic(*arguments, window=window, order_B=order_B, **options)
+    options: dict[str, Any] = dict(scales_K=scales_K, tuning=tuning, interpret=interpret)
+    if plan is None or window is not None:
+        options |= dict(window=window, num_splits=num_splits)
+        return decode_attention_mosaic(*arguments, **options)
+    if prompts is None:
+        return decode_attention_mosaic(*arguments, units=plan.units, **options)
+    return shared_decode_attention(*arguments, plan=plan, **options)
 
 
 def prefix_decode_attention_reference(
@@ -328,9 +328,13 @@ def _check_prefix(
         raise ValueError(f"window is {window}: use at least 1, or None to see everything")
 
 
-def _check_plan(plan: SharedPromptPlan, B: int, G: int) -> None:
-    if plan.item_slots_WI.shape != (B, TILE_ROWS // G):
+def _check_plan(plan: DecodePlan, B: int, G: int, num_splits: int | None) -> None:
+    planned = plan.units.num_splits
+    if num_splits not in (None, planned):
+        raise ValueError(f"num_splits is {num_splits}, the plan's {planned}: give it to the plan")
+    items = None if plan.prompts is None else plan.prompts.item_slots_WI.shape
+    if plan.units.parts_U.shape != (B * planned,) or items not in (None, (B, TILE_ROWS // G)):
         raise ValueError(
-            f"the plan's items are {plan.item_slots_WI.shape}: plan for these {B} slots, with "
-            f"group_rows={G}"
+            f"the plan is of {plan.units.parts_U.shape[0] // planned} slots, its items are "
+            f"{items}: plan for these {B} slots, with group_rows={G}"
         )

@@ -4,7 +4,8 @@ Shape letters: B slots, O pages of slots' own entries, T pages a slot at most, R
 N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries, H head dim, S splits of a
 slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block.
 
-A unit of work is one KV head of one slot (or one of S parts of its tokens). A fixed number of
+A unit of work is one KV head of one part of a slot's tokens: a slot that fills its pages has S
+parts, one with fewer tokens fewer, so that the longest is not what all wait for. A fixed number of
 programs (decode_attention_program.py), each of a single warpgroup, goes through the units. For each
 it walks the blocks of the slot's prompt row and then of its own pages that hold visible entries,
 and no others. The G queries of the head are the first rows of a tensor-core tile; the other rows
@@ -13,8 +14,8 @@ waited for and are never stored.
 
 Two programs share an SM: while one computes, the other's loads are in flight. Each loads the first
 blocks of its next unit while it ends the one before, so loads never wait for results. Units go to
-programs in order, forwards and backwards in turn: given the longest slots first (`order_B`), sums
-of lengths differ by less than the longest.
+programs in order, forwards and backwards in turn: where a plan lists those that hold something, the
+longest first, the programs' sums differ by less than the longest unit.
 
 Where slots share prompts, those may have been read before, once for all of their slots: see
 `decode_attention_shared`. A program then reads its slot's own pages, and takes the prompt's part of
@@ -36,6 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels.decode_attention_plan import MAX_SPLITS, Units, part_blocks
 from jaxrl_llm.kernels.decode_attention_program import (
     PROGRAMS_PER_SM,
     SMS,
@@ -46,12 +48,12 @@ from jaxrl_llm.kernels.decode_attention_program import (
     Scratch,
     Unit,
     default_tuning,
+    num_blocks,
     scratch_types,
 )
 
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
-MAX_SPLITS = 16
 _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 
@@ -72,19 +74,6 @@ class PromptParts:
         return self.out_BKSGH.shape[2]
 
 
-def choose_num_splits(
-    num_slots: int, num_kv_heads: int, num_entries: int, tuning: DecodeTuning
-) -> int:
-    """Parts into which each slot's tokens are split, a power of two, from shapes only.
-
-    Enough for `programs_per_sm` programs an SM, but no part shorter than four blocks when the
-    `num_entries` of both caches are full.
-    """
-    wanted = tuning.programs_per_sm * SMS / (num_slots * num_kv_heads)
-    most = num_entries / (4 * tuning.block)
-    return 2 ** max(0, min(int(math.log2(MAX_SPLITS)), math.floor(math.log2(min(wanted, most)))))
-
-
 def decode_attention_mosaic(
     q_BNH: Float[Array, "B N H"],
     k_prefix_CKPH: Float[Array, "C K P H"],
@@ -100,7 +89,7 @@ def decode_attention_mosaic(
     scales_K: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
     num_splits: int = 1,
     tuning: DecodeTuning | None = None,
-    order_B: Int[Array, " B"] | None = None,
+    units: Units | None = None,
     prompts: PromptParts | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B N H"]:
@@ -109,19 +98,25 @@ def decode_attention_mosaic(
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
     with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
     length, NaN included, never change the result. `interpret` runs the kernel on the CPU
-    (InterpretGPUParams). `order_B`, a permutation of the slots, is the order in which they start.
-    With `prompts` (and without a window), the kernel reads the slots' own pages only, and merges
-    the prompts' part into what it finds.
+    (InterpretGPUParams). `units` are those to go through, whose `num_splits` is taken; without
+    them, all parts of all slots. With `prompts` (and without a window), the kernel reads the slots'
+    own pages only, and merges the prompts' part into what it finds.
     """
     B, N, H = q_BNH.shape
     K = k_own_OKRH.shape[1]
     G = N // K
     tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
-    by_slot = [prefix_rows_B, prefix_lengths_B, lengths_B]
+    num_splits = units.num_splits if units is not None else num_splits
+    entries = pages_BT.shape[1] * k_own_OKRH.shape[2]
+    entries += k_prefix_CKPH.shape[2] if prompts is None else 0
+    if window is not None:
+        entries = min(entries, window + 2 * tuning.block)  # a block more at either end
+    blocks_of_part = part_blocks(entries, num_splits, tuning.block)
+    numbers = [prefix_rows_B, prefix_lengths_B, lengths_B]
     if prompts is not None:
-        by_slot += [prompts.items_B, prompts.places_B]
-    if order_B is not None:
-        by_slot = [*(x[order_B] for x in by_slot), order_B]
+        numbers += [prompts.items_B, prompts.places_B]
+    if units is not None:
+        numbers += [units.parts_U, units.num_units]
     out_types = [jax.ShapeDtypeStruct((B, K, num_splits, G, H), q_BNH.dtype)]
     if num_splits > 1:
         out_types.append(jax.ShapeDtypeStruct((B, K, num_splits, TILE_ROWS), jnp.float32))
@@ -133,8 +128,9 @@ def decode_attention_mosaic(
             tuning,
             num_programs=num_programs,
             num_units=B * K * num_splits,
+            blocks_of_part=blocks_of_part,
             pages_a_slot=pages_BT.shape[1],
-            ordered=order_B is not None,
+            listed=units is not None,
             with_prompts=prompts is not None,
         ),
         out_type=out_types,
@@ -164,13 +160,20 @@ def decode_attention_mosaic(
         v_own_OKRH,
         pages_BT.astype(jnp.int32).reshape(-1),
         *((prompts.out_BKSGH, prompts.sums_WKSM) if prompts is not None else ()),
-        *(x.astype(jnp.int32) for x in by_slot),
+        *(x.astype(jnp.int32) for x in numbers),
         *(scales_K or ()),
     )
     if num_splits == 1:
         return outputs[0].reshape(B, N, H)
     out_BKSGH, sums_BKSM = outputs
-    return _merge(out_BKSGH, sums_BKSM[..., :G]).astype(q_BNH.dtype).reshape(B, N, H)
+    parts_B = None
+    if units is not None:
+        blocks_B = num_blocks(lengths_B, tuning.block)
+        if prompts is None:
+            blocks_B += num_blocks(prefix_lengths_B, tuning.block)
+        parts_B = jnp.maximum(num_blocks(blocks_B, blocks_of_part), 1)
+    out_BKGH = _merge(out_BKSGH, sums_BKSM[..., :G], parts_B)
+    return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H)
 
 
 def check_supported(
@@ -217,11 +220,12 @@ def _make_body(
     *,
     num_programs: int,
     num_units: int,
+    blocks_of_part: int,
     pages_a_slot: int,
-    ordered: bool,
+    listed: bool,
     with_prompts: bool,
 ) -> Callable[..., None]:
-    """The kernel's body. With an order, the arrays of one number a slot are in that order."""
+    """The kernel's body: `num_units` units at most, fewer where they are `listed`."""
 
     def body(
         q_BKGH: Any,
@@ -238,36 +242,32 @@ def _make_body(
         prompts = (next(given), next(given)) if with_prompts else None
         rows_B, prefix_lengths_B, lengths_B = next(given), next(given), next(given)
         items_and_places: Any = (next(given), next(given)) if with_prompts else None
-        order_B = next(given) if ordered else None
+        parts_U, num_listed = (next(given), next(given)) if listed else (None, None)
         *scales_K, out_BKSGH, sums_BKSM = (*given, None) if num_splits == 1 else given
         K, G, H = q_BKGH.shape[1:]
         me = lax.axis_index("program").astype(jnp.int32)
-        last_round = num_units // num_programs  # perhaps not whole
+        count = jnp.int32(num_units) if num_listed is None else num_listed[0] * K
 
         def index_of(round: Any) -> Any:
             """The number of my unit in a round, forwards and backwards in turn."""
             position = jnp.where(lax.rem(round, jnp.int32(2)) == 0, me, num_programs - 1 - me)
             return round * num_programs + position
 
-        def turn_head_part(index: Any) -> tuple[Any, Any, Any]:
-            rest = lax.div(index, jnp.int32(num_splits))
-            return (
-                lax.div(rest, jnp.int32(K)),
-                lax.rem(rest, jnp.int32(K)),
-                lax.rem(index, jnp.int32(num_splits)),
-            )
-
-        rounds = last_round + (index_of(jnp.int32(last_round)) < num_units).astype(jnp.int32)
+        last_round = lax.div(count, jnp.int32(num_programs))  # perhaps not whole
+        rounds = last_round + (index_of(last_round) < count).astype(jnp.int32)
 
         def unit_of(round: Any) -> Unit:
             """My unit of a round; without a block where the rounds are over."""
-            turn, head, part = turn_head_part(jnp.minimum(index_of(round), num_units - 1))
-            row, prefix_length, length = rows_B[turn], prefix_lengths_B[turn], lengths_B[turn]
+            index = jnp.minimum(index_of(round), num_units - 1)
+            head, which = lax.rem(index, jnp.int32(K)), lax.div(index, jnp.int32(K))
+            slot_and_part = which if parts_U is None else parts_U[which]
+            slot = lax.div(slot_and_part, jnp.int32(num_splits))
+            part = lax.rem(slot_and_part, jnp.int32(num_splits))
+            row, prefix_length, length = rows_B[slot], prefix_lengths_B[slot], lengths_B[slot]
             read_here = jnp.int32(0) if with_prompts else prefix_length
-            blocks = Blocks.of(read_here, length, part, num_splits, window, tuning.block)
+            blocks = Blocks.of(read_here, length, part, blocks_of_part, window, tuning.block)
             steps = jnp.where(round < rounds, blocks.steps, 0)
-            slot = turn if order_B is None else order_B[turn]
-            return Unit(dataclasses.replace(blocks, steps=steps), slot, head, row)
+            return Unit(dataclasses.replace(blocks, steps=steps), slot, head, row, part)
 
         def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
             k_scale = scales_K[0][unit.head] if scales_K else 1.0
@@ -296,7 +296,7 @@ def _make_body(
             after = unit_of(round + 2)  # read from memory a whole unit before it is used
             program = program_at(unit, following, first_step)
             program.fill_ring()
-            turn, head, part = turn_head_part(index_of(round))
+            slot, head, part = unit.slot, unit.head, unit.part
             plgpu.barrier_wait(memory.q_barrier)
             q = program.queries(lax.rem(round, jnp.int32(2)) * G)
             plgpu.commit_smem()  # all of the unit before is read: its places may be written
@@ -309,8 +309,8 @@ def _make_body(
                 acc, high, total = program.attend(q)
             else:
                 num_parts = prompts[0].shape[2]
-                item, place_in_item = (x[turn] for x in items_and_places)
-                joins = (part == 0) & (prefix_lengths_B[turn] > 0)
+                item, place_in_item = (x[slot] for x in items_and_places)
+                joins = (part == 0) & (prefix_lengths_B[slot] > 0)
 
                 @pl.when(joins)
                 def _() -> None:
@@ -318,7 +318,7 @@ def _make_body(
                         out_GH = memory.rows_H.at[pl.ds((2 + s) * G, G)]
                         sums_M = memory.prompt_sums.at[s, pl.ds(0, TILE_ROWS)]
                         for part_s, place in (
-                            (prompts[0].at[unit.slot, head, s], out_GH),
+                            (prompts[0].at[slot, head, s], out_GH),
                             (prompts[1].at[item, head, s], sums_M),
                         ):
                             plgpu.copy_gmem_to_smem(part_s, place, memory.prompt_barrier)
@@ -334,9 +334,9 @@ def _make_body(
             scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
             program.store(acc * lax.broadcast_in_dim(scale, acc.shape, [0]), high, total)
             out_GH = memory.rows_H.at[pl.ds(memory.rows_H.shape[0] - TILE_ROWS, G)]
-            plgpu.copy_smem_to_gmem(out_GH, out_BKSGH.at[unit.slot, head, part])
+            plgpu.copy_smem_to_gmem(out_GH, out_BKSGH.at[slot, head, part])
             if sums_BKSM is not None:
-                plgpu.copy_smem_to_gmem(memory.sums_M, sums_BKSM.at[unit.slot, head, part])
+                plgpu.copy_smem_to_gmem(memory.sums_M, sums_BKSM.at[slot, head, part])
             return following, after, first_step + unit.blocks.steps
 
         first, second = unit_of(jnp.int32(0)), unit_of(jnp.int32(1))
@@ -349,19 +349,29 @@ def _make_body(
 
 
 def _merge(
-    out_BKSGH: Float[Array, "B K S G H"], sums_BKSG: Float[Array, "B K S G"]
+    out_BKSGH: Float[Array, "B K S G H"],
+    sums_BKSG: Float[Array, "B K S G"],
+    parts_B: Int[Array, " B"] | None,
 ) -> Float[Array, "B K G H"]:
     """The attention over all parts from each part's result and base-2 log-sum-exp, float32.
 
-    Written part by part, without reductions, so that XLA makes a single loop of it.
+    A slot's parts from `parts_B` on were never written. Written part by part, without reductions,
+    so that XLA makes a single loop of it.
     """
     parts = range(out_BKSGH.shape[2])
-    highest = sums_BKSG[:, :, 0]
+
+    def written(x: Array, s: int, otherwise: float) -> Array:
+        if parts_B is None or s == 0:
+            return x
+        return jnp.where((s < parts_B).reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
+
+    sums = [written(sums_BKSG[:, :, s], s, -jnp.inf) for s in parts]
+    highest = sums[0]
     for s in parts:
-        highest = jnp.maximum(highest, sums_BKSG[:, :, s])
+        highest = jnp.maximum(highest, sums[s])
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)  # no token at all
-    weights = [jnp.exp2(sums_BKSG[:, :, s] - highest)[..., None] for s in parts]
+    weights = [jnp.exp2(sums[s] - highest)[..., None] for s in parts]
     total = sum(weights[1:], weights[0])
-    results = [out_BKSGH[:, :, s].astype(jnp.float32) for s in parts]
+    results = [written(out_BKSGH[:, :, s], s, 0.0).astype(jnp.float32) for s in parts]
     out = sum((weights[s] * results[s] for s in parts[1:]), weights[0] * results[0])
     return out / jnp.where(total == 0.0, 1.0, total)

@@ -31,7 +31,7 @@ class DecodeTuning:
 
     block: int = 64  # cache entries a step; lengths of prompt rows and pages are its multiples
     stages: int = 2  # blocks of keys and values in flight
-    programs_per_sm: int = 4  # split until the grid holds that many for every SM
+    units_per_program: int = 16  # split until full caches would give every program as many
 
     def __post_init__(self) -> None:
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -116,6 +116,11 @@ def operand_dtype(cache_dtype: jnp.dtype) -> Any:
     return cache_dtype if cache_dtype == jnp.bfloat16 else jnp.float16
 
 
+def num_blocks(entries: jax.Array, block: int) -> jax.Array:
+    """Blocks that hold so many entries."""
+    return lax.div(entries + (block - 1), jnp.int32(block))
+
+
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
@@ -149,31 +154,26 @@ class Blocks:
         prefix_length: jax.Array,
         own_length: jax.Array,
         part: jax.Array,
-        num_splits: int,
+        part_blocks: int | jax.Array,
         window: int | None,
         block: int,
     ) -> "Blocks":
-        """The blocks of part `part` out of `num_splits` equal parts (to a block)."""
+        """The blocks of part `part`, when each part has `part_blocks` and the last ones less."""
         first = jnp.int32(0)
         if window is not None:
             first = jnp.maximum(prefix_length + own_length - window, 0)
         prefix_first = jnp.minimum(first, prefix_length)
         own_first = jnp.maximum(first - prefix_length, 0)
-
-        def ceil_blocks(entries: jax.Array) -> jax.Array:
-            return lax.div(entries + (block - 1), jnp.int32(block))
-
         prefix_block = lax.div(prefix_first, jnp.int32(block))
         own_block = lax.div(own_first, jnp.int32(block))
         # A prompt that lies wholly before the window has no visible entry in its last block.
         prefix_steps = jnp.where(
-            prefix_first < prefix_length, ceil_blocks(prefix_length) - prefix_block, 0
+            prefix_first < prefix_length, num_blocks(prefix_length, block) - prefix_block, 0
         )
-        steps = prefix_steps + ceil_blocks(own_length) - own_block
-        a_part = lax.div(steps + (num_splits - 1), jnp.int32(num_splits))
-        begin = jnp.minimum(part * a_part, steps)
+        steps = prefix_steps + num_blocks(own_length, block) - own_block
+        begin = jnp.minimum(part * part_blocks, steps)
         return cls(
-            steps=jnp.minimum(a_part, steps - begin),
+            steps=jnp.minimum(part_blocks, steps - begin),
             prefix_steps=prefix_steps - begin,
             prefix_block=prefix_block + begin,
             own_block=own_block,
@@ -199,7 +199,7 @@ class Blocks:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["blocks", "slot", "head", "row"],
+    data_fields=["blocks", "slot", "head", "row", "part"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -213,13 +213,14 @@ class Unit:
     slot: jax.Array
     head: jax.Array
     row: jax.Array
+    part: jax.Array
 
     @classmethod
     def nothing(cls) -> "Unit":
         """A unit without a block."""
         zero = jnp.int32(0)
         blocks = Blocks(zero, zero, zero, zero, (zero, zero), (zero, zero))
-        return cls(blocks, zero, zero, zero)
+        return cls(blocks, zero, zero, zero, zero)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,8 @@ Rows of a matrix product never mix and a part's blocks depend on the prompt's le
 slot's output has the same bits whichever slots it shares an item with.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.decode_attention_mosaic import PromptParts, decode_attention_mosaic
+from jaxrl_llm.kernels.decode_attention_plan import DecodePlan, SharedPrompts
 from jaxrl_llm.kernels.decode_attention_program import (
     PROGRAMS_PER_SM,
     SMS,
@@ -35,117 +34,9 @@ from jaxrl_llm.kernels.decode_attention_program import (
     Program,
     Scratch,
     Unit,
+    num_blocks,
     scratch_types,
 )
-
-MAX_PROMPT_SPLITS = 4  # merging them takes time and shared memory of every slot's program
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "order_B",
-        "num_items",
-        "item_rows_W",
-        "item_lengths_W",
-        "item_counts_W",
-        "item_slots_WI",
-        "slot_items_B",
-        "slot_places_B",
-    ],
-    meta_fields=["slots_per_prompt", "num_splits"],
-)
-@dataclasses.dataclass(frozen=True)
-class SharedPromptPlan:
-    """Which slots read a prompt together, and in which order slots start; see the function."""
-
-    order_B: Int[Array, " B"]  # most own entries first
-    num_items: Int[Array, " 1"]  # the items in use, which come first
-    item_rows_W: Int[Array, " W"]
-    item_lengths_W: Int[Array, " W"]
-    item_counts_W: Int[Array, " W"]  # slots
-    item_slots_WI: Int[Array, "W I"]  # past the count, any slot
-    slot_items_B: Int[Array, " B"]
-    slot_places_B: Int[Array, " B"]  # in the item
-    slots_per_prompt: int
-    num_splits: int | None
-
-
-def shared_prompt_plan(
-    prefix_rows_B: Int[Array, " B"],
-    prefix_lengths_B: Int[Array, " B"],
-    lengths_B: Int[Array, " B"],
-    *,
-    group_rows: int,
-    slots_per_prompt: int,
-    num_splits: int | None = None,
-) -> SharedPromptPlan:
-    """The plan of a decode step, made once and given to every layer's `prefix_decode_attention`.
-
-    The first three are that function's. `group_rows` is N / K, the query heads of a KV head.
-    `slots_per_prompt` is how many slots share a prompt as a rule: it only sizes the work, as does
-    `num_splits`, the parts of a prompt that are read in parallel (None: chosen from the shapes;
-    give it where batches of different sizes must agree to the bit). Slots share a prompt where
-    both row and length are equal, in any order; those of length 0 read none. Raises ValueError for
-    numbers out of range.
-    """
-    if not 1 <= group_rows < TILE_ROWS or slots_per_prompt < 1:
-        raise ValueError(
-            f"group_rows is {group_rows}, slots_per_prompt {slots_per_prompt}: "
-            f"use 1 to {TILE_ROWS - 1}, and at least 1"
-        )
-    if num_splits is not None and not 1 <= num_splits <= MAX_PROMPT_SPLITS:
-        raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_PROMPT_SPLITS}, or None")
-    B, slots_of_item = prefix_rows_B.shape[0], TILE_ROWS // group_rows
-    slots_B = jnp.arange(B, dtype=jnp.int32)
-
-    def count(which_BB: Array) -> Array:
-        return which_BB.sum(axis=1, dtype=jnp.int32)
-
-    # Of slots b and c. Comparing every pair takes fewer and shorter kernels than sorting would.
-    earlier_BB = slots_B < slots_B[:, None]
-    reads_B = prefix_lengths_B > 0
-    shares_BB = reads_B[:, None] & (prefix_rows_B == prefix_rows_B[:, None])
-    shares_BB &= prefix_lengths_B == prefix_lengths_B[:, None]
-    position_B = count(shares_BB & earlier_BB)
-    place_B = position_B % slots_of_item
-    leads_B = reads_B & (place_B == 0)
-    # A slot's item is that of the slot of its prompt that leads it, numbered in order of leaders.
-    number_B = count(leads_B & earlier_BB)
-    leader_BB = shares_BB & (position_B == (position_B - place_B)[:, None])
-    item_B = jnp.where(leader_BB, number_B, 0).sum(axis=1, dtype=jnp.int32)
-    longer_BB = lengths_B > lengths_B[:, None]
-    turn_B = count(longer_BB | ((lengths_B == lengths_B[:, None]) & earlier_BB))
-    zeros_WI = jnp.zeros((B, slots_of_item), jnp.int32)  # one item a slot at most
-    slots_WI = zeros_WI.at[jnp.where(reads_B, item_B, B), place_B].set(slots_B, mode="drop")
-    return SharedPromptPlan(
-        order_B=jnp.zeros((B,), jnp.int32).at[turn_B].set(slots_B, unique_indices=True),
-        num_items=leads_B.sum(dtype=jnp.int32)[None],
-        item_rows_W=prefix_rows_B[slots_WI[:, 0]].astype(jnp.int32),
-        item_lengths_W=prefix_lengths_B[slots_WI[:, 0]].astype(jnp.int32),
-        item_counts_W=count(reads_B & (item_B == slots_B[:, None])),
-        item_slots_WI=slots_WI,
-        slot_items_B=item_B,
-        slot_places_B=place_B,
-        slots_per_prompt=slots_per_prompt,
-        num_splits=num_splits,
-    )
-
-
-def choose_prompt_splits(
-    num_slots: int, num_kv_heads: int, num_entries: int, plan: SharedPromptPlan, block: int
-) -> int:
-    """Parts into which each prompt is split, a power of two, from shapes and the plan's numbers.
-
-    So many that as many units as programs are to be expected, but no part shorter than a block
-    when the prompt fills its `num_entries`.
-    """
-    if plan.num_splits is not None:
-        return plan.num_splits
-    shared = min(plan.slots_per_prompt, plan.item_slots_WI.shape[1])
-    units = num_kv_heads * math.ceil(num_slots / shared)
-    wanted = min(PROGRAMS_PER_SM * SMS / units, num_entries / block)
-    return 2 ** max(0, min(int(math.log2(MAX_PROMPT_SPLITS)), math.floor(math.log2(wanted))))
 
 
 def shared_decode_attention(
@@ -159,22 +50,22 @@ def shared_decode_attention(
     pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
-    plan: SharedPromptPlan,
+    plan: DecodePlan,
     scales_K: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
-    num_splits: int,
     tuning: DecodeTuning,
     interpret: Any,
 ) -> Float[Array, "B N H"]:
     """`decode_attention_mosaic` by a plan: the prompts first, then the slots' own entries."""
     B, N, H = q_BNH.shape
-    _, K, P, _ = k_prefix_CKPH.shape
+    K = k_prefix_CKPH.shape[1]
+    prompts = plan.prompts
+    assert prompts is not None
     out_BKSGH, sums_WKSM = _prompt_parts(
         q_BNH.reshape(B, K, N // K, H),
         k_prefix_CKPH,
         v_prefix_CKPH,
-        plan,
+        prompts,
         k_scale_K=None if scales_K is None else scales_K[0],
-        num_splits=choose_prompt_splits(B, K, P, plan, tuning.block),
         tuning=tuning,
         interpret=interpret,
     )
@@ -189,10 +80,9 @@ def shared_decode_attention(
         pages_BT,
         lengths_B,
         scales_K=scales_K,
-        num_splits=num_splits,
         tuning=tuning,
-        order_B=plan.order_B,
-        prompts=PromptParts(out_BKSGH, sums_WKSM, plan.slot_items_B, plan.slot_places_B),
+        units=plan.units,
+        prompts=PromptParts(out_BKSGH, sums_WKSM, prompts.slot_items_B, prompts.slot_places_B),
         interpret=interpret,
     )
 
@@ -201,10 +91,9 @@ def _prompt_parts(
     q_BKGH: Array,
     k_prefix_CKPH: Array,
     v_prefix_CKPH: Array,
-    plan: SharedPromptPlan,
+    prompts: SharedPrompts,
     *,
     k_scale_K: Array | None,
-    num_splits: int,
     tuning: DecodeTuning,
     interpret: Any,
 ) -> tuple[Array, Array]:
@@ -214,7 +103,7 @@ def _prompt_parts(
     [W, K, S, M]. Slots that are in no item, and items that are not in use, are left unwritten.
     """
     B, K, G, H = q_BKGH.shape
-    W = plan.item_rows_W.shape[0]
+    W, num_splits = prompts.item_rows_W.shape[0], prompts.num_splits
     num_programs = min(PROGRAMS_PER_SM * SMS, W * K * num_splits)
     return plgpu.kernel(
         _make_body(num_programs, num_splits, tuning),
@@ -232,7 +121,7 @@ def _prompt_parts(
                 interpreted=interpret is not None,
             ),
             # One arrival a slot of the item: each brings its own queries.
-            "q_barrier": plgpu.Barrier(num_arrivals=plan.item_slots_WI.shape[1]),
+            "q_barrier": plgpu.Barrier(num_arrivals=prompts.item_slots_WI.shape[1]),
         },
         grid=(num_programs,),
         grid_names=("program",),
@@ -247,11 +136,11 @@ def _prompt_parts(
         q_BKGH,
         k_prefix_CKPH,
         v_prefix_CKPH,
-        plan.num_items,
-        plan.item_rows_W,
-        plan.item_lengths_W,
-        plan.item_counts_W,
-        plan.item_slots_WI.reshape(-1),
+        prompts.num_items,
+        prompts.item_rows_W,
+        prompts.item_lengths_W,
+        prompts.item_counts_W,
+        prompts.item_slots_WI.reshape(-1),
         *(() if k_scale_K is None else (k_scale_K,)),
     )
 
@@ -285,10 +174,12 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
             row, count = item_rows_W[item], item_counts_W[item]
             k_scale = k_scale_K[0][head] if k_scale_K else 1.0
             none = jnp.int32(0)
-            blocks = Blocks.of(item_lengths_W[item], none, part, num_splits, None, tuning.block)
+            length = item_lengths_W[item]
+            in_part = num_blocks(num_blocks(length, tuning.block), num_splits)  # equal parts
+            blocks = Blocks.of(length, none, part, in_part, None, tuning.block)
             program = Program(
                 memory=memory,
-                unit=Unit(blocks, slot=none, head=head, row=row),
+                unit=Unit(blocks, slot=none, head=head, row=row, part=part),
                 following=Unit.nothing(),
                 first_step=none,
                 block=tuning.block,

@@ -1,17 +1,20 @@
 """AdamW with a schedule. The global-norm clip is in the train step, which reports the norm."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.numerics import round_by_chance
 
 AT_ONCE = 2  # parameters whose moments are on the device, of those that the host keeps
+
+Step = Callable[[list[Array]], tuple[Array, list[Array]]]  # both moments -> update, both moments
 
 
 def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
@@ -44,82 +47,90 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov & Hutter 2019). Weight decay falls on every parameter, as in verl.
 
-    Its `update` also takes `finite`, whether the step counts; see `_where_they_lie`.
+    Its `update` also takes `finite`, whether the step counts; see `_adam`.
     """
-    adam = _Adam(
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-        narrow=config.moment_dtype == "bfloat16",
-    )
     return optax.chain(
-        _where_they_lie(adam),
+        _adam(config),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(schedule(config, total_steps)),
     )
 
 
-@dataclass(frozen=True)
-class _Adam:
-    """optax's Adam; `narrow` computes in float32 and keeps both moments in bfloat16."""
+def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """m / (sqrt(v) + eps) of the bias-corrected moments (Kingma & Ba 2015), a parameter at a time.
 
-    exact: optax.GradientTransformation
-    narrow: bool
-
-    def init(self, params: Any) -> Any:
-        state = self.exact.init(params)
-        return _moments(state, lambda x, _: x.astype(jnp.bfloat16)) if self.narrow else state
-
-    def update(self, updates: Any, state: Any, part: int = 0, parts: int = 1) -> tuple[Any, Any]:
-        """`part` of `parts` says which of several calls this is that share a step."""
-        if not self.narrow:
-            return self.exact.update(updates, state)
-        widened = _moments(state, lambda x, _: x.astype(jnp.float32))
-        updates, exact = self.exact.update(updates, widened)
-        return updates, _moments(
-            exact, lambda x, i: round_by_chance(x, state.count + 1, parts * i + part)
-        )
-
-
-def _where_they_lie(adam: _Adam) -> optax.GradientTransformationExtraArgs:
-    """`adam`, which fetches moments from the host's memory and puts them back there.
-
-    They visit the device one parameter after the other. Where the step is not `finite`, moments of
-    the host stay as they were; to choose those that are on the device is left to the caller.
+    The moments stay where they lie, those of the host in the host's memory. Where the step is not
+    `finite`, these also stay as they were; those of the device are for the caller to choose.
     """
+    narrow = config.moment_dtype == "bfloat16"
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        def zeros() -> Any:
+            return jax.tree.map(
+                lambda x: jnp.zeros_like(x, jnp.bfloat16 if narrow else None), params
+            )
+
+        return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 
     def update(
         updates: Any, state: Any, params: Any = None, *, finite: Any = True
     ) -> tuple[Any, Any]:
         del params
-        grads, structure = jax.tree.flatten(updates)
-        moments = [structure.flatten_up_to(tree) for tree in (state.mu, state.nu)]
-        if not in_host_memory(moments[0][0]):
-            return adam.update(updates, state)
-        found, kept, count = [], [], state.count
-        for i, (grad, *old) in enumerate(zip(grads, *moments, strict=True)):
-            # Without an order the compiler fetches all of them first, and they would lie on the
-            # device at once.
-            before = kept[i - AT_ONCE] if i >= AT_ONCE else finite
-            old, _ = jax.lax.optimization_barrier((old, before))
-            old = jax.device_put(old, jax.memory.Space.Device)
-            one = state._replace(mu=old[0], nu=old[1])
-            result, new = adam.update(grad, one, part=i, parts=len(grads))
-            chosen = [jnp.where(finite, x, y) for x, y in zip((new.mu, new.nu), old, strict=True)]
-            found.append(result)
-            kept.append(jax.device_put(chosen, jax.memory.Space.Host))
-            count = new.count
-        mu, nu = (structure.unflatten(tree) for tree in zip(*kept, strict=True))
-        return structure.unflatten(found), state._replace(count=count, mu=mu, nu=nu)
+        count = state.count + 1
+        leaves, structure = jax.tree.flatten(updates)
+        mus, nus = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
 
-    return optax.GradientTransformationExtraArgs(adam.init, update)
+        def step(i: int, moments: list[Array]) -> tuple[Array, list[Array]]:
+            gradient = leaves[i]
+            if narrow:
+                gradient, *moments = (x.astype(jnp.float32) for x in (gradient, *moments))
+            mu, nu = moments
+            mu = config.b1 * mu + (1 - config.b1) * gradient
+            nu = config.b2 * nu + (1 - config.b2) * jnp.square(gradient)
+            first, second = _unbiased(mu, config.b1, count), _unbiased(nu, config.b2, count)
+            if narrow:
+                mu, nu = round_by_chance(mu, count, i), round_by_chance(nu, count, i + len(leaves))
+            return first / (jnp.sqrt(second) + config.eps), [mu, nu]
+
+        found: list[Array] = []
+        kept: list[list[Array]] = []
+        for i, (mu, nu) in enumerate(zip(mus, nus, strict=True)):
+            visit = partial(step, i)
+            if in_host_memory(mu):
+                visit = _visit(visit, finite, after=kept[i - AT_ONCE] if i >= AT_ONCE else finite)
+            result, new = visit([mu, nu])
+            found.append(result)
+            kept.append(new)
+        mu, nu = (structure.unflatten(moments) for moments in zip(*kept, strict=True))
+        return structure.unflatten(found), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _unbiased(moment: Array, decay: float, count: Array) -> Array:
+    """The mean over the steps so far, of which the first weighs in a moment that began at 0."""
+    # A factor: a divisor the compiler would treat in one way in one program, and in another in the
+    # next, and results would depend on where the moments lie.
+    return moment * (1 / (1 - jnp.float32(decay) ** count)).astype(moment.dtype)
+
+
+def _visit(step: Step, finite: Array, *, after: Any) -> Step:
+    """`step` for moments of the host, which are on the device for it and then put back.
+
+    They are fetched when `after` is there. Without an order the compiler fetches the moments of all
+    parameters first, and they would be on the device at once.
+    """
+
+    def visit(stored: list[Array]) -> tuple[Array, list[Array]]:
+        stored, _ = jax.lax.optimization_barrier((stored, after))
+        old = jax.device_put(stored, jax.memory.Space.Device)
+        result, new = step(old)
+        chosen = [jnp.where(finite, x, y) for x, y in zip(new, old, strict=True)]
+        return result, jax.device_put(chosen, jax.memory.Space.Host)
+
+    return visit
 
 
 def in_host_memory(x: Any) -> bool:
     """Whether an array, or its place in a traced program, is in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def _moments(state: Any, fn: Callable[[Any, int], Any]) -> Any:
-    """`state` with fn(array, its number) for each array of both moments."""
-    leaves, structure = jax.tree.flatten((state.mu, state.nu))
-    mu, nu = structure.unflatten([fn(x, i) for i, x in enumerate(leaves)])
-    return state._replace(mu=mu, nu=nu)

@@ -14,6 +14,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxrl_llm.checkpoint.layout import FROZEN, LOOP, STEP_PREFIX, is_complete
 from jaxrl_llm.distributed.multihost import barrier, is_main
+from jaxrl_llm.distributed.sharding import in_host_memory
 
 VALIDATION = "val-core/"
 ROLES = ("actor", "critic", "reward", "reference")  # whose parameters may lie in a step's folder
@@ -68,7 +69,9 @@ class CheckpointManager:
     ) -> None:
         """Start saving; the arrays are copied off the devices before this returns.
 
-        The step counts as complete only when all of it is on disk, whatever kills the process.
+        Arrays in the host's memory are not copied but written from where they lie: then this
+        returns when all is on disk. The step counts as complete only then, whatever kills the
+        process.
         """
         loop = dict(loop)
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
@@ -76,9 +79,13 @@ class CheckpointManager:
         name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
-        args: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+        args: dict[str, Any] = {
+            name: ocp.args.StandardSave(jax.tree.map(_apart, item)) for name, item in items.items()
+        }
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
+        if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
+            self.wait()
         self._remove_deleted()
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
@@ -204,6 +211,18 @@ def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored = checkpointer.restore(path, args=args)
     return restored if tree is abstract else restored[role]
+
+
+def _apart(x: Any) -> Any:
+    """An array of its own on the same memory, for one in the host's.
+
+    Orbax reads such an array through a view that the array then keeps, and a GPU refuses to donate
+    memory of which there are views: these go with the array of their own.
+    """
+    if not in_host_memory(x):
+        return x
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def _abstract(item: Any) -> dict[str, Any]:

@@ -11,9 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES
 
 MeshAxes = str | tuple[str, ...] | None
+
+HOST_MEMORY = "pinned_host"  # memory kind: the host's, between which and its own a device copies
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,22 @@ def batch_sharding(mesh: Mesh, rules: ShardingRules = TRAIN_RULES) -> NamedShard
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether an array, or its place in a traced program, is in the host's memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def check_host_memory(device: Any) -> None:
+    """ConfigError where a program on `device` cannot keep arrays in the host's memory.
+
+    A device that exists for the compiler only has no memories to ask about; it passes.
+    """
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kinds and HOST_MEMORY not in kinds:
+        raise ConfigError(
+            f"optimizer.offload=True keeps moments in the host's memory ({HOST_MEMORY}), and of "
+            f"{device.device_kind} programs reach {', '.join(kinds)} only: set it to False; "
+            "optimizer.moment_dtype=bfloat16 halves what the moments take"
+        )

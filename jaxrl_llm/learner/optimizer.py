@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array
 
 from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.numerics import round_by_chance
 
 AT_ONCE = 2  # parameters whose moments are on the device, of those that the host keeps
@@ -129,8 +130,3 @@ def _visit(step: Step, finite: Array, *, after: Any) -> Step:
         return result, jax.device_put(chosen, jax.memory.Space.Host)
 
     return visit
-
-
-def in_host_memory(x: Any) -> bool:
-    """Whether an array, or its place in a traced program, is in the host's memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -9,8 +9,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from jaxrl_llm.distributed.sharding import HOST_MEMORY
+
 Params = Any  # nested dict of arrays
-HOST = "pinned_host"  # memory kind: the host's, which a device reads and writes by itself
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +52,7 @@ def state_shardings(
     opt_state = jax.eval_shape(optimizer.init, abstract_params)
     opt_shardings = optax.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding.with_memory_kind(HOST) if offload else sharding,
+        lambda _, sharding: sharding.with_memory_kind(HOST_MEMORY) if offload else sharding,
         opt_state,
         param_shardings,
         transform_non_params=lambda _: replicated,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
-from jaxrl_llm.learner.optimizer import in_host_memory
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState
 

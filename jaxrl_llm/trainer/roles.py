@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ConfigError, ModelSettings, OptimizerConfig
-from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
+from jaxrl_llm.config import ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.sharding import (
+    GENERATION_RULES,
+    TRAIN_RULES,
+    check_host_memory,
+    shardings,
+)
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
-from jaxrl_llm.learner.train_state import HOST, Params, TrainState, init_state, state_shardings
+from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
 from jaxrl_llm.models.base import ModelSpec
 
 
@@ -68,7 +73,7 @@ class Role:
         ConfigError when it is to keep its moments in a memory that the devices do not have.
         """
         if config.offload:
-            check_host_memory(self.mesh)
+            check_host_memory(self.mesh.local_devices[0])
         return replace(
             self,
             optimizer=make_optimizer(config, total_steps),
@@ -106,20 +111,6 @@ def make_role(
         use_shardings=use,
         mesh=mesh,
     )
-
-
-def check_host_memory(mesh: Mesh) -> None:
-    """ConfigError where the devices cannot read the host's memory.
-
-    Devices that exist for the compiler only have no memories to ask about; they pass.
-    """
-    kinds = [memory.kind for memory in mesh.local_devices[0].addressable_memories()]
-    if kinds and HOST not in kinds:
-        raise ConfigError(
-            f"optimizer.offload=True keeps moments in the host's memory ({HOST}), and "
-            f"{mesh.local_devices[0].device_kind} has only {', '.join(kinds)}: set it to False; "
-            "optimizer.moment_dtype=bfloat16 halves what the moments take"
-        )
 
 
 def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Params], Params]:

@@ -86,6 +86,15 @@ def test_devices_flag_splits_the_cpu():
     assert result.stdout == "8 8\n", result.stderr
 
 
+def test_memory_of_a_container(tmp_path):
+    machine = runtime.host_memory(())
+    assert machine > 2**28
+    for given, expected in (("max", machine), ("1048576", 2**20), (str(2**62), machine)):
+        (tmp_path / "memory.max").write_text(given + "\n")
+        limits = (tmp_path / "memory.max", tmp_path / "missing")
+        assert runtime.host_memory(limits) == expected
+
+
 def test_half_a_set_of_process_variables_is_refused():
     with pytest.raises(ConfigError, match="JAXRL_NUM_PROCESSES, JAXRL_PROCESS_ID is not"):
         runtime.join_processes({runtime.COORDINATOR: "127.0.0.1:1"})

@@ -28,6 +28,17 @@ PROCESS_ID = "JAXRL_PROCESS_ID"
 # Of a GPU's memory; jax's own default leaves a quarter unused. NCCL and cuDNN need the rest.
 GPU_MEMORY_FRACTION = "0.92"
 
+# Most of the host's memory that XLA takes for arrays there, in GB: checkpoints pass through it, and
+# moments that are kept there fill it. XLA's own limit is 64; 7B parameters have 61 GB of moments.
+HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+XLA_HOST_MEMORY_GB = 64
+HOST_MEMORY_FRACTION = 0.75
+# Where Linux says what a container is given: version 2 of its control groups, and version 1.
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
 # On a GPU, gradients of the embedding and of attention otherwise add up in the order in which
 # threads happen to arrive, and a resumed run would drift away from one that was never stopped.
 EXACT = "xla_gpu_exclude_nondeterministic_ops"
@@ -113,6 +124,8 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
 def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     """Environment and jax settings that must be there before the first device is touched."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
+    limit = max(XLA_HOST_MEMORY_GB, int(HOST_MEMORY_FRACTION * host_memory() / 2**30))
+    os.environ.setdefault(HOST_MEMORY_LIMIT, str(limit))
     # XLA's C++ notes (autotuning, slow compile alarms) would drown the console.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     flags = os.environ.get("XLA_FLAGS", "")
@@ -129,6 +142,13 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def host_memory(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
+    """Bytes of memory that this process may have: the machine's, or what its container is given."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    given = [path.read_text().strip() for path in limits if path.exists()]
+    return min(found + [int(value) for value in given if value.isdigit()])
 
 
 def join_processes(environment: dict[str, str] | None = None) -> None:

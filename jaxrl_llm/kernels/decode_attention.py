@@ -30,6 +30,7 @@ from jaxrl_llm.kernels.decode_attention_program import (
     DecodeTuning,
     block_entries,
     default_tuning,
+    rows_a_slot,
 )
 from jaxrl_llm.kernels.decode_attention_shared import shared_decode_attention
 
@@ -127,8 +128,7 @@ def prefix_decode_attention(
     elif num_splits is None:
         entries = k_prefix_CKPH.shape[2] + own_entries
         num_splits = choose_num_splits(B, K, entries, tuning)
-    prompt_splits = 0 if prompts is None else prompts.num_splits
-    check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits, prompt_splits)
+    check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits)
     options: dict[str, Any] = dict(scales_K=scales_K, tuning=tuning, interpret=interpret)
     if plan is None or window is not None:
         options |= dict(window=window, num_splits=num_splits)
@@ -333,7 +333,8 @@ def _check_plan(plan: DecodePlan, B: int, G: int, num_splits: int | None) -> Non
     if num_splits not in (None, planned):
         raise ValueError(f"num_splits is {num_splits}, the plan's {planned}: give it to the plan")
     items = None if plan.prompts is None else plan.prompts.item_slots_WI.shape
-    if plan.units.parts_U.shape != (B * planned,) or items not in (None, (B, TILE_ROWS // G)):
+    wanted = (B, TILE_ROWS // rows_a_slot(G))
+    if plan.units.parts_U.shape != (B * planned,) or items not in (None, wanted):
         raise ValueError(
             f"the plan is of {plan.units.parts_U.shape[0] // planned} slots, its items are "
             f"{items}: plan for these {B} slots, with group_rows={G}"

@@ -1,8 +1,8 @@
 """Ragged decode attention on Hopper, in Pallas' Mosaic GPU dialect.
 
 Shape letters: B slots, O pages of slots' own entries, T pages a slot at most, R entries of a page,
-N query heads, K KV heads, G = N / K, C prompt rows, P prompt entries, H head dim, S splits of a
-slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block.
+N query heads, K KV heads, G = N / K, L = G rounded up to 8, C prompt rows, P prompt entries, H head
+dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block.
 
 A unit of work is one KV head of one part of a slot's tokens: a slot that fills its pages has S
 parts, one with fewer tokens fewer, so that the longest is not what all wait for. A fixed number of
@@ -18,8 +18,8 @@ programs in order, forwards and backwards in turn: where a plan lists those that
 longest first, the programs' sums differ by less than the longest unit.
 
 Where slots share prompts, those may have been read before, once for all of their slots: see
-`decode_attention_shared`. A program then reads its slot's own pages, and takes the prompt's part of
-the result, which was loaded meanwhile, in at the end.
+`decode_attention_shared`. A program then reads its slot's own pages only. One fused XLA operation
+merges all the parts of a slot.
 
 A unit's result depends on its own slot's tokens and on S alone, so a slot's output has the
 same bits whatever the batch size, its index, or the other slots.
@@ -35,7 +35,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.decode_attention_plan import MAX_SPLITS, Units, part_blocks
 from jaxrl_llm.kernels.decode_attention_program import (
@@ -49,6 +49,7 @@ from jaxrl_llm.kernels.decode_attention_program import (
     Unit,
     default_tuning,
     num_blocks,
+    rows_a_slot,
     scratch_types,
 )
 
@@ -59,19 +60,10 @@ _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 @dataclasses.dataclass(frozen=True)
 class PromptParts:
-    """The attention over every slot's prompt, already computed in S parts.
+    """The attention over every slot's prompt, already computed in S parts."""
 
-    Row `places_B[b]` * G + g of item `items_B[b]` has the log-sum-exps of slot b's query g.
-    """
-
-    out_BKSGH: Float[Array, "B K S G H"]  # normalised, without the values' scale
-    sums_WKSM: Float[Array, "W K S M"]  # log-sum-exps in base 2
-    items_B: Int[Array, " B"]
-    places_B: Int[Array, " B"]
-
-    @property
-    def num_splits(self) -> int:
-        return self.out_BKSGH.shape[2]
+    out_BKSLH: Float[Array, "B K S L H"]  # normalised, without the values' scale
+    sums_BKSL: Float[Array, "B K S L"]  # log-sum-exps in base 2
 
 
 def decode_attention_mosaic(
@@ -93,7 +85,7 @@ def decode_attention_mosaic(
     prompts: PromptParts | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B N H"]:
-    """The kernel, and with `num_splits` > 1 the merge of its parts in one fused XLA operation.
+    """The kernel, and the merge of its parts.
 
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
     with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
@@ -104,7 +96,8 @@ def decode_attention_mosaic(
     """
     B, N, H = q_BNH.shape
     K = k_own_OKRH.shape[1]
-    G = N // K
+    q_BKLH = padded_queries(q_BNH, K)
+    L = q_BKLH.shape[2]
     tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
     num_splits = units.num_splits if units is not None else num_splits
     entries = pages_BT.shape[1] * k_own_OKRH.shape[2]
@@ -113,15 +106,10 @@ def decode_attention_mosaic(
         entries = min(entries, window + 2 * tuning.block)  # a block more at either end
     blocks_of_part = part_blocks(entries, num_splits, tuning.block)
     numbers = [prefix_rows_B, prefix_lengths_B, lengths_B]
-    if prompts is not None:
-        numbers += [prompts.items_B, prompts.places_B]
     if units is not None:
         numbers += [units.parts_U, units.num_units]
-    out_types = [jax.ShapeDtypeStruct((B, K, num_splits, G, H), q_BNH.dtype)]
-    if num_splits > 1:
-        out_types.append(jax.ShapeDtypeStruct((B, K, num_splits, TILE_ROWS), jnp.float32))
     num_programs = min(PROGRAMS_PER_SM * SMS, B * K * num_splits)
-    outputs = plgpu.kernel(
+    out_BKSLH, sums_BKSL = plgpu.kernel(
         _make_body(
             window,
             num_splits,
@@ -133,14 +121,15 @@ def decode_attention_mosaic(
             listed=units is not None,
             with_prompts=prompts is not None,
         ),
-        out_type=out_types,
+        out_type=[
+            jax.ShapeDtypeStruct((B, K, num_splits, L, H), q_BNH.dtype),
+            jax.ShapeDtypeStruct((B, K, num_splits, L), jnp.float32),
+        ],
         scratch_types=scratch_types(
             H,
             k_own_OKRH.dtype,
             tuning,
-            with_sums=num_splits > 1,
-            rows_before_out=_rows_before_out(G, prompts.num_splits if prompts else 0),
-            num_prompt_parts=prompts.num_splits if prompts else 0,
+            tiled=True,
             interpreted=interpret is not None,
         ),
         grid=(num_programs,),
@@ -153,27 +142,39 @@ def decode_attention_mosaic(
         interpret=interpret,
         kernel_name="prefix_decode_attention",
     )(
-        q_BNH.reshape(B, K, G, H),
+        q_BKLH,
         k_prefix_CKPH,
         v_prefix_CKPH,
         k_own_OKRH,
         v_own_OKRH,
         pages_BT.astype(jnp.int32).reshape(-1),
-        *((prompts.out_BKSGH, prompts.sums_WKSM) if prompts is not None else ()),
         *(x.astype(jnp.int32) for x in numbers),
-        *(scales_K or ()),
+        *(() if scales_K is None else (scales_K[0],)),
     )
-    if num_splits == 1:
-        return outputs[0].reshape(B, N, H)
-    out_BKSGH, sums_BKSM = outputs
-    parts_B = None
+    parts_B = None  # all; of listed units those that hold something were written, and the first
     if units is not None:
         blocks_B = num_blocks(lengths_B, tuning.block)
         if prompts is None:
             blocks_B += num_blocks(prefix_lengths_B, tuning.block)
-        parts_B = jnp.maximum(num_blocks(blocks_B, blocks_of_part), 1)
-    out_BKGH = _merge(out_BKSGH, sums_BKSM[..., :G], parts_B)
-    return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H)
+        parts_B = num_blocks(blocks_B, blocks_of_part)
+    parts: list[Part] = [
+        (out_BKSLH[:, :, s], sums_BKSL[:, :, s], s < parts_B if s and parts_B is not None else None)
+        for s in range(num_splits)
+    ]
+    if prompts is not None:
+        outs, sums = (jnp.moveaxis(x, 2, 0) for x in (prompts.out_BKSLH, prompts.sums_BKSL))
+        parts += [(out, sum_, prefix_lengths_B > 0) for out, sum_ in zip(outs, sums, strict=True)]
+    out_BKLH = _merge(parts)
+    if scales_K is not None:
+        out_BKLH *= scales_K[1][:, None, None]
+    return out_BKLH[:, :, : N // K].astype(q_BNH.dtype).reshape(B, N, H)
+
+
+def padded_queries(q_BNH: Float[Array, "B N H"], K: int) -> Float[Array, "B K L H"]:
+    """The queries of each KV head, rounded up to whole groups of 8 rows."""
+    B, N, H = q_BNH.shape
+    q_BKGH = q_BNH.reshape(B, K, N // K, H)
+    return jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, rows_a_slot(N // K) - N // K), (0, 0)))
 
 
 def check_supported(
@@ -182,7 +183,6 @@ def check_supported(
     k_own_OKRH: Array,
     tuning: DecodeTuning,
     num_splits: int,
-    prompt_splits: int = 0,
 ) -> None:
     """ValueError, with the remedy, for what the kernel does not take."""
     H = q_BNH.shape[2]
@@ -194,7 +194,7 @@ def check_supported(
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    if tuning.smem(H, k_own_OKRH.dtype, _rows_before_out(G, prompt_splits)) > _MAX_SMEM:
+    if tuning.smem(H, k_own_OKRH.dtype) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
     if q_BNH.dtype != jnp.bfloat16 or k_own_OKRH.dtype not in CACHE_DTYPES:
         raise ValueError(
@@ -206,11 +206,6 @@ def check_supported(
             f"the cache has prompt rows of {P} and pages of {R} entries: "
             f"round both up to multiples of {tuning.block}, at least one"
         )
-
-
-def _rows_before_out(G: int, num_prompt_parts: int) -> int:
-    """Queries of a unit and of the next one, then the parts of the prompt's result."""
-    return (2 + num_prompt_parts) * G
 
 
 def _make_body(
@@ -228,7 +223,7 @@ def _make_body(
     """The kernel's body: `num_units` units at most, fewer where they are `listed`."""
 
     def body(
-        q_BKGH: Any,
+        q_BKLH: Any,
         k_prefix_CKPH: Any,
         v_prefix_CKPH: Any,
         k_own_OKRH: Any,
@@ -239,12 +234,10 @@ def _make_body(
     ) -> None:
         memory = Scratch(**scratch)
         given = iter(others)
-        prompts = (next(given), next(given)) if with_prompts else None
         rows_B, prefix_lengths_B, lengths_B = next(given), next(given), next(given)
-        items_and_places: Any = (next(given), next(given)) if with_prompts else None
         parts_U, num_listed = (next(given), next(given)) if listed else (None, None)
-        *scales_K, out_BKSGH, sums_BKSM = (*given, None) if num_splits == 1 else given
-        K, G, H = q_BKGH.shape[1:]
+        *k_scale_K, out_BKSLH, sums_BKSL = given
+        K, L, H = q_BKLH.shape[1:]
         me = lax.axis_index("program").astype(jnp.int32)
         count = jnp.int32(num_units) if num_listed is None else num_listed[0] * K
 
@@ -270,7 +263,7 @@ def _make_body(
             return Unit(dataclasses.replace(blocks, steps=steps), slot, head, row, part)
 
         def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
-            k_scale = scales_K[0][unit.head] if scales_K else 1.0
+            k_scale = k_scale_K[0][unit.head] if k_scale_K else 1.0
             return Program(
                 memory=memory,
                 unit=unit,
@@ -287,91 +280,62 @@ def _make_body(
                 ],
             )
 
-        def load_queries(unit: Unit, round: Any) -> None:
-            rows = memory.rows_H.at[pl.ds(lax.rem(round, jnp.int32(2)) * G, G)]
-            plgpu.copy_gmem_to_smem(q_BKGH.at[unit.slot, unit.head], rows, memory.q_barrier)
+        def load_queries(unit: Unit) -> None:
+            rows = memory.q_MH.at[pl.ds(0, L)]
+            plgpu.copy_gmem_to_smem(q_BKLH.at[unit.slot, unit.head], rows, memory.q_barrier)
 
         def run_unit(round: Any, carry: tuple[Unit, Unit, Any]) -> tuple[Unit, Unit, Any]:
             unit, following, first_step = carry
             after = unit_of(round + 2)  # read from memory a whole unit before it is used
             program = program_at(unit, following, first_step)
             program.fill_ring()
-            slot, head, part = unit.slot, unit.head, unit.part
             plgpu.barrier_wait(memory.q_barrier)
-            q = program.queries(lax.rem(round, jnp.int32(2)) * G)
-            plgpu.commit_smem()  # all of the unit before is read: its places may be written
+            q = program.queries(tiled=True)
+            plgpu.commit_smem()  # all of it is read
 
             @pl.when(round + 1 < rounds)
             def _() -> None:
-                load_queries(following, round + 1)
+                load_queries(following)
 
-            if prompts is None:
-                acc, high, total = program.attend(q)
-            else:
-                num_parts = prompts[0].shape[2]
-                item, place_in_item = (x[slot] for x in items_and_places)
-                joins = (part == 0) & (prefix_lengths_B[slot] > 0)
-
-                @pl.when(joins)
-                def _() -> None:
-                    for s in range(num_parts):
-                        out_GH = memory.rows_H.at[pl.ds((2 + s) * G, G)]
-                        sums_M = memory.prompt_sums.at[s, pl.ds(0, TILE_ROWS)]
-                        for part_s, place in (
-                            (prompts[0].at[slot, head, s], out_GH),
-                            (prompts[1].at[item, head, s], sums_M),
-                        ):
-                            plgpu.copy_gmem_to_smem(part_s, place, memory.prompt_barrier)
-
-                acc, high, total = lax.cond(
-                    joins,
-                    lambda *state: program.join_prompt(state, num_parts, G, 2 * G, place_in_item),
-                    lambda *state: state,
-                    *program.attend(q),
-                )
-
-            v_scale = scales_K[1][head] if scales_K else 1.0
-            scale = v_scale / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
-            program.store(acc * lax.broadcast_in_dim(scale, acc.shape, [0]), high, total)
-            out_GH = memory.rows_H.at[pl.ds(memory.rows_H.shape[0] - TILE_ROWS, G)]
-            plgpu.copy_smem_to_gmem(out_GH, out_BKSGH.at[slot, head, part])
-            if sums_BKSM is not None:
-                plgpu.copy_smem_to_gmem(memory.sums_M, sums_BKSM.at[slot, head, part])
+            program.store(*program.attend(q))
+            where = (unit.slot, unit.head, unit.part)
+            plgpu.copy_smem_to_gmem(memory.out_MH.at[pl.ds(0, L)], out_BKSLH.at[where])
+            plgpu.copy_smem_to_gmem(memory.sums_M.at[pl.ds(0, L)], sums_BKSL.at[where])
             return following, after, first_step + unit.blocks.steps
 
         first, second = unit_of(jnp.int32(0)), unit_of(jnp.int32(1))
         program_at(Unit.nothing(), first, jnp.int32(0)).fill_ring()
-        load_queries(first, jnp.int32(0))
+        load_queries(first)
         lax.fori_loop(0, rounds, run_unit, (first, second, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
     return body
 
 
-def _merge(
-    out_BKSGH: Float[Array, "B K S G H"],
-    sums_BKSG: Float[Array, "B K S G"],
-    parts_B: Int[Array, " B"] | None,
-) -> Float[Array, "B K G H"]:
-    """The attention over all parts from each part's result and base-2 log-sum-exp, float32.
+# Its result, its base-2 log-sum-exps, and the slots for which it was written (None: all).
+Part = tuple[Float[Array, "B K L H"], Float[Array, "B K L"], Bool[Array, " B"] | None]
 
-    A slot's parts from `parts_B` on were never written. Written part by part, without reductions,
-    so that XLA makes a single loop of it.
+
+def _merge(parts: list[Part]) -> Float[Array, "B K L H"]:
+    """The attention over all parts, float32.
+
+    Written part by part, without reductions, so that XLA makes a single loop of it.
     """
-    parts = range(out_BKSGH.shape[2])
 
-    def written(x: Array, s: int, otherwise: float) -> Array:
-        if parts_B is None or s == 0:
+    def written(x: Array, where_B: Array | None, otherwise: float) -> Array:
+        if where_B is None:
             return x
-        return jnp.where((s < parts_B).reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
+        return jnp.where(where_B.reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
 
-    sums = [written(sums_BKSG[:, :, s], s, -jnp.inf) for s in parts]
+    results = [written(out, where_B, 0.0).astype(jnp.float32) for out, _, where_B in parts]
+    if len(parts) == 1:
+        return results[0]
+    sums = [written(sums_BKL, where_B, -jnp.inf) for _, sums_BKL, where_B in parts]
     highest = sums[0]
-    for s in parts:
-        highest = jnp.maximum(highest, sums[s])
+    for part in sums[1:]:
+        highest = jnp.maximum(highest, part)
     highest = jnp.where(highest == -jnp.inf, 0.0, highest)  # no token at all
-    weights = [jnp.exp2(sums[s] - highest)[..., None] for s in parts]
+    weights = [jnp.exp2(part - highest)[..., None] for part in sums]
     total = sum(weights[1:], weights[0])
-    results = [written(out_BKSGH[:, :, s], s, 0.0).astype(jnp.float32) for s in parts]
-    out = sum((weights[s] * results[s] for s in parts[1:]), weights[0] * results[0])
-    return out / jnp.where(total == 0.0, 1.0, total)
+    weighted = [weight * result for weight, result in zip(weights, results, strict=True)]
+    return sum(weighted[1:], weighted[0]) / jnp.where(total == 0.0, 1.0, total)

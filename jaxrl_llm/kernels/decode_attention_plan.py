@@ -17,10 +17,11 @@ from jaxrl_llm.kernels.decode_attention_program import (
     TILE_ROWS,
     DecodeTuning,
     num_blocks,
+    rows_a_slot,
 )
 
 MAX_SPLITS = 16
-MAX_PROMPT_SPLITS = 4  # merging them takes time and shared memory of every slot's program
+MAX_PROMPT_SPLITS = 4  # merging them takes time
 
 
 @partial(
@@ -45,8 +46,6 @@ class Units:
         "item_lengths_W",
         "item_counts_W",
         "item_slots_WI",
-        "slot_items_B",
-        "slot_places_B",
     ],
     meta_fields=["num_splits"],
 )
@@ -59,8 +58,6 @@ class SharedPrompts:
     item_lengths_W: Int[Array, " W"]
     item_counts_W: Int[Array, " W"]  # slots
     item_slots_WI: Int[Array, "W I"]  # past the count, any slot
-    slot_items_B: Int[Array, " B"]
-    slot_places_B: Int[Array, " B"]  # in the item
     num_splits: int  # parts of a prompt
 
 
@@ -108,7 +105,7 @@ def decode_plan(
     B, block = prefix_rows_B.shape[0], tuning.block
     prompts = None
     if slots_per_prompt > 1:
-        slots_of_item = TILE_ROWS // group_rows
+        slots_of_item = TILE_ROWS // rows_a_slot(group_rows)
         if prompt_splits is None:
             items = math.ceil(B / min(slots_per_prompt, slots_of_item))
             prompt_splits = choose_prompt_splits(items * num_kv_heads, prefix_entries, block)
@@ -203,7 +200,5 @@ def _shared_prompts(
         item_lengths_W=prefix_lengths_B[slots_WI[:, 0]].astype(jnp.int32),
         item_counts_W=count(reads_B & (item_B == slots_B[:, None])),
         item_slots_WI=slots_WI,
-        slot_items_B=item_B,
-        slot_places_B=place_B,
         num_splits=num_splits,
     )

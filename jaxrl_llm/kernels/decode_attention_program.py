@@ -39,34 +39,36 @@ class DecodeTuning:
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
 
-    def smem(self, head_dim: int, cache_dtype: jax.typing.DTypeLike, rows_before_out: int) -> int:
-        """Bytes of shared memory of one program, at most; 113 KiB let two share an SM.
-
-        `rows_before_out` hold queries and results of prompts' parts, as in `scratch_types`.
-        """
+    def smem(self, head_dim: int, cache_dtype: jax.typing.DTypeLike) -> int:
+        """Bytes of shared memory of one program, at most; 113 KiB let two share an SM."""
         itemsize = jnp.dtype(cache_dtype).itemsize
-        rows = (TILE_ROWS + rows_before_out) * head_dim * 2
-        sums = 2 * 1024 + rows_before_out * 4
+        rows = 2 * TILE_ROWS * head_dim * 2  # queries and result
         widened = 0 if itemsize == 2 else self.block * head_dim * 2
         ring = 2 * self.stages * self.block * head_dim * itemsize
-        return rows + sums + widened + ring
+        return rows + widened + ring + 1024
 
 
 def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16) -> DecodeTuning:
-    """At least two programs an SM, and 128 KiB of loads in flight on it.
+    """Two programs an SM, and up to 128 KiB of loads in flight on it.
 
     More stages were measured slower on an H200 (H = 128), at any number of slots. At H = 64 a block
     of 64 entries is wrong on the card, though right where it is interpreted: both products then
     have an accumulator of 64 x 64, and the second block's scores do not start from zero.
     """
-    block = block_entries(head_dim)
-    a_block = 2 * block * head_dim * jnp.dtype(cache_dtype).itemsize
-    return DecodeTuning(block=block, stages=max(2, 64 * 1024 // a_block))
+    block, itemsize = block_entries(head_dim), jnp.dtype(cache_dtype).itemsize
+    widened = 0 if itemsize == 2 else 2 * block * head_dim
+    ring = 64 * 1024 - widened
+    return DecodeTuning(block=block, stages=max(2, ring // (2 * block * head_dim * itemsize)))
 
 
 def block_entries(head_dim: int) -> int:
     """Cache entries that the kernel takes at once: never as many as a head has dimensions."""
     return 128 if head_dim == 64 else 64
+
+
+def rows_a_slot(G: int) -> int:
+    """Rows of a KV head's G queries in memory: whole groups of 8, which tiles are made of."""
+    return -(-G // 8) * 8
 
 
 def matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
@@ -77,20 +79,20 @@ def matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 
 
 def scratch_types(
-    H: int,
-    cache_dtype: jnp.dtype,
-    tuning: DecodeTuning,
-    *,
-    with_sums: bool,
-    rows_before_out: int,
-    num_prompt_parts: int = 0,
-    interpreted: bool,
+    H: int, cache_dtype: jnp.dtype, tuning: DecodeTuning, *, tiled: bool, interpreted: bool
 ) -> dict[str, Any]:
-    """What a program needs. `rows_before_out` hold queries and results of prompts' parts."""
+    """What a program needs. `tiled`: the queries' tile is loaded, the result's stored, as a whole.
+
+    A tile of several slots has to be in rows, which are read and written with bank conflicts.
+    """
     ring = (tuning.stages, tuning.block, H)
     operand = jnp.dtype(operand_dtype(cache_dtype))
+    tile = (TILE_ROWS, H)
+    rows = matrix(tile, jnp.dtype(jnp.bfloat16)) if tiled else plgpu.SMEM(tile, jnp.bfloat16)
     scratch: dict[str, Any] = {
-        "rows_H": plgpu.SMEM((rows_before_out + TILE_ROWS, H), jnp.bfloat16),
+        "q_MH": rows,
+        "out_MH": rows,
+        "sums_M": plgpu.SMEM((TILE_ROWS,), jnp.float32),
         "k_ring": matrix(ring, cache_dtype),
         "v_ring": matrix(ring, cache_dtype),
         "q_barrier": plgpu.Barrier(),
@@ -99,11 +101,6 @@ def scratch_types(
     }
     if operand != cache_dtype:
         scratch["wide_JH"] = matrix((tuning.block, H), operand)
-    if with_sums:
-        scratch["sums_M"] = plgpu.SMEM((TILE_ROWS,), jnp.float32)
-    if num_prompt_parts:
-        scratch["prompt_sums"] = plgpu.SMEM((num_prompt_parts, 2 * TILE_ROWS), jnp.float32)
-        scratch["prompt_barrier"] = plgpu.Barrier(num_arrivals=2 * num_prompt_parts)
     if interpreted:
         scratch["spill_MH"] = plgpu.SMEM((TILE_ROWS, H), operand)
         scratch["spill_MJ"] = plgpu.SMEM((TILE_ROWS, tuning.block), operand)
@@ -240,24 +237,18 @@ class Load:
 class Scratch:
     """A program's shared memory and barriers, as `scratch_types` asks for them."""
 
-    rows_H: Any  # queries, parts of prompts, and last the tile of the result
+    q_MH: Any
+    out_MH: Any
+    sums_M: Any
     k_ring: Any
     v_ring: Any
     q_barrier: Any
     k_barriers: Any
     v_barriers: Any
     wide_JH: Any = None  # only with a float8 cache
-    sums_M: Any = None  # only where parts are merged later
-    prompt_sums: Any = None  # [S, 2 M], only with prompts' parts, as is the barrier
-    prompt_barrier: Any = None
     spill_MH: Any = None  # the rest only when interpreted
     spill_MJ: Any = None
     spill_HJ: Any = None
-
-    @property
-    def out_MH(self) -> Any:
-        """The tile of the result."""
-        return self.rows_H.at[pl.ds(self.rows_H.shape[0] - TILE_ROWS, TILE_ROWS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,23 +351,14 @@ class Program:
                 self.load(found[i], self.place(i), keys=True)
                 self.load(found[i], self.place(i), keys=False)
 
-    def queries(self, first_row: Any) -> Any:
-        """The queries as a product's left operand: registers, which leaves their rows free."""
+    def queries(self, tiled: bool) -> Any:
+        """The queries as a product's left operand: registers, which leaves `q_MH` free."""
+        q_MH = self.memory.q_MH
         if self.interpreted:
-            self.memory.spill_MH[...] = self.tile(first_row).astype(self.operand)
+            self.memory.spill_MH[...] = q_MH[...].astype(self.operand)
             return self.memory.spill_MH
-        q = self.tile(first_row)
+        q = plgpu.load(q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=tiled)
         return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
-
-    def tile(self, first_row: Any) -> jax.Array:
-        """Rows from `rows_H` on, in registers.
-
-        Rows of a tile that are not asked for may be anything, so others' lie in it.
-        """
-        tile = self.memory.rows_H.at[pl.ds(first_row, TILE_ROWS)]
-        if self.interpreted:
-            return tile[...]
-        return plgpu.load(tile, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def clear(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
         """The block with zeros for its entries from `end` on."""
@@ -498,7 +480,7 @@ class Program:
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
             return acc, new_high, total
 
-        rows, H = plgpu.Layout.WGMMA.reduce(1), self.memory.rows_H.shape[1]
+        rows, H = plgpu.Layout.WGMMA.reduce(1), self.memory.q_MH.shape[1]
         carry = (
             self.held(jnp.zeros((TILE_ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
             self.held(jnp.full((TILE_ROWS,), -jnp.inf, jnp.float32), rows),
@@ -507,42 +489,10 @@ class Program:
         return lax.fori_loop(0, self.blocks.steps, step_fn, carry)
 
     def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
-        """The result, and where there is a place for them its log-sum-exps, in shared memory."""
+        """The result, normalised, and its log-sum-exps in base 2, into shared memory."""
+        scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before
         out_MH = self.memory.out_MH
-        out_MH[...] = acc.astype(out_MH.dtype)
-        if self.memory.sums_M is not None:
-            self.memory.sums_M[...] = high + jnp.log2(total)
+        out_MH[...] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(out_MH.dtype)
+        self.memory.sums_M[...] = high + jnp.log2(total)
         plgpu.commit_smem()
-
-    def join_prompt(
-        self,
-        state: tuple[jax.Array, ...],
-        num_parts: int,
-        G: int,
-        first_row: int,
-        place: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        """`attend`'s result with the prompt's parts, from a row on in `rows_H`, merged into it.
-
-        The first part has an entry: its log-sum-exp is finite, whatever the others' are.
-        """
-        plgpu.barrier_wait(self.memory.prompt_barrier)
-        layout = plgpu.Layout.WGMMA.reduce(1)
-
-        def join(part: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            acc, high, total = state
-            sums_M = self.memory.prompt_sums.at[part, pl.ds(place * G, TILE_ROWS)]
-            if self.interpreted:
-                sums = sums_M[...]
-            else:
-                sums = plgpu.load(sums_M, *_WHOLE, layout=layout, optimized=False)
-            new_high = jnp.maximum(high, sums)
-            keep, weight = jnp.exp2(high - new_high), jnp.exp2(sums - new_high)
-            out = self.tile(first_row + part * G).astype(jnp.float32)
-            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
-            acc += out * lax.broadcast_in_dim(weight, acc.shape, [0])
-            return acc, new_high, total * keep + weight
-
-        # A loop: unrolled, the parts' tiles would be in registers together.
-        return lax.fori_loop(0, num_parts, join, state)

@@ -2,11 +2,11 @@
 
 Shape letters: those of `decode_attention_mosaic`, and W items, I slots of an item.
 
-An item is up to I = 64 // G slots that see the same entries of the same prompt row: their queries
+An item is up to I = 64 // L slots that see the same entries of the same prompt row: their queries
 fill the rows of one tensor-core tile, which a slot by itself would leave empty. A fixed number of
 programs goes through the units of work, each one KV head and one of S parts of an item's prompt,
 and reads the prompt for all of the item's slots. Each slot's share of the result, normalised, and
-its log-sum-exps are merged by the kernel that reads the slot's own pages, which runs next.
+its log-sum-exps are merged with those of its own pages.
 
 Rows of a matrix product never mix and a part's blocks depend on the prompt's length alone, so a
 slot's output has the same bits whichever slots it shares an item with.
@@ -23,7 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.decode_attention_mosaic import PromptParts, decode_attention_mosaic
+from jaxrl_llm.kernels.decode_attention_mosaic import (
+    PromptParts,
+    decode_attention_mosaic,
+    padded_queries,
+)
 from jaxrl_llm.kernels.decode_attention_plan import DecodePlan, SharedPrompts
 from jaxrl_llm.kernels.decode_attention_program import (
     PROGRAMS_PER_SM,
@@ -56,18 +60,13 @@ def shared_decode_attention(
     interpret: Any,
 ) -> Float[Array, "B N H"]:
     """`decode_attention_mosaic` by a plan: the prompts first, then the slots' own entries."""
-    B, N, H = q_BNH.shape
     K = k_prefix_CKPH.shape[1]
     prompts = plan.prompts
     assert prompts is not None
-    out_BKSGH, sums_WKSM = _prompt_parts(
-        q_BNH.reshape(B, K, N // K, H),
-        k_prefix_CKPH,
-        v_prefix_CKPH,
-        prompts,
-        k_scale_K=None if scales_K is None else scales_K[0],
-        tuning=tuning,
-        interpret=interpret,
+    k_scale_K = None if scales_K is None else scales_K[0]
+    options: dict[str, Any] = dict(tuning=tuning, interpret=interpret)
+    parts = _prompt_parts(
+        padded_queries(q_BNH, K), k_prefix_CKPH, v_prefix_CKPH, prompts, k_scale_K, **options
     )
     return decode_attention_mosaic(
         q_BNH,
@@ -80,44 +79,38 @@ def shared_decode_attention(
         pages_BT,
         lengths_B,
         scales_K=scales_K,
-        tuning=tuning,
         units=plan.units,
-        prompts=PromptParts(out_BKSGH, sums_WKSM, prompts.slot_items_B, prompts.slot_places_B),
-        interpret=interpret,
+        prompts=parts,
+        **options,
     )
 
 
 def _prompt_parts(
-    q_BKGH: Array,
+    q_BKLH: Array,
     k_prefix_CKPH: Array,
     v_prefix_CKPH: Array,
     prompts: SharedPrompts,
-    *,
     k_scale_K: Array | None,
+    *,
     tuning: DecodeTuning,
     interpret: Any,
-) -> tuple[Array, Array]:
-    """The attention over each part of a slot's prompt [B, K, S, G, H], in the dtype of q.
-
-    It is without the values' scale. And, for each item's rows, the base-2 log-sum-exps, float32
-    [W, K, S, M]. Slots that are in no item, and items that are not in use, are left unwritten.
-    """
-    B, K, G, H = q_BKGH.shape
+) -> PromptParts:
+    """The attention over each part of a slot's prompt. Slots that read none are left unwritten."""
+    B, K, L, H = q_BKLH.shape
     W, num_splits = prompts.item_rows_W.shape[0], prompts.num_splits
     num_programs = min(PROGRAMS_PER_SM * SMS, W * K * num_splits)
-    return plgpu.kernel(
+    out_BKSLH, sums_BKSL = plgpu.kernel(
         _make_body(num_programs, num_splits, tuning),
         out_type=[
-            jax.ShapeDtypeStruct((B, K, num_splits, G, H), q_BKGH.dtype),
-            jax.ShapeDtypeStruct((W, K, num_splits, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, num_splits, L, H), q_BKLH.dtype),
+            jax.ShapeDtypeStruct((B, K, num_splits, L), jnp.float32),
         ],
         scratch_types={
             **scratch_types(
                 H,
                 k_prefix_CKPH.dtype,
                 tuning,
-                with_sums=True,
-                rows_before_out=0,
+                tiled=False,
                 interpreted=interpret is not None,
             ),
             # One arrival a slot of the item: each brings its own queries.
@@ -133,7 +126,7 @@ def _prompt_parts(
         interpret=interpret,
         kernel_name="shared_prompt_attention",
     )(
-        q_BKGH,
+        q_BKLH,
         k_prefix_CKPH,
         v_prefix_CKPH,
         prompts.num_items,
@@ -143,13 +136,14 @@ def _prompt_parts(
         prompts.item_slots_WI.reshape(-1),
         *(() if k_scale_K is None else (k_scale_K,)),
     )
+    return PromptParts(out_BKSLH, sums_BKSL)
 
 
 def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Callable[..., None]:
     """The kernel's body: units `program`, `program` + `num_programs`, and so on."""
 
     def body(
-        q_BKGH: Any,
+        q_BKLH: Any,
         k_prefix_CKPH: Any,
         v_prefix_CKPH: Any,
         num_items: Any,
@@ -161,9 +155,9 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
         **scratch: Any,
     ) -> None:
         memory = Scratch(**scratch)
-        *k_scale_K, out_BKSGH, sums_WKSM = scale_and_outputs
-        K, G, H = q_BKGH.shape[1:]
-        slots_of_item = TILE_ROWS // G
+        *k_scale_K, out_BKSLH, sums_BKSL = scale_and_outputs
+        K, L, H = q_BKLH.shape[1:]
+        slots_of_item = TILE_ROWS // L
         first = lax.axis_index("program").astype(jnp.int32)
 
         def unit(turn: Any, _: None) -> None:
@@ -189,15 +183,15 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
                 keys=(k_prefix_CKPH, None),
                 values=(v_prefix_CKPH, None),
             )
-            rows_H = memory.rows_H
 
             def read_queries(i: Any, _: None) -> None:
-                slot, rows = item_slots[item * slots_of_item + i], rows_H.at[pl.ds(i * G, G)]
-                plgpu.copy_gmem_to_smem(q_BKGH.at[slot, head], rows, memory.q_barrier)
+                slot, rows = item_slots[item * slots_of_item + i], memory.q_MH.at[pl.ds(i * L, L)]
+                plgpu.copy_gmem_to_smem(q_BKLH.at[slot, head], rows, memory.q_barrier)
 
             def write_result(i: Any, _: None) -> None:
-                slot, rows = item_slots[item * slots_of_item + i], rows_H.at[pl.ds(i * G, G)]
-                plgpu.copy_smem_to_gmem(rows, out_BKSGH.at[slot, head, part])
+                slot, rows = item_slots[item * slots_of_item + i], pl.ds(i * L, L)
+                plgpu.copy_smem_to_gmem(memory.out_MH.at[rows], out_BKSLH.at[slot, head, part])
+                plgpu.copy_smem_to_gmem(memory.sums_M.at[rows], sums_BKSL.at[slot, head, part])
 
             first_blocks = [program.find(i) for i in range(tuning.stages)]
             program.load(first_blocks[0], 0, keys=True)
@@ -207,16 +201,12 @@ def _make_body(num_programs: int, num_splits: int, tuning: DecodeTuning) -> Call
                 program.load(first_blocks[i], i, keys=True)
                 program.load(first_blocks[i], i, keys=False)
             plgpu.barrier_wait(memory.q_barrier)
-            acc, high, total = program.attend(program.queries(0))
-
-            scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a part without a block
-            program.store(acc * lax.broadcast_in_dim(scale, acc.shape, [0]), high, total)
-            plgpu.copy_smem_to_gmem(memory.sums_M, sums_WKSM.at[item, head, part])
+            program.store(*program.attend(program.queries(tiled=False)))
             lax.fori_loop(0, count, write_result, None)
-            plgpu.wait_smem_to_gmem(0)
 
         units = num_items[0] * (K * num_splits)
         turns = lax.div(units - first + (num_programs - 1), jnp.int32(num_programs))
         lax.fori_loop(0, jnp.maximum(turns, 0), unit, None)
+        plgpu.wait_smem_to_gmem(0)
 
     return body

@@ -61,3 +61,43 @@ def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
     """Every array of a pytree as a ShapeDtypeStruct on the card."""
     sharding = sharding or one_h200()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+class InMemory(NamedSharding):
+    """A sharding in the memory of a kind.
+
+    Devices that exist for the compiler only say nothing about their memories, so that jax forgets
+    what kind a NamedSharding on them is of.
+    """
+
+    def __init__(self, sharding: NamedSharding, kind: str) -> None:
+        super().__init__(sharding.mesh, sharding.spec)
+        self._kind = kind
+
+    @property
+    def memory_kind(self) -> str:
+        return self._kind
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InMemory) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.mesh, self.spec, self._kind
+
+
+def in_memory(tree: Any, kind: str = "device") -> Any:
+    """Every ShapeDtypeStruct of a pytree with its sharding in that memory."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=InMemory(x.sharding, kind)), tree
+    )
+
+
+def moments_in_memory(state: Any, kind: str) -> Any:
+    """An abstract TrainState in the card's memory, with the moments in one of that kind."""
+    adam, *rest = in_memory(state.opt_state)
+    adam = adam._replace(mu=in_memory(adam.mu, kind), nu=in_memory(adam.nu, kind))
+    placed = in_memory(state.replace(opt_state=()))
+    return placed.replace(opt_state=(adam, *rest))

@@ -59,7 +59,7 @@ def get_config() -> Config:
             ppo_epochs=2,
             optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=3),
         ),
-        critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-3)),
+        critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-3, offload=True)),
         rollout=RolloutConfig(n=2, num_slots=3),
         algorithm=FunctionConfig(
             path="jaxrl_llm.algorithms.alias:ppo",

@@ -12,11 +12,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jaxrl_llm.kernels import (
-    decode_attention,
-    decode_attention_mosaic,
-    decode_attention_shared,
-)
+from jaxrl_llm.kernels import decode_attention, decode_attention_mosaic
 from jaxrl_llm.kernels.decode_attention import (
     DecodePlan,
     cache_length,
@@ -276,9 +272,8 @@ def test_a_program_goes_through_several_units(
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of each kernel, so that small cases have several units a program."""
-    for kernel in (decode_attention_mosaic, decode_attention_shared):
-        monkeypatch.setattr(kernel, "SMS", 1)
+    """Two, so that small cases have several units a program."""
+    monkeypatch.setattr(decode_attention_mosaic, "SMS", 1)
 
 
 @pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])

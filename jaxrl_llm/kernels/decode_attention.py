@@ -32,7 +32,6 @@ from jaxrl_llm.kernels.decode_attention_program import (
     default_tuning,
     rows_a_slot,
 )
-from jaxrl_llm.kernels.decode_attention_shared import shared_decode_attention
 
 __all__ = [
     "DecodeImplementation",
@@ -121,21 +120,24 @@ def prefix_decode_attention(
     B, N, H = q_BNH.shape
     K, own_entries = k_own_OKRH.shape[1], pages_BT.shape[1] * k_own_OKRH.shape[2]
     tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
-    prompts = None
-    if plan is not None and window is None:
+    if window is not None:
+        plan = None
+    if plan is not None:
         _check_plan(plan, B, N // K, num_splits)
-        num_splits, prompts = plan.units.num_splits, plan.prompts
+        num_splits = plan.units.num_splits
     elif num_splits is None:
         entries = k_prefix_CKPH.shape[2] + own_entries
         num_splits = choose_num_splits(B, K, entries, tuning)
     check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits)
-    options: dict[str, Any] = dict(scales_K=scales_K, tuning=tuning, interpret=interpret)
-    if plan is None or window is not None:
-        options |= dict(window=window, num_splits=num_splits)
-        return decode_attention_mosaic(*arguments, **options)
-    if prompts is None:
-        return decode_attention_mosaic(*arguments, units=plan.units, **options)
-    return shared_decode_attention(*arguments, plan=plan, **options)
+    return decode_attention_mosaic(
+        *arguments,
+        window=window,
+        scales_K=scales_K,
+        num_splits=num_splits,
+        tuning=tuning,
+        plan=plan,
+        interpret=interpret,
+    )
 
 
 def prefix_decode_attention_reference(

@@ -12,22 +12,24 @@ and no others. The G queries of the head are the first rows of a tensor-core til
 are whatever shared memory held. Rows of a matrix product never mix, so they cost nothing that is
 waited for and are never stored.
 
+Where slots share prompts, a plan has items of up to I = 64 // L slots that see the same entries of
+the same prompt row. Their queries fill a tile, which a slot by itself would leave empty, and units
+of another kind read the parts of a prompt once for all of them; a slot's own units then read its
+pages only. One fused XLA operation merges the parts of a slot.
+
 Two programs share an SM: while one computes, the other's loads are in flight. Each loads the first
 blocks of its next unit while it ends the one before, so loads never wait for results. Units go to
 programs in order, forwards and backwards in turn: where a plan lists those that hold something, the
 longest first, the programs' sums differ by less than the longest unit.
 
-Where slots share prompts, those may have been read before, once for all of their slots: see
-`decode_attention_shared`. A program then reads its slot's own pages only. One fused XLA operation
-merges all the parts of a slot.
-
-A unit's result depends on its own slot's tokens and on S alone, so a slot's output has the
-same bits whatever the batch size, its index, or the other slots.
+Parts are a matter of a slot's own tokens and of S alone, so a slot's output has the same bits
+whatever the batch size, its index, the other slots, or those that it shares an item with.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.kernels.decode_attention_plan import MAX_SPLITS, Units, part_blocks
+from jaxrl_llm.kernels.decode_attention_plan import MAX_SPLITS, DecodePlan, part_blocks
 from jaxrl_llm.kernels.decode_attention_program import (
     PROGRAMS_PER_SM,
     SMS,
@@ -58,14 +60,6 @@ CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
 _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptParts:
-    """The attention over every slot's prompt, already computed in S parts."""
-
-    out_BKSLH: Float[Array, "B K S L H"]  # normalised, without the values' scale
-    sums_BKSL: Float[Array, "B K S L"]  # log-sum-exps in base 2
-
-
 def decode_attention_mosaic(
     q_BNH: Float[Array, "B N H"],
     k_prefix_CKPH: Float[Array, "C K P H"],
@@ -81,8 +75,7 @@ def decode_attention_mosaic(
     scales_K: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
     num_splits: int = 1,
     tuning: DecodeTuning | None = None,
-    units: Units | None = None,
-    prompts: PromptParts | None = None,
+    plan: DecodePlan | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B N H"]:
     """The kernel, and the merge of its parts.
@@ -90,49 +83,50 @@ def decode_attention_mosaic(
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
     with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
     length, NaN included, never change the result. `interpret` runs the kernel on the CPU
-    (InterpretGPUParams). `units` are those to go through, whose `num_splits` is taken; without
-    them, all parts of all slots. With `prompts` (and without a window), the kernel reads the slots'
-    own pages only, and merges the prompts' part into what it finds.
+    (InterpretGPUParams). A `plan` (without a window) lists the units, and has their `num_splits`;
+    without one, they are all parts of all slots.
     """
     B, N, H = q_BNH.shape
     K = k_own_OKRH.shape[1]
     q_BKLH = padded_queries(q_BNH, K)
     L = q_BKLH.shape[2]
     tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
-    num_splits = units.num_splits if units is not None else num_splits
+    units, prompts = (None, None) if plan is None else (plan.units, plan.prompts)
+    num_splits = num_splits if units is None else units.num_splits
     entries = pages_BT.shape[1] * k_own_OKRH.shape[2]
     entries += k_prefix_CKPH.shape[2] if prompts is None else 0
     if window is not None:
         entries = min(entries, window + 2 * tuning.block)  # a block more at either end
-    blocks_of_part = part_blocks(entries, num_splits, tuning.block)
+    sizes = _Sizes(
+        num_splits=num_splits,
+        prompt_splits=0 if prompts is None else prompts.num_splits,
+        slots_of_item=0 if prompts is None else TILE_ROWS // L,
+        blocks_of_part=part_blocks(entries, num_splits, tuning.block),
+        pages_a_slot=pages_BT.shape[1],
+        most_units=B * K * (num_splits + (0 if prompts is None else prompts.num_splits)),
+    )
     numbers = [prefix_rows_B, prefix_lengths_B, lengths_B]
     if units is not None:
         numbers += [units.parts_U, units.num_units]
-    num_programs = min(PROGRAMS_PER_SM * SMS, B * K * num_splits)
-    out_BKSLH, sums_BKSL = plgpu.kernel(
-        _make_body(
-            window,
-            num_splits,
-            tuning,
-            num_programs=num_programs,
-            num_units=B * K * num_splits,
-            blocks_of_part=blocks_of_part,
-            pages_a_slot=pages_BT.shape[1],
-            listed=units is not None,
-            with_prompts=prompts is not None,
-        ),
-        out_type=[
-            jax.ShapeDtypeStruct((B, K, num_splits, L, H), q_BNH.dtype),
-            jax.ShapeDtypeStruct((B, K, num_splits, L), jnp.float32),
-        ],
+    if prompts is not None:
+        numbers += [prompts.num_items, prompts.item_rows_W, prompts.item_lengths_W]
+        numbers += [prompts.item_counts_W, prompts.item_slots_WI.reshape(-1)]
+    out_types = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for splits in (sizes.num_splits, sizes.prompt_splits)[: 1 + (prompts is not None)]
+        for shape, dtype in (((B, K, splits, L, H), q_BNH.dtype), ((B, K, splits, L), jnp.float32))
+    ]
+    outputs = plgpu.kernel(
+        _make_body(sizes, window, tuning, listed=units is not None, scaled=scales_K is not None),
+        out_type=out_types,
         scratch_types=scratch_types(
             H,
             k_own_OKRH.dtype,
             tuning,
-            tiled=True,
+            slots_of_item=sizes.slots_of_item,
             interpreted=interpret is not None,
         ),
-        grid=(num_programs,),
+        grid=(sizes.num_programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -156,14 +150,16 @@ def decode_attention_mosaic(
         blocks_B = num_blocks(lengths_B, tuning.block)
         if prompts is None:
             blocks_B += num_blocks(prefix_lengths_B, tuning.block)
-        parts_B = num_blocks(blocks_B, blocks_of_part)
+        parts_B = num_blocks(blocks_B, sizes.blocks_of_part)
+    out_BKSLH, sums_BKSL, *of_prompts = outputs
     parts: list[Part] = [
         (out_BKSLH[:, :, s], sums_BKSL[:, :, s], s < parts_B if s and parts_B is not None else None)
         for s in range(num_splits)
     ]
     if prompts is not None:
-        outs, sums = (jnp.moveaxis(x, 2, 0) for x in (prompts.out_BKSLH, prompts.sums_BKSL))
-        parts += [(out, sum_, prefix_lengths_B > 0) for out, sum_ in zip(outs, sums, strict=True)]
+        reads_B = prefix_lengths_B > 0
+        outs, sums = of_prompts
+        parts += [(outs[:, :, s], sums[:, :, s], reads_B) for s in range(prompts.num_splits)]
     out_BKLH = _merge(parts)
     if scales_K is not None:
         out_BKLH *= scales_K[1][:, None, None]
@@ -208,19 +204,179 @@ def check_supported(
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Numbers of a call that its shapes and its plan's sizes decide."""
+
+    num_splits: int
+    prompt_splits: int
+    slots_of_item: int  # 0 without items, as are the splits of a prompt
+    blocks_of_part: int  # of a slot's part
+    pages_a_slot: int
+    most_units: int
+
+    @property
+    def num_programs(self) -> int:
+        return min(PROGRAMS_PER_SM * SMS, self.most_units)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    """The integers that say what to read, in global memory."""
+
+    rows_B: Any
+    prefix_lengths_B: Any
+    lengths_B: Any
+    parts_U: Any = None  # with a list
+    num_listed: Any = None
+    num_items: Any = None  # with items, as are the rest
+    item_rows_W: Any = None
+    item_lengths_W: Any = None
+    item_counts_W: Any = None
+    item_slots: Any = None  # W * I
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The units of one program, by round."""
+
+    sizes: _Sizes
+    numbers: _Numbers
+    num_heads: int
+    window: int | None
+    block: int
+
+    def num_rounds(self) -> Any:
+        num_programs = self.sizes.num_programs
+        last_round = lax.div(self._count(), jnp.int32(num_programs))  # perhaps not whole
+        return last_round + (self._index(last_round) < self._count()).astype(jnp.int32)
+
+    def unit(self, round: Any) -> Unit:
+        """My unit of a round; without a block where the rounds are over. Items come first."""
+        index, K = jnp.minimum(self._index(round), self._count() - 1), jnp.int32(self.num_heads)
+        head, which = lax.rem(index, K), lax.div(index, K)
+        num_of_items = self._num_of_items()
+        unit = self._own(head, jnp.maximum(which - num_of_items, 0))
+        if self.numbers.num_items is not None:
+            unit = jax.tree.map(
+                partial(jnp.where, which < num_of_items), self._of_item(head, which), unit
+            )
+        return jax.tree.map(
+            partial(jnp.where, index == self._index(round)), unit, unit.without_blocks()
+        )
+
+    def _count(self) -> Any:
+        if self.numbers.num_listed is None:
+            return jnp.int32(self.sizes.most_units)
+        return (self.numbers.num_listed[0] + self._num_of_items()) * self.num_heads
+
+    def _num_of_items(self) -> Any:
+        """Units of items, of one head."""
+        if self.numbers.num_items is None:
+            return jnp.int32(0)
+        return self.numbers.num_items[0] * self.sizes.prompt_splits
+
+    def _index(self, round: Any) -> Any:
+        """The number of my unit in a round, forwards and backwards in turn."""
+        me, n = lax.axis_index("program").astype(jnp.int32), self.sizes.num_programs
+        return round * n + jnp.where(lax.rem(round, jnp.int32(2)) == 0, me, n - 1 - me)
+
+    def _own(self, head: Any, which: Any) -> Unit:
+        """A part of a slot: of all, or of those listed."""
+        numbers, splits = self.numbers, jnp.int32(self.sizes.num_splits)
+        slot_and_part = which if numbers.parts_U is None else numbers.parts_U[which]
+        slot, part = lax.div(slot_and_part, splits), lax.rem(slot_and_part, splits)
+        prefix_length = jnp.int32(0) if self.sizes.slots_of_item else numbers.prefix_lengths_B[slot]
+        blocks = Blocks.of(
+            prefix_length,
+            numbers.lengths_B[slot],
+            part,
+            self.sizes.blocks_of_part,
+            self.window,
+            self.block,
+        )
+        return Unit(blocks, slot, head, numbers.rows_B[slot], part, jnp.int32(-1))
+
+    def _of_item(self, head: Any, which: Any) -> Unit:
+        """A part of an item's prompt; parts of a prompt are equal, to a block."""
+        splits = jnp.int32(self.sizes.prompt_splits)
+        last = self.numbers.item_rows_W.shape[0] - 1
+        item, part = jnp.minimum(lax.div(which, splits), last), lax.rem(which, splits)
+        length = self.numbers.item_lengths_W[item]
+        in_part = num_blocks(num_blocks(length, self.block), self.sizes.prompt_splits)
+        blocks = Blocks.of(length, jnp.int32(0), part, in_part, None, self.block)
+        return Unit(blocks, jnp.int32(0), head, self.numbers.item_rows_W[item], part, item)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfers:
+    """Queries of a unit's slots on their way in, results on their way out."""
+
+    memory: Scratch
+    numbers: _Numbers
+    slots_of_item: int
+    q_BKLH: Any
+    own_outputs: tuple[Any, Any]
+    prompt_outputs: tuple[Any, Any] | None
+
+    def _rows(self, place: int) -> Any:
+        L = self.q_BKLH.shape[2]
+        return pl.ds(place * L, L)
+
+    def load_queries(self, unit: Unit) -> None:
+        def start(slot: Any, place: int, barrier: Any) -> None:
+            rows = self.memory.q_MH.at[self._rows(place)]
+            plgpu.copy_gmem_to_smem(self.q_BKLH.at[slot, unit.head], rows, barrier)
+
+        @pl.when(unit.item < 0)
+        def _() -> None:
+            start(unit.slot, 0, self.memory.q_barrier)
+
+        if self.slots_of_item:
+
+            @pl.when(unit.item >= 0)
+            def _() -> None:
+                for place in range(self.slots_of_item):
+                    slot = self.numbers.item_slots[unit.item * self.slots_of_item + place]
+                    start(slot, place, self.memory.item_barrier)
+
+    def wait_for_queries(self, unit: Unit) -> None:
+        @pl.when(unit.item < 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.memory.q_barrier)
+
+        if self.slots_of_item:
+
+            @pl.when(unit.item >= 0)
+            def _() -> None:
+                plgpu.barrier_wait(self.memory.item_barrier)
+
+    def write_result(self, unit: Unit) -> None:
+        def start(outputs: tuple[Any, Any], slot: Any, place: int) -> None:
+            rows, where = self._rows(place), (slot, unit.head, unit.part)
+            plgpu.copy_smem_to_gmem(self.memory.out_MH.at[rows], outputs[0].at[where])
+            plgpu.copy_smem_to_gmem(self.memory.sums_M.at[rows], outputs[1].at[where])
+
+        @pl.when(unit.item < 0)
+        def _() -> None:
+            start(self.own_outputs, unit.slot, 0)
+
+        prompt_outputs = self.prompt_outputs
+        if prompt_outputs is not None:
+            item = jnp.maximum(unit.item, 0)
+            count = jnp.where(unit.item < 0, 0, self.numbers.item_counts_W[item])
+            for place in range(self.slots_of_item):
+
+                @pl.when(place < count)
+                def _(place: int = place) -> None:
+                    slot = self.numbers.item_slots[item * self.slots_of_item + place]
+                    start(prompt_outputs, slot, place)
+
+
 def _make_body(
-    window: int | None,
-    num_splits: int,
-    tuning: DecodeTuning,
-    *,
-    num_programs: int,
-    num_units: int,
-    blocks_of_part: int,
-    pages_a_slot: int,
-    listed: bool,
-    with_prompts: bool,
+    sizes: _Sizes, window: int | None, tuning: DecodeTuning, *, listed: bool, scaled: bool
 ) -> Callable[..., None]:
-    """The kernel's body: `num_units` units at most, fewer where they are `listed`."""
+    """The kernel's body."""
 
     def body(
         q_BKLH: Any,
@@ -232,35 +388,20 @@ def _make_body(
         *others: Any,
         **scratch: Any,
     ) -> None:
-        memory = Scratch(**scratch)
-        given = iter(others)
-        rows_B, prefix_lengths_B, lengths_B = next(given), next(given), next(given)
-        parts_U, num_listed = (next(given), next(given)) if listed else (None, None)
-        *k_scale_K, out_BKSLH, sums_BKSL = given
-        K, L, H = q_BKLH.shape[1:]
-        me = lax.axis_index("program").astype(jnp.int32)
-        count = jnp.int32(num_units) if num_listed is None else num_listed[0] * K
+        memory, with_items = Scratch(**scratch), bool(sizes.slots_of_item)
+        num_numbers = 3 + 2 * listed + 5 * with_items
+        numbers, others = _Numbers(*others[:num_numbers]), others[num_numbers:]
+        k_scale_K, outputs = others[:scaled], others[scaled:]
+        K, _, H = q_BKLH.shape[1:]
+        work = _Work(sizes, numbers, K, window, tuning.block)
+        transfers = _Transfers(
+            memory, numbers, sizes.slots_of_item, q_BKLH, outputs[:2], outputs[2:] or None
+        )
+        rounds = work.num_rounds()
 
-        def index_of(round: Any) -> Any:
-            """The number of my unit in a round, forwards and backwards in turn."""
-            position = jnp.where(lax.rem(round, jnp.int32(2)) == 0, me, num_programs - 1 - me)
-            return round * num_programs + position
-
-        last_round = lax.div(count, jnp.int32(num_programs))  # perhaps not whole
-        rounds = last_round + (index_of(last_round) < count).astype(jnp.int32)
-
-        def unit_of(round: Any) -> Unit:
-            """My unit of a round; without a block where the rounds are over."""
-            index = jnp.minimum(index_of(round), num_units - 1)
-            head, which = lax.rem(index, jnp.int32(K)), lax.div(index, jnp.int32(K))
-            slot_and_part = which if parts_U is None else parts_U[which]
-            slot = lax.div(slot_and_part, jnp.int32(num_splits))
-            part = lax.rem(slot_and_part, jnp.int32(num_splits))
-            row, prefix_length, length = rows_B[slot], prefix_lengths_B[slot], lengths_B[slot]
-            read_here = jnp.int32(0) if with_prompts else prefix_length
-            blocks = Blocks.of(read_here, length, part, blocks_of_part, window, tuning.block)
-            steps = jnp.where(round < rounds, blocks.steps, 0)
-            return Unit(dataclasses.replace(blocks, steps=steps), slot, head, row, part)
+        def page_of(slot: Any, number: Any) -> Any:
+            last = sizes.pages_a_slot - 1
+            return pages[slot * sizes.pages_a_slot + jnp.minimum(number, last)]
 
         def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
             k_scale = k_scale_K[0][unit.head] if k_scale_K else 1.0
@@ -271,41 +412,36 @@ def _make_body(
                 first_step=first_step,
                 block=tuning.block,
                 stages=tuning.stages,
-                window=window,
                 to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-                keys=(None if with_prompts else k_prefix_CKPH, k_own_OKRH),
-                values=(None if with_prompts else v_prefix_CKPH, v_own_OKRH),
-                page_of=lambda slot, number: pages[
-                    slot * pages_a_slot + jnp.minimum(number, pages_a_slot - 1)
-                ],
+                keys=(k_prefix_CKPH, k_own_OKRH),
+                values=(v_prefix_CKPH, v_own_OKRH),
+                page_of=page_of,
             )
-
-        def load_queries(unit: Unit) -> None:
-            rows = memory.q_MH.at[pl.ds(0, L)]
-            plgpu.copy_gmem_to_smem(q_BKLH.at[unit.slot, unit.head], rows, memory.q_barrier)
 
         def run_unit(round: Any, carry: tuple[Unit, Unit, Any]) -> tuple[Unit, Unit, Any]:
             unit, following, first_step = carry
-            after = unit_of(round + 2)  # read from memory a whole unit before it is used
+            after = work.unit(round + 2)  # read from memory a whole unit before it is used
             program = program_at(unit, following, first_step)
             program.fill_ring()
-            plgpu.barrier_wait(memory.q_barrier)
-            q = program.queries(tiled=True)
+            transfers.wait_for_queries(unit)
+            q = program.queries()
             plgpu.commit_smem()  # all of it is read
 
             @pl.when(round + 1 < rounds)
             def _() -> None:
-                load_queries(following)
+                transfers.load_queries(following)
 
             program.store(*program.attend(q))
-            where = (unit.slot, unit.head, unit.part)
-            plgpu.copy_smem_to_gmem(memory.out_MH.at[pl.ds(0, L)], out_BKSLH.at[where])
-            plgpu.copy_smem_to_gmem(memory.sums_M.at[pl.ds(0, L)], sums_BKSL.at[where])
+            transfers.write_result(unit)
             return following, after, first_step + unit.blocks.steps
 
-        first, second = unit_of(jnp.int32(0)), unit_of(jnp.int32(1))
-        program_at(Unit.nothing(), first, jnp.int32(0)).fill_ring()
-        load_queries(first)
+        first, second = work.unit(jnp.int32(0)), work.unit(jnp.int32(1))
+        program_at(first.without_blocks(), first, jnp.int32(0)).fill_ring()
+
+        @pl.when(rounds > 0)
+        def _() -> None:
+            transfers.load_queries(first)
+
         lax.fori_loop(0, rounds, run_unit, (first, second, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 

@@ -79,19 +79,15 @@ def matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 
 
 def scratch_types(
-    H: int, cache_dtype: jnp.dtype, tuning: DecodeTuning, *, tiled: bool, interpreted: bool
+    H: int, cache_dtype: jnp.dtype, tuning: DecodeTuning, *, slots_of_item: int, interpreted: bool
 ) -> dict[str, Any]:
-    """What a program needs. `tiled`: the queries' tile is loaded, the result's stored, as a whole.
-
-    A tile of several slots has to be in rows, which are read and written with bank conflicts.
-    """
+    """What a program needs; `slots_of_item` bring their queries to one tile, 0 without items."""
     ring = (tuning.stages, tuning.block, H)
     operand = jnp.dtype(operand_dtype(cache_dtype))
-    tile = (TILE_ROWS, H)
-    rows = matrix(tile, jnp.dtype(jnp.bfloat16)) if tiled else plgpu.SMEM(tile, jnp.bfloat16)
+    tile = matrix((TILE_ROWS, H), jnp.dtype(jnp.bfloat16))
     scratch: dict[str, Any] = {
-        "q_MH": rows,
-        "out_MH": rows,
+        "q_MH": tile,
+        "out_MH": tile,
         "sums_M": plgpu.SMEM((TILE_ROWS,), jnp.float32),
         "k_ring": matrix(ring, cache_dtype),
         "v_ring": matrix(ring, cache_dtype),
@@ -99,6 +95,8 @@ def scratch_types(
         "k_barriers": plgpu.Barrier(num_barriers=tuning.stages),
         "v_barriers": plgpu.Barrier(num_barriers=tuning.stages),
     }
+    if slots_of_item:
+        scratch["item_barrier"] = plgpu.Barrier(num_arrivals=slots_of_item)
     if operand != cache_dtype:
         scratch["wide_JH"] = matrix((tuning.block, H), operand)
     if interpreted:
@@ -142,8 +140,9 @@ class Blocks:
     prefix_steps: jax.Array
     prefix_block: jax.Array
     own_block: jax.Array
-    prefix_visible: tuple[jax.Array, jax.Array]  # first visible entry, end of the visible ones
-    own_visible: tuple[jax.Array, jax.Array]
+    # First visible entry (None without a window: the first of all), end of the visible ones.
+    prefix_visible: tuple[jax.Array | None, jax.Array]
+    own_visible: tuple[jax.Array | None, jax.Array]
 
     @classmethod
     def of(
@@ -174,8 +173,8 @@ class Blocks:
             prefix_steps=prefix_steps - begin,
             prefix_block=prefix_block + begin,
             own_block=own_block,
-            prefix_visible=(prefix_first, prefix_length),
-            own_visible=(own_first, own_length),
+            prefix_visible=(None if window is None else prefix_first, prefix_length),
+            own_visible=(None if window is None else own_first, own_length),
         )
 
     def start(self, step: jax.Array, in_prefix: bool, block: int) -> jax.Array:
@@ -183,27 +182,30 @@ class Blocks:
         index = self.prefix_block + step if in_prefix else self.own_block + step - self.prefix_steps
         return index * block
 
-    def visible(self, step: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    def visible(self, step: jax.Array, block: int) -> tuple[jax.Array | None, jax.Array]:
         """First visible entry of a step's block and their end, counted from the block's first."""
         in_prefix = step < self.prefix_steps
         start = jnp.where(in_prefix, self.start(step, True, block), self.start(step, False, block))
-        low, high = (
-            jnp.where(in_prefix, in_row, in_own)
-            for in_row, in_own in zip(self.prefix_visible, self.own_visible, strict=True)
+        (first_in_row, end_in_row), (first_in_own, end_in_own) = (
+            self.prefix_visible,
+            self.own_visible,
         )
-        return low - start, high - start
+        end = jnp.where(in_prefix, end_in_row, end_in_own) - start
+        if first_in_row is None or first_in_own is None:
+            return None, end
+        return jnp.where(in_prefix, first_in_row, first_in_own) - start, end
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["blocks", "slot", "head", "row", "part"],
+    data_fields=["blocks", "slot", "head", "row", "part", "item"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What a program does at a time: some blocks of one KV head, of a prompt row and a slot's own.
+    """What a program does at a time: some blocks of one KV head, for a slot or an item of slots.
 
-    Every field but the first is an int32 scalar; one of what is not read may be any row or slot.
+    Every field but the first is an int32 scalar; one of what is not read may be any.
     """
 
     blocks: Blocks
@@ -211,13 +213,13 @@ class Unit:
     head: jax.Array
     row: jax.Array
     part: jax.Array
+    item: jax.Array  # negative for a slot's own
 
-    @classmethod
-    def nothing(cls) -> "Unit":
-        """A unit without a block."""
-        zero = jnp.int32(0)
-        blocks = Blocks(zero, zero, zero, zero, (zero, zero), (zero, zero))
-        return cls(blocks, zero, zero, zero, zero)
+    def without_blocks(self) -> "Unit":
+        """The same with nothing to read."""
+        return dataclasses.replace(
+            self, blocks=dataclasses.replace(self.blocks, steps=jnp.int32(0))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +247,7 @@ class Scratch:
     q_barrier: Any
     k_barriers: Any
     v_barriers: Any
+    item_barrier: Any = None  # the queries of an item's slots; only with items
     wide_JH: Any = None  # only with a float8 cache
     spill_MH: Any = None  # the rest only when interpreted
     spill_MJ: Any = None
@@ -265,7 +268,6 @@ class Program:
     first_step: Any  # steps of all units before this one
     block: int
     stages: int
-    window: int | None
     to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
     keys: tuple[Any, Any]  # [C, K, P, H] and [O, K, R, H] in global memory, None for one not read
     values: tuple[Any, Any]
@@ -351,13 +353,13 @@ class Program:
                 self.load(found[i], self.place(i), keys=True)
                 self.load(found[i], self.place(i), keys=False)
 
-    def queries(self, tiled: bool) -> Any:
+    def queries(self) -> Any:
         """The queries as a product's left operand: registers, which leaves `q_MH` free."""
         q_MH = self.memory.q_MH
         if self.interpreted:
             self.memory.spill_MH[...] = q_MH[...].astype(self.operand)
             return self.memory.spill_MH
-        q = plgpu.load(q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA, optimized=tiled)
+        q = plgpu.load(q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA)
         return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
 
     def clear(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
@@ -414,13 +416,13 @@ class Program:
         """
         visible_from, visible_to = self.blocks.visible(step, self.block)
         partial = visible_to < self.block
-        if self.window is not None:
+        if visible_from is not None:
             partial |= visible_from > 0
 
         def mask(scores: jax.Array) -> jax.Array:
             entry = self.positions(scores.shape, 1, plgpu.Layout.WGMMA)
             seen = entry < visible_to
-            if self.window is not None:
+            if visible_from is not None:
                 seen &= entry >= visible_from
             return jnp.where(seen, scores, -jnp.inf)
 

@@ -255,6 +255,32 @@ def test_the_optimizer_follows_the_schedule_that_is_reported():
         np.testing.assert_allclose(before - state.params["w"], expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_optimizer_is_adamw(param_dtype):
+    """Against optax's, over steps of uneven size."""
+    config = OptimizerConfig(
+        learning_rate=0.1, b1=0.8, b2=0.95, eps=1e-3, weight_decay=0.3, warmup_steps=3
+    )
+    ours = make_optimizer(config, 10)
+    theirs = optax.adamw(schedule(config, 10), 0.8, 0.95, 1e-3, weight_decay=0.3)
+    first = second = {"w": jnp.linspace(-1, 1, 24, dtype=param_dtype).reshape(4, 6)}
+    states = [ours.init(first), theirs.init(second)]
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 10.0, 0.1, 1.0, 0.0):
+        gradients = {"w": jnp.asarray(scale * rng.normal(size=(4, 6)), param_dtype)}
+        updates, states[0] = ours.update(gradients, states[0], first)
+        first = optax.apply_updates(first, updates)
+        updates, states[1] = theirs.update(gradients, states[1], second)
+        second = optax.apply_updates(second, updates)
+    assert first["w"].dtype == second["w"].dtype == states[0][0].nu["w"].dtype == param_dtype
+    np.testing.assert_allclose(
+        np.asarray(first["w"], np.float32),
+        np.asarray(second["w"], np.float32),
+        rtol=1e-5 if param_dtype == "float32" else 0.03,
+        atol=1e-6 if param_dtype == "float32" else 0.01,
+    )
+
+
 def test_bfloat16_moments_follow_float32_ones():
     """Over 400 steps the second moment falls 300-fold, by less than a bfloat16 step each time."""
     found = {}

@@ -109,9 +109,9 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
 
 
 def _unbiased(moment: Array, decay: float, count: Array) -> Array:
-    """The mean over the steps so far, of which the first weighs in a moment that began at 0."""
-    # A factor: a divisor the compiler would treat in one way in one program, and in another in the
-    # next, and results would depend on where the moments lie.
+    """moment / (1 - decay^count): it begins at 0 and would be too small in the first steps."""
+    # As a factor: how the compiler divides differs from program to program, and results would
+    # depend on where the moments lie.
     return moment * (1 / (1 - jnp.float32(decay) ** count)).astype(moment.dtype)
 
 

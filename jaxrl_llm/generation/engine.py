@@ -61,8 +61,10 @@ PREFILL_TOKENS = 8192
 RESIDUAL_DTYPE = "float32"
 # Shares of the slots that a tail has. Each is a decode step more to compile, so responses that are
 # short at most have none; nor do few slots, whose step takes as long as it takes to read the model.
-TAIL_SHARES = (2, 4, 8, 16)
+TAIL_SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
 FEWEST_TAIL_SLOTS = 64
+# Of a share that is no power of two: from here on a step takes as long as its products.
+FEWEST_BETWEEN = 256
 SHORTEST_TAIL = 512  # response tokens
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0
@@ -165,8 +167,8 @@ def generate(
 
     `num_slots` sequences are decoded at once (0: all); `prefill_batch` prompts are prefilled at
     once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the numbers of slots, falling,
-    with which the loop goes on once no more samples are live or pending (None: a half, a quarter
-    and so on of `num_slots` where responses may be long). `cache_tokens` is how many tokens of
+    with which the loop goes on once no more samples are live or pending (None: shares of
+    `num_slots` where responses may be long). `cache_tokens` is how many tokens of
     responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
     for one another, which changes no result; `tokens_a_page` of them are handed out at once (0: as
     the kernel reads them). `attention` is the implementation;
@@ -329,8 +331,12 @@ def _sizes(
     batch = prefill_batch or min(PREFILL_TOKENS // max(width, 1), -(-slots // group))
     batch = max(1, min(batch, num_groups))
     if tail_slots is None:
-        tails = [slots // share for share in TAIL_SHARES]
-        tail_slots = tuple(tail for tail in tails if tail >= FEWEST_TAIL_SLOTS)
+        tails = [(int(slots * share), math.log2(share).is_integer()) for share in TAIL_SHARES]
+        tail_slots = tuple(
+            tail
+            for tail, halved in tails
+            if tail >= (FEWEST_TAIL_SLOTS if halved else FEWEST_BETWEEN)
+        )
         if max_new_tokens < SHORTEST_TAIL:
             tail_slots = ()
     if any(a <= b for a, b in zip((slots, *tail_slots), (*tail_slots, 0), strict=True)):

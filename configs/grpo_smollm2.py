@@ -27,7 +27,7 @@ def get_config() -> Config:
         name="grpo_smollm2",
         total_steps=100,
         data=replace(base.data, train_batch_size=64),
-        actor=replace(base.actor, ppo_mini_batch_size=32, optimizer=optimizer),
+        actor=replace(base.actor, ppo_mini_batch_size=32, shuffle=True, optimizer=optimizer),
         rollout=replace(base.rollout, n=8),
         algorithm=FunctionConfig(
             path="jaxrl_llm.algorithms.alias:grpo",

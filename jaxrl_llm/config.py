@@ -128,6 +128,9 @@ class ActorConfig(ModelSettings):
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_mini_batch_size: int = 128  # prompts an optimizer step
     ppo_epochs: int = 1
+    # Mini-batches, the critic's too, of samples in random order, anew each epoch; else of whole
+    # prompts in order, whose samples `share_prompts` can then compute together in updates as well.
+    shuffle: bool = False
     micro_batch_size: int = 0  # samples a device and forward pass; 0 takes the whole mini-batch
     # Tokens a device and forward pass: samples are packed, without padding, into rows of so many.
     # 0 gives each sample its own padded row.

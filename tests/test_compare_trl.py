@@ -110,6 +110,7 @@ def test_settings_that_trl_has_are_passed_on(config, key, value, name, given):
         ("actor.optimizer.weight_decay", "0.01"),
         ("actor.optimizer.warmup_steps", "3"),
         ("rollout.quantization", "float8"),
+        ("actor.shuffle", "False"),
         ("mesh.data", "2"),
         ("reward.functions", "[]"),
         ("reward.functions", "[{path: jaxrl_llm.rewards.length:length}]"),

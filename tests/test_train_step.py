@@ -158,6 +158,31 @@ def test_only_the_first_mini_batch_has_a_ratio_of_one():
     )
 
 
+def test_shuffled_mini_batches_take_every_sample_once_an_epoch():
+    """In another order each epoch, fields together; without a key in the order of the batch."""
+
+    def taken(key):
+        def step(state, batch, first):
+            return state, {"ids": batch["ids"], "twice": batch["twice"], "first": first}
+
+        batch = {"ids": jnp.arange(12), "twice": 2 * jnp.arange(12)}
+        sizes = dict(num_mini_batches=3, num_epochs=2, shard=whole)
+        run = jax.jit(partial(over_mini_batches, step=step, **sizes))
+        _, found = run({}, batch, shuffle_key=key)
+        np.testing.assert_array_equal(found["twice"], 2 * found["ids"])
+        assert found["first"].tolist() == [True] + 5 * [False]
+        return np.asarray(found["ids"]).reshape(2, 12)
+
+    in_order = np.arange(12)
+    np.testing.assert_array_equal(taken(None), [in_order, in_order])
+    one, other = taken(jax.random.key(0)), taken(jax.random.key(1))
+    for epochs in (one, other):
+        np.testing.assert_array_equal(np.sort(epochs, axis=1), [in_order, in_order])
+    orders = [in_order, *one, *other]
+    assert len({tuple(order) for order in orders}) == 5
+    np.testing.assert_array_equal(taken(jax.random.key(0)), one)
+
+
 # ------------------------------------------------------------------------- applying gradients
 
 

@@ -57,6 +57,7 @@ def get_config() -> Config:
             hf_config=MODEL,
             ppo_mini_batch_size=8,
             ppo_epochs=2,
+            shuffle=True,
             optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=3),
         ),
         critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-3, offload=True)),

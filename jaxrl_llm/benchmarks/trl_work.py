@@ -2,7 +2,6 @@
 
 What TRL cannot do alike is refused, never left out in silence. What stays different:
 
-- A mini-batch of ours is whole groups; TRL shuffles the samples of an iteration into mini-batches.
 - TRL adds 1e-4 to a group's standard deviation, we add 1e-6; the smallest that a right-or-wrong
   reward of eight samples can have is 0.35.
 - Both compute in bfloat16 over float32 weights, TRL by torch's autocast, which leaves what it adds
@@ -24,8 +23,9 @@ from jaxrl_llm.trainer.run_data import load_run_prompts, train_batches, train_so
 GRPO = "jaxrl_llm.algorithms.alias:grpo"
 REWARD_FIELDS = ("solution_str", "ground_truth")
 
-# The only value of each key that both trainers understand alike. TRL's warm-up begins at a rate of
-# 0, and its weight decay spares norms and biases.
+# The only value of each key that both trainers understand alike. TRL shuffles the samples of an
+# iteration into mini-batches, its warm-up begins at a rate of 0, and its weight decay spares norms
+# and biases.
 ALIKE: dict[str, Any] = {
     "algorithm.path": GRPO,
     "algorithm.settings.entropy_coef": 0.0,
@@ -35,6 +35,7 @@ ALIKE: dict[str, Any] = {
     "algorithm.settings.bypass_mode": False,
     "algorithm.settings.loss_scale": None,
     "actor.param_dtype": "float32",
+    "actor.shuffle": True,
     "actor.optimizer.schedule": "constant",
     "actor.optimizer.warmup_steps": 0,
     "actor.optimizer.weight_decay": 0.0,

@@ -109,19 +109,28 @@ def over_mini_batches(
     num_mini_batches: int,
     num_epochs: int,
     shard: Callable[[Any], Any],
+    shuffle_key: Array | None = None,
 ) -> tuple[TrainState, Metrics]:
     """`num_epochs` passes over consecutive mini-batches; metrics [epochs * mini-batches] each.
 
     `step(state, mini_batch, first)` is told with a bool array whether the parameters are still
-    those that the iteration began with.
+    those that the iteration began with. `shuffle_key` puts the samples in a random order, another
+    in each epoch, before they are divided.
     """
     if num_mini_batches == 1 and num_epochs == 1:
         state, metrics = step(state, batch, jnp.bool_(True))
         return state, jax.tree.map(lambda x: x[None], metrics)
-    stacked = shard(split_micro_batches(batch, num_mini_batches))
+    num_stacked = num_mini_batches
+    if shuffle_key is not None:
+        num_samples = jax.tree.leaves(batch)[0].shape[0]
+        keys = jax.random.split(shuffle_key, num_epochs)
+        orders = [jax.random.permutation(key, num_samples) for key in keys]
+        batch = jax.tree.map(lambda x: x[jnp.concatenate(orders)], batch)
+        num_stacked *= num_epochs
+    stacked = shard(split_micro_batches(batch, num_stacked))
 
     def body(state: TrainState, position: Array):
-        mini_batch = jax.tree.map(lambda x: x[position % num_mini_batches], stacked)
+        mini_batch = jax.tree.map(lambda x: x[position % num_stacked], stacked)
         return step(state, mini_batch, position == 0)
 
     return jax.lax.scan(body, state, jnp.arange(num_mini_batches * num_epochs))

@@ -1,6 +1,6 @@
 """From a config to the planned programs of online RL, before any array exists."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -203,7 +203,10 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def update_sizes(config: Config, role: str, mesh: Mesh) -> stages.UpdateSizes:
-    """How the passes of `role` (actor or critic) walk through an iteration's samples."""
+    """How the passes of `role` (actor or critic) walk through an iteration's samples.
+
+    Shuffled, the samples of a prompt are spread over mini-batches: no row has them together.
+    """
     settings = config.critic if role == "critic" else config.actor
     samples = config.data.train_batch_size * config.rollout.n
     mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
@@ -215,6 +218,8 @@ def update_sizes(config: Config, role: str, mesh: Mesh) -> stages.UpdateSizes:
             shard=stages.shard_rows(mesh),
         )
         update, forward = packed, packed
+        if config.actor.shuffle:
+            update = replace(packed, group=1)
     else:
         micro_batch = settings.micro_batch_size * config.mesh.num_replicas or mini_batch
         shard = stages.shard_stacked(mesh)
@@ -225,6 +230,7 @@ def update_sizes(config: Config, role: str, mesh: Mesh) -> stages.UpdateSizes:
         num_epochs=settings.ppo_epochs,
         update=update,
         forward=forward,
+        shuffle_seed=config.seed if config.actor.shuffle else None,
     )
 
 

@@ -50,6 +50,7 @@ class UpdateSizes:
     num_epochs: int
     update: MicroBatches  # of one mini-batch
     forward: MicroBatches  # of the whole batch, in passes without gradient
+    shuffle_seed: int | None = None  # of the order in which mini-batches take the samples
 
 
 def shard_stacked(mesh: Mesh) -> Callable[[Any], Any]:
@@ -412,7 +413,8 @@ def update_actor_stage(
         reads = (*reads, "loss_mask")
 
     def fn(state: TrainState, step: jax.Array, *values: jax.Array) -> StageOutput:
-        update = _updater(role, loss, sizes, dict(zip(reads, values, strict=True)), "actor")
+        fields = dict(zip(reads, values, strict=True))
+        update = _updater(role, loss, sizes, fields, step, "actor")
         if critic_warmup == 0:
             state, metrics = update(state)
         else:
@@ -433,7 +435,8 @@ def update_critic_stage(role: Role, algorithm: Algorithm, sizes: UpdateSizes) ->
     reads = _update_reads(algorithm.value_loss)
 
     def fn(state: TrainState, step: jax.Array, *values: jax.Array) -> StageOutput:
-        update = _updater(role, loss, sizes, dict(zip(reads, values, strict=True)), "critic")
+        fields = dict(zip(reads, values, strict=True))
+        update = _updater(role, loss, sizes, fields, step, "critic")
         state, metrics = update(state)
         return StageOutput(metrics=metrics, state=state)
 
@@ -453,7 +456,12 @@ def row_fields(row: Sequence[jax.Array]) -> Fields:
 
 
 def _updater(
-    role: Role, loss: Any, sizes: UpdateSizes, fields: dict[str, jax.Array], prefix: str
+    role: Role,
+    loss: Any,
+    sizes: UpdateSizes,
+    fields: dict[str, jax.Array],
+    iteration: jax.Array,
+    prefix: str,
 ) -> Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]:
     """state -> (state, metrics averaged over optimizer steps), named `prefix/...`."""
     assert role.optimizer is not None and role.learning_rate is not None
@@ -467,6 +475,10 @@ def _updater(
         micro_batches=sizes.update,
     )
 
+    key = None
+    if sizes.shuffle_seed is not None:
+        key = jax.random.fold_in(jax.random.key(sizes.shuffle_seed), iteration)
+
     def update(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
         state, steps = over_mini_batches(
             state,
@@ -475,6 +487,7 @@ def _updater(
             num_mini_batches=sizes.num_mini_batches,
             num_epochs=sizes.num_epochs,
             shard=shard,
+            shuffle_key=key,
         )
         flags = steps.pop(NONFINITE).any(axis=0)
         steps.pop("loss")

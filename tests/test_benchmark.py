@@ -401,7 +401,9 @@ PACKED_AND_DECODE = [
             ["training", "--workload=mix", "--config.actor.micro_batch_tokens=64"],
             ["update_mix_4x2"],
         ),
-        (["attention", "--workload=packed,decode"], PACKED_AND_DECODE),
+        pytest.param(
+            ["attention", "--workload=packed,decode"], PACKED_AND_DECODE, marks=pytest.mark.slow
+        ),
         pytest.param(
             ["attention"],
             ["dense_2x64_fwd", "dense_2x64_fwdbwd", *PACKED_AND_DECODE],

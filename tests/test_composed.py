@@ -206,6 +206,7 @@ def phased(folder: Path, **flags: str) -> Config:
     return load_config(str(folder / "tiny.py"), list(settings.items()))
 
 
+@pytest.mark.slow
 def test_one_algorithm_after_another_and_resumed_between(tmp_path, capsys):
     config = phased(tmp_path / "whole")
     train(config)

@@ -284,7 +284,7 @@ def test_a_slot_does_not_depend_on_who_shares_its_prompt(num_splits: int):
     """
     case = SHARED["ragged"]
     whole = case.run(plan=case.plan(num_splits, num_splits=num_splits))
-    for slots in ([4], [8, 5, 4, 3], [7, 6, 4, 2, 0]):
+    for slots in ([4], [8, 5, 4, 3]):
         plan = case.plan(num_splits, slots, num_splits=num_splits)
         part = case.run(plan=plan, slots=slots)
         np.testing.assert_allclose(part, whole[slots], rtol=2**-7, atol=1e-6)

@@ -51,7 +51,14 @@ def test_draws_follow_the_softmax(temperature):
     assert not chi_square_fits(counts, softmax(logits / temperature * 1.1))
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 300}, {"top_p": 0.7, "temperature": 1.5}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"top_k": 300}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.7, "temperature": 1.5}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_large_vocabulary_is_drawn_in_two_steps_from_the_same_softmax(settings):
     """2,560 tokens are 8 rows of 320 columns; counts by row, by column and of the likeliest."""
     size, rows, draws = 2560, 8, 40_000

@@ -124,7 +124,9 @@ def _resources_in(path: Path) -> Resources:
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [s if s in ("0.5B", "7B") else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
+)
 @pytest.mark.parametrize(
     ("num_splits", "window", "cache", "shared"),
     [

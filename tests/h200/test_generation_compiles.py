@@ -133,7 +133,7 @@ def test_kernels_of_a_layer(decode_bodies):
         ]
         # Beside the layers: embedding, rope, who shares a prompt, pages, sampling, bookkeeping.
         a_layer = (len(launched) - 45) / CONFIG.num_layers
-        assert a_layer <= 14, "\n".join(launched)
+        assert a_layer <= 15, "\n".join(launched)
 
 
 def test_a_step_is_one_cuda_graph(program, dump):
@@ -149,8 +149,8 @@ def test_a_step_is_one_cuda_graph(program, dump):
             line.strip() for line, d in zip(body, depth, strict=True) if line and d == depth[1]
         ]
         captured = [line for line, d in zip(body, depth, strict=True) if d > depth[1]]
-        # A kernel for the shared prompts and one for what each slot added; the outer loop has more.
-        if sum("kCustomCall" in line for line in captured) == 2 * CONFIG.num_layers:
+        # One kernel a layer for shared prompts and what each slot added; the outer loop has more.
+        if sum("kCustomCall" in line for line in captured) == CONFIG.num_layers:
             assert [step.split()[1] for step in steps] == ["kCommandBuffer"], steps
             loops += 1
     assert loops == 1 + len(TAILS)

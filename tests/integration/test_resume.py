@@ -85,6 +85,7 @@ def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
     assert run.saved_steps() == kept_steps(reference)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(
     tmp_path: Path, reference: TinyRun, sharing: str
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_finished_run_is_left_as_it_is(reference: TinyRun) -> None:
     assert (reference.metrics(), reference.saved_steps()) == before
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_goes_on_in_a_new_folder(
     tmp_path: Path, reference: TinyRun, sharing: str
 ) -> None:

@@ -168,7 +168,7 @@ def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):
 @pytest.mark.slow
 def test_trl_itself(config, tmp_path):
     """Both sides through the script: TRL's own settings are ours, and every step is there."""
-    pytest.importorskip("trl")
+    pytest.importorskip("trl", reason="TRL is not installed: pip install -e .[parity]")
     output = tmp_path / "curves.jsonl"
     overrides = {
         "actor.path": config.actor.path,

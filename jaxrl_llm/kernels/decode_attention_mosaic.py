@@ -261,6 +261,9 @@ class _Work:
             unit = jax.tree.map(
                 partial(jnp.where, which < num_of_items), self._of_item(head, which), unit
             )
+            # A slot's own units read no row and an item's no slot: one number, one register.
+            where = jnp.where(unit.item < 0, unit.slot, unit.row)
+            unit = dataclasses.replace(unit, slot=where, row=where)
         return jax.tree.map(
             partial(jnp.where, index == self._index(round)), unit, unit.without_blocks()
         )
@@ -400,8 +403,8 @@ def _make_body(
         rounds = work.num_rounds()
 
         def page_of(slot: Any, number: Any) -> Any:
-            last = sizes.pages_a_slot - 1
-            return pages[slot * sizes.pages_a_slot + jnp.minimum(number, last)]
+            entry = slot * sizes.pages_a_slot + jnp.minimum(number, sizes.pages_a_slot - 1)
+            return pages[jnp.minimum(entry, pages.shape[0] - 1)]  # an item's unit has no slot
 
         def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
             k_scale = k_scale_K[0][unit.head] if k_scale_K else 1.0

@@ -144,8 +144,7 @@ def test_no_spills_and_several_programs_an_sm(
 ):
     kernels = resources_of(tmp_path, shape, num_splits, window, cache, shared)
     (found,) = kernels.values()
-    # Of float8 and two kinds of units, eight registers more than there are.
-    assert found.spilled_bytes <= (32 if shared and cache != "bfloat16" else 0)
+    assert found.spilled_bytes == 0
     assert found.programs_per_sm() >= SHAPES[shape][3]
 
 

@@ -5,8 +5,9 @@ python scripts/train.py --config=configs/grpo_smollm2.py
 
 The task of configs/ppo_smollm2.py without its critic (Shao et al. 2024,
 https://arxiv.org/abs/2402.03300), in the paper's form: each response weighs the same whatever its
-length, and a penalty holds the policy near the model that it began as. Every setting is one that
-TRL's GRPOTrainer has too, so the two can be run side by side on the same prompts:
+length, and a penalty holds the policy near the model that it began as (k3 without verl's clamps,
+past which a token has no gradient). Every setting is one that TRL's GRPOTrainer has too, so the two
+can be run side by side on the same prompts:
 
 python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] --output=curves.jsonl
 """
@@ -31,6 +32,10 @@ def get_config() -> Config:
         rollout=replace(base.rollout, n=8),
         algorithm=FunctionConfig(
             path="jaxrl_llm.algorithms.alias:grpo",
-            settings={"loss_aggregation": "seq-mean-token-mean", "kl_loss_coef": 0.001},
+            settings={
+                "loss_aggregation": "seq-mean-token-mean",
+                "kl_loss_coef": 0.001,
+                "kl_loss_type": "k3_unclamped",
+            },
         ),
     )

@@ -106,6 +106,7 @@ def test_settings_that_trl_has_are_passed_on(config, key, value, name, given):
         ("algorithm.settings.entropy_coef", "0.01"),
         ("algorithm.settings.rollout_is", "token"),
         ("algorithm.settings.kl_loss_type", "k1"),
+        ("algorithm.settings.kl_loss_type", "low_var_kl"),
         ("algorithm.settings.loss_aggregation", "token-mean"),  # with gradient accumulation
         ("actor.optimizer.weight_decay", "0.01"),
         ("actor.optimizer.warmup_steps", "3"),

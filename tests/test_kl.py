@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.kl import (
     kl_k1,
     kl_k2,
     kl_k3,
+    kl_k3_unclamped,
     kl_penalty,
     make_kl_controller,
     straight_through,
@@ -28,12 +29,14 @@ VALUES = {
     kl_abs: [[0.5, 1.0, 0.0]],
     kl_k2: [[0.125, 0.5, 0.0]],
     kl_k3: [[np.exp(-0.5) + 0.5 - 1, np.exp(1.0) - 1 - 1, 0.0]],
+    kl_k3_unclamped: [[np.exp(-0.5) + 0.5 - 1, np.exp(1.0) - 1 - 1, 0.0]],
 }
 GRADIENTS = {  # with respect to logprobs; abs has none at 0
     kl_k1: [[1.0, 1.0, 1.0]],
     kl_abs: [[1.0, -1.0, 0.0]],
     kl_k2: [[0.5, -1.0, 0.0]],
     kl_k3: [[1 - np.exp(-0.5), 1 - np.exp(1.0), 0.0]],
+    kl_k3_unclamped: [[1 - np.exp(-0.5), 1 - np.exp(1.0), 0.0]],
 }
 
 
@@ -81,12 +84,21 @@ def test_k3_is_clamped_and_finite():
     assert np.isfinite(jax.grad(lambda x: kl_k3(x, reference).sum())(logprobs)).all()
 
 
+def test_unclamped_k3_holds_on_to_a_token_that_the_policy_has_dropped():
+    logprobs, reference = jnp.array([[-4.0, -9.0]]), jnp.array([[-1.0, -0.5]])
+    d = np.array([[3.0, 8.5]])
+    np.testing.assert_allclose(kl_k3_unclamped(logprobs, reference), np.exp(d) - d - 1, rtol=1e-6)
+    gradient = jax.grad(lambda x: kl_k3_unclamped(x, reference).sum())(logprobs)
+    np.testing.assert_allclose(gradient, 1 - np.exp(d), rtol=1e-6)
+    assert (jax.grad(lambda x: kl_k3(x, reference).sum())(logprobs) == 0).all()
+
+
 def test_estimators_agree_in_expectation_with_the_exact_kl():
     p = np.array([0.5, 0.3, 0.2])
     q = np.array([0.4, 0.4, 0.2])
     exact = (p * np.log(p / q)).sum()
     log_p, log_q = jnp.log(jnp.array([p])), jnp.log(jnp.array([q]))
-    for estimator in (kl_k1, kl_k3):
+    for estimator in (kl_k1, kl_k3, kl_k3_unclamped):
         np.testing.assert_allclose((p * np.array(estimator(log_p, log_q))).sum(), exact, atol=1e-6)
 
 

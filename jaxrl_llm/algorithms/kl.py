@@ -53,6 +53,16 @@ def kl_k3(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
     return jnp.clip(jnp.exp(d) - d - 1.0, -MAX_K3, MAX_K3)
 
 
+def kl_k3_unclamped(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
+    """k3 as the formula has it, and as TRL computes it.
+
+    Its gradient 1 - exp(d) holds on to a token the more, the less likely the policy has made it;
+    that of `kl_k3` ends at exp(d) = 13. Where d is over 88 it is not finite, and the run stops.
+    """
+    d = reference_logprobs - logprobs
+    return jnp.exp(d) - d - 1.0
+
+
 def straight_through(estimator: Estimator) -> Estimator:
     """The value of `estimator` with the gradient of k2, which is an unbiased gradient of the KL."""
 
@@ -73,13 +83,14 @@ ESTIMATORS: dict[str, Estimator] = {
     "mse": kl_k2,
     "k3": kl_k3,
     "low_var_kl": kl_k3,
+    "k3_unclamped": kl_k3_unclamped,
 }
 
 
 def kl_penalty(name: str) -> Estimator:
     """The estimator of that name; a `+` at its end asks for the straight-through gradient.
 
-    Names: k1 (kl), abs, k2 (mse), k3 (low_var_kl). Raises ValueError for another.
+    Names: k1 (kl), abs, k2 (mse), k3 (low_var_kl), k3_unclamped. Raises ValueError for another.
     """
     base = name.removesuffix("+")
     if base not in ESTIMATORS:

@@ -91,9 +91,10 @@ def _check_alike(config: Config) -> None:
                 f"config.{key}={found}: TRL's GRPOTrainer has no such run; {wanted!r} works"
             )
     settings = config.algorithm.settings
-    if settings["use_kl_loss"] and settings["kl_loss_type"] not in ("k3", "low_var_kl"):
+    if settings["use_kl_loss"] and settings["kl_loss_type"] != "k3_unclamped":
         raise ConfigError(
-            f"config.algorithm.settings.kl_loss_type={settings['kl_loss_type']}: TRL's is k3"
+            f"config.algorithm.settings.kl_loss_type={settings['kl_loss_type']}: TRL's KL is "
+            "k3_unclamped; without one, use_kl_loss=false"
         )
     if not config.actor.path:
         raise ConfigError("config.actor.path is empty: TRL loads a Hugging Face directory")

@@ -42,6 +42,7 @@ def case(seed=0):
         "reference_logprobs": np.minimum(old + 0.4 * rng.normal(size=old.shape), -0.01),
         "mask": np.arange(LENGTH) < lengths[:, None],
     }
+    fields["reference_logprobs"][0, 0] = fields["logprobs"][0, 0] + 4  # where verl clamps k3
     fields = {name: x.astype(np.float32) for name, x in fields.items()}
     last = np.eye(LENGTH)[lengths - 1]
     fields["rewards"] = (rewards[:, None] * last).astype(np.float32)
@@ -161,7 +162,7 @@ NO_KL = {"use_kl_loss": False}
 GRPO = {
     "grpo": (alias.grpo(**CLIP, **MEAN, **NO_KL), EPSILON),
     "grpo with its KL": (
-        alias.grpo(**CLIP, **MEAN, kl_loss_coef=0.1, kl_loss_type="k3"),
+        alias.grpo(**CLIP, **MEAN, kl_loss_coef=0.1, kl_loss_type="k3_unclamped"),
         EPSILON | {"beta": 0.1},
     ),
     "bnpo": (alias.grpo(**CLIP, **NO_KL), EPSILON),

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
 from jaxrl_llm.models.families import check_family
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
-from jaxrl_llm.models.layers import Form, to_float8
+from jaxrl_llm.models.layers import Form
 
 __all__ = [
     "Kind",

@@ -33,9 +33,10 @@ class Block(nnx.Module):
         self, config: ModelConfig, *, window: int | None, form: Form, dtype: DTypeLike
     ) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype)
+        float8 = form == "float8"
+        self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
         self.attention = Attention(config, window=window, form=form, dtype=dtype)
-        self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype)
+        self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
         self.mlp = MLP(config, form=form, dtype=dtype)
 
     def __call__(

@@ -9,7 +9,7 @@ the dtype of its parameters, statistics in float32.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
 
 AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value", "merged")
 # How a model keeps its projections: one kernel each, those of one input as one kernel, or so and in
 # float8; see `base.merge_projections` and `base.quantize_projections`.
 Form = Literal["separate", "merged", "float8"]
-FLOAT8 = jnp.float8_e4m3fn
-FLOAT8_MAX = 448.0
 PROJECTION = "projection"  # the name under which a projection's result may be kept, see decoder.py
 
 
@@ -76,48 +75,61 @@ class Float8Projection(nnx.Module):
         bias: bool = False,
         dtype: DTypeLike,
     ) -> None:
-        self.contract = contract
+        self.contract, self.dtype = contract, dtype
         outputs = shape[contract:]
         transposed = (*axes[contract:], *axes[:contract])
         self.kernel = parameter((*outputs, *shape[:contract]), transposed, "zeros", FLOAT8)
         self.scale = parameter(outputs, axes[contract:], "ones", jnp.float32)
         self.bias = parameter(outputs, axes[contract:], "zeros", dtype) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, scale = self.kernel[...], self.scale[...]
-        rows = x.reshape(*x.shape[: x.ndim - self.contract], -1)
-        x8, x_scale = to_float8(rows, axis=-1)
-        y = jax.lax.dot_general(
-            x8,
-            kernel.reshape(scale.size, -1),
-            (((x8.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=x.dtype,
-        )
+    def __call__(self, x: jax.Array | Scaled) -> jax.Array:
+        """Of an array that is still to be scaled, or of one that is, its inputs joined."""
+        y, x_scale = self.unscaled(x)
+        scale, dtype = self.scale[...], y.dtype
         y = y.astype(jnp.float32) * x_scale * scale.reshape(-1)
         y = y.reshape(*y.shape[:-1], *scale.shape)
-        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+        return (y if self.bias is None else y + self.bias[...]).astype(dtype)
 
-
-def to_float8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """(x / scale in float8_e4m3fn, scale float32 with `axis` kept): the largest becomes 448."""
-    x32 = x.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(x32), axis=axis, keepdims=True)
-    scale = jnp.where(peak > 0, peak / FLOAT8_MAX, 1.0)
-    return (x32 / scale).astype(FLOAT8), scale
+    def unscaled(self, x: jax.Array | Scaled) -> tuple[jax.Array, jax.Array]:
+        """The product of the float8 values, outputs joined, and the scales of the inputs' rows."""
+        if not isinstance(x, Scaled):
+            x = to_float8(x.reshape(*x.shape[: x.ndim - self.contract], -1), axis=-1)
+        kernel = self.kernel[...]
+        y = jax.lax.dot_general(
+            x.values,
+            kernel.reshape(self.scale[...].size, -1),
+            (((x.values.ndim - 1,), (1,)), ((), ())),
+            preferred_element_type=self.dtype,
+        )
+        return y, x.scale
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim, statistics in float32 (arXiv:1910.07467)."""
+    """x / rms(x) * scale over the last dim, statistics in float32 (arXiv:1910.07467).
 
-    def __init__(self, size: int, *, axis: str = "norm", eps: float, dtype: DTypeLike) -> None:
-        self.eps = eps
+    With `float8` the result is a `Scaled` in float8, the input of a `Float8Projection`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        axis: str = "norm",
+        eps: float,
+        dtype: DTypeLike,
+        float8: bool = False,
+    ) -> None:
+        self.eps, self.float8 = eps, float8
         self.scale = parameter((size,), (axis,), "ones", dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
+        scale = self.scale[...]
+        if self.float8:
+            rows = rms_norm_float8(x.reshape(-1, x.shape[-1]), scale, eps=self.eps)
+            return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), rows)
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         # Rounded before the scale, as transformers does: bf16 results then agree.
-        scale = self.scale[...]
         return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(scale.dtype) * scale
 
 
@@ -148,7 +160,12 @@ class MLP(nnx.Module):
             self.gate_up = projection((D, 2 * F), ("embed", "merged"), dtype=dtype)
         self.down = projection((F, D), ("mlp", "embed"), dtype=dtype)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: Any) -> jax.Array:
+        if hasattr(self, "gate_up") and isinstance(self.gate_up, Float8Projection):
+            y, x_scale = self.gate_up.unscaled(x_BTD)
+            batch, scale = y.shape[:-1], self.gate_up.scale[...]
+            gated = gated_float8(y.reshape(-1, y.shape[-1]), x_scale.reshape(-1, 1), scale)
+            return self.down(jax.tree.map(lambda z: z.reshape(*batch, z.shape[-1]), gated))
         if hasattr(self, "gate_up"):
             gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD), 2, axis=-1)
         else:

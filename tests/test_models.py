@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl_llm.kernels.decode_attention import prefix_decode_attention
 from jaxrl_llm.kernels.flash_attention import attention
+from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX, to_float8
 from jaxrl_llm.models import families
 from jaxrl_llm.models.base import (
     ModelConfig,
@@ -23,7 +24,7 @@ from jaxrl_llm.models.base import (
     quantize_projections,
     scalar_params_from,
 )
-from jaxrl_llm.models.layers import FLOAT8, FLOAT8_MAX, rope_frequencies, to_float8
+from jaxrl_llm.models.layers import rope_frequencies
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
     path

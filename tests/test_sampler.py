@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.generation.sampler import (
     SamplingParams,
+    _logsumexp_of_rows,
     _num_rows,
     filter_logits,
     sample,
@@ -80,6 +81,19 @@ def test_a_large_vocabulary_is_drawn_in_two_steps_from_the_same_softmax(settings
         assert chi_square_fits(
             np.bincount(label[tokens], minlength=len(probabilities)), probabilities
         )
+
+
+@pytest.mark.parametrize("rows", [2, 16, 128])
+def test_sums_of_columns_are_those_of_float64(rows):
+    z = 20 * jax.random.normal(SEED, (3, rows, 300))
+    z = z.at[0, :, 3].set(-jnp.inf).at[1, 0, 4].set(-jnp.inf).at[2, 1, 5].set(3e38)
+    found, exact = _logsumexp_of_rows(z), np.asarray(z, np.float64)
+    peak = np.maximum(exact.max(axis=1), -1e300)
+    with np.errstate(divide="ignore"):
+        expected = peak + np.log(np.exp(exact - peak[:, None]).sum(axis=1))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-5)
+    assert np.isneginf(found[0, 3])
+    assert np.isnan(_logsumexp_of_rows(z.at[1, 1, 7].set(jnp.nan))[1, 7])
 
 
 def test_draws_of_consecutive_tokens_and_samples_are_independent():

@@ -47,8 +47,8 @@ from jaxrl_llm.generation.pages import (
 )
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
 from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
-from jaxrl_llm.models.layers import FLOAT8
 
 # "float8" computes the layers' projections and keeps the cache in float8_e4m3fn: faster, and
 # further from the trainer's log-probs, so that a run wants importance weights.

@@ -27,9 +27,9 @@ from jaxrl_llm.kernels.decode_attention import (
     prefix_decode_attention,
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
+from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
-from jaxrl_llm.models.layers import FLOAT8, FLOAT8_MAX
 
 # Lowered once for all layers: to lower one kernel takes 0.2 s of one core, to compile it as long.
 _prefix_decode_attention = jax.jit(

@@ -20,6 +20,7 @@ from jaxrl_llm.numerics import mix32
 
 MOST_ROWS = 128  # F
 FEWEST_COLUMNS = 256
+ROWS_AT_ONCE = 16  # so that up to 8 devices hold whole parts of 128 rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
     B, V = z_BV.shape
     rows = _num_rows(V)
     z_BFM = z_BV.reshape(B, rows, V // rows)
-    sums_BM = z_BFM[:, 0] if rows == 1 else jax.nn.logsumexp(z_BFM, axis=1)
+    sums_BM = z_BFM[:, 0] if rows == 1 else _logsumexp_of_rows(z_BFM)
     columns = V // rows
     column_B = jnp.argmax(sums_BM + _gumbel(keys_B2, columns), axis=-1).astype(jnp.int32)
     total_B = jax.nn.logsumexp(sums_BM, axis=-1)
@@ -131,6 +132,33 @@ def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
     z_BF = jnp.take_along_axis(z_BFM, column_B[:, None, None], axis=2)[:, :, 0]
     row_B = jnp.argmax(z_BF + _gumbel(keys_B2, rows, first=columns), axis=-1).astype(jnp.int32)
     return row_B * columns + column_B, total_B
+
+
+def _logsumexp_of_rows(z_BFM: jax.Array) -> jax.Array:
+    """logsumexp over the rows, [B, M], reading the logits once: they are the largest array here.
+
+    `jax.nn.logsumexp` reads them for the maximum and again for the sum. Here both come of one
+    reduction over some rows at a time; what is left is small, and its maximum and its sum are
+    reductions that a partitioner knows, for devices that hold other rows.
+    """
+    B, F, M = z_BFM.shape
+    z_BCRM = z_BFM.reshape(B, -1, min(F, ROWS_AT_ONCE), M)
+
+    def join(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (peak, total), (other_peak, other_total) = one, other
+        # Equal peaks, two of -inf among them, have a difference of 0 and not NaN.
+        gap = jnp.where(peak == other_peak, 0.0, -jnp.abs(peak - other_peak))
+        rest = jnp.exp(gap)
+        higher = peak >= other_peak
+        joined = jnp.where(higher, total + other_total * rest, total * rest + other_total)
+        return jnp.where(higher, peak, other_peak), joined
+
+    start = (jnp.float32(-jnp.inf), jnp.float32(0))
+    peak_BCM, total_BCM = lax.reduce((z_BCRM, jnp.ones_like(z_BCRM)), start, join, (2,))
+    peak_BM = jnp.max(peak_BCM, axis=1)
+    finite_BM = jnp.where(jnp.isfinite(peak_BM), peak_BM, 0.0)
+    total_BM = jnp.sum(total_BCM * jnp.exp(peak_BCM - finite_BM[:, None]), axis=1)
+    return finite_BM + jnp.log(total_BM)
 
 
 def _num_rows(vocab_size: int) -> int:

@@ -200,8 +200,9 @@ def test_several_cards(stops):
     assert "all-gather" in text and "f32[151936,1536]" not in text  # gathered in bf16
 
 
-def test_float8():
-    """The products of a float8 rollout are float8 products, in the prefill and in each step."""
+def test_float8(monkeypatch):
+    """Products of a float8 rollout are float8 products, and their inputs come from our kernels."""
+    monkeypatch.setattr("jaxrl_llm.kernels.float8._on_hopper", lambda: True)
     spec = model_spec(CONFIG, dtype="bfloat16")
 
     def answer(params, prompts, lengths, ids, key):
@@ -222,6 +223,7 @@ def test_float8():
     key = jax.eval_shape(lambda: jax.random.key(0))
     inputs = (spec.params, ints((256, PROMPT)), ints((256,)), ints((256,)), key)
     text = jax.jit(answer).lower(*abstract(inputs)).compile().as_text()
+    assert all(f'"{name}"' in text for name in ("gated_float8", "rms_norm_float8"))
     products = re.findall(r"%gemm_fusion_dot\S* \(\S+ (\w+)\S+ \S+ (\w+)", text)
     assert len(products) >= 9
     # The head's stays in bf16: its rounding would go straight into the log-probs.

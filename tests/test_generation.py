@@ -266,6 +266,18 @@ def test_a_free_slot_is_refilled_at_once():
     assert output.steps * 8 - output.live_slot_steps < 8 * longest
 
 
+def test_on_a_gpu_a_single_prompt_is_decoded_among_eight_slots(monkeypatch):
+    tokens, lengths, ids = prompts(1)
+    alone = run(tokens, lengths, ids, num_slots=0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    # The settings differ from those above and so are traced anew.
+    output = run(tokens, lengths, ids, num_slots=0, attention="xla")
+    assert_same_tokens(output, alone)
+    assert output.slot_steps == 8 * output.steps and output.steps == alone.slot_steps
+    asked = run(tokens, lengths, ids, num_slots=1, attention="xla")
+    assert asked.slot_steps == asked.steps == output.steps
+
+
 def test_a_tail_gives_the_same_tokens_for_fewer_slot_steps():
     """One prompt in nine is answered at length; in between, all but those slots would be empty."""
     tokens, lengths, ids = prompts(24)

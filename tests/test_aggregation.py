@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from finite_differences import numeric_gradient
 
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, aggregation, global_counts
 
@@ -32,6 +33,33 @@ def test_by_hand(name, checked):
     assert (counts(MASK)["global_tokens"], counts(MASK)["global_sequences"]) == (4.0, 2.0)
     got = checked(AGGREGATIONS[name])(X, MASK, **counts(MASK))
     np.testing.assert_allclose(got, BY_HAND[name], rtol=1e-6)
+
+
+def loops(name, x, mask):
+    """The definition of an aggregation, row by row, in float64."""
+    rows = [row[keep > 0] for row, keep in zip(x, mask, strict=True)]
+    rows = [row for row in rows if row.size]
+    tokens = np.concatenate(rows)
+    return {
+        "token-mean": lambda: tokens.mean(),
+        "token-sum": lambda: tokens.sum(),
+        "seq-mean-token-sum": lambda: np.mean([row.sum() for row in rows]),
+        "seq-mean-token-mean": lambda: np.mean([row.mean() for row in rows]),
+        "seq-mean-token-sum-norm": lambda: np.mean([row.sum() / x.shape[1] for row in rows]),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", list(BY_HAND))
+def test_value_and_gradient_against_loops_and_finite_differences(name):
+    x = np.random.default_rng(1).normal(size=(5, 4))
+    mask = np.arange(4) < np.array([4, 0, 1, 3, 2])[:, None]
+    ours, known = jnp.array(x, jnp.float32), jnp.array(mask, jnp.float32)
+    value, gradient = jax.value_and_grad(lambda x: AGGREGATIONS[name](x, known, **counts(known)))(
+        ours
+    )
+    np.testing.assert_allclose(value, loops(name, x, mask), rtol=1e-5)
+    expected = numeric_gradient(lambda x: loops(name, x, mask), x)
+    np.testing.assert_allclose(gradient, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(BY_HAND))

@@ -1,22 +1,34 @@
 """What ppo() composes, what it reads from the batch, and that docs/add-an-algorithm.md holds."""
 
 import inspect
+import itertools
 import re
-import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms import advantages, aggregation, alias, kl, policy_losses
+from jaxrl_llm.algorithms import (
+    advantages,
+    aggregation,
+    alias,
+    group_advantages,
+    kl,
+    policy_losses,
+    sequence_losses,
+)
 from jaxrl_llm.algorithms.alias import Algorithm, grpo, ppo
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
-from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.overrides import resolve
 from jaxrl_llm.signatures import REQUIRED, settings_of
+from jaxrl_llm.trainer.initialise import find_tokenizer
+from jaxrl_llm.trainer.online import plan_iteration
+from jaxrl_llm.trainer.rewarding import ArrayReward
 
 DOCS = Path(__file__).parent.parent / "docs" / "add-an-algorithm.md"
 
@@ -175,6 +187,60 @@ def test_unknown_fields_are_refused_with_the_nearest_name():
         Algorithm(policy_loss=policy_losses.ppo_clip, kl_loss=kl.kl_k3, **parts)
 
 
+def test_a_kl_in_rewards_that_nobody_reads_is_refused():
+    """GDPO reads what each reward function said; the reference would run for nothing."""
+    assert alias.rloo(use_kl_in_reward=True).kl_reward is not None
+    assert alias.gdpo(use_kl_loss=True).kl_loss is not None
+    for settings in ({}, {"kl_controller": "adaptive"}):
+        with pytest.raises(ValueError, match="use_kl_loss=True"):
+            alias.gdpo(use_kl_in_reward=True, **settings)
+
+
+def parts(fn):
+    """A partial as its function and settings."""
+    return (fn.func, fn.keywords) if isinstance(fn, partial) else (fn, {})
+
+
+OWN_PAIRS = [
+    ("gae", "vanilla", ppo, {}),
+    ("grpo", "vanilla", grpo, {"use_kl_loss": False}),
+    ("grpo", "gspo", alias.gspo, {}),
+    ("grpo", "geo_mean", alias.gmpo, {}),
+    ("grpo", "cispo", alias.cispo, {}),
+    ("remax", "vanilla", alias.remax, {}),
+    ("gpg", "gpg", alias.gpg, {}),
+]
+
+
+@pytest.mark.parametrize("adv_estimator, loss_mode, make, settings", OWN_PAIRS)
+def test_a_pair_of_two_that_belong_together_is_that_algorithm(
+    adv_estimator, loss_mode, make, settings
+):
+    made = alias.pair(adv_estimator=adv_estimator, loss_mode=loss_mode)
+    expected = make(**settings)
+    for name in ("advantage", "policy_loss", "value_loss", "aggregate"):
+        assert parts(getattr(made, name)) == parts(getattr(expected, name)), name
+    assert made.kl_loss is made.kl_reward is None
+
+
+def test_every_estimator_goes_with_every_loss():
+    literals = (p.annotation.__args__ for p in pair_settings())
+    for adv_estimator, loss_mode in itertools.product(*literals):
+        made = alias.pair(
+            adv_estimator=adv_estimator, loss_mode=loss_mode, rollout_is="token", use_kl_loss=True
+        )
+        assert "importance_weights" in field_names(made.policy_loss) and made.kl_loss is not None
+    mixed = alias.pair(adv_estimator="rloo", loss_mode="gspo", loss_aggregation="token-sum")
+    assert parts(mixed.advantage)[0] is group_advantages.rloo
+    assert parts(mixed.policy_loss)[0] is sequence_losses.gspo
+    assert mixed.aggregate is aggregation.token_sum
+
+
+def pair_settings():
+    seen = inspect.signature(alias.pair, eval_str=True).parameters
+    return [seen["adv_estimator"], seen["loss_mode"]]
+
+
 def test_one_update_of_a_batch_in_micro_batches_equals_the_whole():
     """Policy, KL and value terms together, in float32, to 1e-6 of the gradient's size."""
     algorithm = ppo(use_kl_loss=True, kl_loss_type="k2", kl_loss_coef=0.1, rollout_is="token")
@@ -211,6 +277,7 @@ def doc_blocks():
 
 
 def test_the_page_on_adding_an_algorithm_works(monkeypatch, tmp_path):
+    """Its function, alias, config and test, and the run that they plan: every program is traced."""
     function, composition, config, test = doc_blocks()
     first = {}
     exec(function, first)
@@ -231,15 +298,19 @@ def test_the_page_on_adding_an_algorithm_works(monkeypatch, tmp_path):
     assert settings["kl_coef"].default == 0.01 and settings["clip_high"].default == 0.2
     assert settings["rollout_is"].default is None
 
-    # The page builds on the default run; any Config stands in for it here.
-    monkeypatch.setitem(
-        sys.modules, "jaxrl_llm.configs.ppo", SimpleNamespace(get_config=lambda: Config())
-    )
     third = {}
     exec(config, third)
     made = third["get_config"]()
-    assert made.rollout.n == 4
+    assert made.rollout.n == 4 and made.algorithm.path.endswith("alias:weighted_reinforce")
     assert make(**made.algorithm.settings).value_loss is None
+    by_file = replace(made.algorithm, path=f"{tmp_path}/mine.py:weighted_reinforce")
+    made = resolve(replace(made, algorithm=by_file))
+    tokenizer = find_tokenizer(made.data.tokenizer, made.actor)
+    reward = ArrayReward(lambda *_: None, ("score",))
+    iteration = plan_iteration(made, tokenizer, make_mesh(), reward)
+    assert "critic" not in iteration.roles and "reference" not in iteration.roles
+    rows = made.data.train_batch_size * 4
+    assert iteration.trace().advantages.shape == (rows, made.data.max_response_length)
 
 
 @pytest.mark.parametrize("make", [f for f in vars(alias).values() if has_settings(f)])

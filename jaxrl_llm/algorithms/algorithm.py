@@ -73,6 +73,13 @@ class Algorithm:
                 f"kl_loss_coef is {self.kl_loss_coef} and kl_loss {self.kl_loss}: give both, or "
                 "leave both out; a coefficient of 0 would run the reference model for nothing"
             )
+        readers = (self.advantage, self.policy_loss, self.value_loss, self.importance)
+        read = {name for fn in readers if fn is not None for name in field_names(fn)}
+        if self.kl_reward is not None and "rewards" not in read:
+            raise ValueError(
+                "the KL is in the reward (use_kl_in_reward), and nothing of this algorithm reads "
+                "the rewards of tokens: use_kl_loss=True puts it into the loss"
+            )
 
 
 def compose(

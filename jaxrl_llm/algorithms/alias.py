@@ -10,8 +10,9 @@ more, `rollout.n`. Where a reference model is used by default, `use_kl_loss=Fals
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.algorithms import advantages, group_advantages
 from jaxrl_llm.algorithms.algorithm import Algorithm, compose
@@ -298,3 +299,73 @@ def gpg(*, f_norm: float = 1.0, **settings: Any) -> Algorithm:
     One mini-batch and one epoch an iteration: what comes after the first step is off-policy.
     """
     return compose(partial(group_advantages.gpg, f_norm=f_norm), policy_gradient, **settings)
+
+
+# ------------------------------------------------------------------------- any two of them
+
+
+@with_settings_of(compose)
+def pair(
+    *,
+    adv_estimator: Literal[
+        "gae",
+        "grpo",
+        "grpo_passk",
+        "gdpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "optimal_token_baseline",
+    ] = "gae",
+    loss_mode: Literal[
+        "vanilla",
+        "gspo",
+        "sapo",
+        "gpg",
+        "clip_cov",
+        "kl_cov",
+        "geo_mean",
+        "cispo",
+        "dppo_tv",
+        "dppo_kl",
+    ] = "vanilla",
+    **settings: Any,
+) -> Algorithm:
+    """Any estimator under any policy loss, by verl's two names, each with its own defaults.
+
+    The aggregation is the loss's unless `loss_aggregation` is given. For other settings of the two,
+    and for `dro`, whose `beta` has no default, compose a function of your own.
+    """
+    settings = {"use_kl_loss": False} | settings
+    estimator, loss = _ESTIMATORS[adv_estimator](**settings), _LOSSES[loss_mode](**settings)
+    return replace(estimator, policy_loss=loss.policy_loss, aggregate=loss.aggregate)
+
+
+_ESTIMATORS: dict[str, Callable[..., Algorithm]] = {
+    "gae": ppo,
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "gdpo": gdpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "optimal_token_baseline": optimal_token_baseline,
+}
+_LOSSES: dict[str, Callable[..., Algorithm]] = {
+    "vanilla": rloo,
+    "gspo": gspo,
+    "sapo": sapo,
+    "gpg": gpg,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "geo_mean": gmpo,
+    "cispo": cispo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+}

@@ -33,7 +33,9 @@ def test_ppo_reaches_ninety_percent(tmp_path: Path) -> None:
     assert rows[-1]["critic/score/mean"] > rows[1]["critic/score/mean"] + 0.3
 
 
-@pytest.mark.parametrize("config", ["grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    "config", ["grpo", "reinforce_plus_plus", "rloo", "remax", "dapo", "gspo", "cispo"]
+)
 def test_without_a_critic_too(config: str, tmp_path: Path) -> None:
     """From the same warm start; docs/algorithms.md has what the other configs reach."""
     rows = run(config, tmp_path)

@@ -1,4 +1,5 @@
-"""TRL's own loss code beside ours, on the same random log-probs: DPO, KTO, ORPO, CPO, rewards.
+"""TRL's own loss code beside ours, on the same random numbers: DPO, KTO, ORPO, CPO, rewards, SFT,
+distillation; values and gradients.
 
 The trainers' methods run on a stand-in for the trainer and for the model, which returns the random
 numbers that a forward pass would; so what is compared is every line between those and the loss.
@@ -14,7 +15,9 @@ from trl_side import REASON, torch, trainer
 
 from jaxrl_llm.algorithms import offline_alias as alias
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.preference_losses import bradley_terry
+from jaxrl_llm.algorithms.imitation import forward_kl_top_k, reverse_kl, teacher_advantage
+from jaxrl_llm.algorithms.kl import kl_k2
+from jaxrl_llm.algorithms.preference_losses import bradley_terry, rating_error
 
 pytestmark = pytest.mark.torch
 
@@ -142,7 +145,7 @@ def test_dpo(form):
     by_row = np.concatenate([grads["chosen_logprobs"], grads["rejected_logprobs"]])
     mask = inputs["completion_mask"].numpy()[:, 1:]
     expected = model.first.grad.numpy()
-    np.testing.assert_allclose(by_row[:, None] * mask, expected * mask, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(by_row[:, None] * mask, expected * mask, rtol=1e-5, atol=1e-7)
 
 
 def test_label_smoothing_of_the_sigmoid_is_ours():
@@ -209,31 +212,35 @@ def test_kto(shift):
     assert (metrics["kl"] > 0) == (shift > 0)
     by_token = grads["completion_logprobs"][:, None] * mask[:, 1:]
     expected = model.first.grad.numpy() * mask[:, 1:]
-    np.testing.assert_allclose(by_token, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(by_token, expected, rtol=1e-5, atol=1e-7)
 
 
 def language_model(rng):
-    """Logits of whole rows, chosen first; our sums over the same rows."""
+    """Logits of whole rows, chosen first, and our sums over the same rows as a function of them."""
     mask = completion_mask(rng, 2 * B)
     row = (np.arange(T) < (PROMPT + mask.sum(axis=1))[:, None]).astype(np.int64)
     tokens = rng.integers(0, VOCABULARY, (2 * B, T))
     logits = rng.normal(0.0, 1.5, (2 * B, T, VOCABULARY)).astype(np.float32)
-    normalised = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    taken = np.take_along_axis(normalised[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-    fields = {}
-    for i, name in enumerate(("chosen", "rejected")):
-        rows = slice(i * B, (i + 1) * B)
-        fields[f"{name}_logprobs"] = (taken * mask[:, 1:])[rows].sum(axis=1)
-        fields[f"{name}_lengths"] = mask[rows].sum(axis=1)
-        fields[f"{name}_row_logprobs"] = (taken * row[:, 1:])[rows].sum(axis=1)
-        fields[f"{name}_row_lengths"] = row[rows, 1:].sum(axis=1)
+
+    def fields_of(logits):
+        normalised = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+        taken = jnp.take_along_axis(normalised, tokens[:, 1:, None], axis=-1)[..., 0]
+        fields = {}
+        for i, name in enumerate(("chosen", "rejected")):
+            rows = slice(i * B, (i + 1) * B)
+            fields[f"{name}_logprobs"] = (taken * mask[:, 1:])[rows].sum(axis=1)
+            fields[f"{name}_lengths"] = mask[rows].sum(axis=1)
+            fields[f"{name}_row_logprobs"] = (taken * row[:, 1:])[rows].sum(axis=1)
+            fields[f"{name}_row_lengths"] = row[rows, 1:].sum(axis=1)
+        return fields
+
     labels = np.where(mask == 1, tokens, -100)
     batch = {
         "concatenated_input_ids": torch.tensor(tokens),
         "concatenated_attention_mask": torch.tensor(row),
         "concatenated_labels": torch.tensor(labels),
     }
-    return torch.tensor(logits), batch, fields
+    return torch.tensor(logits, requires_grad=True), batch, fields_of
 
 
 def their_loss_without_a_reference(cls, logits, batch, **settings):
@@ -255,21 +262,30 @@ def their_loss_without_a_reference(cls, logits, batch, **settings):
     return cls.get_batch_loss_metrics(theirs, model, chosen)
 
 
-def assert_same_without_a_reference(theirs, algorithm, fields):
+def assert_same_without_a_reference(theirs, algorithm, logits, fields_of):
+    """Loss, metrics, and the gradient in every logit."""
     loss, recorded = theirs
-    ours, metrics, _ = our_loss(algorithm, fields)
-    np.testing.assert_allclose(ours, loss.item(), rtol=1e-5)
+    loss.backward()
+    ours = jnp.asarray(logits.detach().numpy())
+    value, metrics, by_field = our_loss(algorithm, fields_of(ours))
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
     for name in (*NAMES, *LOGPS):
         expected = float(recorded[name])
         np.testing.assert_allclose(metrics[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    moving, pull_back = jax.vjp(lambda x: {n: fields_of(x)[n] for n in by_field}, ours)
+    assert moving.keys() == by_field.keys()
+    (gradient,) = pull_back({name: jnp.asarray(x) for name, x in by_field.items()})
+    np.testing.assert_allclose(gradient, logits.grad.numpy(), rtol=1e-5, atol=1e-7)
     return metrics, recorded
 
 
 def test_orpo():
     orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason=REASON)
-    logits, batch, fields = language_model(np.random.default_rng(2))
+    logits, batch, fields_of = language_model(np.random.default_rng(2))
     theirs = their_loss_without_a_reference(orpo_trainer.ORPOTrainer, logits, batch, beta=0.4)
-    metrics, recorded = assert_same_without_a_reference(theirs, alias.orpo(beta=0.4), fields)
+    metrics, recorded = assert_same_without_a_reference(
+        theirs, alias.orpo(beta=0.4), logits, fields_of
+    )
     for name in ("log_odds_ratio", "log_odds_chosen"):
         np.testing.assert_allclose(metrics[name], float(recorded[name]), rtol=1e-5)
 
@@ -289,9 +305,9 @@ def test_cpo_and_simpo(form):
     cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason=REASON)
     algorithm, settings = CPO[form]
     settings = {"beta": 0.4, "loss_type": form, "alpha": 0.0, "simpo_gamma": 1.0} | settings
-    logits, batch, fields = language_model(np.random.default_rng(3))
+    logits, batch, fields_of = language_model(np.random.default_rng(3))
     theirs = their_loss_without_a_reference(cpo_trainer.CPOTrainer, logits, batch, **settings)
-    assert_same_without_a_reference(theirs, algorithm, fields)
+    assert_same_without_a_reference(theirs, algorithm, logits, fields_of)
 
 
 @pytest.mark.parametrize("center", [None, 0.05])
@@ -306,15 +322,135 @@ def test_reward_model(center, margins):
         inputs["margin"] = torch.tensor(margins)
     theirs = trainer(args=SimpleNamespace(center_rewards_coefficient=center))
 
+    moving = torch.tensor(scores, requires_grad=True)
+
     def model(**kwargs):
-        return SimpleNamespace(logits=torch.tensor(scores)[:, None])
+        return SimpleNamespace(logits=moving[:, None])
 
     loss = RewardTrainer.compute_loss(theirs, model, inputs)
-    chosen, rejected = jnp.asarray(scores[:B]), jnp.asarray(scores[B:])
-    values, metrics = bradley_terry(
-        chosen, rejected, jnp.asarray(margins or [0.0] * B), center=center or 0.0
-    )
-    np.testing.assert_allclose(values.mean(), loss.item(), rtol=1e-5)
+    loss.backward()
+
+    def ours(scores):
+        values, metrics = bradley_terry(
+            scores[:B], scores[B:], jnp.asarray(margins or [0.0] * B), center=center or 0.0
+        )
+        return values.mean(), metrics
+
+    (value, metrics), gradient = jax.value_and_grad(ours, has_aux=True)(jnp.asarray(scores))
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, moving.grad.numpy(), rtol=1e-5, atol=1e-7)
     for name in ("accuracy", "margin", "mean_reward"):
         recorded = theirs._metrics["train"][name][0]
         np.testing.assert_allclose(metrics[name].mean(), recorded, rtol=1e-5, err_msg=name)
+
+
+def test_rating_regression():
+    """TRL has no trainer for ratings: torch's mean squared error."""
+    rng = np.random.default_rng(5)
+    scores, ratings = rng.normal(0, 2, (2, B)).astype(np.float32)
+    moving = torch.tensor(scores, requires_grad=True)
+    loss = torch.nn.functional.mse_loss(moving, torch.tensor(ratings))
+    loss.backward()
+    value, gradient = jax.value_and_grad(lambda x: rating_error(x, jnp.asarray(ratings))[0].mean())(
+        jnp.asarray(scores)
+    )
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, moving.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_supervised_fine_tuning():
+    """Completion-only: every token of the completions weighs alike, those of prompts nothing."""
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    rng = np.random.default_rng(6)
+    mask = completion_mask(rng, B)
+    policy = log_probs(rng, mask)
+    model = FakeModel(policy)
+    theirs = trainer(
+        compute_loss_func=None,
+        label_smoother=None,
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=False),
+    )
+    theirs.accelerator.parallelism_config = None
+
+    def with_labels(**kwargs):
+        outputs = model(**kwargs)
+        outputs.label_mask = torch.tensor(mask[:, 1:])
+        return outputs
+
+    inputs = {"attention_mask": torch.ones(B, T, dtype=torch.long), "labels": torch.tensor(mask)}
+    loss = SFTTrainer.compute_loss(theirs, with_labels, inputs)
+    loss.backward()
+    fields = {"completion_logprobs": policy.sum(axis=1), "completion_lengths": mask.sum(axis=1)}
+
+    def ours(sums):
+        sums, counts = alias.sft().token_loss(sums, jnp.asarray(fields["completion_lengths"]))
+        return sums.sum() / counts.sum()
+
+    value, gradient = jax.value_and_grad(ours)(jnp.asarray(fields["completion_logprobs"]))
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    expected = model.first.grad.numpy() * mask[:, 1:]
+    by_token = np.asarray(gradient)[:, None] * mask[:, 1:]
+    np.testing.assert_allclose(by_token, expected, rtol=1e-5, atol=1e-7)
+
+
+def distillation_case():
+    rng = np.random.default_rng(7)
+    student, teacher = rng.normal(0, 1.5, (2, B, T, VOCABULARY)).astype(np.float32)
+    return student, teacher, completion_mask(rng, B)
+
+
+def test_forward_kl_of_all_tokens_is_the_distillation_loss_of_gkd():
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason=REASON)
+    student, teacher, mask = distillation_case()
+    moving = torch.tensor(student, requires_grad=True)
+    labels = torch.tensor(np.where(mask == 1, 0, -100))
+    loss = gkd.GKDTrainer.generalized_jsd_loss(moving, torch.tensor(teacher), labels, beta=0)
+    loss.backward()
+
+    def ours(logits):
+        both = (jax.nn.log_softmax(x, axis=-1) for x in (logits, jnp.asarray(teacher)))
+        values, metrics = forward_kl_top_k(*both, jnp.asarray(mask))
+        return values.sum() / mask.sum(), metrics
+
+    (value, metrics), gradient = jax.value_and_grad(ours, has_aux=True)(jnp.asarray(student))
+    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, moving.grad.numpy(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(metrics["distillation/teacher_mass"], mask, atol=1e-5)
+
+
+def test_reverse_kl_by_sample_has_the_gradient_of_gkds_reverse_kl_in_expectation():
+    """Over all tokens, each by its probability: -A log pi, and k2 as a loss, are GKD's beta 1."""
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason=REASON)
+    student, teacher, mask = distillation_case()
+    moving = torch.tensor(student, requires_grad=True)
+    labels = torch.tensor(np.where(mask == 1, 0, -100))
+    loss = gkd.GKDTrainer.generalized_jsd_loss(moving, torch.tensor(teacher), labels, beta=1)
+    loss.backward()
+    start = jax.nn.log_softmax(jnp.asarray(student), axis=-1)
+    reference = jax.nn.log_softmax(jnp.asarray(teacher), axis=-1)
+    weights = jnp.exp(start) * mask[..., None] / mask.sum()
+    everywhere = jnp.ones(VOCABULARY)
+
+    def by_advantage(logits):
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        rows = (x.reshape(-1, VOCABULARY) for x in (start, reference))
+        advantage, _ = teacher_advantage(*rows, jnp.tile(everywhere, (B * T, 1)))
+        return -(weights * advantage.reshape(start.shape) * logprobs).sum()
+
+    def by_k2(logits):
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        rows = (x.reshape(-1, VOCABULARY) for x in (logprobs, reference))
+        values, _ = reverse_kl(*rows, jnp.tile(everywhere, (B * T, 1)), estimator=kl_k2)
+        return (weights * values.reshape(start.shape)).sum()
+
+    for loss_fn in (by_advantage, by_k2):
+        gradient = jax.grad(loss_fn)(jnp.asarray(student))
+        np.testing.assert_allclose(gradient, moving.grad.numpy(), rtol=1e-4, atol=1e-6)
+    _, metrics = reverse_kl(
+        *(x.reshape(-1, VOCABULARY) for x in (start, reference)),
+        jnp.tile(everywhere, (B * T, 1)),
+        estimator=kl_k2,
+    )
+    k1 = metrics["distillation/reverse_kl"].reshape(start.shape)
+    np.testing.assert_allclose((weights * k1).sum(), loss.item(), rtol=1e-5)

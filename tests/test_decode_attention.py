@@ -220,7 +220,7 @@ def test_split_equals_float64(name: str, num_splits: int):
     assert_close(case.run(num_splits=num_splits), case.answer())
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_do_not_depend_on_batch_index_or_neighbours(num_splits: int):
     case = CASES["ragged"]
     whole = case.run(num_splits=num_splits)
@@ -246,7 +246,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("case", fast_and_slow(SHARED, "ragged"))
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_shared_prompts_equal_float64_with_nan_past_every_length(case: Case, num_splits: int):
     """With as many parts of the prompts; the second number has parts without a block."""
     assert_close(case.run(plan=case.plan(num_splits)), case.answer())
@@ -258,7 +258,7 @@ def test_shared_prompts_and_split_own_rows_equal_float64():
     assert_close(case.run(plan=case.plan(2, num_splits=3)), case.answer())
 
 
-@pytest.mark.parametrize("slots_per_prompt", [1, 2])
+@pytest.mark.parametrize("slots_per_prompt", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program_goes_through_several_units(
     monkeypatch: pytest.MonkeyPatch, slots_per_prompt: int
 ):

@@ -14,11 +14,13 @@ from jaxrl_llm.config import Config, FunctionConfig
 from jaxrl_llm.signatures import settings_of
 
 ALIASES = {
-    name: {"beta": 0.1} if name == "dro" else {}
+    name: {"dro": {"beta": 0.1}, "pair": {"adv_estimator": "rloo", "loss_mode": "gspo"}}.get(
+        name, {}
+    )
     for name in (
         "ppo grpo dr_grpo dapo grpo_passk gdpo rloo reinforce_plus_plus "
         "reinforce_plus_plus_baseline remax opo optimal_token_baseline gspo cispo sapo gmpo "
-        "clip_cov kl_cov dppo_tv dppo_kl dro gpg"
+        "clip_cov kl_cov dppo_tv dppo_kl dro gpg pair"
     ).split()
 }
 # What each asks for beside GRPO's: no critic, no reference, no greedy rollout.

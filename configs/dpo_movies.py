@@ -9,7 +9,7 @@ million parameters begins at random weights, which are also its reference, so th
 reward (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) is all that it learns. The same
 data under another algorithm, e.g. --config.algorithm.path=jaxrl_llm.algorithms.offline_alias:simpo
 (ipo, orpo, cpo, kto; kto takes the pairs apart), with --config.algorithm.settings={} and its own
-(orpo: --config.algorithm.settings.beta=5).
+(orpo: --config.algorithm.settings.beta=10).
 """
 
 from jaxrl_llm.config import (

@@ -81,7 +81,7 @@ MOVIES = {  # settings, and what else the table of docs/algorithms.md gives
     "dpo": ("{'beta':0.1}", []),
     "simpo": ("{}", ["--config.total_steps=200"]),
     "kto": ("{}", ["--config.data.train_batch_size=128"]),
-    "orpo": ("{'beta':5.0}", ["--config.total_steps=200"]),
+    "orpo": ("{'beta':10.0}", ["--config.total_steps=200"]),
 }
 
 

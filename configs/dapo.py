@@ -24,6 +24,7 @@ def get_config() -> Config:
     return replace(
         base,
         name="dapo",
+        total_steps=300,  # 200 end at 0.89 to 0.91
         rollout=replace(
             base.rollout,
             filter_groups=FilterGroupsConfig(

@@ -79,6 +79,16 @@ def entropy_from_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*
     return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
 
 
+def rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], eps: float) -> Float[Array, "..."]:
+    """x / rms(x) * weight over the last dim, statistics in float32 (arXiv:1910.07467).
+
+    Rounded to the weight's dtype before the product, as transformers does: bf16 results then agree.
+    """
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(variance + eps)).astype(weight.dtype) * weight
+
+
 def mix32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """The bijection lowbias32 of uint32 (C. Wellons, "Prospecting for Hash Functions", 2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)

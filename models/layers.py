@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.numerics import rms_norm
 
 AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value", "merged")
 # How a model keeps its projections: one kernel each, those of one input as one kernel, or so and in
@@ -85,10 +86,10 @@ class Float8Projection(nnx.Module):
     def __call__(self, x: jax.Array | Scaled) -> jax.Array:
         """Of an array that is still to be scaled, or of one that is, its inputs joined."""
         y, x_scale = self.unscaled(x)
-        scale, dtype = self.scale[...], y.dtype
+        scale = self.scale[...]
         y = y.astype(jnp.float32) * x_scale * scale.reshape(-1)
         y = y.reshape(*y.shape[:-1], *scale.shape)
-        return (y if self.bias is None else y + self.bias[...]).astype(dtype)
+        return (y if self.bias is None else y + self.bias[...]).astype(self.dtype)
 
     def unscaled(self, x: jax.Array | Scaled) -> tuple[jax.Array, jax.Array]:
         """The product of the float8 values, outputs joined, and the scales of the inputs' rows."""
@@ -127,10 +128,7 @@ class RMSNorm(nnx.Module):
         if self.float8:
             rows = rms_norm_float8(x.reshape(-1, x.shape[-1]), scale, eps=self.eps)
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), rows)
-        x32 = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        # Rounded before the scale, as transformers does: bf16 results then agree.
-        return (x32 * jax.lax.rsqrt(variance + self.eps)).astype(scale.dtype) * scale
+        return rms_norm(x, scale, self.eps)
 
 
 class Embedding(nnx.Module):
@@ -161,7 +159,7 @@ class MLP(nnx.Module):
         self.down = projection((F, D), ("mlp", "embed"), dtype=dtype)
 
     def __call__(self, x_BTD: Any) -> jax.Array:
-        if hasattr(self, "gate_up") and isinstance(self.gate_up, Float8Projection):
+        if isinstance(getattr(self, "gate_up", None), Float8Projection):
             y, x_scale = self.gate_up.unscaled(x_BTD)
             batch, scale = y.shape[:-1], self.gate_up.scale[...]
             gated = gated_float8(y.reshape(-1, y.shape[-1]), x_scale.reshape(-1, 1), scale)

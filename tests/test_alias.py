@@ -223,9 +223,9 @@ def test_a_pair_of_two_that_belong_together_is_that_algorithm(
     assert made.kl_loss is made.kl_reward is None
 
 
-def test_every_estimator_goes_with_every_loss():
+def test_each_estimator_and_each_loss_has_its_place():
     estimators, losses = (p.annotation.__args__ for p in pair_settings())
-    # Each of both once: the two are put together whatever they are.
+    # Each of both at least once: the two are put together whatever they are.
     for adv_estimator, loss_mode in zip(estimators, itertools.cycle(losses), strict=False):
         made = alias.pair(
             adv_estimator=adv_estimator, loss_mode=loss_mode, rollout_is="token", use_kl_loss=True

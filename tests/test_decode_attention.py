@@ -461,7 +461,7 @@ def test_auto_is_xla_without_a_gpu():
 def test_auto_on_hopper_is_the_kernel_where_it_can(
     H: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(decode_attention, "_on_hopper", lambda: True)
+    monkeypatch.setattr(decode_attention, "on_hopper", lambda: True)
     case = Case([0], [20], [7], H=H, garbage=7.0)
     interpret = InterpretGPUParams()
     auto, xla = (case.run(x, num_splits=1, interpret=interpret) for x in ("auto", "xla"))

@@ -1,7 +1,5 @@
 """Activations in float8: the kernels, interpreted, and XLA against numpy's float64."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX, gated_float8, rms_norm_float8
 
 IMPLEMENTATIONS = [
-    partial(dict, implementation="xla"),
-    partial(dict, implementation="pallas", interpret=InterpretGPUParams(detect_races=True)),
+    {"implementation": "xla"},
+    {"implementation": "pallas", "interpret": InterpretGPUParams(detect_races=True)},
 ]
 SEED = jax.random.key(0)
 
@@ -49,7 +47,7 @@ def test_gate(settings, features):
     y, row, column = gated_case(3, features)
     scaled = np.asarray(y, np.float64) * np.asarray(row, np.float64) * np.asarray(column)
     gate, up = np.split(scaled, 2, axis=1)
-    check(gated_float8(y, row, column, **settings()), gate / (1 + np.exp(-gate)) * up)
+    check(gated_float8(y, row, column, **settings), gate / (1 + np.exp(-gate)) * up)
 
 
 @pytest.mark.parametrize("settings", IMPLEMENTATIONS)
@@ -60,7 +58,7 @@ def test_norm(settings, features):
     scale = jax.random.normal(weight, (features,), jnp.bfloat16)
     exact = np.asarray(x, np.float64)
     exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-5)
-    found = rms_norm_float8(x, scale, eps=1e-5, **settings())
+    found = rms_norm_float8(x, scale, eps=1e-5, **settings)
     check(found, exact * np.asarray(scale, np.float64))
 
 

@@ -67,7 +67,7 @@ FEWEST_TAIL_SLOTS = 64
 FEWEST_BETWEEN = 256
 SHORTEST_TAIL = 512  # response tokens
 # On a GPU, unless told otherwise: for fewer rows XLA takes products of a matrix and vectors, and a
-# step of one slot then lasts 9 % longer than one of eight (1.5B on an H200).
+# step of one slot then lasts 9 % longer than one of eight (four layers of 1.5B on an H200).
 FEWEST_SLOTS = 8
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0

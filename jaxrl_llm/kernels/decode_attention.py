@@ -32,6 +32,7 @@ from jaxrl_llm.kernels.decode_attention_program import (
     default_tuning,
     rows_a_slot,
 )
+from jaxrl_llm.kernels.hopper import on_hopper
 
 __all__ = [
     "DecodeImplementation",
@@ -281,14 +282,8 @@ def _kernel_fits(q_BNH: Array, k_own_OKRH: Array) -> bool:
         q_BNH.dtype == jnp.bfloat16
         and k_own_OKRH.dtype in CACHE_DTYPES
         and q_BNH.shape[-1] in HEAD_DIMS
-        and _on_hopper()
+        and on_hopper()
     )
-
-
-def _on_hopper() -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
 
 
 def _check_prefix(

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.flash_attention_mosaic import ATTENTION, HEAD_DIMS, hopper_attention
+from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.kernels.visibility import Visibility, packed_visibility
 
 __all__ = [
@@ -197,12 +198,7 @@ def _fastest(q_BTNH: Array, visibility: Visibility | None, *, exact: bool) -> Im
 
 
 def _pallas_fits(q_BTNH: Array) -> bool:
-    return (
-        q_BTNH.dtype == jnp.bfloat16
-        and q_BTNH.shape[-1] in HEAD_DIMS
-        and _on_nvidia_gpu()
-        and jax.devices()[0].compute_capability == "9.0"
-    )
+    return q_BTNH.dtype == jnp.bfloat16 and q_BTNH.shape[-1] in HEAD_DIMS and on_hopper()
 
 
 def _cudnn_fits(q_BTNH: Array) -> bool:

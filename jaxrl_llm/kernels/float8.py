@@ -18,6 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxrl_llm.kernels.hopper import on_hopper
+from jaxrl_llm.numerics import rms_norm
+
 FLOAT8 = jnp.float8_e4m3fn
 FLOAT8_MAX = 448.0
 Float8Implementation = Literal["auto", "pallas", "xla"]
@@ -52,17 +55,15 @@ def rms_norm_float8(
 ) -> Scaled:
     """x / rms(x) * weight (arXiv:1910.07467) in float8_e4m3fn, and the scales of the rows.
 
-    As in `models.layers.RMSNorm`, statistics are float32, and x / rms(x) and its product with the
-    weight are rounded to the weight's dtype. "auto" takes the Pallas kernel on a Hopper GPU for
-    float32 x and bfloat16 weights with D a multiple of 128, XLA elsewhere; `interpret` runs the
-    kernel on the CPU. Raises ValueError for what the kernel was asked for and cannot take.
+    Statistics and roundings are those of `numerics.rms_norm`. "auto" takes the Pallas kernel on a
+    Hopper GPU for float32 x and bfloat16 weights with D a multiple of 128, XLA elsewhere;
+    `interpret` runs the kernel on the CPU. Raises ValueError for what the kernel was asked for and
+    cannot take.
     """
     B, D = x_BD.shape
     fits = x_BD.dtype == jnp.float32 and weight_D.dtype == jnp.bfloat16 and B > 0
     if not _take_kernel(implementation, fits, D, 4 * D, x_BD):
-        x32 = x_BD.astype(jnp.float32)
-        mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        return to_float8((x32 * lax.rsqrt(mean + eps)).astype(weight_D.dtype) * weight_D, axis=-1)
+        return to_float8(rms_norm(x_BD, weight_D, eps), axis=-1)
     lines = D // _LANE
     return _call(
         x_BD.reshape(B, lines, _LANE),
@@ -115,7 +116,7 @@ def _take_kernel(
 ) -> bool:
     fits = fits and features % _LANE == 0 and smem <= _MAX_SMEM
     if implementation == "auto":
-        return fits and _on_hopper()
+        return fits and on_hopper()
     if implementation == "pallas" and not fits:
         raise ValueError(
             f"{x.dtype} of shape {x.shape}: the kernel takes the dtypes of its docstring, a row or "
@@ -134,7 +135,7 @@ def _call(
 ) -> Scaled:
     """The norm (with `eps`) or the gate: a program for each row, which it takes to shared memory.
 
-    Jitted, so that a kernel is lowered once for all layers: it takes 0.2 s of one core.
+    Jitted, so that a kernel is lowered once for all layers.
     """
     B, lines = arguments[0].shape[0], row_shape[-2]
     settings = {"lines": lines, "interpreted": interpret is not None}
@@ -287,9 +288,3 @@ def _gated(
 def _scale_of(peak: jax.Array) -> jax.Array:
     # Never so small that its inverse is infinite.
     return jnp.where(peak > 0, jnp.maximum(peak / FLOAT8_MAX, 2.0**-120), 1.0)
-
-
-def _on_hopper() -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"

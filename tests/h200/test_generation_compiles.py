@@ -202,7 +202,7 @@ def test_several_cards(stops):
 
 def test_float8(monkeypatch):
     """Products of a float8 rollout are float8 products, and their inputs come from our kernels."""
-    monkeypatch.setattr("jaxrl_llm.kernels.float8._on_hopper", lambda: True)
+    monkeypatch.setattr("jaxrl_llm.kernels.float8.on_hopper", lambda: True)
     spec = model_spec(CONFIG, dtype="bfloat16")
 
     def answer(params, prompts, lengths, ids, key):

@@ -394,19 +394,21 @@ def test_supervised_fine_tuning():
     np.testing.assert_allclose(by_token, expected, rtol=1e-5, atol=1e-7)
 
 
-def distillation_case():
+def gkd_case(beta):
+    """Student's and teacher's logits, the mask, GKD's loss and its gradient in the student's."""
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason=REASON)
     rng = np.random.default_rng(7)
     student, teacher = rng.normal(0, 1.5, (2, B, T, VOCABULARY)).astype(np.float32)
-    return student, teacher, completion_mask(rng, B)
+    mask = completion_mask(rng, B)
+    moving = torch.tensor(student, requires_grad=True)
+    labels = torch.tensor(np.where(mask == 1, 0, -100))
+    loss = gkd.GKDTrainer.generalized_jsd_loss(moving, torch.tensor(teacher), labels, beta=beta)
+    loss.backward()
+    return student, teacher, mask, loss.item(), moving.grad.numpy()
 
 
 def test_forward_kl_of_all_tokens_is_the_distillation_loss_of_gkd():
-    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason=REASON)
-    student, teacher, mask = distillation_case()
-    moving = torch.tensor(student, requires_grad=True)
-    labels = torch.tensor(np.where(mask == 1, 0, -100))
-    loss = gkd.GKDTrainer.generalized_jsd_loss(moving, torch.tensor(teacher), labels, beta=0)
-    loss.backward()
+    student, teacher, mask, loss, expected = gkd_case(beta=0)
 
     def ours(logits):
         both = (jax.nn.log_softmax(x, axis=-1) for x in (logits, jnp.asarray(teacher)))
@@ -414,19 +416,14 @@ def test_forward_kl_of_all_tokens_is_the_distillation_loss_of_gkd():
         return values.sum() / mask.sum(), metrics
 
     (value, metrics), gradient = jax.value_and_grad(ours, has_aux=True)(jnp.asarray(student))
-    np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
-    np.testing.assert_allclose(gradient, moving.grad.numpy(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(metrics["distillation/teacher_mass"], mask, atol=1e-5)
 
 
 def test_reverse_kl_by_sample_has_the_gradient_of_gkds_reverse_kl_in_expectation():
     """Over all tokens, each by its probability: -A log pi, and k2 as a loss, are GKD's beta 1."""
-    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason=REASON)
-    student, teacher, mask = distillation_case()
-    moving = torch.tensor(student, requires_grad=True)
-    labels = torch.tensor(np.where(mask == 1, 0, -100))
-    loss = gkd.GKDTrainer.generalized_jsd_loss(moving, torch.tensor(teacher), labels, beta=1)
-    loss.backward()
+    student, teacher, mask, loss, expected = gkd_case(beta=1)
     start = jax.nn.log_softmax(jnp.asarray(student), axis=-1)
     reference = jax.nn.log_softmax(jnp.asarray(teacher), axis=-1)
     weights = jnp.exp(start) * mask[..., None] / mask.sum()
@@ -446,11 +443,11 @@ def test_reverse_kl_by_sample_has_the_gradient_of_gkds_reverse_kl_in_expectation
 
     for loss_fn in (by_advantage, by_k2):
         gradient = jax.grad(loss_fn)(jnp.asarray(student))
-        np.testing.assert_allclose(gradient, moving.grad.numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
     _, metrics = reverse_kl(
         *(x.reshape(-1, VOCABULARY) for x in (start, reference)),
         jnp.tile(everywhere, (B * T, 1)),
         estimator=kl_k2,
     )
     k1 = metrics["distillation/reverse_kl"].reshape(start.shape)
-    np.testing.assert_allclose((weights * k1).sum(), loss.item(), rtol=1e-5)
+    np.testing.assert_allclose((weights * k1).sum(), loss, rtol=1e-5)

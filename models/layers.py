@@ -159,13 +159,14 @@ class MLP(nnx.Module):
         self.down = projection((F, D), ("mlp", "embed"), dtype=dtype)
 
     def __call__(self, x_BTD: Any) -> jax.Array:
-        if isinstance(getattr(self, "gate_up", None), Float8Projection):
-            y, x_scale = self.gate_up.unscaled(x_BTD)
-            batch, scale = y.shape[:-1], self.gate_up.scale[...]
+        merged = getattr(self, "gate_up", None)
+        if isinstance(merged, Float8Projection):
+            y, x_scale = merged.unscaled(x_BTD)
+            batch, scale = y.shape[:-1], merged.scale[...]
             gated = gated_float8(y.reshape(-1, y.shape[-1]), x_scale.reshape(-1, 1), scale)
             return self.down(jax.tree.map(lambda z: z.reshape(*batch, z.shape[-1]), gated))
-        if hasattr(self, "gate_up"):
-            gate_BTF, up_BTF = jnp.split(self.gate_up(x_BTD), 2, axis=-1)
+        if merged is not None:
+            gate_BTF, up_BTF = jnp.split(merged(x_BTD), 2, axis=-1)
         else:
             gate_BTF, up_BTF = self.gate(x_BTD), self.up(x_BTD)
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)

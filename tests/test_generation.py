@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.generation import engine
 from jaxrl_llm.generation.engine import MAX_REFILL_WAIT, generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache_length
@@ -276,6 +277,34 @@ def test_on_a_gpu_a_single_prompt_is_decoded_among_eight_slots(monkeypatch):
     assert output.slot_steps == 8 * output.steps and output.steps == alone.slot_steps
     asked = run(tokens, lengths, ids, num_slots=1, attention="xla")
     assert asked.slot_steps == asked.steps == output.steps
+
+
+@pytest.mark.parametrize(
+    ("slots", "tails"),
+    [
+        (64, ()),
+        (200, (160, 64)),
+        (512, (384, 256, 160, 64)),
+        (1024, (896, 768, 640, 512, 384, 256, 160, 64)),
+        (2048, (1792, 1536, 1280, 1024, 768, 512, 256, 160, 64)),
+    ],
+)
+def test_tails_of_long_responses_are_whole_tiles_of_products(slots, tails):
+    lengths = np.ones(slots, np.int32)
+    sizes = partial(engine._sizes, lengths[:, None], lengths, slots, 0, 1, None)
+    assert sizes(engine.SHORTEST_TAIL).tails == tails
+    assert sizes(engine.SHORTEST_TAIL - 1).tails == ()
+
+
+@pytest.mark.parametrize(
+    ("samples", "num_slots", "without"),
+    [(256, 0, True), (1024, 256, True), (1024, 255, False), (255, 1024, False)],
+)
+def test_products_of_many_slots_are_cublas(samples, num_slots, without, monkeypatch):
+    options = {"xla_gpu_enable_triton_gemm": False} if without else {}
+    assert engine.compiler_options(samples, num_slots) == {}  # not an option of a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert engine.compiler_options(samples, num_slots) == options
 
 
 def test_a_tail_gives_the_same_tokens_for_fewer_slot_steps():

@@ -2,6 +2,8 @@
 
 import time
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,12 +13,12 @@ import pytest
 from tiny_iteration import first_states, open_iteration, run_step, tiny_config
 from tiny_run import TinyRun
 
-from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.overrides import load_config
-from jaxrl_llm.trainer import loop
+from jaxrl_llm.trainer import loop, stages
 from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput, segments
 from jaxrl_llm.trainer.guards import count_compilations
 from jaxrl_llm.trainer.program import Program
@@ -93,6 +95,36 @@ def host_stage(reads: str, writes: str) -> Stage:
     return Stage(
         name="reward", fn=fn, reads=(reads,), writes=(writes,), inner_shapes=((),), role=HOST
     )
+
+
+@pytest.mark.parametrize(
+    ("fuse", "of_both", "taken"),
+    [(False, False, True), (True, False, False), (True, True, True)],
+)
+def test_a_program_has_the_compiler_options_that_all_its_stages_have(fuse, of_both, taken):
+    options = {"xla_no_such_option": True}
+    first = device_stage("first", "prompt_lengths", "old_logprobs")
+    beside = device_stage("beside", "old_logprobs", "values")
+    planned = [
+        replace(first, compiler_options=options),
+        replace(beside, compiler_options=options if of_both else {}),
+    ]
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments(planned, fuse=fuse), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    with pytest.raises(Exception, match="xla_no_such_option") if taken else nullcontext():
+        program.run({}, batch, 1, None, Timer())
+
+
+def test_generation_has_options_for_its_samples_of_a_replica(monkeypatch):
+    monkeypatch.setattr(stages, "compiler_options", lambda *numbers: {"asked": numbers})
+    config = tiny_config()
+    iteration = open_iteration(config)
+    found = {stage.name: stage.compiler_options for stage in iteration.stages}
+    samples = config.data.train_batch_size * config.rollout.n // num_replicas(iteration.mesh)
+    assert found.pop("gen") == {"asked": (samples, config.rollout.num_slots)}
+    assert not any(found.values())
 
 
 @pytest.mark.parametrize("fuse", [False, True])

@@ -22,7 +22,7 @@ from jaxrl_llm.distributed.sharding import (
     replicated,
     shardings,
 )
-from jaxrl_llm.generation.engine import GenerationOutput, generate_on_mesh
+from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
@@ -95,7 +95,9 @@ class Generation(Case):
         )
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
-        answer = jax.jit(self._answer, out_shardings=by_row)
+        num_slots = self.config.rollout.num_slots
+        options = compiler_options(work.rows // num_replicas(self.mesh), num_slots)
+        answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
         return {
             "main": answer.lower(self.weights.abstract, *inputs, key),
             "trainer": self.weights.trainer(self.rows, work.prompt_length + max(work.limits)),

@@ -59,16 +59,21 @@ PREFILL_TOKENS = 8192
 # Of the sum that the layers add to. In bf16 its rounding would be half of the distance between the
 # sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
-# Shares of the slots that a tail has. Each is a decode step more to compile, so responses that are
-# short at most have none; nor do few slots, whose step takes as long as it takes to read the model.
-TAIL_SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
-FEWEST_TAIL_SLOTS = 64
-# Of a share that is no power of two: from here on a step takes as long as its products.
-FEWEST_BETWEEN = 256
+# Slots of the tails. From about 160 on a step takes as long as its products, so there a tail is an
+# eighth of the slots smaller than the one before, in whole tiles of a product; below, as long as it
+# takes to read the model. Each is a decode step more to compile, so responses that are short at
+# most have none.
+TAIL_TILE = 128
+FEWEST_TILED = 256
+FEWEST_SLOTS_OF_TAILS = (160, 64)
 SHORTEST_TAIL = 512  # response tokens
 # On a GPU, unless told otherwise: for fewer rows XLA takes products of a matrix and vectors, and a
 # step of one slot then lasts 9 % longer than one of eight (four layers of 1.5B on an H200).
 FEWEST_SLOTS = 8
+# With so many slots and more, products are cuBLAS' and not XLA's own Triton kernels: as fast on an
+# H200 (to 1 %, 512 slots of 1.5B), and compiled in half the time. Steps of 64 slots were 5 % slower
+# so, and for a single one cuBLAS converts the whole head to float32.
+FEWEST_WITHOUT_TRITON = 256
 # Decode steps for which a slot may stay free while prompts are pending.
 MAX_REFILL_WAIT = 0
 
@@ -137,6 +142,14 @@ class _Sizes:
     tails: tuple[int, ...]  # slots of each tail, falling
 
 
+def compiler_options(samples: int, num_slots: int) -> dict[str, bool]:
+    """XLA's options for a program that only generates: `samples` of a replica, in `num_slots`."""
+    slots = min(num_slots or samples, samples)
+    if jax.default_backend() != "gpu" or slots < FEWEST_WITHOUT_TRITON:
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False}
+
+
 def generate(
     spec: ModelSpec,
     params: Any,
@@ -171,7 +184,7 @@ def generate(
     `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill_batch`
     prompts are prefilled at once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the
     numbers of slots, falling, with which the loop goes on once no more samples are live or pending
-    (None: shares of `num_slots` where responses may be long). `cache_tokens` is how many tokens of
+    (None: fewer and fewer where responses may be long). `cache_tokens` is how many tokens of
     responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
     for one another, which changes no result; `tokens_a_page` of them are handed out at once (0: as
     the kernel reads them). `attention` is the implementation;
@@ -335,14 +348,7 @@ def _sizes(
     batch = prefill_batch or min(PREFILL_TOKENS // max(width, 1), -(-slots // group))
     batch = max(1, min(batch, num_groups))
     if tail_slots is None:
-        tails = [(int(slots * share), math.log2(share).is_integer()) for share in TAIL_SHARES]
-        tail_slots = tuple(
-            tail
-            for tail, halved in tails
-            if tail >= (FEWEST_TAIL_SLOTS if halved else FEWEST_BETWEEN)
-        )
-        if max_new_tokens < SHORTEST_TAIL:
-            tail_slots = ()
+        tail_slots = _tails(slots) if max_new_tokens >= SHORTEST_TAIL else ()
     if any(a <= b for a, b in zip((slots, *tail_slots), (*tail_slots, 0), strict=True)):
         raise ValueError(f"tail_slots={tail_slots} must fall, from less than {slots} slots.")
     # Live slots hold at most `slots` prompts, so `batch` rows are free whenever a prefill is due.
@@ -353,6 +359,12 @@ def _sizes(
         prompt_rows=max(1, min(num_groups, slots + batch)),
         tails=tail_slots,
     )
+
+
+def _tails(slots: int) -> tuple[int, ...]:
+    step = TAIL_TILE * max(1, math.ceil(slots / 8 / TAIL_TILE))
+    tiled = [n for n in range(step, slots, step) if n >= FEWEST_TILED]
+    return (*reversed(tiled), *(n for n in FEWEST_SLOTS_OF_TAILS if n < slots))
 
 
 def _empty_state(

@@ -6,8 +6,8 @@ without a writer, a field with two writers and a cycle are refused before any de
 """
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.types import INPUT_FIELDS, OFFLINE_FIELDS, OFFLINE_INPUTS, ROLLOUT_FIELDS
@@ -54,6 +54,8 @@ class Stage:
     inner_shapes: tuple[tuple[int, ...], ...] = ()  # of a host stage's writes, after their B
     role: str  # actor | critic | reference | reward | kl_controller | device | host
     updates: bool = False
+    # XLA's, for a program whose stages all have the same.
+    compiler_options: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

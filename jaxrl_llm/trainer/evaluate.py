@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.mesh import num_replicas
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.generation.engine import generate_on_mesh
+from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.rewards.combine import RewardManager
@@ -105,7 +106,9 @@ class Validator:
                 **self._settings,
             )
 
-        return jax.jit(answer)
+        samples = self._batch_size * self._n // num_replicas(self._mesh)
+        options = compiler_options(samples, self._settings["num_slots"])
+        return jax.jit(answer, compiler_options=options)
 
     def run(self, params: Params, step: int) -> Validation:
         """Evaluate `params` (in the training layout) after `step` iterations."""

@@ -248,6 +248,7 @@ def _catalogue(
     critic_sizes = update_sizes(config, "critic", actor.mesh)
     temperature = config.rollout.temperature
     generation = stages.Generation(
+        samples=config.data.train_batch_size * config.rollout.n,
         group=config.rollout.n,
         num_slots=config.rollout.num_slots,
         cache_tokens=config.rollout.cache_tokens,

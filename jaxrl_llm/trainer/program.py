@@ -142,11 +142,13 @@ class Program:
             writes = {n: fields[n] for stage in segment.stages for n in stage.writes}
             return learning | updated, writes, metrics
 
+        options, *others = (dict(stage.compiler_options) for stage in segment.stages)
         learning_shardings = {role: self._shardings[role] for role in _learning_roles(segment)}
         return jax.jit(
             iteration,
             donate_argnums=(0,),
             out_shardings=(learning_shardings, self._batch_sharding, replicated(self._mesh)),
+            compiler_options=options if all(other == options for other in others) else None,
         )
 
 

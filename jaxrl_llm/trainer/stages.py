@@ -19,7 +19,12 @@ from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_name
 from jaxrl_llm.algorithms.kl import batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
-from jaxrl_llm.generation.engine import GenerationOutput, Quantization, generate_on_mesh
+from jaxrl_llm.generation.engine import (
+    GenerationOutput,
+    Quantization,
+    compiler_options,
+    generate_on_mesh,
+)
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import (
     response_logprobs,
@@ -73,6 +78,7 @@ def shard_rows(mesh: Mesh) -> Callable[[Any], Any]:
 class Generation:
     """How the actor generates, whatever it is for."""
 
+    samples: int  # of a batch, over all replicas
     group: int  # samples a prompt
     num_slots: int
     cache_tokens: int
@@ -112,6 +118,10 @@ class Generation:
             pad_id=self.pad_id,
         )
 
+    def compiler_options(self, role: Role, samples: int) -> dict[str, bool]:
+        """XLA's, for a program that generates so many."""
+        return compiler_options(samples // num_replicas(role.mesh), self.num_slots)
+
 
 def generate_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> Stage:
     """Samples responses from the actor in its generation layout, `group` a prompt."""
@@ -141,6 +151,7 @@ def generate_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> 
         reads=("prompts", "prompt_lengths", "sample_ids"),
         writes=("responses", "mask", "rollout_logprobs"),
         role=role.name,
+        compiler_options=how.compiler_options(role, how.samples),
     )
 
 
@@ -175,6 +186,7 @@ def greedy_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> St
         reads=("prompts", "prompt_lengths", "sample_ids"),
         writes=("greedy_responses", "greedy_mask", "greedy_logprobs"),
         role=role.name,
+        compiler_options=how.compiler_options(role, how.samples // how.group),
     )
 
 

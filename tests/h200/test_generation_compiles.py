@@ -21,7 +21,7 @@ pytestmark = needs_compiler
 
 CONFIG = replace(SHAPES["qwen2.5-1.5b"], num_layers=2, sliding_window=(None, None))
 SAMPLES, PROMPT, RESPONSE, SLOTS, GROUP = 1024, 512, 2048, 256, 8
-TAILS = (128, 32)
+TAILS = (160, 64)
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,9 @@ def test_entries_before_the_window_do_not_count():
     assert_close(case.run(), case.answer())
 
 
-@pytest.mark.parametrize(("name", "num_splits"), [("ragged", 2), ("ragged", 16)])
+@pytest.mark.parametrize(
+    ("name", "num_splits"), [("ragged", 2), pytest.param("ragged", 16, marks=pytest.mark.slow)]
+)
 def test_split_equals_float64(name: str, num_splits: int):
     """Also where a slot has fewer blocks than parts, or none."""
     case = CASES[name]
@@ -457,7 +459,9 @@ def test_auto_is_xla_without_a_gpu():
     np.testing.assert_array_equal(case.run("auto"), case.run("xla"))
 
 
-@pytest.mark.parametrize(("H", "kernel"), [(64, True), (128, True), (96, False)])
+@pytest.mark.parametrize(
+    ("H", "kernel"), [pytest.param(64, True, marks=pytest.mark.slow), (128, True), (96, False)]
+)
 def test_auto_on_hopper_is_the_kernel_where_it_can(
     H: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ):

@@ -125,6 +125,7 @@ SAMPLED = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
 
 
 @on_eight_devices
+@pytest.mark.slow  # the next has fsdp too
 def test_fsdp_8():
     check({"fsdp": 8}, SAMPLED)
 

@@ -20,7 +20,7 @@ from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.overrides import load_config
 from jaxrl_llm.trainer import loop, stages
 from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput, segments
-from jaxrl_llm.trainer.guards import count_compilations
+from jaxrl_llm.trainer.guards import OutOfMemory, count_compilations
 from jaxrl_llm.trainer.program import Program
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.types import INPUT_FIELDS, RolloutBatch
@@ -115,6 +115,28 @@ def test_a_program_has_the_compiler_options_that_all_its_stages_have(fuse, of_bo
     batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
     with pytest.raises(Exception, match="xla_no_such_option") if taken else nullcontext():
         program.run({}, batch, 1, None, Timer())
+
+
+@pytest.mark.parametrize(
+    ("name", "remedies"),
+    [
+        ("gen", ["config.rollout.cache_tokens", "config.mesh.fsdp"]),
+        ("update_actor", ["remat=projections", "micro_batch_tokens", "moment_dtype"]),
+    ],
+)
+def test_out_of_memory_names_the_program_and_what_needs_less(name, remedies):
+    def fn(state, step, field):
+        return StageOutput(writes=(jnp.broadcast_to(field[:, None], (4, 2**48)),), metrics={})
+
+    stage = Stage(name=name, fn=fn, reads=("old_logprobs",), writes=("values",), role=DEVICE)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments([stage], fuse=True), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = RolloutBatch(**fields).replace(old_logprobs=np.ones(4, np.float32))
+    batch = make_global(batch, batch_sharding(mesh))
+    with pytest.raises(OutOfMemory, match=f"^{name} does not fit") as raised:
+        program.run({}, batch, 1, None, Timer())
+    assert all(remedy in str(raised.value) for remedy in remedies)
 
 
 def test_generation_has_options_for_its_samples_of_a_replica(monkeypatch):

@@ -44,6 +44,55 @@ def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> No
     )
 
 
+class OutOfMemory(RuntimeError):
+    """A program did not fit in a device's memory; the last checkpoint is as it was."""
+
+
+@contextmanager
+def memory_guard(program: str) -> Iterator[None]:
+    """Name the program that ran out of memory inside, the memory in use, and what needs less.
+
+    `program` is the names of its stages, as in `timing_s/<name>`. Raises OutOfMemory.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise OutOfMemory(
+            f"{program} does not fit in the memory of a device. {first_line}{_in_use()}\n"
+            f"What needs less, the cheapest first: {'; '.join(_remedies(program))}.\n"
+            "The last checkpoint is sound: start again with one of these to resume."
+        ) from None
+
+
+def _in_use() -> str:
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return ""
+    in_use, limit = stats["bytes_in_use"] / 2**30, stats["bytes_limit"] / 2**30
+    # What a program asks for is one piece, so it may fail where the sum would fit.
+    return f" In use were {in_use:.1f} of {limit:.1f} GiB, perhaps in pieces."
+
+
+def _remedies(program: str) -> list[str]:
+    names, found = program.split("+"), []
+    if any(name.startswith("gen") for name in names):
+        found += [
+            "smaller config.rollout.cache_tokens or num_slots",
+            "config.rollout.quantization=float8 with algorithm.settings.rollout_is=token",
+        ]
+    if not all(name.startswith("gen") for name in names):
+        found += [
+            "remat=projections or full of that model (config.actor, config.critic, ...)",
+            "smaller micro_batch_tokens or micro_batch_size there, or in config.warmup",
+        ]
+    if any(name.startswith("update") for name in names):
+        found.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
+    return [*found, "more devices on config.mesh.fsdp"]
+
+
 @contextmanager
 def transfer_guard() -> Iterator[None]:
     """Refuse hidden copies inside: a numpy array or Python number given to a compiled program, or

@@ -29,7 +29,7 @@ from jaxrl_llm.learner.offline_losses import (
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState
 from jaxrl_llm.learner.train_step import train_step
-from jaxrl_llm.trainer.guards import check_gradients
+from jaxrl_llm.trainer.guards import check_gradients, memory_guard
 from jaxrl_llm.trainer.roles import Role
 from jaxrl_llm.trainer.stages import shard_stacked
 from jaxrl_llm.types import OFFLINE_FIELDS, OfflineBatch
@@ -124,8 +124,9 @@ def train_supervised(
     state = role.state(params)
     sharding = batch_sharding(role.mesh)
     for step in range(1, config.steps + 1):
-        state, metrics = update(state, make_global(next(task.batches), sharding))
-        found = fetch(metrics)
+        with memory_guard(f"update_{task.prefix}"):
+            state, metrics = update(state, make_global(next(task.batches), sharding))
+            found = fetch(metrics)
         check_gradients(found, {"": role.spec.params}, step, f"{task.prefix} step")
         values = {f"{task.prefix}/{name}": float(x) for name, x in found.items()}
         due = config.eval_every and step % config.eval_every == 0

@@ -16,7 +16,7 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.dataflow import Segment, Stage, StageOutput
-from jaxrl_llm.trainer.guards import transfer_guard
+from jaxrl_llm.trainer.guards import memory_guard, transfer_guard
 from jaxrl_llm.types import RolloutBatch
 
 PROGRAM = "iteration"  # name of the jitted functions, under which compilations are counted
@@ -79,7 +79,8 @@ class Program:
             reads = {name: getattr(batch, name) for name in _segment_reads(segment)}
             learning, fixed = _split_states(states, segment)
             compiled = self._compiled[segment.name]
-            with transfer_guard() if segment.name in self._traced else nullcontext():
+            guard = transfer_guard() if segment.name in self._traced else nullcontext()
+            with guard, memory_guard(segment.name):
                 new_states, writes, new_metrics = compiled(learning, fixed, reads, device_step)
             self._traced.add(segment.name)
             states = states | new_states
@@ -183,5 +184,6 @@ def _wait(pending: list[tuple[str, Any]], timer: Timer) -> None:
     """
     while pending:
         name, results = pending.pop(0)
-        jax.block_until_ready(results)
+        with memory_guard(name):
+            jax.block_until_ready(results)
         timer.stop(name)

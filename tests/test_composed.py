@@ -35,6 +35,8 @@ from jaxrl_llm.trainer.online import plan_iteration
 from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run import train
 
+pytestmark = pytest.mark.whole
+
 IMITATION = "jaxrl_llm.algorithms.imitation_alias"
 ROW_TOKENS = 33
 BOTH = """

@@ -26,6 +26,8 @@ from jaxrl_llm.trainer.run import Summary, train
 from jaxrl_llm.trainer.run_data import held_out_sources, load_records
 from jaxrl_llm.trainer.serving import export_checkpoint
 
+pytestmark = pytest.mark.whole
+
 ALIAS = "jaxrl_llm.algorithms.offline_alias"
 STEPS = 6
 

@@ -28,6 +28,8 @@ from jaxrl_llm.overrides import load_config
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.trainer.serving import complete, evaluate, export_checkpoint, open_model, read_prompt
 
+pytestmark = pytest.mark.whole
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 CONFIG = """
 from jaxrl_llm.config import *

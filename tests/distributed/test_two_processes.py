@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tiny_run import REPOSITORY, SAMPLES, TinyRun, assert_close, assert_same_bits
 
+pytestmark = pytest.mark.whole
+
 LAUNCH = [
     *(sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"),
     str(REPOSITORY / "scripts" / "train.py"),

@@ -16,6 +16,8 @@ from tiny_run import (
     assert_same_bits,
 )
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:

@@ -282,8 +282,9 @@ def test_on_a_gpu_a_single_prompt_is_decoded_among_eight_slots(monkeypatch):
 @pytest.mark.parametrize(
     ("slots", "tails"),
     [
-        (64, ()),
+        (70, ()),  # a tail that saves less than an eighth
         (200, (160, 64)),
+        (257, (160, 64)),
         (512, (384, 256, 160, 64)),
         (1024, (896, 768, 640, 512, 384, 256, 160, 64)),
         (2048, (1792, 1536, 1280, 1024, 768, 512, 256, 160, 64)),

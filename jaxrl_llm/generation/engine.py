@@ -60,9 +60,9 @@ PREFILL_TOKENS = 8192
 # sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
 # Slots of the tails. From about 160 on a step takes as long as its products, so there a tail is an
-# eighth of the slots smaller than the one before, in whole tiles of a product; below, as long as it
-# takes to read the model. Each is a decode step more to compile, so responses that are short at
-# most have none.
+# eighth of the slots smaller than the one before, and a tile of a product at least; below, as long
+# as it takes to read the model. Each is a decode step more to compile, so responses that are short
+# at most have none.
 TAIL_TILE = 128
 FEWEST_TILED = 256
 FEWEST_SLOTS_OF_TAILS = (160, 64)
@@ -364,7 +364,8 @@ def _sizes(
 def _tails(slots: int) -> tuple[int, ...]:
     step = TAIL_TILE * max(1, math.ceil(slots / 8 / TAIL_TILE))
     tiled = [n for n in range(step, slots, step) if n >= FEWEST_TILED]
-    return (*reversed(tiled), *(n for n in FEWEST_SLOTS_OF_TAILS if n < slots))
+    sizes = (*reversed(tiled), *FEWEST_SLOTS_OF_TAILS)
+    return tuple(n for n in sizes if n <= slots * 7 / 8)
 
 
 def _empty_state(

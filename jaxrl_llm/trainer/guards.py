@@ -1,5 +1,6 @@
 """Guards of a run, on by default: finite gradients, no hidden copies, no second compilation."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> No
 
 
 class OutOfMemory(RuntimeError):
-    """A program did not fit in a device's memory; the last checkpoint is as it was."""
+    """A program did not fit in a device's memory. Checkpoints are as they were."""
 
 
 @contextmanager
@@ -57,13 +58,14 @@ def memory_guard(program: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+        # A kernel that asks for too much shared memory says RESOURCE_EXHAUSTED as well.
+        if not re.match(r"RESOURCE_EXHAUSTED.*out of memory", str(error), re.I | re.S):
             raise
         first_line = str(error).partition("\n")[0]
         raise OutOfMemory(
             f"{program} does not fit in the memory of a device. {first_line}{_in_use()}\n"
             f"What needs less, the cheapest first: {'; '.join(_remedies(program))}.\n"
-            "The last checkpoint is sound: start again with one of these to resume."
+            "Start again with one of these; the run goes on from its last checkpoint, if any."
         ) from None
 
 
@@ -83,12 +85,12 @@ def _remedies(program: str) -> list[str]:
             "smaller config.rollout.cache_tokens or num_slots",
             "config.rollout.quantization=float8 with algorithm.settings.rollout_is=token",
         ]
+    updates = any(name.startswith("update") for name in names)
+    if updates:
+        found.append("remat=projections or full of that model (config.actor, config.critic, ...)")
     if not all(name.startswith("gen") for name in names):
-        found += [
-            "remat=projections or full of that model (config.actor, config.critic, ...)",
-            "smaller micro_batch_tokens or micro_batch_size there, or in config.warmup",
-        ]
-    if any(name.startswith("update") for name in names):
+        found.append("smaller micro_batch_tokens or micro_batch_size there, or in config.warmup")
+    if updates:
         found.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
     return [*found, "more devices on config.mesh.fsdp"]
 

@@ -118,9 +118,9 @@ class Generation:
             pad_id=self.pad_id,
         )
 
-    def compiler_options(self, role: Role, samples: int) -> dict[str, bool]:
-        """XLA's, for a program that generates so many."""
-        return compiler_options(samples // num_replicas(role.mesh), self.num_slots)
+    def compiler_options(self, role: Role) -> dict[str, bool]:
+        """XLA's, for a program that generates a batch, greedy answers beside it or not."""
+        return compiler_options(self.samples // num_replicas(role.mesh), self.num_slots)
 
 
 def generate_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> Stage:
@@ -151,7 +151,7 @@ def generate_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> 
         reads=("prompts", "prompt_lengths", "sample_ids"),
         writes=("responses", "mask", "rollout_logprobs"),
         role=role.name,
-        compiler_options=how.compiler_options(role, how.samples),
+        compiler_options=how.compiler_options(role),
     )
 
 
@@ -186,7 +186,7 @@ def greedy_stage(role: Role, how: Generation, *, sampling: SamplingParams) -> St
         reads=("prompts", "prompt_lengths", "sample_ids"),
         writes=("greedy_responses", "greedy_mask", "greedy_logprobs"),
         role=role.name,
-        compiler_options=how.compiler_options(role, how.samples // how.group),
+        compiler_options=how.compiler_options(role),
     )
 
 

@@ -200,9 +200,8 @@ class RolloutConfig:
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0
-    num_slots: int = (
-        0  # sequences decoded at once a replica; 0: all its samples, 8 at least on a GPU
-    )
+    # Sequences decoded at once a replica; 0 takes all of its samples, and 8 at least on a GPU.
+    num_slots: int = 0
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
     cache_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # beside the tokenizer's own

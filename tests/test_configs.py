@@ -54,9 +54,10 @@ def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
         tokenizer = folder / "tokenizer"
         write_chat_tokenizer(write_directory(tokenizer, tiny_config()))
         changes.append(("data.tokenizer", str(tokenizer)))
-    for key in ("train", "val"):  # some problems of a task instead of all
-        tasks = [asdict(replace(t, size=64)) for t in getattr(config.data, f"{key}_tasks")]
-        changes += [(f"data.{key}_tasks", json.dumps(tasks))] if tasks else []
+    if config.name not in ("ppo", "dpo"):  # these two load all problems, for all others of a kind
+        for key in ("train", "val"):
+            tasks = [asdict(replace(t, size=64)) for t in getattr(config.data, f"{key}_tasks")]
+            changes += [(f"data.{key}_tasks", json.dumps(tasks))] if tasks else []
     for key, files in (("train", config.data.train_files), ("val", config.data.val_files)):
         if files:
             file = folder / f"{key}.parquet"

@@ -18,6 +18,8 @@ Flags:
   --check=FILE             fail when a ratio is worse than in FILE: 15 % of time, 2 % of memory
   --devices=N              split the CPU into N devices
   --compile_cache=FOLDER   keep compiled programs there, for the next time
+  --profile=FOLDER         run each case once more under the profiler: its largest kernels, and the
+                           trace in FOLDER; rl_step one trace a stage
   --compiler_option=NAME=VALUE   of XLA for the measured programs; may be repeated
   --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=full or
                            --config.mesh.fsdp=4

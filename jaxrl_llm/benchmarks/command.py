@@ -45,6 +45,7 @@ def run_command(options: Options, peers: Sequence[Row]) -> int:
             repeats=options.repeats,
             compiler_options=dict(options.compiler_options),
             report=report,
+            profile=options.profile,
         )
     finally:
         if lines is not None:

@@ -8,14 +8,16 @@ import os
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.benchmarks.profile import record
 from jaxrl_llm.benchmarks.records import Row
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.shapes import num_parameters
@@ -53,6 +55,8 @@ class Case(ABC):
     who: str = "ours"
     # Calls shorter than this are queued several at a time, so that dispatch is hidden.
     min_seconds: float = 0.0
+    # Whether the check has run what is timed, so that it needs no warm-up of its own.
+    warm: bool = False
 
     @abstractmethod
     def lower(self) -> dict[str, jax.stages.Lowered]:
@@ -77,6 +81,10 @@ class Case(ABC):
     def figures(self, seconds: float) -> dict[str, float]:
         """What the median time means, by name with its unit."""
 
+    def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """What a profile records, each part a trace of its own; called once, in this order."""
+        yield "run", self.run
+
     def memory(self, programs: Programs) -> int | None:
         """Bytes of a device that the timed program holds."""
         return memory_bytes(programs["main"])
@@ -92,8 +100,12 @@ def run_cases(
     repeats: int,
     compiler_options: dict[str, Any],
     report: Callable[[Row], None],
+    profile: Path | None = None,
 ) -> list[Row]:
-    """Measure every case; `report` gets each row as soon as it is there."""
+    """Measure every case; `report` gets each row as soon as it is there.
+
+    With a folder `profile` each case runs once more, and its traces stay there.
+    """
     rows = []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         shared: dict[int, tuple[Any, Future[Timed]]] = {}
@@ -106,16 +118,19 @@ def run_cases(
         del compiling, shared
         while waiting:
             case, one = waiting.pop(0)
-            rows.append(_measure_case(case, one, repeats))
+            rows.append(_measure_case(case, one, repeats, profile))
             report(rows[-1])
             del case, one
             gc.collect()
     return rows
 
 
-def measure(run: Callable[[], Any], *, repeats: int, min_seconds: float) -> tuple[float, ...]:
-    """Seconds of one call, `repeats` times, after a warm-up."""
-    jax.block_until_ready(run())
+def measure(
+    run: Callable[[], Any], *, repeats: int, min_seconds: float, warm: bool = False
+) -> tuple[float, ...]:
+    """Seconds of one call, `repeats` times, after a warm-up unless it is `warm`."""
+    if not warm:
+        jax.block_until_ready(run())
     calls = 1
     if min_seconds:
         start = time.perf_counter()
@@ -213,7 +228,7 @@ def _compile(program: jax.stages.Lowered, options: dict[str, Any] | None) -> Tim
     return compiled, time.perf_counter() - start
 
 
-def _measure_case(case: Case, compiling: Compiling, repeats: int) -> Row:
+def _measure_case(case: Case, compiling: Compiling, repeats: int, profile: Path | None) -> Row:
     about: dict[str, Any] = {
         "benchmark": case.benchmark,
         "shape": case.shape,
@@ -229,10 +244,10 @@ def _measure_case(case: Case, compiling: Compiling, repeats: int) -> Row:
         except CheckFailed as error:
             # Timed all the same: a card is lent by the minute, and the row carries the error.
             failed = _message(error)
-        seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds)
+        seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds, warm=case.warm)
         figures = case.figures(statistics.median(seconds)) | {"s compiling": seconds_compiling}
         memory = case.memory(programs)
-        return Row(
+        row = Row(
             **about,
             seconds=seconds,
             memory_bytes=memory,
@@ -240,10 +255,19 @@ def _measure_case(case: Case, compiling: Compiling, repeats: int) -> Row:
             checks=checks,
             error=failed,
         )
+        return row if profile is None else _profiled(row, case, profile / row.key)
     except Exception as error:  # out of memory, an unsupported kernel, a failed check: reported
         return Row(**about, error=_message(error))
     finally:
         case.release()
+
+
+def _profiled(row: Row, case: Case, folder: Path) -> Row:
+    try:
+        found = {name: record(folder / name, run) for name, run in case.parts()}
+    except Exception as error:  # what was measured stands
+        return replace(row, error=f"profile: {_message(error)}")
+    return replace(row, profile=found)
 
 
 def _message(error: Exception) -> str:

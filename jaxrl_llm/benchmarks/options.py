@@ -101,6 +101,7 @@ class Options:
     store: Path | None
     devices: int
     compile_cache: Path | None
+    profile: Path | None
     compiler_options: tuple[tuple[str, str | bool], ...]  # for XLA, on every measured program
     overrides: tuple[tuple[str, str], ...]
     words: tuple[str, ...]  # the command line as given, for the record
@@ -167,6 +168,7 @@ def read_options(words: Sequence[str]) -> Options:
         store=given.store,
         devices=given.devices,
         compile_cache=given.compile_cache,
+        profile=given.profile,
         # XLA takes a flag's value as a bool, any other as text.
         compiler_options=tuple(
             (name, value == "true" if value in ("true", "false") else value)
@@ -202,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--store", type=Path)
     parser.add_argument("--devices", type=_count, default=0)
     parser.add_argument("--compile_cache", type=Path)
+    parser.add_argument("--profile", type=Path)
     parser.add_argument("--compiler_option", type=_named, action="append", default=[])
     return parser
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl_llm.benchmarks.profile import SHOWN, Profile
 from jaxrl_llm.config import ConfigError
 
 # How much worse than stored a ratio to the peer may be.
@@ -31,6 +32,7 @@ class Row:
     checks: dict[str, float] = field(default_factory=dict)
     error: str = ""
     versions: dict[str, str] = field(default_factory=dict)  # of a peer that runs by itself
+    profile: dict[str, Profile] = field(default_factory=dict)  # of each part, where asked for
 
     @property
     def median(self) -> float:
@@ -62,6 +64,8 @@ class Row:
         record |= {"figures": self.figures, "checks": self.checks}
         if self.error:
             record["error"] = self.error
+        if self.profile:
+            record["profile"] = {name: part.to_json() for name, part in self.profile.items()}
         versions = about.get("versions", {}) | self.versions
         return json.dumps(record | about | {"versions": versions})
 
@@ -128,11 +132,30 @@ def show(rows: Sequence[Row], console: Console) -> None:
             _figures(row.checks),
         )
     console.print(table)
+    for row in rows:
+        for part, profile in row.profile.items():
+            console.print(_kernels(f"{row.key} {part}", profile))
     for name, value in ratios(rows).items():
         console.print(f"ratio {name}: {value:.3f}", highlight=False)
     for row in rows:
         if row.error:
             console.print(f"failed {row.key} ({row.who}): {row.error}", markup=False)
+
+
+def _kernels(title: str, profile: Profile) -> Table:
+    idle = 1 - profile.busy / profile.seconds
+    table = Table(title=f"{title}: {profile.seconds:.4g} s, {idle:.1%} without a kernel")
+    for name in ("kernel", "share", "seconds", "calls", "us a call"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    shown, rest = profile.kernels[:SHOWN], profile.kernels[SHOWN:]
+    lines = [(kernel.name, kernel.seconds, kernel.calls) for kernel in shown]
+    if rest:
+        other = f"{len(rest)} smaller ones"
+        lines.append((other, sum(k.seconds for k in rest), sum(k.calls for k in rest)))
+    for name, seconds, calls in lines:
+        share = f"{seconds / profile.seconds:.1%}"
+        table.add_row(name, share, f"{seconds:.4g}", f"{calls:,}", f"{seconds / calls * 1e6:.4g}")
+    return table
 
 
 def _right(row: Row) -> bool:

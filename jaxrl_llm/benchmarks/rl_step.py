@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -33,6 +33,7 @@ class RlStep(Case):
     """One iteration: generate, score, update, as a run does it."""
 
     benchmark = "rl_step"
+    warm = True
 
     def __init__(self, shape: str, workload: str, config: Config) -> None:
         self.shape, self.config = shape, config
@@ -76,6 +77,26 @@ class RlStep(Case):
         require("token_mult_prob_error", error, most)
         return {"token_mult_prob_error": error}
 
+    def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Each program of one more step; the stages of the host run between them."""
+        self.step += 1
+        program = self.iteration.program
+        batch = make_global(self._prompts(), batch_sharding(self.mesh))
+        for segment in program.segments:
+
+            def run(segment: Any = segment) -> Any:
+                nonlocal batch
+                states, self.states = self.states, {}
+                self.states, batch, metrics = program.run(
+                    states, batch, self.step, None, Timer(), [segment]
+                )
+                return self.states, batch, metrics
+
+            if segment.is_host:
+                run()
+            else:
+                yield segment.name, run
+
     def run(self) -> dict[str, Any]:
         self.step += 1
         timer = Timer()
@@ -93,8 +114,7 @@ class RlStep(Case):
         data, devices = self.config.data, self.mesh.size
         responses = np.asarray(fetch(self.mask)).sum(axis=1).astype(int)
         lengths = [data.max_prompt_length + int(n) for n in responses]
-        # The check and the warm-up come first; the rest are the timed runs.
-        timed = self.stages[2:]
+        timed = self.stages[1:]  # the first is the check's
         stages = {name: statistics.median(s[name] for s in timed) for name in timed[0]}
         flops = {
             segment.name: segment_flops(segment, self.iteration.roles, self.config, lengths)

@@ -22,7 +22,6 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.learner.losses import policy_loss, with_counts
-from jaxrl_llm.learner.train_state import init_state
 from jaxrl_llm.models.base import ModelSpec, bind, init_params, init_sharded, model_spec
 from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES
@@ -88,12 +87,8 @@ class Training(Case):
         self.fields = jax.jit(self._fields, out_shardings=batch_sharding(self.mesh))()
         self.step = jax.device_put(jnp.int32(1), replicated(self.mesh))
         role = self.role
-        self.state = init_sharded(role.spec, jax.random.key(0), role.param_shardings)
-        if role.optimizer is not None:
-            # The parameters become the state's: of a large model two copies would not fit.
-            wrap = partial(init_state, optimizer=role.optimizer)
-            wrapped = jax.jit(wrap, out_shardings=role.shardings, donate_argnums=(0,))
-            self.state = wrapped(self.state)
+        params = init_sharded(role.spec, jax.random.key(0), role.param_shardings)
+        self.state = role.state(params)
 
     def check(self) -> dict[str, float]:
         """The reduced model's errors; then that the real one gives finite numbers."""

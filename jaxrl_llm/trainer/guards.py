@@ -73,9 +73,11 @@ def _in_use() -> str:
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return ""
-    in_use, limit = stats["bytes_in_use"] / 2**30, stats["bytes_limit"] / 2**30
+    names = ("bytes_in_use", "bytes_limit", "largest_free_block_bytes")
+    in_use, limit, piece = (stats.get(name, 0) / 2**30 for name in names)
+    text = f" In use were {in_use:.1f} of {limit:.1f} GiB"
     # What a program asks for is one piece, so it may fail where the sum would fit.
-    return f" In use were {in_use:.1f} of {limit:.1f} GiB, perhaps in pieces."
+    return f"{text}; the largest free piece had {piece:.1f}." if piece else f"{text}."
 
 
 def _remedies(program: str) -> list[str]:

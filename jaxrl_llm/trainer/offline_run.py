@@ -113,10 +113,10 @@ class OfflineRun:
         params = load_params(role, iteration.source, role_seed(config, role.name))
         if config.warmup is not None:
             params = warm_up(config, role, params, self._tokenizer, self._validator, output)
-        states: States = {role.name: role.state(params)}
         if iteration.reference is None:
-            return states
+            return {role.name: role.state(params)}
         reference = derive_reference(iteration.reference, params)
+        states: States = {role.name: role.state(params)}
         if not iteration.precomputed:
             return states | {"reference": reference}
         output.message("log-probs of the reference model, once")

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -61,11 +60,14 @@ class Role:
         )
 
     def state(self, params: Params) -> Any:
-        """What the role keeps, from its parameters; the parameters' buffers are not shared."""
+        """What the role keeps, from its parameters, which are consumed.
+
+        Their buffers become the state's. A copy would leave a hole where they were, and a program's
+        temporaries, which are one piece, might then not fit where the sum does.
+        """
         if self.optimizer is None:
-            return jax.jit(_copy, out_shardings=self.param_shardings)(params)
-        init = jax.jit(lambda p: _copy(self._init(p)), out_shardings=self.shardings)
-        return init(params)
+            return params
+        return jax.jit(self._init, donate_argnums=(0,), out_shardings=self.shardings)(params)
 
     def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
         """The role with another optimizer, e.g. that of a supervised warm-up.
@@ -138,7 +140,3 @@ def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Para
 def params_of(state: Any) -> Params:
     """The parameters in what a role keeps."""
     return state.params if isinstance(state, TrainState) else state
-
-
-def _copy(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)

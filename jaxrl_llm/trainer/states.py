@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.offline_alias import reward_model, sft
 from jaxrl_llm.config import Config
@@ -46,8 +47,8 @@ def first_states(
     states: States = {KL_CONTROLLER: iteration.controller_state()}
     for name, role in roles.items():
         if name == "actor":
-            states[name] = role.state(actor)
-        elif name == "reference":
+            continue  # the last: until then others are derived from its parameters
+        if name == "reference":
             states[name] = derive_reference(role, actor)
         elif name == "teacher":
             states[name] = role.state(_teacher(iteration, role, tokenizer, validator, output))
@@ -56,6 +57,7 @@ def first_states(
             if name == "reward":
                 params = _train_reward_model(iteration, role, params, tokenizer, output)
             states[name] = role.state(params)
+    states["actor"] = roles["actor"].state(actor)
     return states
 
 
@@ -91,8 +93,12 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
 
 def derive_reference(role: Role, params: Params) -> Params:
     """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
-    derive = jax.jit(partial(cast, dtype=role.spec.dtype), out_shardings=role.param_shardings)
-    return derive(params)
+
+    def derive(params: Params) -> Params:
+        # Without the copy, what is not cast would be the same buffers.
+        return jax.tree.map(jnp.copy, cast(params, role.spec.dtype))
+
+    return jax.jit(derive, out_shardings=role.param_shardings)(params)
 
 
 def role_seed(config: Config, role: str) -> int:
@@ -172,8 +178,9 @@ def _scalar_params(iteration: Iteration, role: Role, actor: Params) -> Params:
     seed = role_seed(iteration.config, role.name)
     if role.name in iteration.sources:
         return load_params(role, iteration.sources[role.name], seed)
-    derive = jax.jit(
-        lambda params: scalar_params_from(params, role.spec, jax.random.key(seed)),
-        out_shardings=role.param_shardings,
-    )
-    return derive(actor)
+
+    def derive(actor: Params) -> Params:
+        # Without the copy, the decoder would be the actor's own buffers.
+        return jax.tree.map(jnp.copy, scalar_params_from(actor, role.spec, jax.random.key(seed)))
+
+    return jax.jit(derive, out_shardings=role.param_shardings)(actor)

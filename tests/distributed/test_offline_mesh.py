@@ -57,10 +57,11 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
     params = jax.device_put(
         random_params(role.spec.params, seed=1, scale=0.3), role.param_shardings
     )
-    states = {role.name: role.state(params)}
+    states = {}
     if iteration.reference is not None:
         moved = jax.tree.map(lambda x: x * jnp.float32(1.2), params)
         states["reference"] = derive_reference(iteration.reference, moved)
+    states[role.name] = role.state(params)
     held_out = jax.jit(iteration.held_out())
     placed = make_global(batch, batch_sharding(devices))
     before = fetch(held_out(states, placed))

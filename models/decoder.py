@@ -96,11 +96,15 @@ class Decoder(nnx.Module):
             assert cache is None
             return self.norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
         new_cache = []
+        runs: dict[Any, Callable[..., tuple[Any, Any]]] = {}
         for i, layer in enumerate(layers):
             graphdef, state = nnx.split(layer)
             layer_cache = None if cache is None else cache[i]
-            run = _block_fn(graphdef, attend, remat)
-            x_BTD, new_layer_cache = run(state, x_BTD, rope, layer_cache)
+            if graphdef not in runs:
+                # A function of its own that like layers share: traced, differentiated and lowered
+                # once. XLA puts it in line again, so the program is the same.
+                runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
+            x_BTD, new_layer_cache = runs[graphdef](state, x_BTD, rope, layer_cache)
             new_cache.append(new_layer_cache)
         return self.norm(x_BTD), tuple(new_cache)
 

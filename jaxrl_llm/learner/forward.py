@@ -131,7 +131,7 @@ def response_statistics(
     model = prepare(spec, params, settings)
     hidden = rows.predicting(hidden_states(model, rows.tokens, settings, rows))
     weight, temperature = model.unembedding(), temperature or 1.0
-    logprobs, entropy = _head_logprobs(
+    logprobs, entropy = head_logprobs(
         hidden,
         weight,
         rows.targets,
@@ -208,11 +208,11 @@ def row_logprobs(
     """Log-prob of each token given those before it; 0 at position 0, which nothing predicts."""
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)[:, :-1]
-    logprobs, _ = _head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.mesh)
+    logprobs, _ = head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.mesh)
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
-def _head_logprobs(
+def head_logprobs(
     hidden: Float[Array, "B X D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, "B X"],
@@ -236,11 +236,14 @@ def _by_replica(
     if mesh is None or hidden.shape[0] % num_replicas(mesh):
         return run(hidden, weight, targets)
     by_row = PartitionSpec(REPLICA_AXES)
+    # Its copy for each replica, where it is already: handed in as one array for all, its gradient
+    # would be summed in here, and XLA's CPU compiler dies of such a sum in bfloat16.
+    copies = jnp.broadcast_to(weight, (num_replicas(mesh), *weight.shape))
     return jax.shard_map(
-        run,
+        lambda hidden, weight, targets: run(hidden, weight[0], targets),
         mesh=mesh,
-        in_specs=(by_row, PartitionSpec(), by_row),
+        in_specs=(by_row, by_row, by_row),
         out_specs=by_row,
         axis_names=set(REPLICA_AXES),
         check_vma=False,
-    )(hidden, weight, targets)
+    )(hidden, copies, targets)

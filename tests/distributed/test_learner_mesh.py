@@ -23,7 +23,7 @@ from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.learner.forward import response_values
+from jaxrl_llm.learner.forward import head_logprobs, response_values
 from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.rows import rows_of
@@ -103,6 +103,28 @@ def test_losses_gradients_and_values():
             pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(expected[role][1]), strict=True)
             for one, other in pairs:
                 assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+@on_eight_devices
+def test_gradient_of_the_head_in_bfloat16():
+    """The partitioner's sums in bfloat16 compile on CPUs, those of a shard_map do not."""
+    rng = np.random.default_rng(2)
+    hidden = rng.normal(size=(16, 4, 8)).astype(jnp.bfloat16)
+    weight = rng.normal(size=(32, 8)).astype(jnp.bfloat16)
+    targets = rng.integers(0, 32, (16, 4)).astype(np.int32)
+
+    def gradient(mesh):
+        def loss(weight, hidden, targets):
+            return head_logprobs(hidden, weight, targets, mesh)[0].sum()
+
+        arguments = weight, hidden, targets
+        if mesh is not None:
+            by_row = batch_sharding(mesh)
+            arguments = make_global(weight, replicated(mesh)), *make_global(arguments[1:], by_row)
+        return fetch(jax.jit(jax.grad(loss))(*arguments)).astype(np.float32)
+
+    found, expected = gradient(make_mesh(fsdp=4, tensor=2)), gradient(None)
+    assert np.linalg.norm(found - expected) <= 0.01 * np.linalg.norm(expected)
 
 
 def iterate(sizes, *, row_tokens=0):

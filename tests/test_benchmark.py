@@ -2,6 +2,7 @@
 commands on the CPU."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -13,8 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
-from jaxrl_llm.benchmarks import attention, command, generation, records, training, workloads
+from jaxrl_llm.benchmarks import (
+    attention,
+    command,
+    generation,
+    harness,
+    records,
+    training,
+    workloads,
+)
 from jaxrl_llm.benchmarks.baseline import run_peers
 from jaxrl_llm.benchmarks.harness import (
     Case,
@@ -25,6 +35,7 @@ from jaxrl_llm.benchmarks.harness import (
     run_cases,
 )
 from jaxrl_llm.benchmarks.options import read_options
+from jaxrl_llm.benchmarks.profile import summarise
 from jaxrl_llm.benchmarks.records import Row
 from jaxrl_llm.benchmarks.roofline import Limits, decode_seconds, kv_bytes_per_token
 from jaxrl_llm.config import ConfigError
@@ -344,7 +355,11 @@ def test_packed_layout_by_hand():
 def rows_of(*words: str) -> list[Row]:
     options = read_options([*words, TINY, "--repeats=1"])
     return run_cases(
-        command._cases(options), repeats=1, compiler_options={}, report=lambda row: None
+        command._cases(options),
+        repeats=1,
+        compiler_options={},
+        report=lambda row: None,
+        profile=options.profile,
     )
 
 
@@ -411,7 +426,6 @@ PACKED_AND_DECODE = [
             ["dense_2x64_fwd", "dense_2x64_fwdbwd", *PACKED_AND_DECODE],
             marks=pytest.mark.slow,
         ),
-        (["rl_step", "--groups=2x2", "--workload=grpo"], ["grpo_2x2_8+8"]),
     ],
 )
 def test_command_measures_every_case(words, cases):
@@ -421,6 +435,59 @@ def test_command_measures_every_case(words, cases):
     for found in rows:
         assert found.seconds and min(found.seconds) > 0 and found.checks
         assert all(np.isfinite(value) and value >= 0 for value in found.figures.values())
+
+
+def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
+    words = ["rl_step", "--groups=2x2", "--workload=grpo", f"--profile={tmp_path}"]
+    (row,) = rows_of(*words)
+    assert (row.case, row.error) == ("grpo_2x2_8+8", "") and row.checks
+    assert all(np.isfinite(value) and value >= 0 for value in row.figures.values())
+    stages = {name.removeprefix("s ") for name in row.figures if name.startswith("s ")}
+    assert stages - set(row.profile) == {
+        "compiling",
+        "first step",
+        "outside of the stages",
+        "reward",  # of the host
+    }
+    for name, part in row.profile.items():
+        assert 0 < part.busy <= part.seconds < 10
+        assert any((tmp_path / row.key / name).rglob("*.xplane.pb"))
+        assert sum(kernel.calls for kernel in part.kernels) > 1
+    text = io.StringIO()
+    records.show([row], Console(file=text, width=150))
+    largest = row.profile["update_actor"].kernels[0]
+    assert "update_actor: " in text.getvalue() and f" {largest.name} " in text.getvalue()
+    stored = json.loads(row.to_json({}))["profile"]["update_actor"]["kernels"]
+    assert stored[0] == [largest.name, largest.seconds, largest.calls]
+
+
+def test_a_profile_counts_each_moment_once():
+    """Two streams: a loop of 10 ns with kernels of 3 and 4 inside, and one that overlaps by 2."""
+    ns = 1e-9
+    first = [(0.0, 10.0, "while"), (1.0, 4.0, "gemm"), (5.0, 9.0, "gemm"), (20.0, 21.0, "add")]
+    found = summarise([first, [(8.0, 14.0, "copy")], []])
+    kernels = {kernel.name: (kernel.seconds, kernel.calls) for kernel in found.kernels}
+    assert kernels == {
+        "gemm": (pytest.approx(7 * ns), 2),
+        "copy": (pytest.approx(6 * ns), 1),
+        "while": (pytest.approx(3 * ns), 1),
+        "add": (pytest.approx(1 * ns), 1),
+    }
+    assert [kernel.name for kernel in found.kernels] == ["gemm", "copy", "while", "add"]
+    assert found.seconds == pytest.approx(21 * ns) and found.busy == pytest.approx(15 * ns)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        summarise([[]])
+
+
+def test_a_profile_that_fails_keeps_the_measurement(tmp_path, monkeypatch):
+    def broken(folder, run):
+        raise RuntimeError("the profiler saw no kernel")
+
+    monkeypatch.setattr(harness, "record", broken)
+    (row,) = run_cases(
+        [Sum("a")], repeats=2, compiler_options={}, report=lambda row: None, profile=tmp_path
+    )
+    assert len(row.seconds) == 2 and row.error.startswith("profile: RuntimeError")
 
 
 def test_script_writes_json_lines(tmp_path):

@@ -12,8 +12,7 @@ import jax
 
 # Numbers at the end tell instances of one kernel apart: loop_add_fusion_12.
 INSTANCE = re.compile(r"([._]\d+)+$")
-# Beyond this share together, kernels are too small to name.
-SHOWN = 12
+SHOWN = 12  # kernels by name; the others together
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.rewards.combine import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.guards import VALIDATION, memory_guard
 from jaxrl_llm.trainer.online import stop_ids
 from jaxrl_llm.trainer.roles import Role
 from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts
@@ -126,11 +127,11 @@ class Validator:
             )
             sample_ids = batch.sample_ids + np.uint32(start * self._n)
             arrays = (batch.prompts, batch.prompt_lengths, sample_ids)
-            out = self._answer(
-                params, *make_global(arrays, batch_sharding(self._mesh)), device_step
-            )
             rows = len(chunk) * self._n
-            tokens, mask, logprobs = fetch((out.tokens, out.mask, out.logprobs))
+            with memory_guard(VALIDATION):
+                arguments = *make_global(arrays, batch_sharding(self._mesh)), device_step
+                out = self._answer(params, *arguments)
+                tokens, mask, logprobs = fetch((out.tokens, out.mask, out.logprobs))
             completions += completions_of(
                 self._tokenizer, self._stop_ids, tokens[:rows], mask[:rows], logprobs[:rows]
             )

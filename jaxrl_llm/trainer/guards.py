@@ -15,6 +15,7 @@ from jaxrl_llm.learner.losses import tree_names
 from jaxrl_llm.learner.train_step import NONFINITE
 
 SHOWN = 5
+VALIDATION = "validation"  # the program of held-out evaluation
 
 
 class NonFiniteGradients(RuntimeError):
@@ -53,7 +54,8 @@ class OutOfMemory(RuntimeError):
 def memory_guard(program: str) -> Iterator[None]:
     """Name the program that ran out of memory inside, the memory in use, and what needs less.
 
-    `program` is the names of its stages, as in `timing_s/<name>`. Raises OutOfMemory.
+    `program` is the names of its stages, as in `timing_s/<name>`, or VALIDATION. Raises
+    OutOfMemory.
     """
     try:
         yield
@@ -81,10 +83,13 @@ def _in_use() -> str:
 
 
 def _remedies(program: str) -> list[str]:
+    devices, room = "more devices on config.mesh.fsdp", "smaller config.rollout.cache_tokens or"
+    if program == VALIDATION:
+        return [f"{room} num_slots, or config.data.val_batch_size", devices]
     names, found = program.split("+"), []
     if any(name.startswith("gen") for name in names):
         found += [
-            "smaller config.rollout.cache_tokens or num_slots",
+            f"{room} num_slots",
             "config.rollout.quantization=float8 with algorithm.settings.rollout_is=token",
         ]
     updates = any(name.startswith("update") for name in names)
@@ -94,7 +99,7 @@ def _remedies(program: str) -> list[str]:
         found.append("smaller micro_batch_tokens or micro_batch_size there, or in config.warmup")
     if updates:
         found.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
-    return [*found, "more devices on config.mesh.fsdp"]
+    return [*found, devices]
 
 
 @contextmanager

@@ -294,6 +294,7 @@ class Config:
     warmup: SupervisedConfig | None = None  # supervised training of the actor before RL
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    compile_cache: str = ""  # folder of compiled programs; empty is <run_dir>/compile_cache
+    # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
+    compile_cache: str = ""
     exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself

@@ -1,10 +1,13 @@
 """What every test shares: the CPU, and shapes checked while a function runs."""
 
+import atexit
 import functools
 import gc
 import inspect
 import os
 import re
+import shutil
+import tempfile
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Long runs and programs for a GPU are compiled as users have them, the others fast."""
     # Tracing makes many objects that live; looking for cycles among them took a sixth of the time.
     gc.set_threshold(200_000, 50, 100)
+    # What several tests compile is compiled once. Workers and other processes inherit the folder.
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     asked_for = re.findall(r"(?<!not )\b(?:slow|h200)\b", config.option.markexpr)
     if not asked_for:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)

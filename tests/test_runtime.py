@@ -111,6 +111,33 @@ def test_one_process_joins_nothing():
     assert jax.process_count() == 1
 
 
+def test_where_programs_are_kept(tmp_path):
+    """The config's folder, else the one that jax's variable names, else the run's own."""
+    program = (
+        "import jax, os\n"
+        "from jaxrl_llm.config import Config\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "def show(**settings):\n"
+        "    runtime.start(Config(run_dir='run', **settings))\n"
+        "    print(jax.config.jax_compilation_cache_dir)\n"
+        "show()\n"
+        "show(compile_cache='given')\n"
+        "del os.environ['JAX_COMPILATION_CACHE_DIR']\n"
+        "show()\n"
+    )
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "/shared"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    expected = ["/shared", str(tmp_path / "given"), str(tmp_path / "run" / "compile_cache")]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
 def test_compile_cache_is_used_by_the_next_process(tmp_path):
     program = (
         "import jax, sys\n"

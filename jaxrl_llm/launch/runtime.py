@@ -39,6 +39,9 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
+# jax's own variable: a folder of compiled programs that several runs share.
+COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
 # On a GPU, gradients of the embedding and of attention otherwise add up in the order in which
 # threads happen to arrive, and a resumed run would drift away from one that was never stopped.
 EXACT = "xla_gpu_exclude_nondeterministic_ops"
@@ -113,10 +116,10 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
         validate(config)  # more replicas may not divide the batch
+    run_dir = config.run_dir or str(Path("runs") / config.name)
     if config.compile_cache:
         enable_compile_cache(config.compile_cache)
-    else:
-        run_dir = config.run_dir or str(Path("runs") / config.name)
+    elif not os.environ.get(COMPILE_CACHE):
         enable_compile_cache(str(Path(run_dir) / "compile_cache"))
     return config
 

@@ -27,12 +27,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return run
 
 
-@pytest.fixture
-def sharing(reference: TinyRun) -> str:
-    """The flag that takes compiled programs from the reference run, to save time."""
-    return f"--config.compile_cache={reference.run_dir / 'compile_cache'}"
-
-
 def assert_same_run(run: TinyRun, reference: TinyRun) -> None:
     metrics, expected = run.metrics(), reference.metrics()
     assert list(metrics) == list(range(TOTAL_STEPS + 1))
@@ -63,7 +57,8 @@ def kept_steps(run: TinyRun) -> list[int]:
 
 def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
     """Killed after the warm-up, during a save, and within a step at an epoch's boundary."""
-    run = TinyRun(tmp_path)
+    # Compiled anew, and not where a killed process might leave half a program for other tests.
+    run = TinyRun(tmp_path, f"--config.compile_cache={tmp_path / 'compiled'}")
     run.kill_when(run.step_path(0).exists)
     warm_up = (run.run_dir / "warmup" / "metrics.jsonl").read_bytes()
 
@@ -88,10 +83,8 @@ def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on(
-    tmp_path: Path, reference: TinyRun, sharing: str
-) -> None:
-    run = TinyRun(tmp_path, sharing)
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path, reference: TinyRun) -> None:
+    run = TinyRun(tmp_path)
     step = 5  # between two saves
     run.pause_at(step)
     with run.process() as process:
@@ -125,10 +118,10 @@ def test_a_finished_run_is_left_as_it_is(reference: TinyRun) -> None:
 
 @pytest.mark.slow
 def test_another_runs_checkpoint_goes_on_in_a_new_folder(
-    tmp_path: Path, reference: TinyRun, sharing: str
+    tmp_path: Path, reference: TinyRun
 ) -> None:
     start = TOTAL_STEPS - SAVE_EVERY
-    run = TinyRun(tmp_path, sharing)
+    run = TinyRun(tmp_path)
     run.finish(f"--config.resume={reference.step_path(start)}")
     expected = reference.metrics()
     assert run.metrics() == {step: expected[step] for step in range(start + 1, TOTAL_STEPS + 1)}

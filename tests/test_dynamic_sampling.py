@@ -162,6 +162,7 @@ def assert_group_order(batch):
     np.testing.assert_array_equal(np.asarray(batch.rewards).sum(axis=1), batch.scores)
 
 
+@pytest.mark.whole
 def test_a_run_refills_and_traces_what_it_generated(batches, tmp_path):
     filtered = Filtered(tmp_path)
     train(filtered.config())
@@ -181,6 +182,7 @@ def test_a_run_refills_and_traces_what_it_generated(batches, tmp_path):
     assert odd and all(s["score"] == 1.0 for s in odd)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_resumed_run_generates_the_same_rounds(tmp_path):
     whole, again = Filtered(tmp_path / "whole"), Filtered(tmp_path / "again")

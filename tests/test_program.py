@@ -58,6 +58,7 @@ def test_number_of_programs_and_donation(model_reward, programs):
         assert not any(is_deleted(first[role])), f"{role} is frozen and was donated"
 
 
+@pytest.mark.whole
 def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, capsys):
     """The whole loop: data, reward pool, validation and saving beside the programs."""
     run = TinyRun(tmp_path)

@@ -176,6 +176,7 @@ def test_iteration_fsdp_8():
     check_iteration(MESHES[0])
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_iteration_fsdp_4_tensor_2():
     check_iteration(MESHES[1], row_tokens=24)

@@ -183,6 +183,12 @@ def test_mistakes_are_answered_without_jax(tmp_path):
     assert "nonsense" in done.stderr
 
 
+def test_peers_run_before_jax_is_there():
+    code = "import sys, jaxrl_llm.benchmarks.baseline; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_compiler_options_are_of_the_kind_that_xla_takes():
     words = ("xla_gpu_enable_triton_gemm=false", "xla_backend_optimization_level=0")
     options = read_options(["generation", TINY, *(f"--compiler_option={word}" for word in words)])
@@ -252,6 +258,8 @@ def test_short_calls_are_queued():
         return jnp.zeros(1)
 
     assert len(measure(run, repeats=3, min_seconds=0.0)) == 3 and len(calls) == 1 + 3
+    calls.clear()
+    assert len(measure(run, repeats=2, min_seconds=0.0, warm=True)) == 2 == len(calls)
     calls.clear()
     assert len(measure(run, repeats=2, min_seconds=10.0)) == 2
     assert len(calls) == 2 + 2 * 200
@@ -459,6 +467,7 @@ def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
     assert "update_actor: " in text.getvalue() and f" {largest.name} " in text.getvalue()
     stored = json.loads(row.to_json({}))["profile"]["update_actor"]["kernels"]
     assert stored[0] == [largest.name, largest.seconds, largest.calls]
+    assert len(stored) == len(row.profile["update_actor"].kernels) > records.SHOWN
 
 
 def test_a_profile_counts_each_moment_once():

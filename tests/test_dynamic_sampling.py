@@ -182,7 +182,6 @@ def test_a_run_refills_and_traces_what_it_generated(batches, tmp_path):
     assert odd and all(s["score"] == 1.0 for s in odd)
 
 
-@pytest.mark.whole
 @pytest.mark.slow
 def test_a_resumed_run_generates_the_same_rounds(tmp_path):
     whole, again = Filtered(tmp_path / "whole"), Filtered(tmp_path / "again")

@@ -311,7 +311,6 @@ def memory(run: TinyRun, step: int) -> PriorityLoader:
     return found
 
 
-@pytest.mark.whole
 @pytest.mark.slow
 def test_a_run_remembers_every_group_and_resumes_exactly(tmp_path):
     """With dynamic sampling: groups that it does not keep are remembered, too."""

@@ -4,38 +4,15 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxrl_llm.benchmarks.records import Kernel, Profile
+
 # Numbers at the end tell instances of one kernel apart: loop_add_fusion_12.
 INSTANCE = re.compile(r"([._]\d+)+$")
-SHOWN = 12  # kernels by name; the others together
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """All calls of one kernel; `seconds` leaves out what it called itself."""
-
-    name: str
-    seconds: float
-    calls: int
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What the first device did between the first and the last kernel of a recording."""
-
-    seconds: float
-    busy: float  # seconds in which at least one kernel ran
-    kernels: tuple[Kernel, ...]  # largest first
-
-    def to_json(self) -> dict[str, Any]:
-        """The largest kernels as plain lists: name, seconds, calls."""
-        kernels = [[k.name, k.seconds, k.calls] for k in self.kernels[:SHOWN]]
-        return {"seconds": self.seconds, "busy": self.busy, "kernels": kernels}
 
 
 def record(folder: Path, run: Callable[[], Any]) -> Profile:

@@ -97,7 +97,7 @@ def mix32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def round_by_chance(
-    x: Float[Array, "..."], step: Int[Array, ""], stream: int
+    x: Float[Array, "..."], step: Int[Array, ""], stream: int | UInt32[Array, ""]
 ) -> Float[Array, "..."]:
     """float32 to bfloat16, up or down with the probability that makes the mean exact.
 
@@ -109,7 +109,7 @@ def round_by_chance(
     for axis, size in enumerate(x.shape):
         axis_index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         position = position * jnp.uint32(size) + axis_index
-    seed = mix32(step.astype(jnp.uint32) + mix32(jnp.uint32(stream)))
+    seed = mix32(step.astype(jnp.uint32) + mix32(jnp.asarray(stream, jnp.uint32)))
     # The 16 bits that are dropped carry into those that stay as often as they are large.
     noise = mix32(position ^ seed) >> 16
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)

@@ -46,12 +46,8 @@ class RlStep(Case):
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         # The run compiles them itself and finds these in the compile cache.
-        program, sharding = self.iteration.program, batch_sharding(self.mesh)
-        states = self.iteration.abstract_states()
-        batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            program.trace(states, self.iteration.abstract_batch()),
-        )
+        program, states = self.iteration.program, self.iteration.abstract_states()
+        batch = program.trace(states, self.iteration.abstract_batch())
         return {
             segment.name: program.lower(segment, states, batch)
             for segment in program.segments

@@ -60,11 +60,12 @@ def hopper_attention(
             f"pallas attention of {q_BTNH.dtype} with head dim {H}: it takes bfloat16 and head "
             f"dims {HEAD_DIMS}; cast q, k and v, or use implementation='xla'"
         )
+    plain = causal and window is None and lengths is None and visibility is None
     local = partial(
         _attention_of_one_device,
         causal=causal,
         window=window,
-        tuning=tuning or default_tuning(H),
+        tuning=tuning or default_tuning(H, plain=plain),
         interpret=interpret,
     )
     mesh = jax.sharding.get_abstract_mesh()

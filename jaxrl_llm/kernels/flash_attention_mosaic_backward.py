@@ -30,6 +30,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     accumulator,
     along,
     drain,
+    is_whole,
     kernel_call,
     key_block,
     load_ranges,
@@ -59,9 +60,12 @@ def backward(
     interpret: Any,
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv from the forward pass's inputs, output and log-sum-exp (in bits)."""
-    # Nothing may come in through a token that sees nothing: 0 * NaN would reach dv of real ones.
-    real_BTN = jnp.isfinite(lse_BNT).swapaxes(1, 2)
-    dout_BTNH = jnp.where(real_BTN[..., None], dout_BTNH, 0).astype(q_BTNH.dtype)
+    dout_BTNH = dout_BTNH.astype(q_BTNH.dtype)
+    if ranges.values_RCT is not None:
+        # Nothing may come in through a token that sees nothing: 0 * NaN would reach dv of real
+        # ones. In plain causal rows each sees itself, and a copy of the cotangent is saved.
+        real_BTN = jnp.isfinite(lse_BNT).swapaxes(1, 2)
+        dout_BTNH = jnp.where(real_BTN[..., None], dout_BTNH, 0)
     delta_BNT = jnp.einsum(
         "BTNH,BTNH->BNT", out_BTNH, dout_BTNH, preferred_element_type=jnp.float32
     )
@@ -128,7 +132,6 @@ def _dq_kernel(
     head, item = lax.axis_index("head"), lax.axis_index("item")
     warpgroup = lax.axis_index("warpgroup")
     row, tile, first, num_first, second, num = (items_ref[item, i] for i in range(6))
-    schedule_row = row if whole_ref.shape[0] > 1 else 0
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consume() -> None:
@@ -147,7 +150,8 @@ def _dq_kernel(
         def step(j: Array, dq_acc: Any) -> None:
             slot = ring_slot(j, stages)
             block = key_block(first, num_first, second, j)
-            whole = whole_ref[schedule_row, q_block, block]
+            key_base = block * block_k
+            whole = is_whole(whole_ref, row, base, key_base, block_k, (q_block, block))
 
             def one_block(s_acc: Any, dp_acc: Any) -> None:
                 plgpu.barrier_wait(k_loaded.at[slot])
@@ -158,10 +162,10 @@ def _dq_kernel(
 
                 def masked(s: Array) -> Array:
                     query = positions(s.shape, 0, base)
-                    key = positions(s.shape, 1, block * block_k)
+                    key = positions(s.shape, 1, key_base)
                     return jnp.where(sees(ranges, query, key, 0), s, -jnp.inf)
 
-                s = lax.cond(whole == 0, masked, lambda s: s, s)
+                s = lax.cond(whole, lambda s: s, masked, s)
                 p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape))
                 dp = dp_acc[...]
                 plgpu.barrier_arrive(v_free.at[slot])
@@ -269,7 +273,6 @@ def _dkv_kernel(
     kv_head, item = lax.axis_index("head"), lax.axis_index("item")
     warpgroup = lax.axis_index("warpgroup")
     row, tile, first, num = (items_ref[item, i] for i in (0, 1, 2, 5))
-    schedule_row = row if whole_ref.shape[0] > 1 else 0
     num_steps = num * num_groups
 
     @pl.when(warpgroup < NUM_CONSUMERS)
@@ -289,7 +292,8 @@ def _dkv_kernel(
         def step(j: Array, grad_accs: dict[str, Any]) -> None:
             slot = ring_slot(j, stages)
             block = first + lax.rem(j, num)
-            whole = whole_ref[schedule_row, block, k_block]
+            query_base = block * block_q
+            whole = is_whole(whole_ref, row, query_base, base, block_k, (block, k_block))
 
             def one_block(s_acc: Any, dp_acc: Any = None) -> None:
                 plgpu.barrier_wait(q_loaded.at[slot])
@@ -300,13 +304,13 @@ def _dkv_kernel(
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if dp_acc is None else 1)
 
                 def masked(s: Array) -> Array:
-                    queries = pl.ds(block * block_q, block_q)
+                    queries = pl.ds(query_base, block_q)
                     ranges = load_ranges(ranges_ref, row, queries, BY_COLUMN)
-                    query = positions(s.shape, 1, block * block_q)
+                    query = positions(s.shape, 1, query_base)
                     key = positions(s.shape, 0, base)
                     return jnp.where(sees(ranges, query, key, 1), s, -jnp.inf)
 
-                s = lax.cond(whole == 0, masked, lambda s: s, s)
+                s = lax.cond(whole, lambda s: s, masked, s)
                 lse = load_vector(stats_smem.at[slot, 0], BY_COLUMN)
                 p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape, 1))
                 if "dv" in grad_accs:

@@ -74,9 +74,14 @@ class Tuning:
         return -(-length // multiple) * multiple
 
 
-def default_tuning(head_dim: int) -> Tuning:
-    """Sizes that fit the registers and the 227 KB of shared memory of an H200."""
+def default_tuning(head_dim: int, *, plain: bool = False) -> Tuning:
+    """Sizes that fit the registers and the 227 KB of shared memory of an H200.
+
+    `plain`: for whole causal rows, whose few masks leave registers for larger blocks.
+    """
     if head_dim <= 64:
+        if plain:
+            return Tuning(stages=4, dq_block_k=128, dq_stages=2, dkv_stages=3)
         return Tuning(stages=4, dq_stages=4, dkv_stages=4)
     if head_dim <= 128:
         return Tuning(dq_stages=3, dkv_stages=3)
@@ -157,9 +162,9 @@ def kernel_call(
 
     Heads vary fastest, so that the query heads of one KV head read its keys from the L2 cache.
     """
-    index = [jnp.asarray(schedule.items), jnp.asarray(schedule.whole_RQK)]
+    index = [jnp.asarray(schedule.items)]
     if ranges.values_RCT is not None:
-        index.append(jnp.asarray(ranges.values_RCT))
+        index += [jnp.asarray(schedule.whole_RQK), jnp.asarray(ranges.values_RCT)]
     kernel = plgpu.kernel(
         partial(body, num_index=len(index)),
         out_type=out,
@@ -266,9 +271,21 @@ def positions(shape: tuple[int, ...], axis: int, base: Array) -> Array:
 
 
 def split_index(refs: tuple[Any, ...], num_index: int) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """Items, whole blocks, ranges (None where there are none), and the other references."""
-    items_ref, whole_ref, *rest = refs[:num_index]
-    return items_ref, whole_ref, rest[0] if rest else None, refs[num_index:]
+    """Items, whole blocks and ranges (None in plain causal rows), and the other references."""
+    items_ref, *rest = refs[:num_index]
+    whole_ref, ranges_ref = rest or (None, None)
+    return items_ref, whole_ref, ranges_ref, refs[num_index:]
+
+
+def is_whole(whole_ref: Any, row: Array, query: Array, key: Array, keys: int, block: Any) -> Array:
+    """Whether all queries of a block see all its keys; their first positions are `query`, `key`.
+
+    `block` is its place in the schedule's table: query block, key block. Plain causal rows have
+    none, and a step then waits for no load.
+    """
+    if whole_ref is None:
+        return key + keys - 1 <= query
+    return whole_ref[row if whole_ref.shape[0] > 1 else 0, *block] != 0
 
 
 def ring_slot(step: Array, stages: int) -> Array:
@@ -315,7 +332,6 @@ def _forward_kernel(
     head, item = lax.axis_index("head"), lax.axis_index("item")
     warpgroup = lax.axis_index("warpgroup")
     row, tile, first, num_first, second, num = (items_ref[item, i] for i in range(6))
-    schedule_row = row if whole_ref.shape[0] > 1 else 0
 
     def change_turns() -> None:
         if tuning.take_turns:
@@ -345,7 +361,8 @@ def _forward_kernel(
             acc, top, total = carry
             slot = ring_slot(j, stages)
             block = key_block(first, num_first, second, j)
-            whole = whole_ref[schedule_row, q_block, block]
+            key_base = block * block_k
+            whole = is_whole(whole_ref, row, base, key_base, block_k, (q_block, block))
 
             def scores(ref: Any) -> Array:
                 plgpu.wgmma(ref, my_q, k_smem.at[slot].transpose((1, 0)))
@@ -357,10 +374,10 @@ def _forward_kernel(
 
             def masked(s: Array) -> Array:
                 query = positions(s.shape, 0, base)
-                key = positions(s.shape, 1, block * block_k)
+                key = positions(s.shape, 1, key_base)
                 return jnp.where(sees(ranges, query, key, 0), s, -jnp.inf)
 
-            s = lax.cond(whole == 0, masked, lambda s: s, s)
+            s = lax.cond(whole, lambda s: s, masked, s)
             # The maximum is kept in bits, so that the exponent below is one multiply-add.
             new_top = jnp.maximum(top, s.max(axis=1) * scale)
             p = jnp.exp2(s * scale - along(new_top, s.shape))

@@ -73,6 +73,24 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
 
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 
+    # Traced and lowered once a shape, not once a parameter: XLA puts it in line again.
+    @jax.jit
+    def step(
+        count: Array, streams: tuple[Array, Array], gradient: Array, moments: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        if narrow:
+            gradient, *moments = (x.astype(jnp.float32) for x in (gradient, *moments))
+        mu, nu = moments
+        mu = config.b1 * mu + (1 - config.b1) * gradient
+        nu = config.b2 * nu + (1 - config.b2) * jnp.square(gradient)
+        first, second = _unbiased(mu, config.b1, count), _unbiased(nu, config.b2, count)
+        if narrow:
+            mu, nu = (
+                round_by_chance(moment, count, stream)
+                for moment, stream in zip((mu, nu), streams, strict=True)
+            )
+        return first / (jnp.sqrt(second) + config.eps), [mu, nu]
+
     def update(
         updates: Any, state: Any, params: Any = None, *, finite: Any = True
     ) -> tuple[Any, Any]:
@@ -81,22 +99,11 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
         leaves, structure = jax.tree.flatten(updates)
         mus, nus = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
 
-        def step(i: int, moments: list[Array]) -> tuple[Array, list[Array]]:
-            gradient = leaves[i]
-            if narrow:
-                gradient, *moments = (x.astype(jnp.float32) for x in (gradient, *moments))
-            mu, nu = moments
-            mu = config.b1 * mu + (1 - config.b1) * gradient
-            nu = config.b2 * nu + (1 - config.b2) * jnp.square(gradient)
-            first, second = _unbiased(mu, config.b1, count), _unbiased(nu, config.b2, count)
-            if narrow:
-                mu, nu = round_by_chance(mu, count, i), round_by_chance(nu, count, i + len(leaves))
-            return first / (jnp.sqrt(second) + config.eps), [mu, nu]
-
         found: list[Array] = []
         kept: list[list[Array]] = []
         for i, (mu, nu) in enumerate(zip(mus, nus, strict=True)):
-            visit = partial(step, i)
+            streams = jnp.uint32(i), jnp.uint32(i + len(leaves))
+            visit: Step = partial(step, count, streams, leaves[i])
             if in_host_memory(mu):
                 visit = _visit(visit, finite, after=kept[i - AT_ONCE] if i >= AT_ONCE else finite)
             result, new = visit([mu, nu])

@@ -93,7 +93,7 @@ class Program:
 
     def trace(self, states: States, batch: RolloutBatch) -> RolloutBatch:
         """Shapes of the whole iteration without computing: a config that is wrong fails here."""
-        step = jax.ShapeDtypeStruct((), jnp.int32)
+        batch = self._placed(batch)
         for segment in self.segments:
             if segment.is_host:
                 rows, stage = batch.sample_ids.shape[0], segment.stages[0]
@@ -101,20 +101,27 @@ class Program:
                     name: jax.ShapeDtypeStruct((rows, *inner), jnp.float32)
                     for name, inner in zip(stage.writes, stage.inner_shapes, strict=True)
                 }
-                batch = batch.replace(**writes)
-                continue
-            reads = {name: getattr(batch, name) for name in _segment_reads(segment)}
-            compiled = self._compiled[segment.name]
-            _, writes, _ = jax.eval_shape(compiled, *_split_states(states, segment), reads, step)
-            batch = batch.replace(**writes)
+            else:
+                compiled = self._compiled[segment.name]
+                _, writes, _ = compiled.eval_shape(*self._arguments(segment, states, batch))
+            batch = batch.replace(**self._placed(writes))
         return batch
 
     def lower(self, segment: Segment, states: States, batch: RolloutBatch) -> jax.stages.Lowered:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
+        return self._compiled[segment.name].lower(*self._arguments(segment, states, batch))
+
+    def _arguments(self, segment: Segment, states: States, batch: RolloutBatch) -> tuple[Any, ...]:
+        """Abstract ones, placed as `run` places them: else `jit` would trace once more for it, and
+        the compile cache would take it for another program."""
         reads = {name: getattr(batch, name) for name in _segment_reads(segment)}
-        # Placed as `run` places it, or the compile cache would take it for another program.
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self._mesh))
-        return self._compiled[segment.name].lower(*_split_states(states, segment), reads, step)
+        return *_split_states(states, segment), reads, step
+
+    def _placed(self, fields: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding), fields
+        )
 
     def _feeds_host(self, segment: Segment) -> bool:
         after = self.segments[self.segments.index(segment) + 1 :]

@@ -245,7 +245,8 @@ def _measure_case(case: Case, compiling: Compiling, repeats: int, profile: Path 
             # Timed all the same: a card is lent by the minute, and the row carries the error.
             failed = _message(error)
         seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds, warm=case.warm)
-        figures = case.figures(statistics.median(seconds)) | {"s compiling": seconds_compiling}
+        figures = case.figures(statistics.median(seconds))
+        figures |= {"s compiling": seconds_compiling, "s lowering": compiling.lowering}
         memory = case.memory(programs)
         row = Row(
             **about,

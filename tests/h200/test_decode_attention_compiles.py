@@ -1,9 +1,11 @@
 """Decode attention compiled for an H200: registers, shared memory, no spills."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,10 +97,36 @@ def compile_decode(
     return lowered.compile().as_text()
 
 
-def resources_of(
-    folder: Path, shape: str, num_splits: int, window: int | None, cache: str, shared: bool = False
-) -> dict[str, Resources]:
-    """Of every kernel. Compiles in a process of its own, whose environment asks for the dumps."""
+# Parts of a slot, window, cache, whether a plan lets slots share prompts.
+CASES = [
+    (1, None, "bfloat16", False),
+    (4, None, "bfloat16", False),
+    (1, 300, "bfloat16", False),
+    (1, None, "float8_e4m3fn", False),
+    (1, None, "bfloat16", True),
+    (4, None, "bfloat16", True),
+    (1, None, "float8_e4m3fn", True),
+]
+
+
+@pytest.fixture(scope="module")
+def resources_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Resources]]:
+    """The kernel's resources at a shape, one a case."""
+
+    @functools.cache
+    def compiled(shape: str) -> list[Resources]:
+        folder = tmp_path_factory.mktemp("dump")
+        _compile_in_a_process(folder, shape)
+        # Numbered as they were compiled, one after the other.
+        dumps = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.split("_")[-1]))
+        assert len(dumps) == len(CASES), dumps
+        return [_resources_in(path) for path in dumps]
+
+    return compiled
+
+
+def _compile_in_a_process(folder: Path, shape: str) -> None:
+    """All cases in a process of their own, whose environment asks for the dumps."""
     nvcc = Path(sys.prefix) / "lib/python3.12/site-packages/nvidia/cu13/bin"
     flags = dict.fromkeys(("PTX", "PTXAS", "RESOURCES"), "1")
     environment = {
@@ -108,10 +136,8 @@ def resources_of(
         "PATH": f"{nvcc}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    arguments = (shape, num_splits, window, cache, shared)
-    code = f"from {Path(__file__).stem} import *; compile_decode(*{arguments!r})"
+    code = f"from {Path(__file__).stem} import *; [compile_decode({shape!r}, *c) for c in CASES]"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=240)
-    return {path.stem: _resources_in(path) for path in folder.glob("*.ptxas")}
 
 
 def _resources_in(path: Path) -> Resources:
@@ -127,23 +153,11 @@ def _resources_in(path: Path) -> Resources:
 @pytest.mark.parametrize(
     "shape", [s if s in ("0.5B", "7B") else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
 )
-@pytest.mark.parametrize(
-    ("num_splits", "window", "cache", "shared"),
-    [
-        (1, None, "bfloat16", False),
-        (4, None, "bfloat16", False),
-        (1, 300, "bfloat16", False),
-        (1, None, "float8_e4m3fn", False),
-        (1, None, "bfloat16", True),
-        (4, None, "bfloat16", True),
-        (1, None, "float8_e4m3fn", True),
-    ],
-)
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_no_spills_and_several_programs_an_sm(
-    shape: str, num_splits: int, window: int | None, cache: str, shared: bool, tmp_path: Path
+    shape: str, case: int, resources_of: Callable[[str], list[Resources]]
 ):
-    kernels = resources_of(tmp_path, shape, num_splits, window, cache, shared)
-    (found,) = kernels.values()
+    found = resources_of(shape)[case]
     assert found.spilled_bytes == 0
     assert found.programs_per_sm() >= SHAPES[shape][3]
 

@@ -117,6 +117,7 @@ def assert_same_tokens(left, right):
     np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-5)
 
 
+@pytest.mark.whole
 def test_tokens_do_not_depend_on_slots_order_or_batch():
     tokens, lengths, ids = prompts(11)
     whole = run(tokens, lengths, ids, num_slots=0)
@@ -308,6 +309,7 @@ def test_products_of_many_slots_are_cublas(samples, num_slots, without, monkeypa
     assert engine.compiler_options(samples, num_slots) == options
 
 
+@pytest.mark.whole
 def test_a_tail_gives_the_same_tokens_for_fewer_slot_steps():
     """One prompt in nine is answered at length; in between, all but those slots would be empty."""
     tokens, lengths, ids = prompts(24)

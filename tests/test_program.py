@@ -34,6 +34,7 @@ def is_deleted(tree) -> list[bool]:
     return [x.is_deleted() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("model_reward", "programs"), [(True, 1), (False, 3)])
 def test_number_of_programs_and_donation(model_reward, programs):
     """A model reward gives one program; a Python reward splits it in three. Then no more.

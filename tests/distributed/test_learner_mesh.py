@@ -89,6 +89,7 @@ def learn(mesh=None, *, row_tokens=0):
     return out
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_losses_gradients_and_values():
     expected = learn()

@@ -123,6 +123,35 @@ def test_a_program_has_the_compiler_options_that_all_its_stages_have(fuse, of_bo
         program.run({}, batch, 1, None, Timer())
 
 
+def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
+    traced = []
+
+    def counted(name, reads, writes):
+        def fn(state, step, x):
+            traced.append(name)
+            return StageOutput(writes=(x + step,), metrics={})
+
+        return Stage(name=name, fn=fn, reads=(reads,), writes=(writes,), role=DEVICE)
+
+    first = counted("first", "prompt_lengths", "old_logprobs")
+    last = counted("last", "scores", "returns")
+    planned = [first, host_stage("old_logprobs", "scores"), last]
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments(planned), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+    )
+    whole = program.trace({}, abstract)
+    for segment in program.segments:
+        if not segment.is_host:
+            program.lower(segment, {}, whole)
+    _, found, _ = program.run({}, batch, 1, None, Timer())
+    np.testing.assert_array_equal(found.returns, np.full(4, 3.0))
+    assert traced == ["first", "last"]
+
+
 def test_out_of_memory_names_the_program():
     def fn(state, step, field):
         return StageOutput(writes=(jnp.broadcast_to(field[:, None], (4, 2**48)),), metrics={})

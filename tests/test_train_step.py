@@ -21,6 +21,7 @@ from tiny_iteration import (
 
 from jaxrl_llm.algorithms.alias import ppo
 from jaxrl_llm.config import FunctionConfig, OptimizerConfig
+from jaxrl_llm.learner import optimizer as optimizer_module
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import Padded
@@ -35,6 +36,7 @@ from jaxrl_llm.learner.train_step import (
 )
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.numerics import round_by_chance
 from jaxrl_llm.trainer.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.trainer.states import to_items
 
@@ -261,6 +263,25 @@ def test_schedules_by_hand(changes, expected):
     rate = schedule(OptimizerConfig(learning_rate=8.0, **changes), total_steps=10)
     for step, value in expected.items():
         np.testing.assert_allclose(rate(jnp.int32(step)), value, atol=1e-6, err_msg=str(step))
+
+
+def test_adam_is_traced_once_a_shape_and_rounds_each_parameter_by_its_own_chances(monkeypatch):
+    rounded = []
+
+    def counted(x, step, stream):
+        rounded.append(x.shape)
+        return round_by_chance(x, step, stream)
+
+    monkeypatch.setattr(optimizer_module, "round_by_chance", counted)
+    optimizer = make_optimizer(OptimizerConfig(moment_dtype="bfloat16"), 10)
+    gradient = jnp.linspace(0.1, 0.9, 64)
+    gradients = {"a": gradient, "b": gradient, "c": gradient.reshape(8, 8)}
+    state = optimizer.init(gradients)
+    _, (adam, *_) = optimizer.update(gradients, state, gradients)
+    assert rounded == [(64,)] * 2 + [(8, 8)] * 2  # both moments
+    assert not np.array_equal(adam.mu["a"], adam.mu["b"])
+    assert not np.array_equal(adam.nu["a"], adam.nu["b"])
+    np.testing.assert_allclose(adam.mu["a"], adam.mu["b"], rtol=2**-7)
 
 
 def test_the_optimizer_follows_the_schedule_that_is_reported():

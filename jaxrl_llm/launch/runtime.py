@@ -116,10 +116,10 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
         validate(config)  # more replicas may not divide the batch
-    run_dir = config.run_dir or str(Path("runs") / config.name)
     if config.compile_cache:
         enable_compile_cache(config.compile_cache)
     elif not os.environ.get(COMPILE_CACHE):
+        run_dir = config.run_dir or str(Path("runs") / config.name)
         enable_compile_cache(str(Path(run_dir) / "compile_cache"))
     return config
 

@@ -92,8 +92,10 @@ class Program:
         return states, batch, metrics
 
     def trace(self, states: States, batch: RolloutBatch) -> RolloutBatch:
-        """Shapes of the whole iteration without computing: a config that is wrong fails here."""
-        batch = self._placed(batch)
+        """Shapes of the whole iteration without computing: a config that is wrong fails here.
+
+        `states` and `batch` are abstract, with the shardings of those that run.
+        """
         for segment in self.segments:
             if segment.is_host:
                 rows, stage = batch.sample_ids.shape[0], segment.stages[0]
@@ -104,7 +106,7 @@ class Program:
             else:
                 compiled = self._compiled[segment.name]
                 _, writes, _ = compiled.eval_shape(*self._arguments(segment, states, batch))
-            batch = batch.replace(**self._placed(writes))
+            batch = batch.replace(**jax.tree.map(self._placed, writes))
         return batch
 
     def lower(self, segment: Segment, states: States, batch: RolloutBatch) -> jax.stages.Lowered:
@@ -118,10 +120,8 @@ class Program:
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self._mesh))
         return *_split_states(states, segment), reads, step
 
-    def _placed(self, fields: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch_sharding), fields
-        )
+    def _placed(self, field: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=self._batch_sharding)
 
     def _feeds_host(self, segment: Segment) -> bool:
         after = self.segments[self.segments.index(segment) + 1 :]

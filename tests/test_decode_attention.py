@@ -321,7 +321,10 @@ def test_plan_lists_every_part_that_holds_an_entry_longest_first(slots_per_promp
     lengths[:2], prefix_lengths[:2] = (0, 0), (0, 1)
     arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
     plan = decode_plan(*arguments, group_rows=6, slots_per_prompt=slots_per_prompt, **PLANNED)
-    listed = np.asarray(plan.units.parts_U)[: int(plan.units.num_units[0])]
+    listed = np.asarray(plan.units.table_U4)[: int(plan.units.num_units[0])]
+    listed, *numbers = listed.T
+    for number, of_slot in zip(numbers, (rows, prefix_lengths, lengths), strict=True):
+        np.testing.assert_array_equal(number, of_slot[listed // 4])
     blocks = -(-lengths // 64) + (-(-prefix_lengths // 64) if slots_per_prompt == 1 else 0)
     a_part = 4 if slots_per_prompt > 1 else 8  # a quarter of what there is room for
     sizes = {
@@ -546,7 +549,9 @@ def test_splits_come_from_shapes_and_fill_the_card():
     assert choose_num_splits(1024, 8, 4096, tuning) == 1
     assert choose_num_splits(1, 2, 4096, tuning) == 16
     assert choose_num_splits(1, 2, 512, tuning) == 2  # no part under four blocks
-    assert choose_num_splits(256, 2, 4096, tuning) * 256 * 2 >= 8 * 264
+    assert choose_num_splits(64, 2, 1024, tuning) == 1  # nor under sixteen, once SMs are busy,
+    assert choose_num_splits(64, 2, 1024, tuning, shared=True) == 2  # or eight of a slot's own
+    assert choose_num_splits(256, 2, 8192, tuning) == 8
 
 
 @pytest.mark.parametrize(

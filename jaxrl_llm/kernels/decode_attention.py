@@ -331,8 +331,8 @@ def _check_plan(plan: DecodePlan, B: int, G: int, num_splits: int | None) -> Non
         raise ValueError(f"num_splits is {num_splits}, the plan's {planned}: give it to the plan")
     items = None if plan.prompts is None else plan.prompts.item_slots_WI.shape
     wanted = (B, TILE_ROWS // rows_a_slot(G))
-    if plan.units.parts_U.shape != (B * planned,) or items not in (None, wanted):
+    if plan.units.table_U4.shape != (B * planned, 4) or items not in (None, wanted):
         raise ValueError(
-            f"the plan is of {plan.units.parts_U.shape[0] // planned} slots, its items are "
+            f"the plan is of {plan.units.table_U4.shape[0] // planned} slots, its items are "
             f"{items}: plan for these {B} slots, with group_rows={G}"
         )

@@ -40,23 +40,31 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.decode_attention_plan import MAX_SPLITS, DecodePlan, part_blocks
+from jaxrl_llm.kernels.decode_attention_products import (
+    Products,
+    QueriesAsColumns,
+    QueriesAsRows,
+)
 from jaxrl_llm.kernels.decode_attention_program import (
-    PROGRAMS_PER_SM,
+    REDUCTION_BYTES,
     SMS,
     TILE_ROWS,
     Blocks,
     DecodeTuning,
+    Forms,
     Program,
     Scratch,
     Unit,
     default_tuning,
     num_blocks,
+    operand_dtype,
     rows_a_slot,
     scratch_types,
 )
 
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
+_MOST_PAIRED = 8  # parts
 _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 
@@ -88,15 +96,17 @@ def decode_attention_mosaic(
     """
     B, N, H = q_BNH.shape
     K = k_own_OKRH.shape[1]
-    q_BKLH = padded_queries(q_BNH, K)
+    cache_dtype = k_own_OKRH.dtype
+    q_BKLH = padded_queries(q_BNH, K).astype(operand_dtype(cache_dtype))
     L = q_BKLH.shape[2]
-    tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
+    tuning = tuning or default_tuning(H, cache_dtype)
     units, prompts = (None, None) if plan is None else (plan.units, plan.prompts)
     num_splits = num_splits if units is None else units.num_splits
     entries = pages_BT.shape[1] * k_own_OKRH.shape[2]
     entries += k_prefix_CKPH.shape[2] if prompts is None else 0
     if window is not None:
         entries = min(entries, window + 2 * tuning.block)  # a block more at either end
+    forms = Forms.of(L, with_items=prompts is not None)
     sizes = _Sizes(
         num_splits=num_splits,
         prompt_splits=0 if prompts is None else prompts.num_splits,
@@ -104,25 +114,37 @@ def decode_attention_mosaic(
         blocks_of_part=part_blocks(entries, num_splits, tuning.block),
         pages_a_slot=pages_BT.shape[1],
         most_units=B * K * (num_splits + (0 if prompts is None else prompts.num_splits)),
+        whole=num_splits == 1 and not forms.rows,
+        programs=SMS * forms.programs_per_sm(tuning, H, L, cache_dtype),
     )
     numbers = [prefix_rows_B, prefix_lengths_B, lengths_B]
     if units is not None:
-        numbers += [units.parts_U, units.num_units]
+        numbers += [units.table_U4.reshape(-1), units.num_units]
     if prompts is not None:
         numbers += [prompts.num_items, prompts.item_rows_W, prompts.item_lengths_W]
         numbers += [prompts.item_counts_W, prompts.item_slots_WI.reshape(-1)]
-    out_types = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for splits in (sizes.num_splits, sizes.prompt_splits)[: 1 + (prompts is not None)]
-        for shape, dtype in (((B, K, splits, L, H), q_BNH.dtype), ((B, K, splits, L), jnp.float32))
-    ]
+    out_types = [jax.ShapeDtypeStruct((B, K, N // K, H), q_BNH.dtype)]
+    if not sizes.whole:
+        out_types = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for splits in (sizes.num_splits, sizes.prompt_splits)[: 1 + (prompts is not None)]
+            for shape, dtype in (
+                ((B, K, splits, L, H), q_BNH.dtype),
+                ((B, K, splits, L), jnp.float32),
+            )
+        ]
     outputs = plgpu.kernel(
-        _make_body(sizes, window, tuning, listed=units is not None, scaled=scales_K is not None),
+        _make_body(
+            sizes, window, tuning, forms, listed=units is not None, scaled=scales_K is not None
+        ),
         out_type=out_types,
         scratch_types=scratch_types(
             H,
-            k_own_OKRH.dtype,
+            L,
+            cache_dtype,
             tuning,
+            forms,
+            whole=sizes.whole,
             slots_of_item=sizes.slots_of_item,
             interpreted=interpret is not None,
         ),
@@ -131,7 +153,7 @@ def decode_attention_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=0,  # rows are reduced within a warp
+            reduction_scratch_bytes=REDUCTION_BYTES if forms.columns else 0,
         ),
         interpret=interpret,
         kernel_name="prefix_decode_attention",
@@ -145,25 +167,32 @@ def decode_attention_mosaic(
         *(x.astype(jnp.int32) for x in numbers),
         *(() if scales_K is None else (scales_K[0],)),
     )
-    parts_B = None  # all; of listed units those that hold something were written, and the first
-    if units is not None:
-        blocks_B = num_blocks(lengths_B, tuning.block)
-        if prompts is None:
-            blocks_B += num_blocks(prefix_lengths_B, tuning.block)
-        parts_B = num_blocks(blocks_B, sizes.blocks_of_part)
-    out_BKSLH, sums_BKSL, *of_prompts = outputs
-    parts: list[Part] = [
-        (out_BKSLH[:, :, s], sums_BKSL[:, :, s], s < parts_B if s and parts_B is not None else None)
-        for s in range(num_splits)
-    ]
-    if prompts is not None:
-        reads_B = prefix_lengths_B > 0
-        outs, sums = of_prompts
-        parts += [(outs[:, :, s], sums[:, :, s], reads_B) for s in range(prompts.num_splits)]
-    out_BKLH = _merge(parts)
+    if sizes.whole:
+        out_BKGH = outputs[0]
+    else:
+        parts_B = None  # all; of listed units those that hold something were written, and the first
+        if units is not None:
+            blocks_B = num_blocks(lengths_B, tuning.block)
+            if prompts is None:
+                blocks_B += num_blocks(prefix_lengths_B, tuning.block)
+            parts_B = num_blocks(blocks_B, sizes.blocks_of_part)
+        out_BKSLH, sums_BKSL, *of_prompts = outputs
+        parts: list[Part] = [
+            (
+                out_BKSLH[:, :, s],
+                sums_BKSL[:, :, s],
+                s < parts_B if s and parts_B is not None else None,
+            )
+            for s in range(num_splits)
+        ]
+        if prompts is not None:
+            reads_B = prefix_lengths_B > 0
+            outs, sums = of_prompts
+            parts += [(outs[:, :, s], sums[:, :, s], reads_B) for s in range(prompts.num_splits)]
+        out_BKGH = _merge(parts)[:, :, : N // K]
     if scales_K is not None:
-        out_BKLH *= scales_K[1][:, None, None]
-    return out_BKLH[:, :, : N // K].astype(q_BNH.dtype).reshape(B, N, H)
+        out_BKGH *= scales_K[1][:, None, None]
+    return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H)
 
 
 def padded_queries(q_BNH: Float[Array, "B N H"], K: int) -> Float[Array, "B K L H"]:
@@ -190,7 +219,8 @@ def check_supported(
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    if tuning.smem(H, k_own_OKRH.dtype) > _MAX_SMEM:
+    L = rows_a_slot(G)
+    if Forms.of(L, with_items=True).smem(tuning, H, L, k_own_OKRH.dtype) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
     if q_BNH.dtype != jnp.bfloat16 or k_own_OKRH.dtype not in CACHE_DTYPES:
         raise ValueError(
@@ -214,10 +244,12 @@ class _Sizes:
     blocks_of_part: int  # of a slot's part
     pages_a_slot: int
     most_units: int
+    whole: bool  # every slot is one unit: its result is written as it is, without padding
+    programs: int  # that run at once
 
     @property
     def num_programs(self) -> int:
-        return min(PROGRAMS_PER_SM * SMS, self.most_units)
+        return min(self.programs, self.most_units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +259,7 @@ class _Numbers:
     rows_B: Any
     prefix_lengths_B: Any
     lengths_B: Any
-    parts_U: Any = None  # with a list
+    table: Any = None  # U * 4; with a list
     num_listed: Any = None
     num_items: Any = None  # with items, as are the rest
     item_rows_W: Any = None
@@ -247,13 +279,21 @@ class _Work:
     block: int
 
     def num_rounds(self) -> Any:
-        num_programs = self.sizes.num_programs
-        last_round = lax.div(self._count(), jnp.int32(num_programs))  # perhaps not whole
-        return last_round + (self._index(last_round) < self._count()).astype(jnp.int32)
+        return self._rounds_of(self._count())
+
+    def num_rounds_of_items(self) -> Any:
+        """Those of units of items, which come first."""
+        return self._rounds_of(self._num_of_items() * self.num_heads)
+
+    def _rounds_of(self, num_units: Any) -> Any:
+        last_round = lax.div(num_units, jnp.int32(self.sizes.num_programs))  # perhaps not whole
+        return last_round + (self._index(last_round) < num_units).astype(jnp.int32)
 
     def unit(self, round: Any) -> Unit:
         """My unit of a round; without a block where the rounds are over. Items come first."""
-        index, K = jnp.minimum(self._index(round), self._count() - 1), jnp.int32(self.num_heads)
+        # Not read past its end, nor made to wait for the number of units.
+        index = jnp.minimum(self._index(round), self.sizes.most_units - 1)
+        K = jnp.int32(self.num_heads)
         head, which = lax.rem(index, K), lax.div(index, K)
         num_of_items = self._num_of_items()
         unit = self._own(head, jnp.maximum(which - num_of_items, 0))
@@ -265,7 +305,7 @@ class _Work:
             where = jnp.where(unit.item < 0, unit.slot, unit.row)
             unit = dataclasses.replace(unit, slot=where, row=where)
         return jax.tree.map(
-            partial(jnp.where, index == self._index(round)), unit, unit.without_blocks()
+            partial(jnp.where, self._index(round) < self._count()), unit, unit.without_blocks()
         )
 
     def _count(self) -> Any:
@@ -287,18 +327,21 @@ class _Work:
     def _own(self, head: Any, which: Any) -> Unit:
         """A part of a slot: of all, or of those listed."""
         numbers, splits = self.numbers, jnp.int32(self.sizes.num_splits)
-        slot_and_part = which if numbers.parts_U is None else numbers.parts_U[which]
-        slot, part = lax.div(slot_and_part, splits), lax.rem(slot_and_part, splits)
-        prefix_length = jnp.int32(0) if self.sizes.slots_of_item else numbers.prefix_lengths_B[slot]
+        if numbers.table is None:
+            slot, part = lax.div(which, splits), lax.rem(which, splits)
+            row, prefix_length = numbers.rows_B[slot], numbers.prefix_lengths_B[slot]
+            length = numbers.lengths_B[slot]
+        else:
+            last = numbers.table.shape[0] // 4 - 1
+            first = jnp.minimum(which, last) * 4
+            slot_and_part, row, prefix_length, length = (numbers.table[first + i] for i in range(4))
+            slot, part = lax.div(slot_and_part, splits), lax.rem(slot_and_part, splits)
+        if self.sizes.slots_of_item:
+            prefix_length = jnp.int32(0)
         blocks = Blocks.of(
-            prefix_length,
-            numbers.lengths_B[slot],
-            part,
-            self.sizes.blocks_of_part,
-            self.window,
-            self.block,
+            prefix_length, length, part, self.sizes.blocks_of_part, self.window, self.block
         )
-        return Unit(blocks, slot, head, numbers.rows_B[slot], part, jnp.int32(-1))
+        return Unit(blocks, slot, head, row, part, jnp.int32(-1))
 
     def _of_item(self, head: Any, which: Any) -> Unit:
         """A part of an item's prompt; parts of a prompt are equal, to a block."""
@@ -319,29 +362,33 @@ class _Transfers:
     numbers: _Numbers
     slots_of_item: int
     q_BKLH: Any
-    own_outputs: tuple[Any, Any]
+    own_outputs: tuple[Any, ...]
     prompt_outputs: tuple[Any, Any] | None
 
     def _rows(self, place: int) -> Any:
         L = self.q_BKLH.shape[2]
         return pl.ds(place * L, L)
 
-    def load_queries(self, unit: Unit) -> None:
-        def start(slot: Any, place: int, barrier: Any) -> None:
-            rows = self.memory.q_MH.at[self._rows(place)]
+    def load_queries(self, unit: Unit, place: Any) -> None:
+        """To the rows of a tile; those of a slot alone that are columns to one of two places."""
+
+        def start(slot: Any, rows: Any, barrier: Any) -> None:
             plgpu.copy_gmem_to_smem(self.q_BKLH.at[slot, unit.head], rows, barrier)
+
+        q_MH, q_2LH = self.memory.q_MH, self.memory.q_2LH
 
         @pl.when(unit.item < 0)
         def _() -> None:
-            start(unit.slot, 0, self.memory.q_barrier)
+            rows = q_MH.at[self._rows(0)] if q_2LH is None else q_2LH.at[place]
+            start(unit.slot, rows, self.memory.q_barrier)
 
         if self.slots_of_item:
 
             @pl.when(unit.item >= 0)
             def _() -> None:
-                for place in range(self.slots_of_item):
-                    slot = self.numbers.item_slots[unit.item * self.slots_of_item + place]
-                    start(slot, place, self.memory.item_barrier)
+                for i in range(self.slots_of_item):
+                    slot = self.numbers.item_slots[unit.item * self.slots_of_item + i]
+                    start(slot, q_MH.at[self._rows(i)], self.memory.item_barrier)
 
     def wait_for_queries(self, unit: Unit) -> None:
         @pl.when(unit.item < 0)
@@ -355,10 +402,16 @@ class _Transfers:
                 plgpu.barrier_wait(self.memory.item_barrier)
 
     def write_result(self, unit: Unit) -> None:
-        def start(outputs: tuple[Any, Any], slot: Any, place: int) -> None:
+        def start(outputs: tuple[Any, ...], slot: Any, place: int) -> None:
             rows, where = self._rows(place), (slot, unit.head, unit.part)
             plgpu.copy_smem_to_gmem(self.memory.out_MH.at[rows], outputs[0].at[where])
             plgpu.copy_smem_to_gmem(self.memory.sums_M.at[rows], outputs[1].at[where])
+
+        if len(self.own_outputs) == 1:
+            (out_BKGH,) = self.own_outputs
+            out_GH = self.memory.out_MH.at[pl.ds(0, out_BKGH.shape[2])]
+            plgpu.copy_smem_to_gmem(out_GH, out_BKGH.at[unit.slot, unit.head])
+            return
 
         @pl.when(unit.item < 0)
         def _() -> None:
@@ -377,7 +430,13 @@ class _Transfers:
 
 
 def _make_body(
-    sizes: _Sizes, window: int | None, tuning: DecodeTuning, *, listed: bool, scaled: bool
+    sizes: _Sizes,
+    window: int | None,
+    tuning: DecodeTuning,
+    forms: Forms,
+    *,
+    listed: bool,
+    scaled: bool,
 ) -> Callable[..., None]:
     """The kernel's body."""
 
@@ -421,21 +480,30 @@ def _make_body(
                 page_of=page_of,
             )
 
-        def run_unit(round: Any, carry: tuple[Unit, Unit, Any]) -> tuple[Unit, Unit, Any]:
+        def place_of(round: Any) -> Any:
+            return lax.rem(round, jnp.int32(2))
+
+        def run_unit(
+            form: type[Products], round: Any, carry: tuple[Unit, Unit, Any]
+        ) -> tuple[Unit, Unit, Any]:
             unit, following, first_step = carry
-            after = work.unit(round + 2)  # read from memory a whole unit before it is used
             program = program_at(unit, following, first_step)
             program.fill_ring()
             transfers.wait_for_queries(unit)
-            q = program.queries()
-            plgpu.commit_smem()  # all of it is read
+            products = form(program)
+            q = products.queries(place_of(round))
+            plgpu.commit_smem()  # all of it is read that the next may replace
 
             @pl.when(round + 1 < rounds)
             def _() -> None:
-                transfers.load_queries(following)
+                transfers.load_queries(following, place_of(round + 1))
 
-            program.store(*program.attend(q))
+            result = products.attend(q)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before
+            products.store(*result)
+            plgpu.commit_smem()
             transfers.write_result(unit)
+            after = work.unit(round + 2)
             return following, after, first_step + unit.blocks.steps
 
         first, second = work.unit(jnp.int32(0)), work.unit(jnp.int32(1))
@@ -443,9 +511,14 @@ def _make_body(
 
         @pl.when(rounds > 0)
         def _() -> None:
-            transfers.load_queries(first)
+            transfers.load_queries(first, place_of(jnp.int32(0)))
 
-        lax.fori_loop(0, rounds, run_unit, (first, second, jnp.int32(0)))
+        own = QueriesAsColumns if forms.columns else QueriesAsRows
+        carry, of_items = (first, second, jnp.int32(0)), jnp.int32(0)
+        if sizes.slots_of_item:
+            of_items = work.num_rounds_of_items()
+            carry = lax.fori_loop(0, of_items, partial(run_unit, QueriesAsRows), carry)
+        lax.fori_loop(of_items, rounds, partial(run_unit, own), carry)
         plgpu.wait_smem_to_gmem(0)
 
     return body
@@ -458,7 +531,9 @@ Part = tuple[Float[Array, "B K L H"], Float[Array, "B K L"], Bool[Array, " B"] |
 def _merge(parts: list[Part]) -> Float[Array, "B K L H"]:
     """The attention over all parts, float32.
 
-    Written part by part, without reductions, so that XLA makes a single loop of it.
+    Written part by part, without reductions, so that XLA makes a single loop of it. Few parts have
+    a weight of their own each, 1 / sum over j of 2^(s_j - s_i): a sum of weights that all divide by
+    would be a kernel by itself, which takes longer than the exponentials of every pair.
     """
 
     def written(x: Array, where_B: Array | None, otherwise: float) -> Array:
@@ -470,11 +545,17 @@ def _merge(parts: list[Part]) -> Float[Array, "B K L H"]:
     if len(parts) == 1:
         return results[0]
     sums = [written(sums_BKL, where_B, -jnp.inf) for _, sums_BKL, where_B in parts]
-    highest = sums[0]
+
+    def weight(i: int) -> Array:
+        if len(parts) > _MOST_PAIRED:
+            ratio = jnp.exp2(sums[i] - total)
+        else:
+            pairs = (1.0 if i == j else jnp.exp2(other - sums[i]) for j, other in enumerate(sums))
+            ratio = 1.0 / sum(pairs)
+        # Without a token a ratio may be NaN, and the result is zeros.
+        return jnp.where(sums[i] == -jnp.inf, 0.0, ratio)[..., None]
+
+    total = sums[0]
     for part in sums[1:]:
-        highest = jnp.maximum(highest, part)
-    highest = jnp.where(highest == -jnp.inf, 0.0, highest)  # no token at all
-    weights = [jnp.exp2(part - highest)[..., None] for part in sums]
-    total = sum(weights[1:], weights[0])
-    weighted = [weight * result for weight, result in zip(weights, results, strict=True)]
-    return sum(weighted[1:], weighted[0]) / jnp.where(total == 0.0, 1.0, total)
+        total = jnp.logaddexp2(total, part)
+    return sum((weight(i) * results[i] for i in range(1, len(parts))), weight(0) * results[0])

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl_llm.kernels.decode_attention_program import (
-    PROGRAMS_PER_SM,
     SMS,
     TILE_ROWS,
     DecodeTuning,
@@ -22,18 +21,24 @@ from jaxrl_llm.kernels.decode_attention_program import (
 
 MAX_SPLITS = 16
 MAX_PROMPT_SPLITS = 4  # merging them takes time
+PROGRAMS = 2 * SMS  # that work is split for; where each needs less memory, more run
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["parts_U", "num_units"],
+    data_fields=["table_U4", "num_units"],
     meta_fields=["num_splits"],
 )
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The parts of slots that hold an entry, and the first part of every slot: longest first."""
+    """The parts of slots that hold an entry, and the first part of every slot: longest first.
 
-    parts_U: Int[Array, " U"]  # slot * num_splits + part; U = B * num_splits
+    A row of the table has all that the kernel must know of a unit before it can load anything:
+    each number that leads to the next would cost it the time of a read.
+    """
+
+    # slot * num_splits + part, prompt row, prompt length, own length; U = B * num_splits
+    table_U4: Int[Array, "U 4"]
     num_units: Int[Array, " 1"]
     num_splits: int
 
@@ -112,27 +117,38 @@ def decode_plan(
         prompts = _shared_prompts(prefix_rows_B, prefix_lengths_B, slots_of_item, prompt_splits)
     entries = own_entries + (prefix_entries if prompts is None else 0)
     if num_splits is None:
-        num_splits = choose_num_splits(B, num_kv_heads, entries, tuning)
+        shared = prompts is not None
+        num_splits = choose_num_splits(B, num_kv_heads, entries, tuning, shared=shared)
     blocks_B = num_blocks(lengths_B, block)
     if prompts is None:
         blocks_B += num_blocks(prefix_lengths_B, block)
-    return DecodePlan(
-        _units(blocks_B, num_splits, part_blocks(entries, num_splits, block)), prompts
-    )
+    numbers_B3 = jnp.stack([prefix_rows_B, prefix_lengths_B, lengths_B], axis=1)
+    units = _units(blocks_B, numbers_B3, num_splits, part_blocks(entries, num_splits, block))
+    return DecodePlan(units, prompts)
 
 
 def choose_num_splits(
-    num_slots: int, num_kv_heads: int, num_entries: int, tuning: DecodeTuning
+    num_slots: int,
+    num_kv_heads: int,
+    num_entries: int,
+    tuning: DecodeTuning,
+    *,
+    shared: bool = False,
 ) -> int:
     """Parts into which each slot's tokens are split, a power of two, from shapes only.
 
-    Enough for `units_per_program` units a program when all slots fill their `num_entries`, but no
-    part under four blocks. Most slots do not: then the longest must not be what all wait for.
+    Enough for `units_per_program` units a program when all slots fill their `num_entries`, for most
+    do not, and then the longest must not be what all wait for; but no part under a number of
+    blocks, as parts must be merged. A slot of one part needs no merging, unless prompts are
+    `shared`: then more blocks of its own are worth keeping together. Where slots are too few for
+    the SMs, parts are as short as four blocks.
     """
-    programs = PROGRAMS_PER_SM * SMS
-    wanted = tuning.units_per_program * programs / (num_slots * num_kv_heads)
-    most = num_entries / (4 * tuning.block)
-    return 2 ** max(0, min(int(math.log2(MAX_SPLITS)), math.floor(math.log2(min(wanted, most)))))
+    shortest = 8 if shared else 16
+    units, entries = num_slots * num_kv_heads, num_entries / tuning.block
+    wanted = min(tuning.units_per_program * PROGRAMS / units, entries / shortest)
+    to_fill = min(SMS / units, entries / 4)
+    most = int(math.log2(MAX_SPLITS))
+    return 2 ** max(0, min(most, math.floor(math.log2(max(wanted, to_fill)))))
 
 
 def choose_prompt_splits(num_units: int, num_entries: int, block: int) -> int:
@@ -141,7 +157,7 @@ def choose_prompt_splits(num_units: int, num_entries: int, block: int) -> int:
     So many that as many units as programs are to be expected, but no part shorter than a block
     when the prompt fills its `num_entries`.
     """
-    wanted = min(PROGRAMS_PER_SM * SMS / num_units, num_entries / block)
+    wanted = min(PROGRAMS / num_units, num_entries / block)
     return 2 ** max(0, min(int(math.log2(MAX_PROMPT_SPLITS)), math.floor(math.log2(wanted))))
 
 
@@ -153,7 +169,7 @@ def part_blocks(num_entries: int, num_splits: int, block: int) -> int:
     return -(-num_entries // (num_splits * block))
 
 
-def _units(blocks_B: Array, num_splits: int, blocks_of_part: int) -> Units:
+def _units(blocks_B: Array, numbers_B3: Array, num_splits: int, blocks_of_part: int) -> Units:
     """Ranked by comparing every pair, which takes fewer and shorter kernels than sorting would."""
     B, S = blocks_B.shape[0], num_splits
     part_S = jnp.arange(S, dtype=jnp.int32)
@@ -165,9 +181,11 @@ def _units(blocks_B: Array, num_splits: int, blocks_of_part: int) -> Units:
     before_UU = size_U > size_U[:, None]
     before_UU |= (size_U == size_U[:, None]) & (index_U < index_U[:, None])
     rank_U = before_UU.sum(axis=1, dtype=jnp.int32)
+    # The inverse of the ranks, by a sum of one each: a kernel, where a scatter takes two.
+    parts_U = jnp.where(rank_U == index_U[:, None], index_U, 0).sum(axis=1, dtype=jnp.int32)
+    numbers_U3 = numbers_B3.astype(jnp.int32)[parts_U // S]
     return Units(
-        # The inverse of the ranks, by a sum of one each: a kernel, where a scatter takes two.
-        parts_U=jnp.where(rank_U == index_U[:, None], index_U, 0).sum(axis=1, dtype=jnp.int32),
+        table_U4=jnp.concatenate([parts_U[:, None], numbers_U3], axis=1),
         num_units=exists_U.sum(dtype=jnp.int32)[None],
         num_splits=S,
     )

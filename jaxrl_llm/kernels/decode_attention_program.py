@@ -20,9 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 TILE_ROWS = 64  # of a warpgroup's matrix product
+MOST_COLUMNS = 16  # queries of a slot that are taken as columns; more fill enough of a tile's rows
 SMS = 132
-PROGRAMS_PER_SM = 2  # more than 168 registers a thread, and most of the shared memory
-_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
+SM_SHARED_BYTES = 227 * 1024
+SHARED_BYTES_RESERVED = 1024  # of each program
+REDUCTION_BYTES = 2048  # where maxima of columns pass from warp to warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class DecodeTuning:
 
     block: int = 64  # cache entries a step; lengths of prompt rows and pages are its multiples
     stages: int = 2  # blocks of keys and values in flight
-    units_per_program: int = 16  # split until full caches would give every program as many
+    units_per_program: int = 24  # split until full caches would give every program as many
 
     def __post_init__(self) -> None:
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -39,17 +41,36 @@ class DecodeTuning:
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
 
-    def smem(self, head_dim: int, cache_dtype: jax.typing.DTypeLike) -> int:
-        """Bytes of shared memory of one program, at most; 113 KiB let two share an SM."""
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """The forms of products that a kernel has: see `decode_attention_products`."""
+
+    rows: bool  # of items, and of slots with more queries than columns are taken for
+    columns: bool  # of slots by themselves
+
+    @classmethod
+    def of(cls, L: int, with_items: bool) -> "Forms":
+        columns = L <= MOST_COLUMNS
+        return cls(rows=with_items or not columns, columns=columns)
+
+    def smem(self, tuning: DecodeTuning, H: int, L: int, cache_dtype: jnp.dtype) -> int:
+        """Bytes of shared memory of one program, at most."""
         itemsize = jnp.dtype(cache_dtype).itemsize
-        rows = 2 * TILE_ROWS * head_dim * 2  # queries and result
-        widened = 0 if itemsize == 2 else self.block * head_dim * 2
-        ring = 2 * self.stages * self.block * head_dim * itemsize
-        return rows + widened + ring + 1024
+        ring = 2 * tuning.stages * tuning.block * H * itemsize
+        widened = 0 if itemsize == 2 else tuning.block * H * 2
+        rows = 2 * TILE_ROWS * H * 2 if self.rows else L * H * 2  # queries and result, or result
+        columns = L * (2 * H + tuning.block) * 2 if self.columns else 0  # queries and weights
+        return ring + widened + rows + columns + REDUCTION_BYTES * self.columns + 1024
+
+    def programs_per_sm(self, tuning: DecodeTuning, H: int, L: int, cache_dtype: jnp.dtype) -> int:
+        """So many fit: rows take more than 168 registers a thread, columns a third of that."""
+        program = self.smem(tuning, H, L, cache_dtype) + SHARED_BYTES_RESERVED
+        return max(1, min(2 if self.rows else 3, SM_SHARED_BYTES // program))
 
 
 def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16) -> DecodeTuning:
-    """Two programs an SM, and up to 128 KiB of loads in flight on it.
+    """Up to 64 KiB of loads in flight, of each of two or three programs an SM.
 
     More stages were measured slower on an H200 (H = 128), at any number of slots. At H = 64 a block
     of 64 entries is wrong on the card, though right where it is interpreted: both products then
@@ -79,30 +100,50 @@ def matrix(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
 
 
 def scratch_types(
-    H: int, cache_dtype: jnp.dtype, tuning: DecodeTuning, *, slots_of_item: int, interpreted: bool
+    H: int,
+    L: int,
+    cache_dtype: jnp.dtype,
+    tuning: DecodeTuning,
+    forms: Forms,
+    *,
+    whole: bool,
+    slots_of_item: int,
+    interpreted: bool,
 ) -> dict[str, Any]:
-    """What a program needs; `slots_of_item` bring their queries to one tile, 0 without items."""
+    """What a program needs; `slots_of_item` bring their queries to one tile, 0 without items.
+
+    Results that are `whole` leave rows behind, which tiles cannot, and have no sums.
+    """
     ring = (tuning.stages, tuning.block, H)
-    operand = jnp.dtype(operand_dtype(cache_dtype))
-    tile = matrix((TILE_ROWS, H), jnp.dtype(jnp.bfloat16))
+    bfloat16, operand = jnp.dtype(jnp.bfloat16), jnp.dtype(operand_dtype(cache_dtype))
+    out_rows = TILE_ROWS if forms.rows else L
     scratch: dict[str, Any] = {
-        "q_MH": tile,
-        "out_MH": tile,
-        "sums_M": plgpu.SMEM((TILE_ROWS,), jnp.float32),
+        "out_MH": plgpu.SMEM((L, H), bfloat16) if whole else matrix((out_rows, H), bfloat16),
         "k_ring": matrix(ring, cache_dtype),
         "v_ring": matrix(ring, cache_dtype),
         "q_barrier": plgpu.Barrier(),
         "k_barriers": plgpu.Barrier(num_barriers=tuning.stages),
         "v_barriers": plgpu.Barrier(num_barriers=tuning.stages),
     }
+    if not whole:
+        scratch["sums_M"] = plgpu.SMEM((out_rows,), jnp.float32)
+    if forms.rows:
+        scratch["q_MH"] = matrix((TILE_ROWS, H), operand)
+    if forms.columns:
+        scratch["q_2LH"] = matrix((2, L, H), operand)
+        scratch["weights_LJ"] = matrix((L, tuning.block), operand)
     if slots_of_item:
         scratch["item_barrier"] = plgpu.Barrier(num_arrivals=slots_of_item)
     if operand != cache_dtype:
         scratch["wide_JH"] = matrix((tuning.block, H), operand)
     if interpreted:
-        scratch["spill_MH"] = plgpu.SMEM((TILE_ROWS, H), operand)
-        scratch["spill_MJ"] = plgpu.SMEM((TILE_ROWS, tuning.block), operand)
-        scratch["spill_HJ"] = plgpu.SMEM((H, tuning.block), operand)
+        J = tuning.block
+        shapes: dict[str, tuple[int, int]] = {"spill_HJ": (H, J)}
+        if forms.rows:
+            shapes |= {"spill_MH": (TILE_ROWS, H), "spill_MJ": (TILE_ROWS, J)}
+        if forms.columns:
+            shapes |= {"spill_HL": (H, L), "spill_JL": (J, L)}
+        scratch |= {name: plgpu.SMEM(shape, operand) for name, shape in shapes.items()}
     return scratch
 
 
@@ -239,28 +280,28 @@ class Load:
 class Scratch:
     """A program's shared memory and barriers, as `scratch_types` asks for them."""
 
-    q_MH: Any
     out_MH: Any
-    sums_M: Any
     k_ring: Any
     v_ring: Any
     q_barrier: Any
     k_barriers: Any
     v_barriers: Any
+    sums_M: Any = None  # unless results are whole
+    q_MH: Any = None  # with queries as rows
+    q_2LH: Any = None  # with queries as columns: a unit's and the next one's
+    weights_LJ: Any = None  # with queries as columns
     item_barrier: Any = None  # the queries of an item's slots; only with items
     wide_JH: Any = None  # only with a float8 cache
-    spill_MH: Any = None  # the rest only when interpreted
+    spill_HJ: Any = None  # the rest only when interpreted
+    spill_MH: Any = None
     spill_MJ: Any = None
-    spill_HJ: Any = None
+    spill_HL: Any = None
+    spill_JL: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program at one of its units.
-
-    The interpreter takes the operands of a product from memory only, and that of jax 0.10 knows
-    neither layouts nor transposed operands: there, operands go through the `spill` places.
-    """
+    """A program at one of its units."""
 
     memory: Scratch
     unit: Unit
@@ -279,7 +320,7 @@ class Program:
 
     @property
     def interpreted(self) -> bool:
-        return self.memory.spill_MH is not None
+        return self.memory.spill_HJ is not None
 
     @property
     def operand(self) -> Any:
@@ -353,15 +394,6 @@ class Program:
                 self.load(found[i], self.place(i), keys=True)
                 self.load(found[i], self.place(i), keys=False)
 
-    def queries(self) -> Any:
-        """The queries as a product's left operand: registers, which leaves `q_MH` free."""
-        q_MH = self.memory.q_MH
-        if self.interpreted:
-            self.memory.spill_MH[...] = q_MH[...].astype(self.operand)
-            return self.memory.spill_MH
-        q = plgpu.load(q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA)
-        return q if q.dtype == self.operand else q.astype(jnp.float32).astype(self.operand)
-
     def clear(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
         """The block with zeros for its entries from `end` on."""
         entry = self.positions(block_JH.shape, 0, layout)
@@ -383,118 +415,4 @@ class Program:
                 block,
             )
         self.memory.wide_JH[...] = block
-        plgpu.commit_smem()
-
-    def scores(self, q: Any, step: Any, place: Any, ahead: Load) -> jax.Array:
-        """Products of the queries with a step's keys, [M, J]; the keys' place is loaded anew."""
-        wide_JH = self.memory.wide_JH
-        plgpu.barrier_wait(self.memory.k_barriers.at[place])
-        if wide_JH is not None:
-            self.widen(self.memory.k_ring.at[place])
-            self.load(ahead, place, keys=True)
-        keys_JH = self.memory.k_ring.at[place] if wide_JH is None else wide_JH
-
-        def multiply(scores_ref: Any) -> jax.Array:
-            keys_HJ = keys_JH.transpose((1, 0))
-            if self.interpreted:
-                self.memory.spill_HJ[...] = keys_JH[...].T
-                plgpu.commit_smem()  # this read, before the load that refills the place
-                keys_HJ = self.memory.spill_HJ
-            plgpu.wgmma(scores_ref, q, keys_HJ)
-            return scores_ref[...]
-
-        shape = (TILE_ROWS, self.block)
-        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        if wide_JH is None:
-            self.load(ahead, place, keys=True)
-        return self.masked(scores, step)
-
-    def masked(self, scores: jax.Array, step: Any) -> jax.Array:
-        """-inf for entries that are not seen.
-
-        Most blocks are seen whole: passing them by saves a sixth of the loop's instructions.
-        """
-        visible_from, visible_to = self.blocks.visible(step, self.block)
-        partial = visible_to < self.block
-        if visible_from is not None:
-            partial |= visible_from > 0
-
-        def mask(scores: jax.Array) -> jax.Array:
-            entry = self.positions(scores.shape, 1, plgpu.Layout.WGMMA)
-            seen = entry < visible_to
-            if visible_from is not None:
-                seen &= entry >= visible_from
-            return jnp.where(seen, scores, -jnp.inf)
-
-        return lax.cond(partial, mask, lambda scores: scores, scores)
-
-    def weighted_values(self, weights: jax.Array, step: Any, place: Any, ahead: Load) -> jax.Array:
-        """Products of the weights with a step's values, [M, H]; their place is loaded anew."""
-        wide_JH, v_ring = self.memory.wide_JH, self.memory.v_ring
-        left: Any = weights.astype(self.operand)
-        if self.interpreted:
-            self.memory.spill_MJ[...] = left
-            left = self.memory.spill_MJ
-        plgpu.barrier_wait(self.memory.v_barriers.at[place])
-
-        # A weight of zero does not undo a NaN: values past the length are cleared.
-        visible_to = self.blocks.visible(step, self.block)[1]
-        if wide_JH is None:
-
-            @pl.when(visible_to < self.block)
-            def _() -> None:
-                layout = plgpu.Layout.WGMMA
-                v_ring[place] = self.clear(self.held(v_ring[place], layout), visible_to, layout)
-                plgpu.commit_smem()
-
-        else:
-            self.widen(v_ring.at[place], visible_to)
-            self.load(ahead, place, keys=False)
-
-        def multiply(values_ref: Any) -> jax.Array:
-            plgpu.wgmma(values_ref, left, v_ring.at[place] if wide_JH is None else wide_JH)
-            return values_ref[...]
-
-        # A fresh accumulator a block, added by the caller: as many instructions as scaling one
-        # that lives through the loop, and the interpreter can run it.
-        shape = (TILE_ROWS, v_ring.shape[-1])
-        values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        if wide_JH is None:
-            self.load(ahead, place, keys=False)
-        return values
-
-    def attend(self, q: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sum of weighted values, maximum score in base 2, and sum of weights, over all steps."""
-
-        def step_fn(step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            acc, high, total = carry
-            place = self.place(step)
-            ahead = self.find(step + self.stages)  # its page, while this step's keys arrive
-            scores = self.scores(q, step, place, ahead)
-            new_high = jnp.maximum(high, scores.max(axis=1) * self.to_base_2)
-            keep = jnp.exp2(high - new_high)
-            # A multiplication and a subtraction: one instruction together.
-            weights = jnp.exp2(
-                scores * self.to_base_2 - lax.broadcast_in_dim(new_high, scores.shape, [0])
-            )
-            total = total * keep + weights.sum(axis=1)
-            new = self.weighted_values(weights, step, place, ahead)
-            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0]) + new
-            return acc, new_high, total
-
-        rows, H = plgpu.Layout.WGMMA.reduce(1), self.memory.q_MH.shape[1]
-        carry = (
-            self.held(jnp.zeros((TILE_ROWS, H), jnp.float32), plgpu.Layout.WGMMA),
-            self.held(jnp.full((TILE_ROWS,), -jnp.inf, jnp.float32), rows),
-            self.held(jnp.zeros((TILE_ROWS,), jnp.float32), rows),
-        )
-        return lax.fori_loop(0, self.blocks.steps, step_fn, carry)
-
-    def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
-        """The result, normalised, and its log-sum-exps in base 2, into shared memory."""
-        scale = 1.0 / jnp.where(total == 0.0, 1.0, total)  # no step at all leaves zeros
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before
-        out_MH = self.memory.out_MH
-        out_MH[...] = (acc * lax.broadcast_in_dim(scale, acc.shape, [0])).astype(out_MH.dtype)
-        self.memory.sums_M[...] = high + jnp.log2(total)
         plgpu.commit_smem()

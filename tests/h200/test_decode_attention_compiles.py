@@ -28,12 +28,12 @@ SM_REGISTERS = 64 * 1024
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
 SLOTS, PROMPTS, P, R, PAGE = 64, 8, 512, 1024, 128
-SHAPES = {  # KV heads, query heads, head dim, programs an SM
-    "0.5B": (2, 14, 64, 2),
-    "SmolLM2": (3, 9, 64, 2),
-    "1.5B": (2, 12, 128, 2),
-    "7B": (4, 28, 128, 2),
-    "8B": (8, 32, 128, 2),
+SHAPES = {  # KV heads, query heads, head dim
+    "0.5B": (2, 14, 64),
+    "SmolLM2": (3, 9, 64),
+    "1.5B": (2, 12, 128),
+    "7B": (4, 28, 128),
+    "8B": (8, 32, 128),
 }
 
 
@@ -61,7 +61,7 @@ def compile_decode(
     calls: int = 1,
 ) -> str:
     """The optimised HLO of some decode attention calls, prompts `shared` by a plan of groups."""
-    K, N, H, _ = SHAPES[shape]
+    K, N, H = SHAPES[shape]
     q, prefix, own = (
         jax.ShapeDtypeStruct(dims, dtype)
         for dims, dtype in (
@@ -159,7 +159,8 @@ def test_no_spills_and_several_programs_an_sm(
 ):
     found = resources_of(shape)[case]
     assert found.spilled_bytes == 0
-    assert found.programs_per_sm() >= SHAPES[shape][3]
+    shared = CASES[case][3]  # queries as rows take two or three times the registers
+    assert found.programs_per_sm() == (2 if shared else 3)
 
 
 def operations(hlo: str) -> list[str]:
@@ -169,9 +170,12 @@ def operations(hlo: str) -> list[str]:
     return sorted(set(kinds) - {"parameter", "bitcast", "get-tuple-element"})
 
 
-@pytest.mark.parametrize(("num_splits", "most_fusions"), [(1, 2), (4, 3)])
+@pytest.mark.parametrize(("num_splits", "most_fusions"), [(1, 1), (4, 2)])
 def test_one_kernel_and_small_fusions(num_splits: int, most_fusions: int):
-    """One rounds the queries up to whole groups of rows, others merge and take the rows off."""
+    """One rounds the queries up to whole groups of rows, one merges parts and takes the rows off.
+
+    The result of a slot's only part is written as it is.
+    """
     hlo = compile_decode("1.5B", num_splits, None, "bfloat16")
     assert operations(hlo) == ["custom-call", "fusion"]
     assert hlo.count(" custom-call(") == 1
@@ -184,4 +188,4 @@ def test_shared_prompts_add_no_kernel(num_splits: int):
     hlo = compile_decode("1.5B", num_splits, None, "bfloat16", shared=True, calls=3)
     assert operations(hlo) == ["custom-call", "fusion"]
     assert hlo.count(" custom-call(") == 3
-    assert hlo.count(" fusion(") <= 3 * 3 + 2
+    assert hlo.count(" fusion(") <= 3 + 2

@@ -63,18 +63,19 @@ class Case:
                     x[row, :, end:] = self.garbage
 
     def arguments(self, slots: list[int] | None = None) -> tuple[jax.Array, ...]:
-        """The first nine arguments, of the chosen slots, in the kernel's dtypes."""
+        """The first seven arguments, of the chosen slots, in the kernel's dtypes."""
         chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
         rows, prefix_lengths, lengths = (
             jnp.asarray(np.array(x)[chosen], jnp.int32)
             for x in (self.prefix_rows, self.prefix_lengths, self.lengths)
         )
         q = jnp.asarray(self.q[chosen], jnp.bfloat16)
-        pages, k_own, v_own = self.paged(chosen)
-        k_prefix, v_prefix, k_own, v_own = (
-            jnp.asarray(x, self.cache_dtype) for x in (*self.prefix, k_own, v_own)
-        )
-        return (q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, pages, lengths)
+        pages, *own = self.paged(chosen)
+        caches = [
+            jnp.asarray(np.stack(keys_and_values, axis=2), self.cache_dtype)
+            for keys_and_values in (self.prefix, own)
+        ]
+        return (q, caches[0], rows, prefix_lengths, caches[1], pages, lengths)
 
     def paged(self, chosen: np.ndarray) -> tuple[jax.Array, np.ndarray, np.ndarray]:
         """The chosen slots' pages, shuffled, among one that is nobody's; then keys and values.
@@ -102,7 +103,7 @@ class Case:
         slots_per_prompt: int = 2,
         tuning: DecodeTuning | None = None,
     ) -> DecodePlan:
-        _, _, _, rows, prefix_lengths, _, _, _, lengths = self.arguments(slots)
+        _, _, rows, prefix_lengths, _, _, lengths = self.arguments(slots)
         return decode_plan(
             rows,
             prefix_lengths,
@@ -485,8 +486,9 @@ def test_xla_takes_any_dtype_and_length():
     k, v = (jnp.asarray(rng.standard_normal((2, 2, 7, 24)), jnp.float32) for _ in range(2))
     rows, lengths = jnp.array([1, 0]), jnp.array([7, 3])
     pages = jnp.array([[1], [0]])
-    own = v[:, :, :5], k[:, :, :5], pages, jnp.array([5, 1])
-    arguments = (q, k, v, rows, lengths, *own)
+    caches = (jnp.stack(pair, axis=2) for pair in ((k, v), (v[:, :, :5], k[:, :, :5])))
+    prompts, own = caches
+    arguments = (q, prompts, rows, lengths, own, pages, jnp.array([5, 1]))
     out = prefix_decode_attention(*arguments)
     assert out.dtype == jnp.float32
     expected = prefix_decode_attention_reference(*arguments)

@@ -349,7 +349,7 @@ def test_bf16_parameters_generate_with_bf16_caches():
             spec, p, tokens, lengths, ids, jax.random.key(0), sampling=sampling, num_slots=2
         )
     )(half)
-    prompt_cache, own_cache = f"[3,2,{cache_length(P, 8)},8]", f"[2,2,{cache_length(4, 8)},8]"
+    prompt_cache, own_cache = f"[3,2,2,{cache_length(P, 8)},8]", f"[2,2,2,{cache_length(4, 8)},8]"
     for shape in (prompt_cache, own_cache):
         assert f"bf16{shape}" in str(program) and f":f32{shape}" not in str(program)
 

@@ -305,22 +305,22 @@ def test_decoding_with_a_cache_equals_whole_rows():
     spec = model_spec(config)
     params = fresh(spec)
     tokens = jnp.arange(12).reshape(2, 6) % 11
-    cache = tuple((jnp.zeros((2, 1, 6, 4)),) * 2 for _ in range(2))
+    cache = tuple(jnp.zeros((2, 1, 2, 6, 4)) for _ in range(2))
 
     @jax.jit
     def step(cache, t):
         def attend(q, k, v, layer_cache, /, *, window):
-            keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), t, axis=2)
-                for old, new in zip(layer_cache, (k, v), strict=True)
-            )
-            no_prompt, zeros = jnp.zeros((1, 1, 1, 4)), jnp.zeros((2,), jnp.int32)
-            prompts = (no_prompt, no_prompt, zeros, zeros)
+            new = jnp.moveaxis(jnp.stack([k, v], axis=3), 1, 3)
+            layer_cache = jax.lax.dynamic_update_slice_in_dim(layer_cache, new, t, axis=3)
+            no_prompt, zeros = jnp.zeros((1, 1, 2, 1, 4)), jnp.zeros((2,), jnp.int32)
             pages = jnp.arange(2)[:, None]
             out = prefix_decode_attention(
-                q[:, 0], *prompts, keys, values, pages, jnp.full(2, t + 1), window=window
+                q[:, 0],
+                *(no_prompt, zeros, zeros),
+                *(layer_cache, pages, jnp.full(2, t + 1)),
+                window=window,
             )
-            return out[:, None], (keys, values)
+            return out[:, None], layer_cache
 
         model = bind(spec, params)
         token = jax.lax.dynamic_slice_in_dim(tokens, t, 1, axis=1)

@@ -1,4 +1,7 @@
-"""Decode attention by itself: one token a slot over caches of uneven lengths, in bytes a second."""
+"""Decode attention by itself: one token a slot over caches of uneven lengths, in bytes a second.
+
+The layers of a step, one after the other, whose results are the next one's queries.
+"""
 
 from typing import Any
 
@@ -12,8 +15,11 @@ from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import mix_limits
 from jaxrl_llm.kernels.decode_attention import (
     DecodeImplementation,
+    DecodePlan,
     block_entries,
     cache_length,
+    decode_plan,
+    default_tuning,
     prefix_decode_attention,
     prefix_decode_attention_reference,
 )
@@ -22,6 +28,9 @@ from jaxrl_llm.models.shapes import SHAPES
 MOST_ERROR = 1e-2
 NUM_CHECKED = 8  # slots
 LONG_ENOUGH_S = 0.05
+# One after the other in one program, as a step's layers are: launched by themselves, calls of few
+# slots would take as long as the launch.
+CALLS = 16
 # The caches of a call must not be in the GPU's second-level cache (50 MB) from the call before, so
 # calls go round several copies.
 COPIES_BYTES = 512 * 2**20
@@ -29,7 +38,10 @@ MOST_COPIES = 16
 
 
 class Decode(Case):
-    """One implementation on `slots` sequences, each `group` of which share a prompt."""
+    """One implementation on `slots` sequences, each `group` of which share a prompt.
+
+    The plan is made beforehand, as generation makes one for all layers of a step.
+    """
 
     benchmark = "attention"
     min_seconds = LONG_ENOUGH_S
@@ -53,81 +65,104 @@ class Decode(Case):
         self.token_bytes = 2 * self.model.num_kv_heads * self.model.head_dim * 2
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        arrays = jax.eval_shape(self._arrays, jax.random.key(0))
+        plan, q, *others = jax.eval_shape(self._inputs, jax.random.key(0))
+        layers = [others] * self._num_copies()
         return {
-            "main": jax.jit(self._call).lower(*arrays),
-            "reference": jax.jit(self._reference).lower(*arrays),
+            "main": jax.jit(self._layers).lower(plan, q, layers),
+            "once": jax.jit(self._call).lower(plan, q, *others),
+            "reference": jax.jit(self._reference).lower(q, *others),
         }
 
-    def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
-        self.programs, self.calls = programs, 0
+    def _num_copies(self) -> int:
         H = self.model.head_dim
         entries = self.slots * (cache_length(self.own, H) + cache_length(self.prompt, H))
         copies = -(-COPIES_BYTES // (entries * self.token_bytes))
-        copies = min(copies, MOST_COPIES) if jax.default_backend() == "gpu" else 1
-        make = jax.jit(self._arrays)
-        self.inputs = [make(jax.random.key(seed)) for seed in range(copies)]
+        return min(copies, MOST_COPIES) if jax.default_backend() == "gpu" else 1
+
+    def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
+        self.programs, make = programs, jax.jit(self._inputs)
+        copies = [make(jax.random.key(seed)) for seed in range(self._num_copies())]
+        self.plan, self.q, *_ = copies[0]
+        self.layers = [others for _, _, *others in copies]
 
     def check(self) -> dict[str, float]:
         """The first slots against the float32 reference."""
-        (out,) = self.run()
-        expected = self.programs["reference"](*self.inputs[0])
+        arrays = (self.q, *self.layers[0])
+        out = self.programs["once"](self.plan, *arrays)
+        expected = self.programs["reference"](*arrays)
         error = relative_error(out[:NUM_CHECKED], expected)
         require("output_error", error, MOST_ERROR)
         return {"output_error": error}
 
     def run(self) -> Any:
-        inputs = self.inputs[self.calls % len(self.inputs)]
-        self.calls += 1
-        return self.programs["main"](*inputs)
+        return self.programs["main"](self.plan, self.q, self.layers)
 
     def figures(self, seconds: float) -> dict[str, float]:
+        seconds /= CALLS
         own = int(self.lengths.sum())
         unique = own + self.slots // self.group * self.prompt
         read = own + self.slots * self.prompt
-        figures = {"GB/s": unique * self.token_bytes / seconds / 1e9}
+        figures = {"us a call": seconds * 1e6, "GB/s": unique * self.token_bytes / seconds / 1e9}
         if self.group > 1:
             figures["GB/s, each slot its prompt"] = read * self.token_bytes / seconds / 1e9
         figures["fraction of 4.46 TB/s"] = unique * self.token_bytes / seconds / H200.memory
         return figures
 
-    def _call(self, *arrays: jax.Array) -> tuple[jax.Array]:
-        return (prefix_decode_attention(*arrays, implementation=self.implementation),)
+    def _layers(self, plan: DecodePlan, q: jax.Array, layers: list[list[jax.Array]]) -> jax.Array:
+        attention = jax.jit(self._call)  # lowered once
+        for call in range(CALLS):
+            q = attention(plan, q, *layers[call % len(layers)])
+        return q
+
+    def _call(self, plan: DecodePlan, *arrays: jax.Array) -> jax.Array:
+        return prefix_decode_attention(*arrays, implementation=self.implementation, plan=plan)
 
     def _reference(self, *arrays: jax.Array) -> jax.Array:
-        q, k_prefix, v_prefix, rows, prefix_lengths, k_own, v_own, pages, lengths = arrays
+        q, prefix, rows, prefix_lengths, own, pages, lengths = arrays
         few = slice(0, NUM_CHECKED)
         return prefix_decode_attention_reference(
             q[few],
-            k_prefix[rows[few]],
-            v_prefix[rows[few]],
+            prefix[rows[few]],
             jnp.arange(len(rows[few])),
             prefix_lengths[few],
-            k_own,
-            v_own,
+            own,
             pages[few],
             lengths[few],
         )
 
+    def _inputs(self, key: jax.Array) -> tuple[Any, ...]:
+        arrays = self._arrays(key)
+        _, prefix, rows, prefix_lengths, own, pages, lengths = arrays
+        plan = decode_plan(
+            rows,
+            prefix_lengths,
+            lengths,
+            group_rows=self.model.num_heads // self.model.num_kv_heads,
+            num_kv_heads=self.model.num_kv_heads,
+            prefix_entries=prefix.shape[3],
+            own_entries=pages.shape[1] * own.shape[3],
+            slots_per_prompt=self.group,
+            tuning=default_tuning(self.model.head_dim),
+        )
+        return plan, *arrays
+
     def _arrays(self, key: jax.Array) -> tuple[jax.Array, ...]:
         B, K, H = self.slots, self.model.num_kv_heads, self.model.head_dim
-        keys = iter(jax.random.split(key, 6))
+        keys = iter(jax.random.split(key, 4))
 
         def normal(*shape: int) -> jax.Array:
             return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-        prompts = (B // self.group, K, cache_length(self.prompt, H), H)
+        prompts = (B // self.group, K, 2, cache_length(self.prompt, H), H)
         page = block_entries(H)
         pages_a_slot = cache_length(self.own, H) // page
-        own = (B * pages_a_slot, K, page, H)
+        own = (B * pages_a_slot, K, 2, page, H)
         pages = jax.random.permutation(next(keys), B * pages_a_slot)
         return (
             normal(B, self.model.num_heads, H),
             normal(*prompts),
-            normal(*prompts),
             jnp.arange(B, dtype=jnp.int32) // self.group,
             jnp.full((B,), self.prompt, jnp.int32),
-            normal(*own),
             normal(*own),
             pages.reshape(B, pages_a_slot).astype(jnp.int32),
             jnp.asarray(self.lengths),

@@ -3,8 +3,9 @@
 A prompt's keys and values lie in a row of their own, and every slot that answers the prompt reads
 them there: a group of n samples stores and computes its prompt once. What a slot's sample added
 lies in pages, taken one by one as the sample grows, so that many short samples need no room for
-the longest (arXiv:2309.06180). Each layer has its own leaves, never stacked: a stacked cache is
-copied whole in every decode step.
+the longest (arXiv:2309.06180). Keys and values share an array, so that one kernel writes a step's
+both. Each layer has its own leaves, never stacked: a stacked cache is copied whole in every decode
+step.
 
 Shape letters: C prompt rows, B slots, M prompts of a prefill, P prompt entries, O pages,
 R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
@@ -40,14 +41,16 @@ _prefix_decode_attention = jax.jit(
 class LayerCache(NamedTuple):
     """Keys and values of one layer."""
 
-    prompt_keys: jax.Array  # [C, K, P, H]
-    prompt_values: jax.Array
-    own_keys: jax.Array  # [O, K, R, H]
-    own_values: jax.Array
+    prompts: jax.Array  # [C, K, 2, P, H]
+    own: jax.Array  # [O, K, 2, R, H]
 
 
-def stored(x: jax.Array, cache: jax.Array) -> jax.Array:
-    """`x` as the cache keeps it. A float8 has no infinity: what is too large would become NaN."""
+def stored(keys: jax.Array, values: jax.Array, cache: jax.Array) -> jax.Array:
+    """[..., H] and [..., H] as the cache keeps them, [..., 2, H].
+
+    A float8 has no infinity: what is too large would become NaN.
+    """
+    x = jnp.stack([keys, values], axis=-2)
     if cache.dtype == FLOAT8:
         x = jnp.clip(x, -FLOAT8_MAX, FLOAT8_MAX)
     return x.astype(cache.dtype)
@@ -88,10 +91,10 @@ def decode_context(
         own_lengths_B,
         group_rows=config.num_heads // config.num_kv_heads,
         num_kv_heads=max(1, config.num_kv_heads // heads_split),
-        prefix_entries=cache.prompt_keys.shape[2],
-        own_entries=pages_BT.shape[1] * cache.own_keys.shape[2],
+        prefix_entries=cache.prompts.shape[3],
+        own_entries=pages_BT.shape[1] * cache.own.shape[3],
         slots_per_prompt=slots_per_prompt,
-        tuning=default_tuning(config.head_dim, cache.own_keys.dtype),
+        tuning=default_tuning(config.head_dim, cache.own.dtype),
     )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, page_B, entry_B, own_lengths_B, plan)
 
@@ -117,9 +120,9 @@ def init_cache(
     K, H = config.num_kv_heads, config.head_dim
     if dtype != jnp.float32:
         prompt_length = cache_length(prompt_length, H)
-    prompts, own = (num_prompts, K, prompt_length, H), (num_pages, K, page_entries, H)
+    prompts, own = (num_prompts, K, 2, prompt_length, H), (num_pages, K, 2, page_entries, H)
     return tuple(
-        LayerCache(*(jnp.zeros(shape, dtype) for shape in (prompts, prompts, own, own)))
+        LayerCache(jnp.zeros(prompts, dtype), jnp.zeros(own, dtype))
         for _ in range(config.num_layers)
     )
 
@@ -145,15 +148,11 @@ def prefill_attend(
     ) -> tuple[jax.Array, LayerCache]:
         out_MPNH = _attention_by_heads(q_MPNH, k_MPKH, v_MPKH, window, implementation, heads_axis)
 
-        def write(cache_CKPH: jax.Array, new_MPKH: jax.Array) -> jax.Array:
-            new_MKPH = stored(new_MPKH.swapaxes(1, 2), cache_CKPH)
-            rows = cache_CKPH.at[rows_M, :, : new_MKPH.shape[2]]
-            return rows.set(new_MKPH, mode="drop", unique_indices=True)
-
-        new_cache = layer_cache._replace(
-            prompt_keys=write(layer_cache.prompt_keys, k_MPKH),
-            prompt_values=write(layer_cache.prompt_values, v_MPKH),
-        )
+        cache_CK2PH = layer_cache.prompts
+        new_MK2PH = jnp.moveaxis(stored(k_MPKH, v_MPKH, cache_CK2PH), 1, 3)
+        rows = cache_CK2PH.at[rows_M, :, :, : new_MK2PH.shape[3]]
+        written = rows.set(new_MK2PH, mode="drop", unique_indices=True)
+        new_cache = layer_cache._replace(prompts=written)
         return out_MPNH, new_cache
 
     return attend
@@ -207,15 +206,10 @@ def decode_attend(
         *,
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
-        def write(cache_OKRH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
-            entries = cache_OKRH.at[context.page_B, :, context.entry_B]
-            new_BKH = stored(new_B1KH[:, 0], cache_OKRH)
-            return entries.set(new_BKH, mode="drop", unique_indices=True)
-
-        new_cache = layer_cache._replace(
-            own_keys=write(layer_cache.own_keys, k_B1KH),
-            own_values=write(layer_cache.own_values, v_B1KH),
-        )
+        new_BK2H = stored(k_B1KH[:, 0], v_B1KH[:, 0], layer_cache.own)
+        entries = layer_cache.own.at[context.page_B, :, :, context.entry_B]
+        written = entries.set(new_BK2H, mode="drop", unique_indices=True)
+        new_cache = layer_cache._replace(own=written)
         out_BNH = _decode_by_heads(
             q_B1NH[:, 0], new_cache, context, window, implementation, heads_axis
         )
@@ -240,12 +234,10 @@ def _decode_by_heads(
     def local(q_BNH: jax.Array, cache: LayerCache, context: Context) -> jax.Array:
         return _prefix_decode_attention(
             q_BNH,
-            cache.prompt_keys,
-            cache.prompt_values,
+            cache.prompts,
             context.prompt_rows_B,
             context.prompt_lengths_B,
-            cache.own_keys,
-            cache.own_values,
+            cache.own,
             context.pages_BT,
             context.own_lengths_B,
             window=window,
@@ -255,7 +247,7 @@ def _decode_by_heads(
 
     if heads_axis is None:
         return local(q_BNH, cache, context)
-    if cache.own_keys.shape[1] % jax.sharding.get_abstract_mesh().shape[heads_axis]:
+    if cache.own.shape[1] % jax.sharding.get_abstract_mesh().shape[heads_axis]:
         # The KV heads are whole on every device while q may be split: the partitioner can do that
         # with XLA's products, not with a kernel.
         chosen = "xla"

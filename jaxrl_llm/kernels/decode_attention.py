@@ -58,12 +58,10 @@ def cache_length(num_tokens: int, head_dim: int) -> int:
 
 def prefix_decode_attention(
     q_BNH: Float[Array, "B N H"],
-    k_prefix_CKPH: Float[Array, "C K P H"],
-    v_prefix_CKPH: Float[Array, "C K P H"],
+    prefix_CK2PH: Float[Array, "C K 2 P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
-    k_own_OKRH: Float[Array, "O K R H"],
-    v_own_OKRH: Float[Array, "O K R H"],
+    own_OK2RH: Float[Array, "O K 2 R H"],
     pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
@@ -101,35 +99,33 @@ def prefix_decode_attention(
     """
     arguments = (
         q_BNH,
-        k_prefix_CKPH,
-        v_prefix_CKPH,
+        prefix_CK2PH,
         prefix_rows_B,
         prefix_lengths_B,
-        k_own_OKRH,
-        v_own_OKRH,
+        own_OK2RH,
         pages_BT,
         lengths_B,
     )
     _check_prefix(*arguments, window)
-    scales_K = _scales(k_scale, v_scale, k_own_OKRH.shape[1])
+    scales_K = _scales(k_scale, v_scale, own_OK2RH.shape[1])
     if implementation == "auto":
-        implementation = "pallas" if _kernel_fits(q_BNH, k_own_OKRH) else "xla"
+        implementation = "pallas" if _kernel_fits(q_BNH, own_OK2RH) else "xla"
     if implementation == "xla":
         return _prefix_decode_xla(*arguments, window, scales_K)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, N, H = q_BNH.shape
-    K, own_entries = k_own_OKRH.shape[1], pages_BT.shape[1] * k_own_OKRH.shape[2]
-    tuning = tuning or default_tuning(H, k_own_OKRH.dtype)
+    K, own_entries = own_OK2RH.shape[1], pages_BT.shape[1] * own_OK2RH.shape[3]
+    tuning = tuning or default_tuning(H, own_OK2RH.dtype)
     if window is not None:
         plan = None
     if plan is not None:
         _check_plan(plan, B, N // K, num_splits)
         num_splits = plan.units.num_splits
     elif num_splits is None:
-        entries = k_prefix_CKPH.shape[2] + own_entries
+        entries = prefix_CK2PH.shape[3] + own_entries
         num_splits = choose_num_splits(B, K, entries, tuning)
-    check_supported(q_BNH, k_prefix_CKPH, k_own_OKRH, tuning, num_splits)
+    check_supported(q_BNH, prefix_CK2PH, own_OK2RH, tuning, num_splits)
     return decode_attention_mosaic(
         *arguments,
         window=window,
@@ -143,12 +139,10 @@ def prefix_decode_attention(
 
 def prefix_decode_attention_reference(
     q_BNH: Float[Array, "B N H"],
-    k_prefix_CKPH: Float[Array, "C K P H"],
-    v_prefix_CKPH: Float[Array, "C K P H"],
+    prefix_CK2PH: Float[Array, "C K 2 P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
-    k_own_OKRH: Float[Array, "O K R H"],
-    v_own_OKRH: Float[Array, "O K R H"],
+    own_OK2RH: Float[Array, "O K 2 R H"],
     pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
@@ -160,20 +154,20 @@ def prefix_decode_attention_reference(
 
     Entries that a slot does not see are replaced by zeros first, so they may be NaN.
     """
-    groups = q_BNH.shape[1] // k_own_OKRH.shape[1]
-    P, own_entries = k_prefix_CKPH.shape[2], pages_BT.shape[1] * k_own_OKRH.shape[2]
+    groups = q_BNH.shape[1] // own_OK2RH.shape[1]
+    P, own_entries = prefix_CK2PH.shape[3], pages_BT.shape[1] * own_OK2RH.shape[3]
     seen_BS = _seen(P, own_entries, prefix_lengths_B, lengths_B, window)
+    rows = _rows(prefix_CK2PH, prefix_rows_B), _own_rows(own_OK2RH, pages_BT)
+    both_BK2SH = jnp.concatenate(rows, axis=3).astype(jnp.float32)
+    both_BK2SH = jnp.where(seen_BS[:, None, None, :, None], both_BK2SH, 0.0)
 
-    def joined(prefix_CKPH: Array, own_OKRH: Array, scale: Scale | None) -> Array:
-        rows = _rows(prefix_CKPH, prefix_rows_B), _own_rows(own_OKRH, pages_BT)
-        both = jnp.concatenate(rows, axis=2)
-        both = jnp.where(seen_BS[:, None, :, None], both.astype(jnp.float32), 0.0)
+    def repeated(x_BKSH: Array, scale: Scale | None) -> Array:
         if scale is not None:
-            both *= jnp.broadcast_to(scale, both.shape[1])[:, None, None]
-        return jnp.repeat(both, groups, axis=1)
+            x_BKSH *= jnp.broadcast_to(scale, x_BKSH.shape[1])[:, None, None]
+        return jnp.repeat(x_BKSH, groups, axis=1)
 
-    k_BNSH = joined(k_prefix_CKPH, k_own_OKRH, k_scale)
-    v_BNSH = joined(v_prefix_CKPH, v_own_OKRH, v_scale)
+    k_BNSH = repeated(both_BK2SH[:, :, 0], k_scale)
+    v_BNSH = repeated(both_BK2SH[:, :, 1], v_scale)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
     scores = jnp.where(seen_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen_BS[:, None]
@@ -183,12 +177,10 @@ def prefix_decode_attention_reference(
 
 def _prefix_decode_xla(
     q_BNH: Array,
-    k_prefix_CKPH: Array,
-    v_prefix_CKPH: Array,
+    prefix_CK2PH: Array,
     prefix_rows_B: Array,
     prefix_lengths_B: Array,
-    k_own_OKRH: Array,
-    v_own_OKRH: Array,
+    own_OK2RH: Array,
     pages_BT: Array,
     lengths_B: Array,
     window: int | None,
@@ -196,8 +188,9 @@ def _prefix_decode_xla(
 ) -> Array:
     """One softmax over the scores of both parts; the caches themselves are never joined."""
     B, N, H = q_BNH.shape
-    K, P = k_own_OKRH.shape[1], k_prefix_CKPH.shape[2]
-    k_own_BKSH, v_own_BKSH = _own_rows(k_own_OKRH, pages_BT), _own_rows(v_own_OKRH, pages_BT)
+    K, P = own_OK2RH.shape[1], prefix_CK2PH.shape[3]
+    prefix_BK2PH = _rows(prefix_CK2PH, prefix_rows_B)
+    own_BK2SH = _own_rows(own_OK2RH, pages_BT)
     q_BKGH = q_BNH.reshape(B, K, N // K, H)
 
     def scores_of(k_BKSH: Array) -> Array:
@@ -208,11 +201,11 @@ def _prefix_decode_xla(
             preferred_element_type=jnp.float32,
         )
 
-    scores = [scores_of(_rows(k_prefix_CKPH, prefix_rows_B)), scores_of(k_own_BKSH)]
+    scores = [scores_of(prefix_BK2PH[:, :, 0]), scores_of(own_BK2SH[:, :, 0])]
     scores = jnp.concatenate(scores, axis=-1) * H**-0.5
     if scales_K is not None:
         scores *= scales_K[0][:, None, None]
-    seen = _seen(P, k_own_BKSH.shape[2], prefix_lengths_B, lengths_B, window)[:, None, None]
+    seen = _seen(P, own_BK2SH.shape[3], prefix_lengths_B, lengths_B, window)[:, None, None]
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
 
@@ -224,8 +217,8 @@ def _prefix_decode_xla(
             preferred_element_type=jnp.float32,
         )
 
-    out_BKGH = values_of(weights[..., :P], _rows(v_prefix_CKPH, prefix_rows_B))
-    out_BKGH += values_of(weights[..., P:], v_own_BKSH)
+    out_BKGH = values_of(weights[..., :P], prefix_BK2PH[:, :, 1])
+    out_BKGH += values_of(weights[..., P:], own_BK2SH[:, :, 1])
     if scales_K is not None:
         out_BKGH *= scales_K[1][:, None, None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
@@ -250,18 +243,18 @@ def _scales(
     return a_head(k_scale), a_head(v_scale)
 
 
-def _rows(prefix_CKPH: Array, prefix_rows_B: Array) -> Array:
-    """Each slot's prompt row, [B, K, P, H]; a single prompt is broadcast, not copied."""
-    if prefix_CKPH.shape[0] == 1:
-        return jnp.broadcast_to(prefix_CKPH, (prefix_rows_B.shape[0], *prefix_CKPH.shape[1:]))
-    return prefix_CKPH.at[prefix_rows_B].get(mode="clip")
+def _rows(prefix_CK2PH: Array, prefix_rows_B: Array) -> Array:
+    """Each slot's prompt row, [B, K, 2, P, H]; a single prompt is broadcast, not copied."""
+    if prefix_CK2PH.shape[0] == 1:
+        return jnp.broadcast_to(prefix_CK2PH, (prefix_rows_B.shape[0], *prefix_CK2PH.shape[1:]))
+    return prefix_CK2PH.at[prefix_rows_B].get(mode="clip")
 
 
-def _own_rows(own_OKRH: Array, pages_BT: Array) -> Array:
-    """Each slot's pages, one after the other: [B, K, T R, H]."""
-    own_BTKRH = own_OKRH.at[pages_BT].get(mode="clip")
-    B, T, K, R, H = own_BTKRH.shape
-    return own_BTKRH.swapaxes(1, 2).reshape(B, K, T * R, H)
+def _own_rows(own_OK2RH: Array, pages_BT: Array) -> Array:
+    """Each slot's pages, one after the other: [B, K, 2, T R, H]."""
+    own_BTK2RH = own_OK2RH.at[pages_BT].get(mode="clip")
+    B, T, K, _, R, H = own_BTK2RH.shape
+    return jnp.moveaxis(own_BTK2RH, 1, 3).reshape(B, K, 2, T * R, H)
 
 
 def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int | None) -> Array:
@@ -276,11 +269,11 @@ def _seen(P: int, R: int, prefix_lengths_B: Array, lengths_B: Array, window: int
     return jnp.concatenate([in_prefix, in_own], axis=1)
 
 
-def _kernel_fits(q_BNH: Array, k_own_OKRH: Array) -> bool:
+def _kernel_fits(q_BNH: Array, own_OK2RH: Array) -> bool:
     """Whether "auto" takes the kernel. Its other needs are the caller's to meet (ValueError)."""
     return (
         q_BNH.dtype == jnp.bfloat16
-        and k_own_OKRH.dtype in CACHE_DTYPES
+        and own_OK2RH.dtype in CACHE_DTYPES
         and q_BNH.shape[-1] in HEAD_DIMS
         and on_hopper()
     )
@@ -288,28 +281,26 @@ def _kernel_fits(q_BNH: Array, k_own_OKRH: Array) -> bool:
 
 def _check_prefix(
     q_BNH: Array,
-    k_prefix_CKPH: Array,
-    v_prefix_CKPH: Array,
+    prefix_CK2PH: Array,
     prefix_rows_B: Array,
     prefix_lengths_B: Array,
-    k_own_OKRH: Array,
-    v_own_OKRH: Array,
+    own_OK2RH: Array,
     pages_BT: Array,
     lengths_B: Array,
     window: int | None,
 ) -> None:
     B, N, H = q_BNH.shape
-    C, K, P, _ = k_prefix_CKPH.shape
-    pages, _, R, _ = k_own_OKRH.shape
-    prefix, own = (C, K, P, H), (pages, K, R, H)
-    caches = [x.shape for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_OKRH, v_own_OKRH)]
-    if caches != [prefix, prefix, own, own] or N % K:
+    K, P = prefix_CK2PH.shape[1:4:2]
+    R = own_OK2RH.shape[3]
+    caches = [x.shape[1:] for x in (prefix_CK2PH, own_OK2RH)]
+    if caches != [(K, 2, P, H), (K, 2, R, H)] or N % K:
         raise ValueError(
-            f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, entries, {H}] and "
-            f"pages [pages, K, entries, {H}] where K divides {N}, not {caches}"
+            f"q {q_BNH.shape} needs keys and values of prompts [prompts, K, 2, entries, {H}] and "
+            f"pages [pages, K, 2, entries, {H}] where K divides {N}, not "
+            f"{[x.shape for x in (prefix_CK2PH, own_OK2RH)]}"
         )
-    if len({x.dtype for x in (k_prefix_CKPH, v_prefix_CKPH, k_own_OKRH, v_own_OKRH)}) > 1:
-        raise ValueError("the four caches have different dtypes: give them one")
+    if prefix_CK2PH.dtype != own_OK2RH.dtype:
+        raise ValueError("the two caches have different dtypes: give them one")
     for name, x in (
         ("prefix_rows", prefix_rows_B),
         ("prefix_lengths", prefix_lengths_B),

@@ -70,12 +70,10 @@ _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 def decode_attention_mosaic(
     q_BNH: Float[Array, "B N H"],
-    k_prefix_CKPH: Float[Array, "C K P H"],
-    v_prefix_CKPH: Float[Array, "C K P H"],
+    prefix_CK2PH: Float[Array, "C K 2 P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
-    k_own_OKRH: Float[Array, "O K R H"],
-    v_own_OKRH: Float[Array, "O K R H"],
+    own_OK2RH: Float[Array, "O K 2 R H"],
     pages_BT: Int[Array, "B T"],
     lengths_B: Int[Array, " B"],
     *,
@@ -95,15 +93,14 @@ def decode_attention_mosaic(
     without one, they are all parts of all slots.
     """
     B, N, H = q_BNH.shape
-    K = k_own_OKRH.shape[1]
-    cache_dtype = k_own_OKRH.dtype
+    K, cache_dtype = own_OK2RH.shape[1], own_OK2RH.dtype
     q_BKLH = padded_queries(q_BNH, K).astype(operand_dtype(cache_dtype))
     L = q_BKLH.shape[2]
     tuning = tuning or default_tuning(H, cache_dtype)
     units, prompts = (None, None) if plan is None else (plan.units, plan.prompts)
     num_splits = num_splits if units is None else units.num_splits
-    entries = pages_BT.shape[1] * k_own_OKRH.shape[2]
-    entries += k_prefix_CKPH.shape[2] if prompts is None else 0
+    entries = pages_BT.shape[1] * own_OK2RH.shape[3]
+    entries += prefix_CK2PH.shape[3] if prompts is None else 0
     if window is not None:
         entries = min(entries, window + 2 * tuning.block)  # a block more at either end
     forms = Forms.of(L, with_items=prompts is not None)
@@ -159,10 +156,8 @@ def decode_attention_mosaic(
         kernel_name="prefix_decode_attention",
     )(
         q_BKLH,
-        k_prefix_CKPH,
-        v_prefix_CKPH,
-        k_own_OKRH,
-        v_own_OKRH,
+        prefix_CK2PH,
+        own_OK2RH,
         pages_BT.astype(jnp.int32).reshape(-1),
         *(x.astype(jnp.int32) for x in numbers),
         *(() if scales_K is None else (scales_K[0],)),
@@ -204,15 +199,15 @@ def padded_queries(q_BNH: Float[Array, "B N H"], K: int) -> Float[Array, "B K L 
 
 def check_supported(
     q_BNH: Array,
-    k_prefix_CKPH: Array,
-    k_own_OKRH: Array,
+    prefix_CK2PH: Array,
+    own_OK2RH: Array,
     tuning: DecodeTuning,
     num_splits: int,
 ) -> None:
     """ValueError, with the remedy, for what the kernel does not take."""
     H = q_BNH.shape[2]
-    G = q_BNH.shape[1] // k_own_OKRH.shape[1]
-    P, R = k_prefix_CKPH.shape[2], k_own_OKRH.shape[2]
+    G = q_BNH.shape[1] // own_OK2RH.shape[1]
+    P, R = prefix_CK2PH.shape[3], own_OK2RH.shape[3]
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim is {H}: the kernel takes {HEAD_DIMS}; use 'xla' for others")
     if G >= TILE_ROWS:
@@ -220,11 +215,11 @@ def check_supported(
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
     L = rows_a_slot(G)
-    if Forms.of(L, with_items=True).smem(tuning, H, L, k_own_OKRH.dtype) > _MAX_SMEM:
+    if Forms.of(L, with_items=True).smem(tuning, H, L, own_OK2RH.dtype) > _MAX_SMEM:
         raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
-    if q_BNH.dtype != jnp.bfloat16 or k_own_OKRH.dtype not in CACHE_DTYPES:
+    if q_BNH.dtype != jnp.bfloat16 or own_OK2RH.dtype not in CACHE_DTYPES:
         raise ValueError(
-            f"q is {q_BNH.dtype}, the cache {k_own_OKRH.dtype}: the kernel takes bfloat16, and "
+            f"q is {q_BNH.dtype}, the cache {own_OK2RH.dtype}: the kernel takes bfloat16, and "
             "bfloat16 or float8_e4m3fn for the cache; use 'xla' for others"
         )
     if not P or not R or P % tuning.block or R % tuning.block:
@@ -442,10 +437,8 @@ def _make_body(
 
     def body(
         q_BKLH: Any,
-        k_prefix_CKPH: Any,
-        v_prefix_CKPH: Any,
-        k_own_OKRH: Any,
-        v_own_OKRH: Any,
+        prefix_CK2PH: Any,
+        own_OK2RH: Any,
         pages: Any,  # B * T
         *others: Any,
         **scratch: Any,
@@ -475,8 +468,8 @@ def _make_body(
                 block=tuning.block,
                 stages=tuning.stages,
                 to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
-                keys=(k_prefix_CKPH, k_own_OKRH),
-                values=(v_prefix_CKPH, v_own_OKRH),
+                prefix_CK2PH=prefix_CK2PH,
+                own_OK2RH=own_OK2RH,
                 page_of=page_of,
             )
 

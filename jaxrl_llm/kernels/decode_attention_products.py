@@ -74,11 +74,10 @@ class Products(abc.ABC):
         """What each query has, for all its scores or its whole result."""
         return lax.broadcast_in_dim(x, shape, [1 - self.entries_axis])
 
-    def results(self) -> tuple[int, int]:
-        """The shape of an accumulator of results."""
-        shape = [self.num_queries, self.num_queries]
-        shape[self.entries_axis] = self.head_dim
-        return shape[0], shape[1]
+    def accumulator(self, others: int) -> tuple[int, int]:
+        """The shape of all queries' products, of `others` each: a block's entries or H."""
+        n = self.num_queries
+        return (n, others) if self.entries_axis else (others, n)
 
     def attend(self, q: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sum of weighted values, maximum score in base 2, and sum of weights, over all steps."""
@@ -99,7 +98,7 @@ class Products(abc.ABC):
 
         layout = plgpu.Layout.WGMMA
         carry = (
-            program.held(jnp.zeros(self.results(), jnp.float32), layout),
+            program.held(jnp.zeros(self.accumulator(self.head_dim), jnp.float32), layout),
             program.held(
                 jnp.full((self.num_queries,), -jnp.inf, jnp.float32),
                 layout.reduce(self.entries_axis),
@@ -121,10 +120,8 @@ class Products(abc.ABC):
             self.multiply_keys(scores_ref, q, keys_JH)
             return scores_ref[...]
 
-        shape = [self.num_queries, self.num_queries]
-        shape[self.entries_axis] = self.block
-        accumulator = plgpu.WGMMAAccumulatorRef(tuple(shape), jnp.float32)
-        scores = pl.run_scoped(multiply, accumulator)
+        shape = self.accumulator(self.block)
+        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if memory.wide_JH is None:
             program.load(ahead, place, keys=True)
         return self.masked(scores, step)
@@ -178,7 +175,8 @@ class Products(abc.ABC):
 
         # A fresh accumulator a block, added by the caller: as many instructions as scaling one
         # that lives through the loop, and the interpreter can run it.
-        values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(self.results(), jnp.float32))
+        shape = self.accumulator(self.head_dim)
+        values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if memory.wide_JH is None:
             program.load(ahead, place, keys=False)
         return values

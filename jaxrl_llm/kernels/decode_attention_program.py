@@ -310,9 +310,9 @@ class Program:
     block: int
     stages: int
     to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
-    keys: tuple[Any, Any]  # [C, K, P, H] and [O, K, R, H] in global memory, None for one not read
-    values: tuple[Any, Any]
-    page_of: Callable[[Any, Any], Any] | None = None  # of a slot and the page's number in its list
+    prefix_CK2PH: Any  # keys and values in global memory
+    own_OK2RH: Any
+    page_of: Callable[[Any, Any], Any]  # of a slot and the page's number in its list
 
     @property
     def blocks(self) -> Blocks:
@@ -346,43 +346,34 @@ class Program:
         later = step >= self.blocks.steps
         unit = jax.tree.map(partial(jnp.where, later), self.following, self.unit)
         step = jnp.where(later, step - self.blocks.steps, step)
-        entry, page = jnp.int32(0), jnp.int32(0)
-        if self.page_of is not None:
-            entry = jnp.maximum(unit.blocks.start(step, False, self.block), 0)
-            page_entries = jnp.int32(self.keys[1].shape[2])
-            page = self.page_of(unit.slot, lax.div(entry, page_entries))
-            entry = lax.rem(entry, page_entries)
+        entry = jnp.maximum(unit.blocks.start(step, False, self.block), 0)
+        page_entries = jnp.int32(self.own_OK2RH.shape[3])
         return Load(
             exists=step < unit.blocks.steps,
             in_prefix=step < unit.blocks.prefix_steps,
             head=unit.head,
             row=unit.row,
             prefix_entry=unit.blocks.start(step, True, self.block),
-            page=page,
-            entry_in_page=entry,
+            page=self.page_of(unit.slot, lax.div(entry, page_entries)),
+            entry_in_page=lax.rem(entry, page_entries),
         )
 
     def load(self, found: Load, place: Any, keys: bool) -> None:
         """Starts the load of a block's keys or values, if there is such a block."""
         ring = self.memory.k_ring if keys else self.memory.v_ring
         barriers = self.memory.k_barriers if keys else self.memory.v_barriers
-        prefix_CKPH, own_OKRH = self.keys if keys else self.values
 
         def start(rows: Any, entry: Any) -> None:
-            block_JH = rows.at[pl.ds(entry, self.block)]
+            block_JH = rows.at[0 if keys else 1, pl.ds(entry, self.block)]
             plgpu.copy_gmem_to_smem(block_JH, ring.at[place], barriers.at[place])
 
-        if prefix_CKPH is not None:
+        @pl.when(found.exists & found.in_prefix)
+        def _() -> None:
+            start(self.prefix_CK2PH.at[found.row, found.head], found.prefix_entry)
 
-            @pl.when(found.exists & found.in_prefix)
-            def _() -> None:
-                start(prefix_CKPH.at[found.row, found.head], found.prefix_entry)
-
-        if own_OKRH is not None:
-
-            @pl.when(found.exists & ~found.in_prefix)
-            def _() -> None:
-                start(own_OKRH.at[found.page, found.head], found.entry_in_page)
+        @pl.when(found.exists & ~found.in_prefix)
+        def _() -> None:
+            start(self.own_OK2RH.at[found.page, found.head], found.entry_in_page)
 
     def fill_ring(self) -> None:
         """Loads blocks of the following unit into the places that this one leaves free."""

@@ -66,13 +66,13 @@ def compile_decode(
         jax.ShapeDtypeStruct(dims, dtype)
         for dims, dtype in (
             ((SLOTS, N, H), "bfloat16"),
-            ((PROMPTS, K, P, H), cache),
-            ((SLOTS * R // PAGE, K, PAGE, H), cache),
+            ((PROMPTS, K, 2, P, H), cache),
+            ((SLOTS * R // PAGE, K, 2, PAGE, H), cache),
         )
     )
     int32 = jax.ShapeDtypeStruct((SLOTS,), jnp.int32)
     pages = jax.ShapeDtypeStruct((SLOTS, R // PAGE), jnp.int32)
-    arguments = (q, prefix, prefix, int32, int32, own, own, pages, int32)
+    arguments = (q, prefix, int32, int32, own, pages, int32)
 
     plan = None
     if shared:

@@ -243,6 +243,7 @@ def test_a_failure_is_reported_and_the_rest_go_on():
     assert [row.error for row in rows] == ["ValueError: cannot lower", "CheckFailed: wrong", ""]
     assert len(rows[2].seconds) == 2 and rows[2].memory_bytes and rows[2].figures["calls/s"] > 0
     assert rows[2].figures["s compiling"] > rows[2].figures["s lowering"] > 0.05
+    assert rows[2].figures["s until compiled"] > rows[2].figures["s lowering"]
     assert not rows[0].seconds and all(not vars(case) for case in cases)
     # What failed its check has a time, which is compared with nothing.
     peer = dataclasses.replace(rows[1], who="peer", error="")
@@ -453,6 +454,7 @@ def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
     stages = {name.removeprefix("s ") for name in row.figures if name.startswith("s ")}
     assert stages - set(row.profile) == {
         "compiling",
+        "until compiled",
         "lowering",
         "first step",
         "outside of the stages",

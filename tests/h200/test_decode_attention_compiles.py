@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import fragmented_array
 from target import abstract, needs_compiler, one_h200
 
 from jaxrl_llm.kernels.decode_attention import (
@@ -161,6 +162,14 @@ def test_no_spills_and_several_programs_an_sm(
     assert found.spilled_bytes == 0
     shared = CASES[case][3]  # queries as rows take two or three times the registers
     assert found.programs_per_sm() == (2 if shared else 3)
+
+
+def test_lowering_starts_ptxas_once_at_most_to_ask_for_its_version():
+    """jax asks at every conversion of a truth value, and would start a process each time."""
+    bindings = vars(fragmented_array)["mgpu_lib"]
+    ask = bindings._mosaic_gpu_ext._get_ptxas_isa_version
+    compile_decode("1.5B", 1, None, "bfloat16")
+    assert ask.cache_info().hits > 20 and ask.cache_info().misses <= 1
 
 
 def operations(hlo: str) -> list[str]:

@@ -168,6 +168,9 @@ CASES = {
 }
 
 
+LONG = Case([0], [64], [64], P=64, R=8192)
+
+
 def fast_and_slow(cases: dict, *fast: str) -> list:
     """The cases as parameters; only those named run with the ordinary tests."""
     marks = {key: () if key in fast else pytest.mark.slow for key in cases}
@@ -275,7 +278,7 @@ def test_a_program_goes_through_several_units(
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two, so that small cases have several units a program."""
+    """Two or three, so that small cases have several units a program."""
     monkeypatch.setattr(decode_attention_mosaic, "SMS", 1)
 
 
@@ -293,21 +296,39 @@ def test_a_slot_does_not_depend_on_who_shares_its_prompt(num_splits: int):
         np.testing.assert_allclose(part, whole[slots], rtol=2**-7, atol=1e-6)
 
 
-def test_no_race_where_prompts_are_shared(monkeypatch: pytest.MonkeyPatch):
-    """Programs go through several units, whose loads follow the stores of the unit before."""
+@pytest.mark.parametrize(
+    ("G", "slots_per_prompt"),
+    [(20, 2), (3, 2), (3, 1), *(pytest.param(12, n, marks=pytest.mark.slow) for n in (1, 2))],
+)
+def test_no_race_between_units(G: int, slots_per_prompt: int, monkeypatch: pytest.MonkeyPatch):
+    """A program's loads for its next unit follow the stores and reads of the one before.
+
+    Slots' own queries as rows, as columns beside rows, and as columns alone.
+    """
     few_programs(monkeypatch)
     rows, prefix_lengths, lengths = [0, 1, 0, 1], [250, 70, 250, 70], [130, 0, 1, 64]
-    case = Case(rows, prefix_lengths, lengths, G=20, P=256, R=192)
+    case = Case(rows, prefix_lengths, lengths, G=G, K=1 if G > 3 else 2, P=256, R=192)
     interpret = InterpretGPUParams(detect_races=True)
-    out = case.run(plan=case.plan(2), tuning=DecodeTuning(stages=2), interpret=interpret)
+    plan = case.plan(2, slots_per_prompt=slots_per_prompt)
+    out = case.run(plan=plan, tuning=DecodeTuning(stages=2), interpret=interpret)
     assert_close(out, case.answer())
     assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("G", [16, 17, pytest.param(63, marks=pytest.mark.slow)])
+def test_many_queries_a_head(G: int, shared: bool):
+    """The most that are taken as columns, and more, which are rows."""
+    case = Case([0, 1, 0], [65, 0, 65], [1, 0, 100], G=G, page=64)
+    assert_close(case.run(plan=case.plan(2) if shared else None), case.answer())
 
 
 def test_a_window_takes_no_plan():
     fields = case_fields(SHARED["ragged"])
     case = Case(**{**fields, "window": 70})
-    np.testing.assert_array_equal(case.run(plan=case.plan()), case.run())
+    out = case.run()
+    np.testing.assert_array_equal(case.run(plan=case.plan()), out)
+    assert_close(out, case.answer())
 
 
 PLANNED = dict(
@@ -532,6 +553,24 @@ def test_refuses_other_dtypes_splits_and_shared_memory():
         DecodeTuning(block=32)
     with pytest.raises(ValueError, match="at least 2"):
         DecodeTuning(stages=1)
+
+
+def test_refuses_on_the_card_as_many_entries_a_block_as_a_head_has_dimensions():
+    with pytest.raises(ValueError, match=r"use default_tuning\(64\)"):
+        Case([0], [4], [4]).run(tuning=DecodeTuning(block=64), interpret=None)
+
+
+def test_parts_are_of_what_a_window_leaves(monkeypatch: pytest.MonkeyPatch):
+    found = {}
+
+    def kernel(q_BNH: jax.Array, *others: Any, num_splits: int, **options: Any) -> jax.Array:
+        found[options["window"]] = num_splits
+        return q_BNH
+
+    monkeypatch.setattr(decode_attention, "decode_attention_mosaic", kernel)
+    for window in (None, 70):
+        replace(LONG, window=window).run(num_splits=None)
+    assert found == {None: 16, 70: 1}
 
 
 def test_refuses_a_plan_of_other_slots():

@@ -62,9 +62,8 @@ class Context(NamedTuple):
     prompt_rows_B: jax.Array
     prompt_lengths_B: jax.Array  # entries of the prompt row; 0 in a free slot
     pages_BT: jax.Array  # the slot's pages, in order; those it does not reach may be any number
-    page_B: (
-        jax.Array
-    )  # where the new entry goes; one out of range, another in each slot, is dropped
+    # The page where the new entry goes; one out of range, another in each slot, is dropped.
+    page_B: jax.Array
     entry_B: jax.Array  # its place in the page
     own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
     plan: DecodePlan | None  # of the kernel; XLA takes no notice of it

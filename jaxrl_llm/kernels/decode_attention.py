@@ -24,6 +24,7 @@ from jaxrl_llm.kernels.decode_attention_plan import (
     DecodePlan,
     choose_num_splits,
     decode_plan,
+    entries_seen,
 )
 from jaxrl_llm.kernels.decode_attention_program import (
     TILE_ROWS,
@@ -123,9 +124,9 @@ def prefix_decode_attention(
         _check_plan(plan, B, N // K, num_splits)
         num_splits = plan.units.num_splits
     elif num_splits is None:
-        entries = prefix_CK2PH.shape[3] + own_entries
+        entries = entries_seen(prefix_CK2PH.shape[3] + own_entries, window, tuning.block)
         num_splits = choose_num_splits(B, K, entries, tuning)
-    check_supported(q_BNH, prefix_CK2PH, own_OK2RH, tuning, num_splits)
+    check_supported(q_BNH, prefix_CK2PH, own_OK2RH, tuning, num_splits, interpret is not None)
     return decode_attention_mosaic(
         *arguments,
         window=window,

@@ -2,25 +2,26 @@
 
 Shape letters: B slots, O pages of slots' own entries, T pages a slot at most, R entries of a page,
 N query heads, K KV heads, G = N / K, L = G rounded up to 8, C prompt rows, P prompt entries, H head
-dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block.
+dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block, U listed
+units, W items, I slots of an item.
 
 A unit of work is one KV head of one part of a slot's tokens: a slot that fills its pages has S
 parts, one with fewer tokens fewer, so that the longest is not what all wait for. A fixed number of
 programs (decode_attention_program.py), each of a single warpgroup, goes through the units. For each
 it walks the blocks of the slot's prompt row and then of its own pages that hold visible entries,
-and no others. The G queries of the head are the first rows of a tensor-core tile; the other rows
-are whatever shared memory held. Rows of a matrix product never mix, so they cost nothing that is
-waited for and are never stored.
+and no others. The L queries of the head are the columns of its products
+(decode_attention_products.py); more than 16 are the first rows of a tile, whose other rows hold
+anything: rows of a matrix product never mix, and these are never stored.
 
 Where slots share prompts, a plan has items of up to I = 64 // L slots that see the same entries of
-the same prompt row. Their queries fill a tile, which a slot by itself would leave empty, and units
-of another kind read the parts of a prompt once for all of them; a slot's own units then read its
-pages only. One fused XLA operation merges the parts of a slot.
+the same prompt row. Their queries fill a tile's rows, and units of another kind read the parts of a
+prompt once for all of them; a slot's own units then read its pages only. One fused XLA operation
+merges the parts of a slot; the result of a slot that is one part is written as it is.
 
-Two programs share an SM: while one computes, the other's loads are in flight. Each loads the first
-blocks of its next unit while it ends the one before, so loads never wait for results. Units go to
-programs in order, forwards and backwards in turn: where a plan lists those that hold something, the
-longest first, the programs' sums differ by less than the longest unit.
+Two or three programs share an SM (`Forms.programs_per_sm`): while one computes, the others' loads
+are in flight. Each loads the first blocks of its next unit while it ends the one before, so loads
+never wait for results. Units go to programs in order, forwards and backwards in turn, the longest
+first where a plan lists those that hold something.
 
 Parts are a matter of a slot's own tokens and of S alone, so a slot's output has the same bits
 whatever the batch size, its index, the other slots, or those that it shares an item with.
@@ -39,7 +40,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.kernels.decode_attention_plan import MAX_SPLITS, DecodePlan, part_blocks
+from jaxrl_llm.kernels.decode_attention_plan import (
+    MAX_SPLITS,
+    DecodePlan,
+    entries_seen,
+    part_blocks,
+)
 from jaxrl_llm.kernels.decode_attention_products import (
     Products,
     QueriesAsColumns,
@@ -101,8 +107,7 @@ def decode_attention_mosaic(
     num_splits = num_splits if units is None else units.num_splits
     entries = pages_BT.shape[1] * own_OK2RH.shape[3]
     entries += prefix_CK2PH.shape[3] if prompts is None else 0
-    if window is not None:
-        entries = min(entries, window + 2 * tuning.block)  # a block more at either end
+    entries = entries_seen(entries, window, tuning.block)
     forms = Forms.of(L, with_items=prompts is not None)
     sizes = _Sizes(
         num_splits=num_splits,
@@ -114,12 +119,19 @@ def decode_attention_mosaic(
         whole=num_splits == 1 and not forms.rows,
         programs=SMS * forms.programs_per_sm(tuning, H, L, cache_dtype),
     )
-    numbers = [prefix_rows_B, prefix_lengths_B, lengths_B]
+    numbers: dict[str, Array] = dict(
+        rows_B=prefix_rows_B, prefix_lengths_B=prefix_lengths_B, lengths_B=lengths_B
+    )
     if units is not None:
-        numbers += [units.table_U4.reshape(-1), units.num_units]
+        numbers = dict(table=units.table_U4.reshape(-1), num_listed=units.num_units)
     if prompts is not None:
-        numbers += [prompts.num_items, prompts.item_rows_W, prompts.item_lengths_W]
-        numbers += [prompts.item_counts_W, prompts.item_slots_WI.reshape(-1)]
+        numbers |= dict(
+            num_items=prompts.num_items,
+            item_rows_W=prompts.item_rows_W,
+            item_lengths_W=prompts.item_lengths_W,
+            item_counts_W=prompts.item_counts_W,
+            item_slots=prompts.item_slots_WI.reshape(-1),
+        )
     out_types = [jax.ShapeDtypeStruct((B, K, N // K, H), q_BNH.dtype)]
     if not sizes.whole:
         out_types = [
@@ -132,7 +144,7 @@ def decode_attention_mosaic(
         ]
     outputs = plgpu.kernel(
         _make_body(
-            sizes, window, tuning, forms, listed=units is not None, scaled=scales_K is not None
+            sizes, window, tuning, forms, numbers=tuple(numbers), scaled=scales_K is not None
         ),
         out_type=out_types,
         scratch_types=scratch_types(
@@ -159,7 +171,7 @@ def decode_attention_mosaic(
         prefix_CK2PH,
         own_OK2RH,
         pages_BT.astype(jnp.int32).reshape(-1),
-        *(x.astype(jnp.int32) for x in numbers),
+        *(x.astype(jnp.int32) for x in numbers.values()),
         *(() if scales_K is None else (scales_K[0],)),
     )
     if sizes.whole:
@@ -203,6 +215,7 @@ def check_supported(
     own_OK2RH: Array,
     tuning: DecodeTuning,
     num_splits: int,
+    interpreted: bool,
 ) -> None:
     """ValueError, with the remedy, for what the kernel does not take."""
     H = q_BNH.shape[2]
@@ -210,6 +223,10 @@ def check_supported(
     P, R = prefix_CK2PH.shape[3], own_OK2RH.shape[3]
     if H not in HEAD_DIMS:
         raise ValueError(f"head_dim is {H}: the kernel takes {HEAD_DIMS}; use 'xla' for others")
+    if tuning.block == H and not interpreted:
+        raise ValueError(
+            f"block is {H}, as is head_dim, which is wrong on the card: use default_tuning({H})"
+        )
     if G >= TILE_ROWS:
         raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
     if not 1 <= num_splits <= MAX_SPLITS:
@@ -239,7 +256,7 @@ class _Sizes:
     blocks_of_part: int  # of a slot's part
     pages_a_slot: int
     most_units: int
-    whole: bool  # every slot is one unit: its result is written as it is, without padding
+    whole: bool  # each slot is one unit and its queries are columns: the result is written as it is
     programs: int  # that run at once
 
     @property
@@ -249,11 +266,11 @@ class _Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """The integers that say what to read, in global memory."""
+    """The integers that say what to read, in global memory; None for those that a call lacks."""
 
-    rows_B: Any
-    prefix_lengths_B: Any
-    lengths_B: Any
+    rows_B: Any = None  # without a list, as are the next two
+    prefix_lengths_B: Any = None
+    lengths_B: Any = None
     table: Any = None  # U * 4; with a list
     num_listed: Any = None
     num_items: Any = None  # with items, as are the rest
@@ -286,7 +303,7 @@ class _Work:
 
     def unit(self, round: Any) -> Unit:
         """My unit of a round; without a block where the rounds are over. Items come first."""
-        # Not read past its end, nor made to wait for the number of units.
+        # The table is not read past its end, and its rows do not wait for the number of units.
         index = jnp.minimum(self._index(round), self.sizes.most_units - 1)
         K = jnp.int32(self.num_heads)
         head, which = lax.rem(index, K), lax.div(index, K)
@@ -430,10 +447,10 @@ def _make_body(
     tuning: DecodeTuning,
     forms: Forms,
     *,
-    listed: bool,
+    numbers: tuple[str, ...],
     scaled: bool,
 ) -> Callable[..., None]:
-    """The kernel's body."""
+    """The kernel's body; `numbers` are the names of those that it is given."""
 
     def body(
         q_BKLH: Any,
@@ -443,14 +460,14 @@ def _make_body(
         *others: Any,
         **scratch: Any,
     ) -> None:
-        memory, with_items = Scratch(**scratch), bool(sizes.slots_of_item)
-        num_numbers = 3 + 2 * listed + 5 * with_items
-        numbers, others = _Numbers(*others[:num_numbers]), others[num_numbers:]
+        memory = Scratch(**scratch)
+        given = _Numbers(**dict(zip(numbers, others, strict=False)))
+        others = others[len(numbers) :]
         k_scale_K, outputs = others[:scaled], others[scaled:]
         K, _, H = q_BKLH.shape[1:]
-        work = _Work(sizes, numbers, K, window, tuning.block)
+        work = _Work(sizes, given, K, window, tuning.block)
         transfers = _Transfers(
-            memory, numbers, sizes.slots_of_item, q_BKLH, outputs[:2], outputs[2:] or None
+            memory, given, sizes.slots_of_item, q_BKLH, outputs[:2], outputs[2:] or None
         )
         rounds = work.num_rounds()
 

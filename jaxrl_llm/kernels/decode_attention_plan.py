@@ -138,10 +138,9 @@ def choose_num_splits(
     """Parts into which each slot's tokens are split, a power of two, from shapes only.
 
     Enough for `units_per_program` units a program when all slots fill their `num_entries`, for most
-    do not, and then the longest must not be what all wait for; but no part under a number of
-    blocks, as parts must be merged. A slot of one part needs no merging, unless prompts are
-    `shared`: then more blocks of its own are worth keeping together. Where slots are too few for
-    the SMs, parts are as short as four blocks.
+    do not, and then the longest must not be what all wait for. A slot of one part needs no merging,
+    so parts have at least 16 blocks; where prompts are `shared` results are merged anyway, and 8
+    are enough. Where slots are too few for the SMs, 4 are.
     """
     shortest = 8 if shared else 16
     units, entries = num_slots * num_kv_heads, num_entries / tuning.block
@@ -159,6 +158,11 @@ def choose_prompt_splits(num_units: int, num_entries: int, block: int) -> int:
     """
     wanted = min(PROGRAMS / num_units, num_entries / block)
     return 2 ** max(0, min(int(math.log2(MAX_PROMPT_SPLITS)), math.floor(math.log2(wanted))))
+
+
+def entries_seen(num_entries: int, window: int | None, block: int) -> int:
+    """Entries that a slot reads at most: a window's, and a block more at either end."""
+    return num_entries if window is None else min(num_entries, window + 2 * block)
 
 
 def part_blocks(num_entries: int, num_splits: int, block: int) -> int:

@@ -5,9 +5,9 @@ Shape letters: those of `decode_attention_mosaic`.
 - Queries as rows: scores [M, J] are queries times keys, results [M, H] weights times values. Tiles
   have 64 rows, which the queries of slots that share a prompt fill.
 - Queries as columns: scores [J, L] are keys times queries, results [H, L] values times weights. The
-  G queries of a slot alone are the few columns, of which the tensor cores take any 8: the scores,
-  their exponentials and the result have no padding to 64. Weights go through shared memory, and
-  the greatest score of a column is found across warps.
+  queries of a slot alone, up to MOST_COLUMNS, are few columns, of which the tensor cores take any
+  multiple of 8: the scores, their exponentials and the result have no padding to 64. Weights go
+  through shared memory, and the greatest score of a column is found across warps.
 """
 
 import abc
@@ -35,7 +35,7 @@ class Products(abc.ABC):
 
     def __init__(self, program: Program) -> None:
         self.program, self.memory = program, program.memory
-        self.block, self.head_dim = self.memory.k_ring.shape[1:]
+        self.head_dim = self.memory.k_ring.shape[2]
 
     @property
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class Products(abc.ABC):
         """Their products, into an accumulator of zeros."""
 
     @abc.abstractmethod
-    def left_by(self, weights: jax.Array) -> Any:
+    def weights_operand(self, weights: jax.Array) -> Any:
         """The weights of a block as an operand."""
 
     @abc.abstractmethod
@@ -70,7 +70,7 @@ class Products(abc.ABC):
     def first_total(self) -> jax.Array:
         """No weights yet."""
 
-    def a_query(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def for_each_query(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """What each query has, for all its scores or its whole result."""
         return lax.broadcast_in_dim(x, shape, [1 - self.entries_axis])
 
@@ -91,10 +91,12 @@ class Products(abc.ABC):
             new_high = jnp.maximum(high, scores.max(axis=self.entries_axis) * program.to_base_2)
             keep = jnp.exp2(high - new_high)
             # A multiplication and a subtraction: one instruction together.
-            weights = jnp.exp2(scores * program.to_base_2 - self.a_query(new_high, scores.shape))
+            weights = jnp.exp2(
+                scores * program.to_base_2 - self.for_each_query(new_high, scores.shape)
+            )
             total = self.add_up(total, keep, weights)
             new = self.weighted_values(weights, step, place, ahead)
-            return acc * self.a_query(keep, acc.shape) + new, new_high, total
+            return acc * self.for_each_query(keep, acc.shape) + new, new_high, total
 
         layout = plgpu.Layout.WGMMA
         carry = (
@@ -120,7 +122,7 @@ class Products(abc.ABC):
             self.multiply_keys(scores_ref, q, keys_JH)
             return scores_ref[...]
 
-        shape = self.accumulator(self.block)
+        shape = self.accumulator(program.block)
         scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if memory.wide_JH is None:
             program.load(ahead, place, keys=True)
@@ -132,8 +134,8 @@ class Products(abc.ABC):
         Most blocks are seen whole: passing them by saves a sixth of the loop's instructions.
         """
         program = self.program
-        visible_from, visible_to = program.blocks.visible(step, self.block)
-        partial = visible_to < self.block
+        visible_from, visible_to = program.blocks.visible(step, program.block)
+        partial = visible_to < program.block
         if visible_from is not None:
             partial |= visible_from > 0
 
@@ -149,14 +151,14 @@ class Products(abc.ABC):
     def weighted_values(self, weights: jax.Array, step: Any, place: Any, ahead: Load) -> jax.Array:
         """Products of the weights with a step's values; their place is loaded anew."""
         program, memory = self.program, self.memory
-        left_by = self.left_by(weights.astype(program.operand))
+        operand = self.weights_operand(weights.astype(program.operand))
         plgpu.barrier_wait(memory.v_barriers.at[place])
 
         # A weight of zero does not undo a NaN: values past the length are cleared.
-        visible_to = program.blocks.visible(step, self.block)[1]
+        visible_to = program.blocks.visible(step, program.block)[1]
         if memory.wide_JH is None:
 
-            @pl.when(visible_to < self.block)
+            @pl.when(visible_to < program.block)
             def _() -> None:
                 layout, v_ring = plgpu.Layout.WGMMA, memory.v_ring
                 v_ring[place] = program.clear(
@@ -170,7 +172,7 @@ class Products(abc.ABC):
 
         def multiply(values_ref: Any) -> jax.Array:
             values_JH = memory.v_ring.at[place] if memory.wide_JH is None else memory.wide_JH
-            self.multiply_values(values_ref, left_by, values_JH)
+            self.multiply_values(values_ref, operand, values_JH)
             return values_ref[...]
 
         # A fresh accumulator a block, added by the caller: as many instructions as scaling one
@@ -190,7 +192,7 @@ class Products(abc.ABC):
 
 
 class QueriesAsRows(Products):
-    """Products of the queries of a whole tile."""
+    """Products of the queries of an item's slots, or of a slot with more than MOST_COLUMNS."""
 
     entries_axis = 1
 
@@ -211,7 +213,7 @@ class QueriesAsRows(Products):
             keys_HJ = self.spilled("spill_HJ", keys_JH[...].T)
         plgpu.wgmma(scores_ref, q, keys_HJ)
 
-    def left_by(self, weights: jax.Array) -> Any:
+    def weights_operand(self, weights: jax.Array) -> Any:
         return self.spilled("spill_MJ", weights) if self.program.interpreted else weights
 
     def multiply_values(self, values_ref: Any, weights: Any, values_JH: Any) -> None:
@@ -225,13 +227,13 @@ class QueriesAsRows(Products):
         return total * keep + weights.sum(axis=1)
 
     def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
-        out = acc * self.a_query(_inverse(total), acc.shape)
+        out = acc * self.for_each_query(_inverse(total), acc.shape)
         self.memory.out_MH[...] = out.astype(self.memory.out_MH.dtype)
         self.memory.sums_M[...] = high + jnp.log2(total)
 
 
 class QueriesAsColumns(Products):
-    """Products of the queries of one slot."""
+    """Products of the queries of one slot, MOST_COLUMNS at most."""
 
     entries_axis = 0
 
@@ -241,16 +243,16 @@ class QueriesAsColumns(Products):
 
     def queries(self, place: Any) -> Any:
         """In shared memory, at one of two places: the next unit's are loaded to the other."""
-        q_LH = self.memory.q_2LH.at[place]
-        if self.program.interpreted:
-            return self.spilled("spill_HL", q_LH[...].T)
-        return q_LH.transpose((1, 0))
+        return self.memory.q_2LH.at[place]
 
     def multiply_keys(self, scores_ref: Any, q: Any, keys_JH: Any) -> None:
-        plgpu.wgmma(scores_ref, keys_JH, q)
+        q_HL = q.transpose((1, 0))
+        if self.program.interpreted:
+            q_HL = self.spilled("spill_HL", q[...].T)
+        plgpu.wgmma(scores_ref, keys_JH, q_HL)
 
-    def left_by(self, weights: jax.Array) -> Any:
-        """Shared memory. The block before was multiplied before its reduction across warps."""
+    def weights_operand(self, weights: jax.Array) -> Any:
+        """Shared memory, free by the barrier of the warpgroup that goes before each store."""
         self.store_transposed(weights, self.memory.weights_LJ)
         plgpu.commit_smem()
         if self.program.interpreted:
@@ -265,15 +267,15 @@ class QueriesAsColumns(Products):
 
     def first_total(self) -> jax.Array:
         """Of each entry of a block: they are added to one another at the end, once."""
-        zeros_JL = jnp.zeros((self.block, self.num_queries), jnp.float32)
+        zeros_JL = jnp.zeros((self.program.block, self.num_queries), jnp.float32)
         return self.program.held(zeros_JL, plgpu.Layout.WGMMA)
 
     def add_up(self, total: jax.Array, keep: jax.Array, weights: jax.Array) -> jax.Array:
-        return total * self.a_query(keep, total.shape) + weights
+        return total * self.for_each_query(keep, total.shape) + weights
 
     def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
         total_L, rows = total.sum(axis=0), pl.ds(0, self.num_queries)
-        out = acc * self.a_query(_inverse(total_L), acc.shape)
+        out = acc * self.for_each_query(_inverse(total_L), acc.shape)
         out_LH = self.memory.out_MH.at[rows]
         self.store_transposed(out.astype(out_LH.dtype), out_LH)
         if self.memory.sums_M is not None:

@@ -22,14 +22,14 @@ from jax import lax
 TILE_ROWS = 64  # of a warpgroup's matrix product
 MOST_COLUMNS = 16  # queries of a slot that are taken as columns; more fill enough of a tile's rows
 SMS = 132
-SM_SHARED_BYTES = 227 * 1024
+SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
 REDUCTION_BYTES = 2048  # where maxima of columns pass from warp to warp
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeTuning:
-    """How the kernel uses an SM. Shared memory of a program decides how many fit: see `smem`."""
+    """How the kernel uses an SM. Shared memory of a program decides how many fit: see `Forms`."""
 
     block: int = 64  # cache entries a step; lengths of prompt rows and pages are its multiples
     stages: int = 2  # blocks of keys and values in flight
@@ -72,9 +72,10 @@ class Forms:
 def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat16) -> DecodeTuning:
     """Up to 64 KiB of loads in flight, of each of two or three programs an SM.
 
-    More stages were measured slower on an H200 (H = 128), at any number of slots. At H = 64 a block
-    of 64 entries is wrong on the card, though right where it is interpreted: both products then
-    have an accumulator of 64 x 64, and the second block's scores do not start from zero.
+    More stages were measured slower on an H200 (H = 128), at any number of slots. With as many
+    entries in a block as a head has dimensions the kernel was wrong on the card (64, queries as
+    rows), though right where it is interpreted: both products then have accumulators of one shape,
+    and the second block's scores do not start from zero.
     """
     block, itemsize = block_entries(head_dim), jnp.dtype(cache_dtype).itemsize
     widened = 0 if itemsize == 2 else 2 * block * head_dim
@@ -112,7 +113,8 @@ def scratch_types(
 ) -> dict[str, Any]:
     """What a program needs; `slots_of_item` bring their queries to one tile, 0 without items.
 
-    Results that are `whole` leave rows behind, which tiles cannot, and have no sums.
+    Results that are `whole` are copied without the rows that pad their queries, at which an array
+    in tiles cannot be cut, and have no sums.
     """
     ring = (tuning.stages, tuning.block, H)
     bfloat16, operand = jnp.dtype(jnp.bfloat16), jnp.dtype(operand_dtype(cache_dtype))

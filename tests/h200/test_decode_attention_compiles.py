@@ -22,12 +22,16 @@ from jaxrl_llm.kernels.decode_attention import (
     default_tuning,
     prefix_decode_attention,
 )
+from jaxrl_llm.kernels.decode_attention_program import (
+    SHARED_BYTES_RESERVED,
+    SM_SHARED_BYTES,
+    Forms,
+    rows_a_slot,
+)
 
 pytestmark = needs_compiler
 
 SM_REGISTERS = 64 * 1024
-SM_SHARED_BYTES = 228 * 1024
-SHARED_BYTES_RESERVED = 1024  # of each program
 SLOTS, PROMPTS, P, R, PAGE = 64, 8, 512, 1024, 128
 SHAPES = {  # KV heads, query heads, head dim
     "0.5B": (2, 14, 64),
@@ -35,6 +39,8 @@ SHAPES = {  # KV heads, query heads, head dim
     "1.5B": (2, 12, 128),
     "7B": (4, 28, 128),
     "8B": (8, 32, 128),
+    "16 queries a head": (2, 32, 128),
+    "20 queries a head": (1, 20, 128),
 }
 
 
@@ -160,8 +166,13 @@ def test_no_spills_and_several_programs_an_sm(
 ):
     found = resources_of(shape)[case]
     assert found.spilled_bytes == 0
-    shared = CASES[case][3]  # queries as rows take two or three times the registers
-    assert found.programs_per_sm() == (2 if shared else 3)
+    K, N, H = SHAPES[shape]
+    _, _, cache, shared = CASES[case]
+    L, cache_dtype = rows_a_slot(N // K), jnp.dtype(cache)
+    forms = Forms.of(L, with_items=shared)
+    launched = forms.programs_per_sm(default_tuning(H, cache_dtype), H, L, cache_dtype)
+    assert launched == (3 if not shared and L == 8 else 2)
+    assert found.programs_per_sm() >= launched
 
 
 def test_lowering_starts_ptxas_once_at_most_to_ask_for_its_version():

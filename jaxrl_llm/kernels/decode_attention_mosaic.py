@@ -29,7 +29,7 @@ whatever the batch size, its index, the other slots, or those that it shares an 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,19 +119,7 @@ def decode_attention_mosaic(
         whole=num_splits == 1 and not forms.rows,
         programs=SMS * forms.programs_per_sm(tuning, H, L, cache_dtype),
     )
-    numbers: dict[str, Array] = dict(
-        rows_B=prefix_rows_B, prefix_lengths_B=prefix_lengths_B, lengths_B=lengths_B
-    )
-    if units is not None:
-        numbers = dict(table=units.table_U4.reshape(-1), num_listed=units.num_units)
-    if prompts is not None:
-        numbers |= dict(
-            num_items=prompts.num_items,
-            item_rows_W=prompts.item_rows_W,
-            item_lengths_W=prompts.item_lengths_W,
-            item_counts_W=prompts.item_counts_W,
-            item_slots=prompts.item_slots_WI.reshape(-1),
-        )
+    numbers = _numbers(prefix_rows_B, prefix_lengths_B, lengths_B, plan)
     out_types = [jax.ShapeDtypeStruct((B, K, N // K, H), q_BNH.dtype)]
     if not sizes.whole:
         out_types = [
@@ -183,19 +171,7 @@ def decode_attention_mosaic(
             if prompts is None:
                 blocks_B += num_blocks(prefix_lengths_B, tuning.block)
             parts_B = num_blocks(blocks_B, sizes.blocks_of_part)
-        out_BKSLH, sums_BKSL, *of_prompts = outputs
-        parts: list[Part] = [
-            (
-                out_BKSLH[:, :, s],
-                sums_BKSL[:, :, s],
-                s < parts_B if s and parts_B is not None else None,
-            )
-            for s in range(num_splits)
-        ]
-        if prompts is not None:
-            reads_B = prefix_lengths_B > 0
-            outs, sums = of_prompts
-            parts += [(outs[:, :, s], sums[:, :, s], reads_B) for s in range(prompts.num_splits)]
+        parts = _parts(outputs, parts_B, prefix_lengths_B > 0)
         out_BKGH = _merge(parts)[:, :, : N // K]
     if scales_K is not None:
         out_BKGH *= scales_K[1][:, None, None]
@@ -278,6 +254,25 @@ class _Numbers:
     item_lengths_W: Any = None
     item_counts_W: Any = None
     item_slots: Any = None  # W * I
+
+
+def _numbers(
+    prefix_rows_B: Array, prefix_lengths_B: Array, lengths_B: Array, plan: DecodePlan | None
+) -> dict[str, Array]:
+    """Those that a call has, by their names in `_Numbers`."""
+    if plan is None:
+        return dict(rows_B=prefix_rows_B, prefix_lengths_B=prefix_lengths_B, lengths_B=lengths_B)
+    units, prompts = plan.units, plan.prompts
+    numbers = dict(table=units.table_U4.reshape(-1), num_listed=units.num_units)
+    if prompts is not None:
+        numbers |= dict(
+            num_items=prompts.num_items,
+            item_rows_W=prompts.item_rows_W,
+            item_lengths_W=prompts.item_lengths_W,
+            item_counts_W=prompts.item_counts_W,
+            item_slots=prompts.item_slots_WI.reshape(-1),
+        )
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -536,6 +531,23 @@ def _make_body(
 
 # Its result, its base-2 log-sum-exps, and the slots for which it was written (None: all).
 Part = tuple[Float[Array, "B K L H"], Float[Array, "B K L"], Bool[Array, " B"] | None]
+
+
+def _parts(outputs: Sequence[Array], parts_B: Array | None, reads_B: Array) -> list[Part]:
+    """The kernel's outputs by part: of the slots, then of the prompts if they are read by items.
+
+    A slot has `parts_B` parts (None: all), one at least, and those of a prompt if it `reads` one.
+    """
+    out_BKSLH, sums_BKSL, *of_prompts = outputs
+    parts: list[Part] = []
+    for s in range(out_BKSLH.shape[2]):
+        written_B = s < parts_B if s and parts_B is not None else None
+        parts.append((out_BKSLH[:, :, s], sums_BKSL[:, :, s], written_B))
+    if of_prompts:
+        out_BKSLH, sums_BKSL = of_prompts
+        prompt_splits = range(out_BKSLH.shape[2])
+        parts += [(out_BKSLH[:, :, s], sums_BKSL[:, :, s], reads_B) for s in prompt_splits]
+    return parts
 
 
 def _merge(parts: list[Part]) -> Float[Array, "B K L H"]:

@@ -168,9 +168,6 @@ CASES = {
 }
 
 
-LONG = Case([0], [64], [64], P=64, R=8192)
-
-
 def fast_and_slow(cases: dict, *fast: str) -> list:
     """The cases as parameters; only those named run with the ordinary tests."""
     marks = {key: () if key in fast else pytest.mark.slow for key in cases}
@@ -218,10 +215,11 @@ def test_entries_before_the_window_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_splits"), [("ragged", 2), pytest.param("ragged", 16, marks=pytest.mark.slow)]
+    ("name", "num_splits"),
+    [("ragged", 2), ("ragged", 9), pytest.param("ragged", 16, marks=pytest.mark.slow)],
 )
 def test_split_equals_float64(name: str, num_splits: int):
-    """Also where a slot has fewer blocks than parts, or none."""
+    """Also where a slot has fewer blocks than parts, or none; more than eight merge differently."""
     case = CASES[name]
     assert_close(case.run(num_splits=num_splits), case.answer())
 
@@ -569,7 +567,7 @@ def test_parts_are_of_what_a_window_leaves(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(decode_attention, "decode_attention_mosaic", kernel)
     for window in (None, 70):
-        replace(LONG, window=window).run(num_splits=None)
+        Case([0], [64], [64], P=64, R=8192, window=window).run(num_splits=None)
     assert found == {None: 16, 70: 1}
 
 

@@ -291,8 +291,7 @@ def _check_prefix(
     window: int | None,
 ) -> None:
     B, N, H = q_BNH.shape
-    K, P = prefix_CK2PH.shape[1:4:2]
-    R = own_OK2RH.shape[3]
+    K, P, R = prefix_CK2PH.shape[1], prefix_CK2PH.shape[3], own_OK2RH.shape[3]
     caches = [x.shape[1:] for x in (prefix_CK2PH, own_OK2RH)]
     if caches != [(K, 2, P, H), (K, 2, R, H)] or N % K:
         raise ValueError(

@@ -30,7 +30,7 @@ whatever the batch size, its index, the other slots, or those that it shares an 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ from jaxrl_llm.kernels.decode_attention_program import (
 
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
-_MOST_PAIRED = 8  # parts
+_MOST_PAIRED = 8  # parts that are merged by one kernel; no more were timed
 _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 
@@ -568,16 +568,19 @@ def _merge(parts: list[Part]) -> Float[Array, "B K L H"]:
         return results[0]
     sums = [written(sums_BKL, where_B, -jnp.inf) for _, sums_BKL, where_B in parts]
 
-    def weight(i: int) -> Array:
-        if len(parts) > _MOST_PAIRED:
-            ratio = jnp.exp2(sums[i] - total)
-        else:
-            pairs = (1.0 if i == j else jnp.exp2(other - sums[i]) for j, other in enumerate(sums))
-            ratio = 1.0 / sum(pairs)
-        # Without a token a ratio may be NaN, and the result is zeros.
-        return jnp.where(sums[i] == -jnp.inf, 0.0, ratio)[..., None]
+    def paired(i: int) -> Array:
+        others = (jnp.exp2(s - sums[i]) for j, s in enumerate(sums) if j != i)
+        return 1.0 / (1.0 + reduce(jnp.add, others))
 
-    total = sums[0]
-    for part in sums[1:]:
-        total = jnp.logaddexp2(total, part)
-    return sum((weight(i) * results[i] for i in range(1, len(parts))), weight(0) * results[0])
+    if len(parts) <= _MOST_PAIRED:
+        ratios = [paired(i) for i in range(len(parts))]
+    else:
+        total = reduce(jnp.logaddexp2, sums)
+        ratios = [jnp.exp2(s - total) for s in sums]
+    # Without a token a ratio may be NaN, and the result is zeros.
+    weights = [
+        jnp.where(s == -jnp.inf, 0.0, ratio)[..., None]
+        for s, ratio in zip(sums, ratios, strict=True)
+    ]
+    weighted = [weight * result for weight, result in zip(weights, results, strict=True)]
+    return sum(weighted[1:], weighted[0])

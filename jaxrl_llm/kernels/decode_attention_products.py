@@ -11,6 +11,8 @@ Shape letters: those of `decode_attention_mosaic`.
 """
 
 import abc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,7 +49,7 @@ class Products(abc.ABC):
         """The queries as an operand; `place` is where a slot's own were loaded."""
 
     @abc.abstractmethod
-    def multiply_keys(self, scores_ref: Any, q: Any, keys_JH: Any) -> None:
+    def multiply_keys(self, scores_ref: Any, keys_JH: Any, q: Any) -> None:
         """Their products, into an accumulator of zeros."""
 
     @abc.abstractmethod
@@ -55,7 +57,7 @@ class Products(abc.ABC):
         """The weights of a block as an operand."""
 
     @abc.abstractmethod
-    def multiply_values(self, values_ref: Any, weights: Any, values_JH: Any) -> None:
+    def multiply_values(self, values_ref: Any, values_JH: Any, weights: Any) -> None:
         """Their products, into an accumulator of zeros."""
 
     @abc.abstractmethod
@@ -115,18 +117,8 @@ class Products(abc.ABC):
         plgpu.barrier_wait(memory.k_barriers.at[place])
         if memory.wide_JH is not None:
             program.widen(memory.k_ring.at[place])
-            program.load(ahead, place, keys=True)
-        keys_JH = memory.k_ring.at[place] if memory.wide_JH is None else memory.wide_JH
-
-        def multiply(scores_ref: Any) -> jax.Array:
-            self.multiply_keys(scores_ref, q, keys_JH)
-            return scores_ref[...]
-
-        shape = self.accumulator(program.block)
-        scores = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        if memory.wide_JH is None:
-            program.load(ahead, place, keys=True)
-        return self.masked(scores, step)
+        multiply = partial(self.multiply_keys, q=q)
+        return self.masked(self.product(multiply, program.block, place, ahead, keys=True), step)
 
     def masked(self, scores: jax.Array, step: Any) -> jax.Array:
         """-inf for entries that are not seen.
@@ -135,9 +127,9 @@ class Products(abc.ABC):
         """
         program = self.program
         visible_from, visible_to = program.blocks.visible(step, program.block)
-        partial = visible_to < program.block
+        seen_in_part = visible_to < program.block
         if visible_from is not None:
-            partial |= visible_from > 0
+            seen_in_part |= visible_from > 0
 
         def mask(scores: jax.Array) -> jax.Array:
             entry = program.positions(scores.shape, self.entries_axis, plgpu.Layout.WGMMA)
@@ -146,7 +138,7 @@ class Products(abc.ABC):
                 seen &= entry >= visible_from
             return jnp.where(seen, scores, -jnp.inf)
 
-        return lax.cond(partial, mask, lambda scores: scores, scores)
+        return lax.cond(seen_in_part, mask, lambda scores: scores, scores)
 
     def weighted_values(self, weights: jax.Array, step: Any, place: Any, ahead: Load) -> jax.Array:
         """Products of the weights with a step's values; their place is loaded anew."""
@@ -168,20 +160,39 @@ class Products(abc.ABC):
 
         else:
             program.widen(memory.v_ring.at[place], visible_to)
-            program.load(ahead, place, keys=False)
+        multiply = partial(self.multiply_values, weights=operand)
+        return self.product(multiply, self.head_dim, place, ahead, keys=False)
 
-        def multiply(values_ref: Any) -> jax.Array:
-            values_JH = memory.v_ring.at[place] if memory.wide_JH is None else memory.wide_JH
-            self.multiply_values(values_ref, operand, values_JH)
-            return values_ref[...]
+    def product(
+        self,
+        multiply: Callable[[Any, Any], None],
+        others: int,
+        place: Any,
+        ahead: Load,
+        *,
+        keys: bool,
+    ) -> jax.Array:
+        """Products of all queries, of `others` each, with a step's keys or values.
+
+        Their place in the ring is loaded anew: at once if they are widened, else after the product.
+        """
+        program, memory = self.program, self.memory
+        block_JH = (memory.k_ring if keys else memory.v_ring).at[place]
+        if memory.wide_JH is not None:
+            block_JH = memory.wide_JH
+            program.load(ahead, place, keys=keys)
+
+        def run(accumulator_ref: Any) -> jax.Array:
+            multiply(accumulator_ref, block_JH)
+            return accumulator_ref[...]
 
         # A fresh accumulator a block, added by the caller: as many instructions as scaling one
         # that lives through the loop, and the interpreter can run it.
-        shape = self.accumulator(self.head_dim)
-        values = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        shape = self.accumulator(others)
+        products = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if memory.wide_JH is None:
-            program.load(ahead, place, keys=False)
-        return values
+            program.load(ahead, place, keys=keys)
+        return products
 
     def spilled(self, name: str, x: jax.Array) -> Any:
         """The interpreter's place for an operand, filled; the read of `x` is over then."""
@@ -207,7 +218,7 @@ class QueriesAsRows(Products):
             return self.spilled("spill_MH", self.memory.q_MH[...])
         return plgpu.load(self.memory.q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA)
 
-    def multiply_keys(self, scores_ref: Any, q: Any, keys_JH: Any) -> None:
+    def multiply_keys(self, scores_ref: Any, keys_JH: Any, q: Any) -> None:
         keys_HJ = keys_JH.transpose((1, 0))
         if self.program.interpreted:
             keys_HJ = self.spilled("spill_HJ", keys_JH[...].T)
@@ -216,7 +227,7 @@ class QueriesAsRows(Products):
     def weights_operand(self, weights: jax.Array) -> Any:
         return self.spilled("spill_MJ", weights) if self.program.interpreted else weights
 
-    def multiply_values(self, values_ref: Any, weights: Any, values_JH: Any) -> None:
+    def multiply_values(self, values_ref: Any, values_JH: Any, weights: Any) -> None:
         plgpu.wgmma(values_ref, weights, values_JH)
 
     def first_total(self) -> jax.Array:
@@ -245,7 +256,7 @@ class QueriesAsColumns(Products):
         """In shared memory, at one of two places: the next unit's are loaded to the other."""
         return self.memory.q_2LH.at[place]
 
-    def multiply_keys(self, scores_ref: Any, q: Any, keys_JH: Any) -> None:
+    def multiply_keys(self, scores_ref: Any, keys_JH: Any, q: Any) -> None:
         q_HL = q.transpose((1, 0))
         if self.program.interpreted:
             q_HL = self.spilled("spill_HL", q[...].T)
@@ -259,7 +270,7 @@ class QueriesAsColumns(Products):
             return self.spilled("spill_JL", self.memory.weights_LJ[...].T)
         return self.memory.weights_LJ.transpose((1, 0))
 
-    def multiply_values(self, values_ref: Any, weights: Any, values_JH: Any) -> None:
+    def multiply_values(self, values_ref: Any, values_JH: Any, weights: Any) -> None:
         values_HJ = values_JH.transpose((1, 0))
         if self.program.interpreted:
             values_HJ = self.spilled("spill_HJ", values_JH[...].T)

@@ -64,7 +64,7 @@ class Forms:
         return ring + widened + rows + columns + REDUCTION_BYTES * self.columns + 1024
 
     def programs_per_sm(self, tuning: DecodeTuning, H: int, L: int, cache_dtype: jnp.dtype) -> int:
-        """So many fit: rows take more than 168 registers a thread, columns a third of that."""
+        """So many fit: rows take more than 168 registers a thread, columns fewer."""
         program = self.smem(tuning, H, L, cache_dtype) + SHARED_BYTES_RESERVED
         return max(1, min(2 if self.rows else 3, SM_SHARED_BYTES // program))
 

@@ -35,7 +35,7 @@ from jaxrl_llm.benchmarks.harness import (
     run_cases,
 )
 from jaxrl_llm.benchmarks.options import read_options
-from jaxrl_llm.benchmarks.profile import summarise
+from jaxrl_llm.benchmarks.profile import summarise_cpu, summarise_gpu
 from jaxrl_llm.benchmarks.records import Row
 from jaxrl_llm.benchmarks.roofline import Limits, decode_seconds, kv_bytes_per_token
 from jaxrl_llm.config import ConfigError
@@ -249,6 +249,14 @@ def test_a_failure_is_reported_and_the_rest_go_on():
     peer = dataclasses.replace(rows[1], who="peer", error="")
     assert len(rows[1].seconds) == 2 and records.ratios([rows[1], peer]) == {}
     assert records.ratios([dataclasses.replace(rows[1], error=""), peer]) != {}
+
+
+def test_a_program_too_large_for_the_device_is_not_run(monkeypatch):
+    monkeypatch.setattr(harness, "_device_bytes", lambda: 35)
+    monkeypatch.setattr(Sum, "prepare", lambda self, programs: pytest.fail("prepared"))
+    (row,) = run_cases([Sum("a")], repeats=2, compiler_options={}, report=lambda row: None)
+    assert "the program 'main' needs" in row.error and "cache_tokens" in row.error
+    assert not row.seconds
 
 
 def test_short_calls_are_queued():
@@ -473,22 +481,36 @@ def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
     assert len(stored) == len(row.profile["update_actor"].kernels) > records.SHOWN
 
 
-def test_a_profile_counts_each_moment_once():
-    """Two streams: a loop of 10 ns with kernels of 3 and 4 inside, and one that overlaps by 2."""
-    ns = 1e-9
+def kernels_in_ns(profile):
+    return {k.name: (pytest.approx(1e9 * k.seconds), k.calls) for k in profile.kernels}
+
+
+def test_a_profile_of_the_cpu_counts_each_moment_of_a_thread_once():
+    """Two threads: a loop of 10 ns with kernels of 3 and 4 inside, and one that overlaps by 2."""
     first = [(0.0, 10.0, "while"), (1.0, 4.0, "gemm"), (5.0, 9.0, "gemm"), (20.0, 21.0, "add")]
-    found = summarise([first, [(8.0, 14.0, "copy")], []])
-    kernels = {kernel.name: (kernel.seconds, kernel.calls) for kernel in found.kernels}
-    assert kernels == {
-        "gemm": (pytest.approx(7 * ns), 2),
-        "copy": (pytest.approx(6 * ns), 1),
-        "while": (pytest.approx(3 * ns), 1),
-        "add": (pytest.approx(1 * ns), 1),
-    }
+    found = summarise_cpu([first, [(8.0, 14.0, "copy")], []])
+    assert kernels_in_ns(found) == {"gemm": (7, 2), "copy": (6, 1), "while": (3, 1), "add": (1, 1)}
     assert [kernel.name for kernel in found.kernels] == ["gemm", "copy", "while", "add"]
-    assert found.seconds == pytest.approx(21 * ns) and found.busy == pytest.approx(15 * ns)
+    assert found.seconds == pytest.approx(21e-9) and found.busy == pytest.approx(15e-9)
     with pytest.raises(RuntimeError, match="no kernel"):
-        summarise([[]])
+        summarise_cpu([[]])
+
+
+def test_a_profile_of_the_gpu_counts_each_moment_for_the_first_kernel():
+    """A product launched 3 ns before what it waits for ends, and one beside two others."""
+    spans = [
+        (3.0, 14.0, "gemm"),
+        (0.0, 6.0, "silu"),
+        (20.0, 30.0, "gemm"),
+        (21.0, 32.0, "copy"),
+        (22.0, 23.0, "add"),
+    ]
+    found = summarise_gpu(spans)
+    assert kernels_in_ns(found) == {"gemm": (18, 2), "silu": (6, 1), "copy": (2, 1), "add": (0, 1)}
+    assert found.busy == pytest.approx(26e-9) and found.seconds == pytest.approx(32e-9)
+    assert sum(kernel.seconds for kernel in found.kernels) == pytest.approx(found.busy)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        summarise_gpu([])
 
 
 def test_a_profile_that_fails_keeps_the_measurement(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ A case that fails is reported with its message, and the others go on.
 """
 
 import gc
+import math
 import os
 import statistics
 import time
@@ -246,6 +247,7 @@ def _measure_case(case: Case, compiling: Compiling, repeats: int, profile: Path 
     }
     try:
         programs, until_compiled = compiling.results()
+        _check_room(programs)
         case.prepare(programs)
         checks, failed = {}, ""
         try:
@@ -270,6 +272,24 @@ def _measure_case(case: Case, compiling: Compiling, repeats: int, profile: Path 
         return Row(**about, error=_message(error))
     finally:
         case.release()
+
+
+def _check_room(programs: Programs) -> None:
+    """Raises MemoryError for a program that no device has room for: XLA's own error comes from
+    whatever waits for it first, and names that."""
+    limit = _device_bytes()
+    for name, program in programs.items():
+        needed = memory_bytes(program) or 0
+        if needed > limit:
+            raise MemoryError(
+                f"the program {name!r} needs {needed / 2**30:.1f} GiB of a device that has "
+                f"{limit / 2**30:.1f}: a smaller --batch or --groups, more devices on "
+                "--config.mesh.fsdp, and what generates --config.rollout.cache_tokens or num_slots"
+            )
+
+
+def _device_bytes() -> float:
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _profiled(row: Row, case: Case, folder: Path) -> Row:

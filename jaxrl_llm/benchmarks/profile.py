@@ -1,8 +1,9 @@
 """A profile of what a case ran: the kernels that its time went to, largest first."""
 
+import math
 import re
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -34,23 +35,33 @@ def read_profile(data: Any) -> Profile:
     planes = {plane.name: plane for plane in data.planes}
     if "/device:GPU:0" in planes:
         lines = [x for x in planes["/device:GPU:0"].lines if x.name.startswith("Stream")]
-        kernels = [[_span(event) for event in line.events] for line in lines]
-    else:
-        kernels = [
-            [_span(event) for event in line.events if "hlo_op" in dict(event.stats)]
-            for line in planes["/host:CPU"].lines
-        ]
-    return summarise(kernels)
+        return summarise_gpu([_span(event) for line in lines for event in line.events])
+    return summarise_cpu(
+        [_span(event) for event in line.events if "hlo_op" in dict(event.stats)]
+        for line in planes["/host:CPU"].lines
+    )
 
 
 Span = tuple[float, float, str]  # start and end in ns, name
 
 
-def summarise(lines: Iterable[list[Span]]) -> Profile:
-    """Sums by kernel over lines of spans; those of one line may lie in each other."""
-    seconds: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
-    every: list[Span] = []
+def summarise_gpu(spans: Iterable[Span]) -> Profile:
+    """Each moment counts for the kernel that began first, so the kernels add up to `busy`.
+
+    Kernels overlap: in parts of a graph that run side by side, and where one is launched early and
+    waits for the one before it, as cuBLAS' are.
+    """
+    every = sorted(spans, key=lambda s: (s[0], -s[1]))
+    own, until = [], -math.inf
+    for start, end, name in every:
+        own.append((name, max(end - max(start, until), 0.0)))
+        until = max(until, end)
+    return _profile(every, own)
+
+
+def summarise_cpu(lines: Iterable[list[Span]]) -> Profile:
+    """A line is a thread, whose spans lie in each other: each counts without those inside it."""
+    own, every = [], []
     for line in lines:
         open_spans: list[Span] = []
         for span in sorted(line, key=lambda s: (s[0], -s[1])):
@@ -58,20 +69,27 @@ def summarise(lines: Iterable[list[Span]]) -> Profile:
             while open_spans and open_spans[-1][1] <= start:
                 open_spans.pop()
             if open_spans:
-                seconds[open_spans[-1][2]] -= (end - start) / 1e9
+                own.append((open_spans[-1][2], start - end))
             open_spans.append(span)
-            seconds[name] += (end - start) / 1e9
-            calls[name] += 1
+            own.append((name, end - start))
         every += line
+    return _profile(sorted(every), own)
+
+
+def _profile(every: list[Span], own: list[tuple[str, float]]) -> Profile:
     if not every:
         raise RuntimeError("the profiler saw no kernel; is another profiler running?")
-    busy, until = 0.0, 0.0
-    for start, end, _ in sorted(every):
+    seconds: dict[str, float] = defaultdict(float)
+    for name, ns in own:
+        seconds[name] += ns / 1e9
+    calls = Counter(name for _, _, name in every)
+    busy, until = 0.0, -math.inf
+    for start, end, _ in every:
         busy += max(end - max(start, until), 0.0)
         until = max(until, end)
     largest = sorted(seconds, key=lambda name: -seconds[name])
     return Profile(
-        seconds=(until - min(start for start, _, _ in every)) / 1e9,
+        seconds=(until - every[0][0]) / 1e9,
         busy=busy / 1e9,
         kernels=tuple(Kernel(name, seconds[name], calls[name]) for name in largest),
     )

@@ -20,7 +20,7 @@ SHOWN = 12  # kernels of a profile in the table; the others together
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one kernel; `seconds` leaves out what it called itself."""
+    """All calls of one kernel; `seconds` counts no moment that another one has."""
 
     name: str
     seconds: float

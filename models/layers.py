@@ -56,8 +56,15 @@ class Projection(nnx.Module):
         self.bias = parameter(shape[contract:], axes[contract:], "zeros", dtype) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.tensordot(x, self.kernel[...], axes=self.contract)
-        return checkpoint_name(y if self.bias is None else y + self.bias[...], PROJECTION)
+        kernel = self.kernel[...]
+        if self.bias is None:
+            return checkpoint_name(jnp.tensordot(x, kernel, axes=self.contract), PROJECTION)
+        # Outputs joined: on a GPU a product adds a bias of one dim itself, while one of several is
+        # first written out for every token.
+        inputs, outputs = kernel.shape[: self.contract], kernel.shape[self.contract :]
+        y = jnp.tensordot(x, kernel.reshape(*inputs, -1), axes=self.contract)
+        y += self.bias[...].reshape(-1)
+        return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
 
 
 class Float8Projection(nnx.Module):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from target import abstract, h200_mesh, needs_compiler
 
 from jaxrl_llm.distributed.mesh import AXES
@@ -15,6 +16,7 @@ from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicat
 from jaxrl_llm.generation.engine import generate, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.layers import Projection
 from jaxrl_llm.models.shapes import SHAPES
 
 pytestmark = needs_compiler
@@ -154,6 +156,19 @@ def test_a_step_is_one_cuda_graph(program, dump):
             assert [step.split()[1] for step in steps] == ["kCommandBuffer"], steps
             loops += 1
     assert loops == 1 + len(TAILS)
+
+
+def test_a_bias_is_added_by_its_product():
+    """By cuBLAS, as with many slots: written out for every token it would be a kernel a layer."""
+    heads = CONFIG.num_heads, CONFIG.head_dim
+    layer = Projection(
+        (CONFIG.hidden_size, *heads), ("embed", "q_heads", "head_dim"), bias=True, dtype="bfloat16"
+    )
+    graphdef, state = nnx.split(layer)
+    x = jax.ShapeDtypeStruct((SLOTS, 1, CONFIG.hidden_size), jnp.bfloat16)
+    lowered = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)).lower(*abstract((state, x)))
+    text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    assert text.count('"epilogue":"BIAS"') == 1 and "fusion(" not in text
 
 
 def test_memory(program):

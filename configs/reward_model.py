@@ -6,7 +6,8 @@ A scalar model learns to score the right answer above the wrong one (Bradley and
 Ouyang et al. 2022, https://arxiv.org/abs/2203.02155). An online run takes its newest checkpoint as
 a reward: --config.reward.model.path=runs/reward_model/checkpoints/global_step_300. Your own pairs
 have prompt, chosen, rejected and perhaps a margin; for ratings instead of pairs (prompt,
-completion, rating) --config.algorithm.path=jaxrl_llm.algorithms.offline_alias:reward_regression.
+completion, rating) --config.algorithm.path=jaxrl_llm.algorithms.offline_alias:reward_regression
+--config.algorithm.settings={}.
 """
 
 from dataclasses import replace

@@ -51,7 +51,7 @@ class TaskConfig:
 
     name: str = "chain_sum"
     settings: dict[str, Any] = field(default_factory=dict)
-    size: int = 0  # rows drawn; 0 takes every problem
+    size: int = 0  # rows drawn; 0 takes every problem, of 200,000 at most
 
 
 @dataclass(frozen=True, kw_only=True)

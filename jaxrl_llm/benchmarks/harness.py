@@ -253,7 +253,7 @@ def _measure_case(case: Case, compiling: Compiling, repeats: int, profile: Path 
         try:
             checks = case.check()
         except CheckFailed as error:
-            # Timed all the same: a card is lent by the minute, and the row carries the error.
+            # Timed all the same: the row carries the error, and a run may be long to repeat.
             failed = _message(error)
         seconds = measure(case.run, repeats=repeats, min_seconds=case.min_seconds, warm=case.warm)
         figures = case.figures(statistics.median(seconds))
@@ -283,8 +283,9 @@ def _check_room(programs: Programs) -> None:
         if needed > limit:
             raise MemoryError(
                 f"the program {name!r} needs {needed / 2**30:.1f} GiB of a device that has "
-                f"{limit / 2**30:.1f}: a smaller --batch or --groups, more devices on "
-                "--config.mesh.fsdp, and what generates --config.rollout.cache_tokens or num_slots"
+                f"{limit / 2**30:.1f}. What needs less: a smaller --batch or --groups, more devices "
+                "on --config.mesh.fsdp; to generate, --config.rollout.cache_tokens or num_slots; "
+                "to train, --config.actor.micro_batch_tokens and remat (critic.* for the critic)"
             )
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from jaxrl_llm.benchmarks import (
     attention,
     command,
+    decode,
     generation,
     harness,
     records,
@@ -342,21 +343,29 @@ def test_ratios_are_ours_over_the_peer():
 def test_gate_names_what_got_worse(tmp_path):
     file = tmp_path / "ratios.json"
     about = {"device": "x", "date": "2026-01-01"}
+    key = "training/tiny/update/a"
     records.store({"kept/time": 1.0}, file, about)
-    records.store({"a/time": 0.8, "a/memory": 1.0}, file, about)
+    records.store({f"{key}/time": 0.8, f"{key}/memory": 1.0}, file, about)
     assert json.loads(file.read_text())["ratios"] == {
-        "a/memory": 1.0,
-        "a/time": 0.8,
+        f"{key}/memory": 1.0,
+        f"{key}/time": 0.8,
         "kept/time": 1.0,
     }
-    assert records.regressions({"a/time": 0.91, "a/memory": 1.01, "new/time": 9.0}, file) == []
-    (worse,) = records.regressions({"a/time": 0.93, "a/memory": 1.01}, file)
-    assert worse.startswith("a/time: 0.930")
-    (worse,) = records.regressions({"a/time": 0.5, "a/memory": 1.03}, file)
-    assert worse.startswith("a/memory")
-    assert records.regressions({"a/time": float("nan")}, file)
+
+    def gate(seconds: float, memory: int, *more: Row) -> list[str]:
+        return records.regressions([row("ours", seconds, memory), row("a", 1.0, 100), *more], file)
+
+    assert gate(0.91, 101, row("new", 0.1)) == []
+    (worse,) = gate(0.93, 101)
+    assert worse.startswith(f"{key}/time: 0.930")
+    (worse,) = gate(0.5, 103)
+    assert worse.startswith(f"{key}/memory")
+    assert gate(float("nan"), 101)
+    # Nor does a row that failed pass, ours or the peer's.
+    failed = dataclasses.replace(row("a", 1.0, 100), error="no")
+    assert len(records.regressions([row("ours", 0.5, 100), failed], file)) == 2
     with pytest.raises(ConfigError, match="--store"):
-        records.regressions({"unknown/time": 1.0}, file)
+        records.regressions([row("ours", 1.0), row("new", 1.0)], file)
 
 
 # ------------------------------------------------------------------------- checks find mistakes
@@ -414,6 +423,30 @@ def test_wrong_logprobs_are_found(monkeypatch):
     monkeypatch.setattr(generation, "row_logprobs", lambda *a, **k: right(*a, **k) - 0.1)
     (found,) = rows_of("generation", "--workload=fixed", "--batch=1")
     assert "token_mult_prob_error" in found.error
+
+
+def test_wrong_samples_at_the_end_are_found(monkeypatch):
+    """Most are in slots that were refilled; the log-probs of the last two are wrong."""
+
+    def wrong(*args, **settings):
+        out = right(*args, **settings)
+        return dataclasses.replace(out, logprobs=out.logprobs.at[-2:].add(-3.0))
+
+    right = generation.generate_on_mesh
+    monkeypatch.setattr(generation, "generate_on_mesh", wrong)
+    words = ["generation", "--workload=fixed", "--batch=16", "--config.rollout.num_slots=2"]
+    (found,) = rows_of(*words)
+    assert "token_mult_prob_error" in found.error
+
+
+def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
+    def wrong(q, *args, **settings):
+        return right(q, *args, **settings).at[-2:].multiply(3)
+
+    right = decode.prefix_decode_attention
+    monkeypatch.setattr(decode, "prefix_decode_attention", wrong)
+    rows = rows_of("attention", "--workload=decode", "--batch=16x64", "--groups=8x2")
+    assert all("output_error" in row.error for row in rows), rows
 
 
 # ------------------------------------------------------------------------- whole commands
@@ -521,7 +554,14 @@ def test_a_profile_that_fails_keeps_the_measurement(tmp_path, monkeypatch):
     (row,) = run_cases(
         [Sum("a")], repeats=2, compiler_options={}, report=lambda row: None, profile=tmp_path
     )
-    assert len(row.seconds) == 2 and row.error.startswith("profile: RuntimeError")
+    assert len(row.seconds) == 2 and row.profile_error.startswith("RuntimeError: the profiler")
+    assert not row.error and records.ratios([row, dataclasses.replace(row, who="peer")])
+    assert "no kernel" in json.loads(row.to_json({}))["profile_error"]
+    # A failed check is not forgotten for it.
+    (row,) = run_cases(
+        [Sum("a", "check")], repeats=2, compiler_options={}, report=print, profile=tmp_path
+    )
+    assert row.error == "CheckFailed: wrong" and row.profile_error
 
 
 def test_script_writes_json_lines(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.generation import engine
-from jaxrl_llm.generation.engine import MAX_REFILL_WAIT, generate
+from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache_length
 from jaxrl_llm.kernels.flash_attention import attention_reference
@@ -38,6 +38,7 @@ def model(family="qwen2"):
         "qwen2": {},
         "qwen3": {"family": "qwen3", "attention_bias": False, "qk_norm": True},
         "mistral": {"family": "mistral", "attention_bias": False, "sliding_window": (4, 4)},
+        "64 heads a KV head": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 2},
     }
     config = replace(CONFIG, **features[family])
     spec = model_spec(config)
@@ -174,7 +175,7 @@ def test_a_limit_ends_its_own_response_only():
     np.testing.assert_array_equal(cut.finished, whole.finished & (whole.mask.sum(1) <= limits))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "64 heads a KV head"])
 def test_greedy_equals_a_naive_loop(family):
     tokens, lengths, ids = prompts(5)
     sampling = SamplingParams(max_new_tokens=R, temperature=0.0, stop_token_ids=(2,))
@@ -260,7 +261,7 @@ def test_a_free_slot_is_refilled_at_once():
     tokens, lengths, ids = prompts(24)
     sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(1, 2, 5))
     output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill_batch=3)
-    assert output.max_refill_wait <= MAX_REFILL_WAIT
+    assert output.stalled_slot_steps == 0  # no prefilled sample beside a free slot
     assert output.live_slot_steps == output.mask.sum()  # a step for every token
     assert output.prefills == 24 / 3
     # With no slot idle while prompts were pending, only the last eight can leave slots free.
@@ -336,7 +337,7 @@ def test_prompts_are_prefilled_only_when_a_slot_needs_one():
     tokens, lengths, ids = prompts(12)
     sampling = SamplingParams(max_new_tokens=5)
     output = run(tokens, lengths, ids, num_slots=4, prefill_batch=4, sampling=sampling)
-    assert (output.prefills, output.steps, output.max_refill_wait) == (3, 15, 0)
+    assert (output.prefills, output.steps, output.stalled_slot_steps) == (3, 15, 0)
 
 
 def test_bf16_parameters_generate_with_bf16_caches():
@@ -417,6 +418,6 @@ def test_tokens_do_not_depend_on_pages(cache_tokens):
     whole = run(tokens, lengths, ids, num_slots=0)
     paged = run(tokens, lengths, ids, num_slots=4, tokens_a_page=5, cache_tokens=cache_tokens)
     assert_same_tokens(paged, whole)
-    assert (paged.stalled_slot_steps > 0) == (cache_tokens == 30)  # less: one at a time
+    assert (paged.stalled_slot_steps > 0) == (cache_tokens > 0)
     assert paged.live_slot_steps == whole.mask.sum()
     assert paged.slot_steps == 4 * paged.steps

@@ -51,14 +51,14 @@ def run_command(options: Options, peers: Sequence[Row]) -> int:
         if lines is not None:
             lines.close()
     records.show(rows, console)
-    code = FAILED if any(row.error and row.who == "ours" for row in rows) else 0
-    found = records.ratios(rows)
+    failed = [row for row in rows if (row.error and row.who == "ours") or row.profile_error]
+    code = FAILED if failed else 0
     if options.check is not None:
-        for text in records.regressions(found, options.check):
+        for text in records.regressions(rows, options.check):
             print(f"regression: {text}", file=sys.stderr)
             code = FAILED
     if options.store is not None:
-        records.store(found, options.store, about)
+        records.store(records.ratios(rows), options.store, about)
     return code
 
 

@@ -80,7 +80,10 @@ class Generation(Case):
         self.shape, self.name = shape, work.name
         self.work, self.config, self.mesh, self.weights = work, config, mesh, weights
         self.spec = weights.spec
-        self.rows = CHECKED_ROWS if work.rows >= CHECKED_ROWS else work.rows
+        # Over all of them, the last and the longest included: refilled slots, tails, every replica.
+        spread = np.linspace(0, work.rows - 1, CHECKED_ROWS).astype(int)
+        spread[1] = np.argmax(work.limits)
+        self.checked = np.unique(spread)
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         work = self.work
@@ -100,7 +103,9 @@ class Generation(Case):
         answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
         return {
             "main": answer.lower(self.weights.abstract, *inputs, key),
-            "trainer": self.weights.trainer(self.rows, work.prompt_length + max(work.limits)),
+            "trainer": self.weights.trainer(
+                len(self.checked), work.prompt_length + max(work.limits)
+            ),
         }
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
@@ -126,10 +131,11 @@ class Generation(Case):
         if not np.array_equal(counts, self.work.limits):
             raise CheckFailed("responses do not have the lengths that were asked for")
         # Full prompts, so a row is its prompt and its answer, one after the other.
-        first = jnp.concatenate([self.inputs[0][: self.rows], out.tokens[: self.rows]], axis=1)
-        first = jax.device_put(first, replicated(self.mesh))
-        trainer = self.programs["trainer"](self.params, first)[:, self.work.prompt_length :]
-        sampled = out.logprobs[: self.rows], out.mask[: self.rows]
+        rows = self.checked
+        tokens = jnp.concatenate([self.inputs[0][rows], out.tokens[rows]], axis=1)
+        tokens = jax.device_put(tokens, replicated(self.mesh))
+        trainer = self.programs["trainer"](self.params, tokens)[:, self.work.prompt_length :]
+        sampled = out.logprobs[rows], out.mask[rows]
         error = float(mismatch_metrics(trainer, *sampled)["token_mult_prob_error"])
         most = most_mult_prob_error(self.spec.config, self.config.rollout.quantization)
         require("token_mult_prob_error", error, most)

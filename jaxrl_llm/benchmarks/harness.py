@@ -31,7 +31,7 @@ Timed = tuple[jax.stages.Compiled, float, float]
 
 
 class CheckFailed(RuntimeError):
-    """A result that is wrong; its time is not worth reporting."""
+    """A result that is wrong: its row has a time all the same, and enters no ratio."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Compiling:
 
 
 class Case(ABC):
-    """One thing to measure. The harness calls the methods in the order in which they stand."""
+    """One thing to measure. The harness calls the methods in this order, `memory` before `parts`."""
 
     benchmark: str
     shape: str
@@ -283,9 +283,9 @@ def _check_room(programs: Programs) -> None:
         if needed > limit:
             raise MemoryError(
                 f"the program {name!r} needs {needed / 2**30:.1f} GiB of a device that has "
-                f"{limit / 2**30:.1f}. What needs less: a smaller --batch or --groups, more devices "
-                "on --config.mesh.fsdp; to generate, --config.rollout.cache_tokens or num_slots; "
-                "to train, --config.actor.micro_batch_tokens and remat (critic.* for the critic)"
+                f"{limit / 2**30:.1f}. What needs less: a smaller --batch or --groups, more "
+                "devices on --config.mesh.fsdp; to generate, --config.rollout.cache_tokens or "
+                "num_slots; to train, --config.actor.micro_batch_tokens and remat, and the critic's"
             )
 
 
@@ -297,7 +297,7 @@ def _profiled(row: Row, case: Case, folder: Path) -> Row:
     try:
         found = {name: record(folder / name, run) for name, run in case.parts()}
     except Exception as error:  # what was measured stands
-        return replace(row, error=f"profile: {_message(error)}")
+        return replace(row, profile_error=_message(error))
     return replace(row, profile=found)
 
 

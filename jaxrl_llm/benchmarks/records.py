@@ -49,13 +49,14 @@ class Row:
     shape: str
     case: str
     who: str = "ours"
-    seconds: tuple[float, ...] = ()  # one entry a repeat; empty when it failed
+    seconds: tuple[float, ...] = ()  # one entry a repeat; empty when it could not run
     memory_bytes: int | None = None  # arguments, results and temporaries of the program
     figures: dict[str, float] = field(default_factory=dict)
     checks: dict[str, float] = field(default_factory=dict)
     error: str = ""
     versions: dict[str, str] = field(default_factory=dict)  # of a peer that runs by itself
     profile: dict[str, Profile] = field(default_factory=dict)  # of each part, where asked for
+    profile_error: str = ""  # why there is none; what was measured stands
 
     @property
     def median(self) -> float:
@@ -87,6 +88,8 @@ class Row:
         record |= {"figures": self.figures, "checks": self.checks}
         if self.error:
             record["error"] = self.error
+        if self.profile_error:
+            record["profile_error"] = self.profile_error
         if self.profile:
             record["profile"] = {name: part.to_json() for name, part in self.profile.items()}
         versions = about.get("versions", {}) | self.versions
@@ -107,15 +110,21 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def regressions(found: dict[str, float], file: Path) -> list[str]:
-    """What is worse than stored, in words; ConfigError when nothing can be compared."""
+def regressions(rows: Sequence[Row], file: Path) -> list[str]:
+    """What is worse than stored, in words; ConfigError when nothing can be compared.
+
+    A stored ratio of a case and a peer that are among the rows, one of which failed, is such too.
+    """
+    found = ratios(rows)
     stored: dict[str, float] = json.loads(file.read_text())["ratios"]
     common = [name for name in found if name in stored]
-    if not common:
+    measured = {f"{row.key}/{row.who}" for row in rows}
+    missing = [n for n in stored if n not in found and n.rpartition("/")[0] in measured]
+    if not common and not missing:
         raise ConfigError(
             f"--check={file}: holds none of this command's figures; add them with --store={file}"
         )
-    worse = []
+    worse = [f"{name}: stored {stored[name]:.3f}, and no figure to compare" for name in missing]
     for name in common:
         tolerance = TIME_TOLERANCE if name.endswith("/time") else MEMORY_TOLERANCE
         if not found[name] <= stored[name] * (1 + tolerance):
@@ -163,6 +172,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for row in rows:
         if row.error:
             console.print(f"failed {row.key} ({row.who}): {row.error}", markup=False)
+        if row.profile_error:
+            console.print(f"no profile of {row.key}: {row.profile_error}", markup=False)
 
 
 def _kernels(title: str, profile: Profile) -> Table:

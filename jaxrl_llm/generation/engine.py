@@ -74,8 +74,6 @@ FEWEST_SLOTS = 8
 # H200 (to 1 %, 512 slots of 1.5B), and compiled in half the time. Steps of 64 slots were 5 % slower
 # so, and for a single one cuBLAS converts the whole head to float32.
 FEWEST_WITHOUT_TRITON = 256
-# Decode steps for which a slot may stay free while prompts are pending.
-MAX_REFILL_WAIT = 0
 
 
 @jax.tree_util.register_dataclass
@@ -94,8 +92,8 @@ class GenerationOutput:
     prefills: jax.Array  # prefills run
     slot_steps: jax.Array  # slots computed, over all steps
     live_slot_steps: jax.Array  # over slot_steps: the share of the decode work that was used
-    stalled_slot_steps: jax.Array  # of those, with a sample that waited for a page
-    max_refill_wait: jax.Array  # most decode steps a slot stayed free while prompts were pending
+    # Of slot_steps, those in which a sample waited for a page: in its slot, or to get a free one.
+    stalled_slot_steps: jax.Array
 
 
 class _Queue(NamedTuple):
@@ -119,7 +117,6 @@ class _State(NamedTuple):
     token_B: jax.Array  # last token of the sequence, not yet in the cache
     count_B: jax.Array  # response tokens so far, and the slot's own entries in the cache
     live_B: jax.Array
-    idle_B: jax.Array  # decode steps since the slot became free
     prompt_row_G: jax.Array  # where a group's prompt was put
     prefilled: jax.Array  # groups of the queue's order whose prompt is in the cache
     head: jax.Array  # samples of the queue's order that a slot has taken
@@ -130,7 +127,6 @@ class _State(NamedTuple):
     slot_steps: jax.Array
     live_slot_steps: jax.Array
     stalled_slot_steps: jax.Array
-    max_refill_wait: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +175,7 @@ def generate(
 
     `group` says that each `group` consecutive rows hold one and the same prompt (all of them
     padding, or none), which is then computed and stored once. `limits_N` (int32 tokens) ends single
-    responses before `sampling.max_new_tokens`.
+    responses before `sampling.max_new_tokens`; each is 1 or more.
 
     `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill_batch`
     prompts are prefilled at once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the
@@ -258,7 +254,6 @@ def generate_on_mesh(
     rules: ShardingRules = GENERATION_RULES,
     group: int = 1,
     num_slots: int = 0,
-    prefill_batch: int = 0,
     cache_tokens: int = 0,
     attention: Implementation = "auto",
     quantization: Quantization = "none",
@@ -298,7 +293,6 @@ def generate_on_mesh(
             limits_N=limits,
             group=math.gcd(group, num_samples // replicas),
             num_slots=num_slots,
-            prefill_batch=prefill_batch,
             cache_tokens=cache_tokens,
             attention=attention,
             quantization=quantization,
@@ -394,7 +388,6 @@ def _empty_state(
         token_B=zeros_B,
         count_B=zeros_B,
         live_B=jnp.zeros((sizes.num_slots,), bool),
-        idle_B=zeros_B,
         prompt_row_G=jnp.zeros(queue.order_G.shape, jnp.int32),
         prefilled=zero,
         head=zero,
@@ -405,7 +398,6 @@ def _empty_state(
         slot_steps=zero,
         live_slot_steps=zero,
         stalled_slot_steps=zero,
-        max_refill_wait=zero,
     )
 
 
@@ -464,7 +456,6 @@ def _output(state: _State, sampling: SamplingParams, pad_id: int) -> GenerationO
         slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
         stalled_slot_steps=state.stalled_slot_steps,
-        max_refill_wait=state.max_refill_wait,
     )
 
 
@@ -527,16 +518,13 @@ def _fill_slots(queue: _Queue, group: int, pages: PageSizes, state: _State) -> _
     group_B = queue.order_G[index_B // group]
     row_B = group_B * group + index_B % group
     token_B = queue.prompts_NP[row_B, jnp.maximum(queue.lengths_N[row_B] - 1, 0)]
-    wait = jnp.max(jnp.where(take_B, state.idle_B, 0))
     return state._replace(
         row_B=jnp.where(take_B, row_B, state.row_B),
         prompt_row_B=jnp.where(take_B, state.prompt_row_G[group_B], state.prompt_row_B),
         token_B=jnp.where(take_B, token_B, state.token_B),
         count_B=jnp.where(take_B, 0, state.count_B),
         live_B=state.live_B | take_B,
-        idle_B=jnp.where(take_B, 0, state.idle_B),
         head=state.head + jnp.sum(take_B, dtype=jnp.int32),
-        max_refill_wait=jnp.maximum(state.max_refill_wait, wait),
     )
 
 
@@ -594,6 +582,10 @@ def _decode(
     keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
     tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)
 
+    # Free slots are refilled before a step: a sample that is still ready had no page to begin with.
+    num_free = jnp.sum(~state.live_B, dtype=jnp.int32)
+    stalled = jnp.minimum(num_free, state.prefilled * group - state.head)
+    stalled += jnp.sum(state.live_B & ~live_B, dtype=jnp.int32)
     at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
     return state._replace(
@@ -602,12 +594,10 @@ def _decode(
         token_B=jnp.where(live_B, tokens_B, state.token_B),
         count_B=count_B + live_B,
         live_B=state.live_B & ~(live_B & ended_B),
-        idle_B=jnp.where(state.live_B, 0, state.idle_B + 1),
         tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
         logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
         steps=state.steps + 1,
         slot_steps=state.slot_steps + live_B.shape[0],
         live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
-        stalled_slot_steps=state.stalled_slot_steps
-        + jnp.sum(state.live_B & ~live_B, dtype=jnp.int32),
+        stalled_slot_steps=state.stalled_slot_steps + stalled,
     )

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
+    MOST_GROUP_ROWS,
     DecodeImplementation,
     DecodePlan,
     block_entries,
@@ -66,7 +67,9 @@ class Context(NamedTuple):
     page_B: jax.Array
     entry_B: jax.Array  # its place in the page
     own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
-    plan: DecodePlan | None  # of the kernel; XLA takes no notice of it
+    plan: (
+        DecodePlan | None
+    )  # of the kernel, where it takes so many heads; XLA takes no notice of it
 
 
 def decode_context(
@@ -84,17 +87,19 @@ def decode_context(
 ) -> Context:
     """What all layers of a step share, computed once; `cache` is any layer's."""
     heads_split = jax.sharding.get_abstract_mesh().shape[heads_axis] if heads_axis else 1
-    plan = decode_plan(
-        prompt_rows_B,
-        prompt_lengths_B,
-        own_lengths_B,
-        group_rows=config.num_heads // config.num_kv_heads,
-        num_kv_heads=max(1, config.num_kv_heads // heads_split),
-        prefix_entries=cache.prompts.shape[3],
-        own_entries=pages_BT.shape[1] * cache.own.shape[3],
-        slots_per_prompt=slots_per_prompt,
-        tuning=default_tuning(config.head_dim, cache.own.dtype),
-    )
+    group_rows, plan = config.num_heads // config.num_kv_heads, None
+    if group_rows <= MOST_GROUP_ROWS:
+        plan = decode_plan(
+            prompt_rows_B,
+            prompt_lengths_B,
+            own_lengths_B,
+            group_rows=group_rows,
+            num_kv_heads=max(1, config.num_kv_heads // heads_split),
+            prefix_entries=cache.prompts.shape[3],
+            own_entries=pages_BT.shape[1] * cache.own.shape[3],
+            slots_per_prompt=slots_per_prompt,
+            tuning=default_tuning(config.head_dim, cache.own.dtype),
+        )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, page_B, entry_B, own_lengths_B, plan)
 
 

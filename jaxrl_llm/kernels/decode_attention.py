@@ -25,6 +25,7 @@ from jaxrl_llm.kernels.decode_attention_plan import (
     choose_num_splits,
     decode_plan,
     entries_seen,
+    part_blocks,
 )
 from jaxrl_llm.kernels.decode_attention_program import (
     TILE_ROWS,
@@ -36,6 +37,7 @@ from jaxrl_llm.kernels.decode_attention_program import (
 from jaxrl_llm.kernels.hopper import on_hopper
 
 __all__ = [
+    "MOST_GROUP_ROWS",
     "DecodeImplementation",
     "DecodePlan",
     "DecodeTuning",
@@ -48,7 +50,7 @@ __all__ = [
 ]
 
 DecodeImplementation = Literal["auto", "pallas", "xla"]
-Scale = float | Float[Array, ""] | Float[Array, " K"]
+MOST_GROUP_ROWS = TILE_ROWS - 1  # query heads of a KV head that the kernel takes
 
 
 def cache_length(num_tokens: int, head_dim: int) -> int:
@@ -67,8 +69,6 @@ def prefix_decode_attention(
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
     implementation: DecodeImplementation = "auto",
     num_splits: int | None = None,
     plan: DecodePlan | None = None,
@@ -80,20 +80,20 @@ def prefix_decode_attention(
     Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then its
     first `lengths_B[b]` own entries, the current token's included (all int32): own entry i is entry
     i % R of page `pages_BT[b, i // R]`. `window` keeps the last `window` of them. A slot that sees
-    nothing gives 0; its prompt row, and a page that it does not reach, may be any number. A
-    float8_e4m3fn cache holds keys / `k_scale` and values / `v_scale`, one number or one a KV head;
-    None is 1.
+    nothing gives 0; its prompt row, and a page that it does not reach, may be any number. The cache
+    is in the dtype of q, or in float8_e4m3fn.
 
-    "auto" takes the Pallas kernel on a Hopper GPU where it can run the call, XLA elsewhere.
+    "auto" takes the Pallas kernel on a Hopper GPU for the dtypes, head dims and numbers of heads
+    that it takes (prompt rows and pages must then be whole blocks), XLA elsewhere.
     - "pallas" reads a slot's visible entries, rounded to blocks, and nothing else. What lies
       past a length, NaN included, never changes a result. Parts of a slot run in parallel and are
       merged: `num_splits` of one whose entries are all visible, fewer of others; None chooses from
-      the shapes of the arguments alone. For one `num_splits` a slot's result has the same bits in
-      any batch, at any index: give the number where batches of different sizes must agree to the
-      bit. `tuning` is the kernel's (see `DecodeTuning`), `interpret` runs it on the CPU. `plan`,
-      from `decode_plan` of the same rows and lengths, which also has the number of parts, gives
-      programs equal shares of the work, and makes the kernel read a prompt once for all the slots
-      that share it. With a `window` no plan is used.
+      the shapes of the arguments alone. For one `num_splits` and one room of the caches (P and T R)
+      a slot's result has the same bits in any batch, at any index: give the number where batches of
+      different sizes must agree to the bit. `tuning` is the kernel's (see `DecodeTuning`),
+      `interpret` runs it on the CPU. `plan`, from `decode_plan` of the same rows, lengths and room,
+      which also has the number of parts, gives programs equal shares of the work, and makes the
+      kernel read a prompt once for all the slots that share it. With a `window` no plan is used.
     - "xla" reads both caches whole, the prompt row once a slot, and copies the slots' pages: all
       entries must be finite (start the cache from zeros). It takes no notice of a plan.
     Raises ValueError for shapes that do not fit together, or that the kernel cannot take.
@@ -108,11 +108,10 @@ def prefix_decode_attention(
         lengths_B,
     )
     _check_prefix(*arguments, window)
-    scales_K = _scales(k_scale, v_scale, own_OK2RH.shape[1])
     if implementation == "auto":
         implementation = "pallas" if _kernel_fits(q_BNH, own_OK2RH) else "xla"
     if implementation == "xla":
-        return _prefix_decode_xla(*arguments, window, scales_K)
+        return _prefix_decode_xla(*arguments, window)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, N, H = q_BNH.shape
@@ -121,7 +120,8 @@ def prefix_decode_attention(
     if window is not None:
         plan = None
     if plan is not None:
-        _check_plan(plan, B, N // K, num_splits)
+        entries = own_entries + (prefix_CK2PH.shape[3] if plan.prompts is None else 0)
+        _check_plan(plan, B, N // K, num_splits, entries, tuning.block)
         num_splits = plan.units.num_splits
     elif num_splits is None:
         entries = entries_seen(prefix_CK2PH.shape[3] + own_entries, window, tuning.block)
@@ -130,7 +130,6 @@ def prefix_decode_attention(
     return decode_attention_mosaic(
         *arguments,
         window=window,
-        scales_K=scales_K,
         num_splits=num_splits,
         tuning=tuning,
         plan=plan,
@@ -148,8 +147,6 @@ def prefix_decode_attention_reference(
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
 ) -> Float[Array, "B N H"]:
     """The same in float32, KV heads repeated, both parts joined: what the others must equal.
 
@@ -162,13 +159,8 @@ def prefix_decode_attention_reference(
     both_BK2SH = jnp.concatenate(rows, axis=3).astype(jnp.float32)
     both_BK2SH = jnp.where(seen_BS[:, None, None, :, None], both_BK2SH, 0.0)
 
-    def repeated(x_BKSH: Array, scale: Scale | None) -> Array:
-        if scale is not None:
-            x_BKSH *= jnp.broadcast_to(scale, x_BKSH.shape[1])[:, None, None]
-        return jnp.repeat(x_BKSH, groups, axis=1)
-
-    k_BNSH = repeated(both_BK2SH[:, :, 0], k_scale)
-    v_BNSH = repeated(both_BK2SH[:, :, 1], v_scale)
+    k_BNSH = jnp.repeat(both_BK2SH[:, :, 0], groups, axis=1)
+    v_BNSH = jnp.repeat(both_BK2SH[:, :, 1], groups, axis=1)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
     scores = jnp.where(seen_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * seen_BS[:, None]
@@ -185,7 +177,6 @@ def _prefix_decode_xla(
     pages_BT: Array,
     lengths_B: Array,
     window: int | None,
-    scales_K: tuple[Array, Array] | None,
 ) -> Array:
     """One softmax over the scores of both parts; the caches themselves are never joined."""
     B, N, H = q_BNH.shape
@@ -204,8 +195,6 @@ def _prefix_decode_xla(
 
     scores = [scores_of(prefix_BK2PH[:, :, 0]), scores_of(own_BK2SH[:, :, 0])]
     scores = jnp.concatenate(scores, axis=-1) * H**-0.5
-    if scales_K is not None:
-        scores *= scales_K[0][:, None, None]
     seen = _seen(P, own_BK2SH.shape[3], prefix_lengths_B, lengths_B, window)[:, None, None]
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
@@ -220,28 +209,7 @@ def _prefix_decode_xla(
 
     out_BKGH = values_of(weights[..., :P], prefix_BK2PH[:, :, 1])
     out_BKGH += values_of(weights[..., P:], own_BK2SH[:, :, 1])
-    if scales_K is not None:
-        out_BKGH *= scales_K[1][:, None, None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
-
-
-def _scales(
-    k_scale: Scale | None, v_scale: Scale | None, num_kv_heads: int
-) -> tuple[Array, Array] | None:
-    """Both scales, one a KV head, or None where neither is given."""
-    if k_scale is None and v_scale is None:
-        return None
-
-    def a_head(scale: Scale | None) -> Array:
-        scale = jnp.asarray(1.0 if scale is None else scale, jnp.float32)
-        if scale.shape not in ((), (num_kv_heads,)):
-            raise ValueError(
-                f"a scale has shape {scale.shape}: give one number, or one a KV head, "
-                f"({num_kv_heads},)"
-            )
-        return jnp.broadcast_to(scale, (num_kv_heads,))
-
-    return a_head(k_scale), a_head(v_scale)
 
 
 def _rows(prefix_CK2PH: Array, prefix_rows_B: Array) -> Array:
@@ -276,6 +244,7 @@ def _kernel_fits(q_BNH: Array, own_OK2RH: Array) -> bool:
         q_BNH.dtype == jnp.bfloat16
         and own_OK2RH.dtype in CACHE_DTYPES
         and q_BNH.shape[-1] in HEAD_DIMS
+        and q_BNH.shape[1] // own_OK2RH.shape[1] <= MOST_GROUP_ROWS
         and on_hopper()
     )
 
@@ -316,7 +285,9 @@ def _check_prefix(
         raise ValueError(f"window is {window}: use at least 1, or None to see everything")
 
 
-def _check_plan(plan: DecodePlan, B: int, G: int, num_splits: int | None) -> None:
+def _check_plan(
+    plan: DecodePlan, B: int, G: int, num_splits: int | None, entries: int, block: int
+) -> None:
     planned = plan.units.num_splits
     if num_splits not in (None, planned):
         raise ValueError(f"num_splits is {num_splits}, the plan's {planned}: give it to the plan")
@@ -326,4 +297,11 @@ def _check_plan(plan: DecodePlan, B: int, G: int, num_splits: int | None) -> Non
         raise ValueError(
             f"the plan is of {plan.units.table_U4.shape[0] // planned} slots, its items are "
             f"{items}: plan for these {B} slots, with group_rows={G}"
+        )
+    sizes = plan.units.blocks_of_part, plan.units.block
+    if sizes != (part_blocks(entries, planned, block), block):
+        raise ValueError(
+            f"the plan's parts have {sizes[0]} blocks of {sizes[1]} entries, not those of caches "
+            f"with room for {entries} in blocks of {block}: plan with this call's prefix_entries, "
+            "own_entries and tuning"
         )

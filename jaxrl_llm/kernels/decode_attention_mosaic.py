@@ -23,8 +23,8 @@ are in flight. Each loads the first blocks of its next unit while it ends the on
 never wait for results. Units go to programs in order, forwards and backwards in turn, the longest
 first where a plan lists those that hold something.
 
-Parts are a matter of a slot's own tokens and of S alone, so a slot's output has the same bits
-whatever the batch size, its index, the other slots, or those that it shares an item with.
+Parts are a matter of a slot's own tokens, of S and of the caches' room, so a slot's output has the
+same bits whatever the batch size, its index, the other slots, or those that it shares an item with.
 """
 
 import dataclasses
@@ -84,7 +84,6 @@ def decode_attention_mosaic(
     lengths_B: Int[Array, " B"],
     *,
     window: int | None = None,
-    scales_K: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
     num_splits: int = 1,
     tuning: DecodeTuning | None = None,
     plan: DecodePlan | None = None,
@@ -93,10 +92,9 @@ def decode_attention_mosaic(
     """The kernel, and the merge of its parts.
 
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
-    with `check_supported`); `scales_K` are those of keys and of values, float32. Entries past a
-    length, NaN included, never change the result. `interpret` runs the kernel on the CPU
-    (InterpretGPUParams). A `plan` (without a window) lists the units, and has their `num_splits`;
-    without one, they are all parts of all slots.
+    with `check_supported`). Entries past a length, NaN included, never change the result.
+    `interpret` runs the kernel on the CPU (InterpretGPUParams). A `plan` (without a window) lists
+    the units, and has their `num_splits`; without one, they are all parts of all slots.
     """
     B, N, H = q_BNH.shape
     K, cache_dtype = own_OK2RH.shape[1], own_OK2RH.dtype
@@ -131,9 +129,7 @@ def decode_attention_mosaic(
             )
         ]
     outputs = plgpu.kernel(
-        _make_body(
-            sizes, window, tuning, forms, numbers=tuple(numbers), scaled=scales_K is not None
-        ),
+        _make_body(sizes, window, tuning, forms, numbers=tuple(numbers)),
         out_type=out_types,
         scratch_types=scratch_types(
             H,
@@ -160,7 +156,6 @@ def decode_attention_mosaic(
         own_OK2RH,
         pages_BT.astype(jnp.int32).reshape(-1),
         *(x.astype(jnp.int32) for x in numbers.values()),
-        *(() if scales_K is None else (scales_K[0],)),
     )
     if sizes.whole:
         out_BKGH = outputs[0]
@@ -173,8 +168,6 @@ def decode_attention_mosaic(
             parts_B = num_blocks(blocks_B, sizes.blocks_of_part)
         parts = _parts(outputs, parts_B, prefix_lengths_B > 0)
         out_BKGH = _merge(parts)[:, :, : N // K]
-    if scales_K is not None:
-        out_BKGH *= scales_K[1][:, None, None]
     return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H)
 
 
@@ -209,7 +202,9 @@ def check_supported(
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
     L = rows_a_slot(G)
     if Forms.of(L, with_items=True).smem(tuning, H, L, own_OK2RH.dtype) > _MAX_SMEM:
-        raise ValueError(f"{tuning} needs more than {_MAX_SMEM} bytes: use fewer stages")
+        raise ValueError(
+            f"{tuning} needs more than {_MAX_SMEM} bytes: use a smaller block or fewer stages"
+        )
     if q_BNH.dtype != jnp.bfloat16 or own_OK2RH.dtype not in CACHE_DTYPES:
         raise ValueError(
             f"q is {q_BNH.dtype}, the cache {own_OK2RH.dtype}: the kernel takes bfloat16, and "
@@ -443,7 +438,6 @@ def _make_body(
     forms: Forms,
     *,
     numbers: tuple[str, ...],
-    scaled: bool,
 ) -> Callable[..., None]:
     """The kernel's body; `numbers` are the names of those that it is given."""
 
@@ -457,8 +451,7 @@ def _make_body(
     ) -> None:
         memory = Scratch(**scratch)
         given = _Numbers(**dict(zip(numbers, others, strict=False)))
-        others = others[len(numbers) :]
-        k_scale_K, outputs = others[:scaled], others[scaled:]
+        outputs = others[len(numbers) :]
         K, _, H = q_BKLH.shape[1:]
         work = _Work(sizes, given, K, window, tuning.block)
         transfers = _Transfers(
@@ -471,7 +464,6 @@ def _make_body(
             return pages[jnp.minimum(entry, pages.shape[0] - 1)]  # an item's unit has no slot
 
         def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
-            k_scale = k_scale_K[0][unit.head] if k_scale_K else 1.0
             return Program(
                 memory=memory,
                 unit=unit,
@@ -479,7 +471,7 @@ def _make_body(
                 first_step=first_step,
                 block=tuning.block,
                 stages=tuning.stages,
-                to_base_2=k_scale * (H**-0.5 * math.log2(math.e)),
+                to_base_2=H**-0.5 * math.log2(math.e),
                 prefix_CK2PH=prefix_CK2PH,
                 own_OK2RH=own_OK2RH,
                 page_of=page_of,

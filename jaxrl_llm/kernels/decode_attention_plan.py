@@ -22,12 +22,13 @@ from jaxrl_llm.kernels.decode_attention_program import (
 MAX_SPLITS = 16
 MAX_PROMPT_SPLITS = 4  # merging them takes time
 PROGRAMS = 2 * SMS  # that work is split for; where each needs less memory, more run
+UNITS_A_PROGRAM = 24  # split until full caches would give every program as many
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["table_U4", "num_units"],
-    meta_fields=["num_splits"],
+    meta_fields=["num_splits", "blocks_of_part", "block"],
 )
 @dataclasses.dataclass(frozen=True)
 class Units:
@@ -41,6 +42,8 @@ class Units:
     table_U4: Int[Array, "U 4"]
     num_units: Int[Array, " 1"]
     num_splits: int
+    blocks_of_part: int  # of a slot's part
+    block: int  # entries
 
 
 @partial(
@@ -123,8 +126,7 @@ def decode_plan(
     if prompts is None:
         blocks_B += num_blocks(prefix_lengths_B, block)
     numbers_B3 = jnp.stack([prefix_rows_B, prefix_lengths_B, lengths_B], axis=1)
-    units = _units(blocks_B, numbers_B3, num_splits, part_blocks(entries, num_splits, block))
-    return DecodePlan(units, prompts)
+    return DecodePlan(_units(blocks_B, numbers_B3, num_splits, entries, block), prompts)
 
 
 def choose_num_splits(
@@ -137,14 +139,14 @@ def choose_num_splits(
 ) -> int:
     """Parts into which each slot's tokens are split, a power of two, from shapes only.
 
-    Enough for `units_per_program` units a program when all slots fill their `num_entries`, for most
+    Enough for UNITS_A_PROGRAM when all slots fill their `num_entries`, for most
     do not, and then the longest must not be what all wait for. A slot of one part needs no merging,
     so parts have at least 16 blocks; where prompts are `shared` results are merged anyway, and 8
     are enough. Where slots are too few for the SMs, 4 are.
     """
     shortest = 8 if shared else 16
     units, entries = num_slots * num_kv_heads, num_entries / tuning.block
-    wanted = min(tuning.units_per_program * PROGRAMS / units, entries / shortest)
+    wanted = min(UNITS_A_PROGRAM * PROGRAMS / units, entries / shortest)
     to_fill = min(SMS / units, entries / 4)
     most = int(math.log2(MAX_SPLITS))
     return 2 ** max(0, min(most, math.floor(math.log2(max(wanted, to_fill)))))
@@ -173,9 +175,12 @@ def part_blocks(num_entries: int, num_splits: int, block: int) -> int:
     return -(-num_entries // (num_splits * block))
 
 
-def _units(blocks_B: Array, numbers_B3: Array, num_splits: int, blocks_of_part: int) -> Units:
+def _units(
+    blocks_B: Array, numbers_B3: Array, num_splits: int, num_entries: int, block: int
+) -> Units:
     """Ranked by comparing every pair, which takes fewer and shorter kernels than sorting would."""
     B, S = blocks_B.shape[0], num_splits
+    blocks_of_part = part_blocks(num_entries, S, block)
     part_S = jnp.arange(S, dtype=jnp.int32)
     left_BS = blocks_B[:, None].astype(jnp.int32) - part_S * blocks_of_part
     size_U = jnp.minimum(left_BS, blocks_of_part).reshape(-1)
@@ -192,6 +197,8 @@ def _units(blocks_B: Array, numbers_B3: Array, num_splits: int, blocks_of_part: 
         table_U4=jnp.concatenate([parts_U[:, None], numbers_U3], axis=1),
         num_units=exists_U.sum(dtype=jnp.int32)[None],
         num_splits=S,
+        blocks_of_part=blocks_of_part,
+        block=block,
     )
 
 

@@ -33,7 +33,6 @@ class DecodeTuning:
 
     block: int = 64  # cache entries a step; lengths of prompt rows and pages are its multiples
     stages: int = 2  # blocks of keys and values in flight
-    units_per_program: int = 24  # split until full caches would give every program as many
 
     def __post_init__(self) -> None:
         if self.block % 64 or not 64 <= self.block <= 256:
@@ -311,7 +310,7 @@ class Program:
     first_step: Any  # steps of all units before this one
     block: int
     stages: int
-    to_base_2: Any  # a score's factor: 1 / sqrt(H), the keys' scale and the base of exp2
+    to_base_2: float  # a score's factor: 1 / sqrt(H) and the base of exp2
     prefix_CK2PH: Any  # keys and values in global memory
     own_OK2RH: Any
     page_of: Callable[[Any, Any], Any]  # of a slot and the page's number in its list

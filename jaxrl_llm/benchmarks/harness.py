@@ -56,7 +56,7 @@ class Compiling:
 
 
 class Case(ABC):
-    """One thing to measure. The harness calls the methods in this order, `memory` before `parts`."""
+    """One thing to measure. The methods are called in this order, `memory` before `parts`."""
 
     benchmark: str
     shape: str

@@ -87,7 +87,6 @@ def by_group(x):
     return np.asarray(x).reshape(PROMPTS, N, *np.shape(x)[1:])
 
 
-@pytest.mark.whole
 def test_remax_compares_with_a_greedy_answer_to_the_same_prompt():
     batch, metrics, change, _ = run(config_of("remax"))
     assert change > 0
@@ -180,7 +179,6 @@ def test_rejected_tokens_are_in_no_loss_and_no_count():
     assert abs(expected + (weighed * mask).sum() / mask.sum()) > 1e-4  # another over all tokens
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "name",
     [

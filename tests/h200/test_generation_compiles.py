@@ -181,7 +181,7 @@ def test_memory(program):
     assert memory.temp_size_in_bytes < 1.15 * (caches + 2 * logits + merged) + 2**28
 
 
-@pytest.mark.parametrize("stops", [pytest.param((), marks=pytest.mark.slow), (151645,)])
+@pytest.mark.parametrize("stops", [(), (151645,)])
 def test_several_cards(stops):
     """The layout switch and the loops of four replicas; stop ids or none, both compile."""
     mesh = h200_mesh((1, 4, 1), AXES)

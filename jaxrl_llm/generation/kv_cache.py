@@ -67,9 +67,8 @@ class Context(NamedTuple):
     page_B: jax.Array
     entry_B: jax.Array  # its place in the page
     own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
-    plan: (
-        DecodePlan | None
-    )  # of the kernel, where it takes so many heads; XLA takes no notice of it
+    # Of the kernel, where it takes so many heads; XLA takes no notice of it.
+    plan: DecodePlan | None
 
 
 def decode_context(

@@ -28,6 +28,7 @@ from jaxrl_llm.kernels.decode_attention_plan import (
     part_blocks,
 )
 from jaxrl_llm.kernels.decode_attention_program import (
+    MOST_GROUP_ROWS,
     TILE_ROWS,
     DecodeTuning,
     block_entries,
@@ -50,7 +51,6 @@ __all__ = [
 ]
 
 DecodeImplementation = Literal["auto", "pallas", "xla"]
-MOST_GROUP_ROWS = TILE_ROWS - 1  # query heads of a KV head that the kernel takes
 
 
 def cache_length(num_tokens: int, head_dim: int) -> int:

@@ -52,6 +52,7 @@ from jaxrl_llm.kernels.decode_attention_products import (
     QueriesAsRows,
 )
 from jaxrl_llm.kernels.decode_attention_program import (
+    MOST_GROUP_ROWS,
     REDUCTION_BYTES,
     SMS,
     TILE_ROWS,
@@ -196,8 +197,10 @@ def check_supported(
         raise ValueError(
             f"block is {H}, as is head_dim, which is wrong on the card: use default_tuning({H})"
         )
-    if G >= TILE_ROWS:
-        raise ValueError(f"{G} query heads a KV head: the kernel takes 63; use 'xla' for more")
+    if G > MOST_GROUP_ROWS:
+        raise ValueError(
+            f"{G} query heads a KV head: the kernel takes {MOST_GROUP_ROWS}; use 'xla' for more"
+        )
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
     L = rows_a_slot(G)

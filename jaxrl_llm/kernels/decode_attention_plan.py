@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl_llm.kernels.decode_attention_program import (
+    MOST_GROUP_ROWS,
     SMS,
     TILE_ROWS,
     DecodeTuning,
@@ -103,10 +104,10 @@ def decode_plan(
     a prompt where both row and length are equal, in any order; those of length 0 read none. Raises
     ValueError for numbers out of range.
     """
-    if not 1 <= group_rows < TILE_ROWS or slots_per_prompt < 1:
+    if not 1 <= group_rows <= MOST_GROUP_ROWS or slots_per_prompt < 1:
         raise ValueError(
             f"group_rows is {group_rows}, slots_per_prompt {slots_per_prompt}: "
-            f"use 1 to {TILE_ROWS - 1}, and at least 1"
+            f"use 1 to {MOST_GROUP_ROWS}, and at least 1"
         )
     if prompt_splits is not None and not 1 <= prompt_splits <= MAX_PROMPT_SPLITS:
         raise ValueError(f"prompt_splits is {prompt_splits}: use 1 to {MAX_PROMPT_SPLITS}, or None")

@@ -301,7 +301,7 @@ def test_tails_of_long_responses_are_whole_tiles_of_products(slots, tails):
 
 @pytest.mark.parametrize(
     ("samples", "num_slots", "without"),
-    [(256, 0, True), (1024, 256, True), (1024, 255, False), (255, 1024, False)],
+    [(128, 0, True), (1024, 128, True), (1024, 127, False), (127, 1024, False)],
 )
 def test_products_of_many_slots_are_cublas(samples, num_slots, without, monkeypatch):
     options = {"xla_gpu_enable_triton_gemm": False} if without else {}

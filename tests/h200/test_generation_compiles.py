@@ -1,9 +1,8 @@
 """Generation compiled for an H200: what the decode loop must not do, read in the program."""
 
 import functools
-import itertools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from target import abstract, h200_mesh, needs_compiler
 
 from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
-from jaxrl_llm.generation.engine import generate, generate_on_mesh
+from jaxrl_llm.generation.engine import compiler_options, generate, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.layers import Projection
@@ -22,21 +21,48 @@ from jaxrl_llm.models.shapes import SHAPES
 pytestmark = needs_compiler
 
 CONFIG = replace(SHAPES["qwen2.5-1.5b"], num_layers=2, sliding_window=(None, None))
-SAMPLES, PROMPT, RESPONSE, SLOTS, GROUP = 1024, 512, 2048, 256, 8
-TAILS = (160, 64)
+SAMPLES, PROMPT, GROUP = 1024, 512, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rollout as runs compile it: many slots with cuBLAS' products, few with Triton's."""
+
+    slots: int
+    response: int
+    tails: tuple[int, ...]
+    launched: int  # by a step of two layers
+
+
+CASES = {
+    "many slots": Case(256, 2048, (160, 64), 70),
+    "few slots": Case(64, 256, (), 64),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="module")
-def dump(tmp_path_factory):
+def dump(tmp_path_factory, case):
     """Where the compiler writes what it made."""
     return tmp_path_factory.mktemp("dump")
 
 
+def options_of_a_run(slots):
+    """XLA's options of a rollout on a GPU, where this machine has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        return compiler_options(SAMPLES, slots)
+
+
 @pytest.fixture(scope="module")
-def program(dump):
+def program(dump, case):
     spec = model_spec(CONFIG, dtype="bfloat16")
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    sampling = SamplingParams(max_new_tokens=RESPONSE, stop_token_ids=(151645,))
+    sampling = SamplingParams(max_new_tokens=case.response, stop_token_ids=(151645,))
 
     def answer(params, prompts, lengths, ids, key):
         return generate(
@@ -48,7 +74,7 @@ def program(dump):
             key,
             sampling=sampling,
             group=GROUP,
-            num_slots=SLOTS,
+            num_slots=case.slots,
             attention="pallas",
         )
 
@@ -61,8 +87,10 @@ def program(dump):
         key,
     )
     lowered = jax.jit(answer).lower(*abstract(arguments))
+    options = options_of_a_run(case.slots)
+    assert bool(options) == (case.slots >= 128)
     return lowered.compile(
-        compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+        compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, **options}
     )
 
 
@@ -80,7 +108,7 @@ def computations(text):
 
 
 @pytest.fixture(scope="module")
-def decode_bodies(program):
+def decode_bodies(program, case):
     """The lines of each innermost loop with our decode kernel in it: of all slots, of the tails."""
     found = computations(program.as_text())
     bodies = {
@@ -95,7 +123,7 @@ def decode_bodies(program):
         if not any(" while(" in line for line in found[name])
         and any("mosaic_gpu" in line for line in found[name])
     ]
-    assert len(inner) == 1 + len(TAILS)
+    assert len(inner) == 1 + len(case.tails)
     return inner
 
 
@@ -107,11 +135,43 @@ def size(shape):
     return elements * {"pred": 1, "s8": 1, "bf16": 2, "f16": 2}.get(dtype, 4)
 
 
-def test_no_large_copy(decode_bodies):
-    for line in itertools.chain(*decode_bodies):
-        found = re.search(r"= (\w+\[[\d,]*\])\S* copy\(", line)
-        if found:
-            assert size(found[1]) < 2**20, line
+def large_copies(found, body):
+    """The lines of 1 MB and more that copy, by themselves or as what a fusion makes."""
+    result = []
+    for line in body:
+        called = re.search(r" fusion\(.*calls=%?([\w.-]+)", line)
+        root = next((x for x in found[called[1]] if x.startswith("ROOT")), "") if called else line
+        made = re.search(r"= (\w+\[[\d,]*\])\S* (?:copy|transpose)\(", root)
+        started = re.search(r"= \((\w+\[[\d,]*\]).* copy-start\(", line)
+        if any(shape and size(shape[1]) >= 2**20 for shape in (made, started)):
+            result.append(line)
+    return result
+
+
+def test_no_large_copy(program, decode_bodies):
+    found = computations(program.as_text())
+    for body in decode_bodies:
+        assert large_copies(found, body) == []
+
+
+def test_large_copies_are_seen():
+    """Those that are a copy, that a fusion ends in, and that run beside others."""
+    shape, small = "bf16[1024,512]{1,0}", "bf16[1024,511]{1,0}"
+    found = {
+        "fused": [f"%p = {shape} parameter(0)", f"ROOT %c = {shape} copy(%p)"],
+        "used": [f"%c = {shape} copy(%p)", "ROOT %s = f32[] reduce(%c, %z)"],
+    }
+    copies = [
+        f"%a = {shape} copy(%x)",
+        f"%b = {shape} fusion(%x), kind=kLoop, calls=%fused",
+        f"%c = ({shape}, {shape}, u32[]) copy-start(%x)",
+    ]
+    others = [
+        f"%d = {small} copy(%x)",
+        "%e = f32[] fusion(%x), kind=kInput, calls=%used",
+        f"%f = {shape} add(%x, %y)",
+    ]
+    assert large_copies(found, copies + others) == copies
 
 
 def test_no_float32_weights_and_no_sort(program, decode_bodies):
@@ -125,20 +185,18 @@ def test_no_float32_weights_and_no_sort(program, decode_bodies):
     assert not any(str(CONFIG.vocab_size) in line for line in sorted_lines)
 
 
-def test_kernels_of_a_layer(decode_bodies):
-    """What a step launches: each launch costs about 1.2 us, and a step of batch 256 takes 3 ms."""
+def test_kernels_of_a_step(decode_bodies, case):
+    """No more than today's: each launch costs about 1.2 us, and a step of batch 256 takes 3 ms."""
     for body in decode_bodies:
         launched = [
             line
             for line in body
             if re.search(r" (fusion|custom-call|copy|sort)\(", line) and "tuple" not in line[:7]
         ]
-        # Beside the layers: embedding, rope, who shares a prompt, pages, sampling, bookkeeping.
-        a_layer = (len(launched) - 45) / CONFIG.num_layers
-        assert a_layer <= 14, "\n".join(launched)
+        assert CONFIG.num_layers * 9 < len(launched) <= case.launched, "\n".join(launched)
 
 
-def test_a_step_is_one_cuda_graph(program, dump):
+def test_a_step_is_one_cuda_graph(program, dump, case):
     """The sequence of a decode loop holds nothing but one captured graph, our kernels in it."""
     (file,) = dump.glob("*thunk_sequence_after_thunk_passes.txt")
     bodies = [part.splitlines() for part in file.read_text().split("body:")[1:]]
@@ -155,7 +213,7 @@ def test_a_step_is_one_cuda_graph(program, dump):
         if sum("kCustomCall" in line for line in captured) == CONFIG.num_layers:
             assert [step.split()[1] for step in steps] == ["kCommandBuffer"], steps
             loops += 1
-    assert loops == 1 + len(TAILS)
+    assert loops == 1 + len(case.tails)
 
 
 def test_a_bias_is_added_by_its_product():
@@ -165,18 +223,18 @@ def test_a_bias_is_added_by_its_product():
         (CONFIG.hidden_size, *heads), ("embed", "q_heads", "head_dim"), bias=True, dtype="bfloat16"
     )
     graphdef, state = nnx.split(layer)
-    x = jax.ShapeDtypeStruct((SLOTS, 1, CONFIG.hidden_size), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((256, 1, CONFIG.hidden_size), jnp.bfloat16)
     lowered = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)).lower(*abstract((state, x)))
-    text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    text = lowered.compile(compiler_options=options_of_a_run(256)).as_text()
     assert text.count('"epilogue":"BIAS"') == 1 and "fusion(" not in text
 
 
-def test_memory(program):
+def test_memory(program, case):
     """Weights and caches once, merged weights, and the logits; no second copy of a cache."""
     memory = program.memory_analysis()
     entry = 2 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
-    caches = entry * (SLOTS * RESPONSE + SAMPLES // GROUP * PROMPT)
-    logits = 4 * SLOTS * CONFIG.vocab_size
+    caches = entry * (case.slots * case.response + SAMPLES // GROUP * PROMPT)
+    logits = 4 * case.slots * CONFIG.vocab_size
     merged = memory.argument_size_in_bytes
     assert memory.temp_size_in_bytes < 1.15 * (caches + 2 * logits + merged) + 2**28
 
@@ -215,7 +273,8 @@ def test_several_cards(stops):
     assert "all-gather" in text and "f32[151936,1536]" not in text  # gathered in bf16
 
 
-def test_float8(monkeypatch):
+@pytest.mark.parametrize("samples", [64, 256])  # Triton's products, cuBLAS'
+def test_float8(samples, monkeypatch):
     """Products of a float8 rollout are float8 products, and their inputs come from our kernels."""
     monkeypatch.setattr("jaxrl_llm.kernels.float8.on_hopper", lambda: True)
     spec = model_spec(CONFIG, dtype="bfloat16")
@@ -236,11 +295,14 @@ def test_float8(monkeypatch):
 
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    inputs = (spec.params, ints((256, PROMPT)), ints((256,)), ints((256,)), key)
-    text = jax.jit(answer).lower(*abstract(inputs)).compile().as_text()
+    inputs = (spec.params, ints((samples, PROMPT)), ints((samples,)), ints((samples,)), key)
+    lowered = jax.jit(answer).lower(*abstract(inputs))
+    text = lowered.compile(compiler_options=options_of_a_run(samples)).as_text()
     assert all(f'"{name}"' in text for name in ("gated_float8", "rms_norm_float8"))
-    products = re.findall(r"%gemm_fusion_dot\S* \(\S+ (\w+)\S+ \S+ (\w+)", text)
-    assert len(products) >= 9
+    triton = re.findall(r"%gemm_fusion_dot\S* \(\S+ (\w+)\S+ \S+ (\w+)", text)
+    float8 = triton.count(("f8e4m3fn", "f8e4m3fn")) + text.count('"__cublas$lt$matmul$f8"')
+    others = set(triton) - {("f8e4m3fn", "f8e4m3fn"), ("bf16", "bf16")}
+    assert float8 >= 4 * CONFIG.num_layers and not others
+    assert bool(triton) == (samples < 128)
     # The head's stays in bf16: its rounding would go straight into the log-probs.
-    assert set(products) == {("f8e4m3fn", "f8e4m3fn"), ("bf16", "bf16")}
-    assert products.count(("bf16", "bf16")) == 1
+    assert triton.count(("bf16", "bf16")) + text.count('"__cublas$lt$matmul"') == 1

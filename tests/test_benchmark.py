@@ -40,6 +40,7 @@ from jaxrl_llm.benchmarks.profile import summarise_cpu, summarise_gpu
 from jaxrl_llm.benchmarks.records import Row
 from jaxrl_llm.benchmarks.roofline import Limits, decode_seconds, kv_bytes_per_token
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.flops import attention_flops, forward_flops, peak_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
@@ -368,6 +369,24 @@ def test_gate_names_what_got_worse(tmp_path):
         records.regressions([row("ours", 1.0), row("new", 1.0)], file)
 
 
+def test_exit_code_says_what_failed_or_got_worse(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_cases", lambda options: [])
+    file, lines = tmp_path / "ratios.json", tmp_path / "rows.jsonl"
+    words = ["training", TINY, "--baseline", f"--json={lines}"]
+    failed = dataclasses.replace(row("ours", 1.0), error="no")
+
+    def code(*rows: Row, words: list[str]) -> int:
+        return command.run_command(read_options(words), rows)
+
+    assert code(row("ours", 1.0), row("a", 2.0), words=[*words, f"--store={file}"]) == 0
+    assert json.loads(file.read_text())["ratios"] == {"training/tiny/update/a/time": 0.5}
+    assert code(failed, row("a", 2.0), words=words) == command.FAILED
+    check = [*words, f"--check={file}"]
+    assert code(row("ours", 1.1), row("a", 2.0), words=check) == 0
+    assert code(row("ours", 1.2), row("a", 2.0), words=check) == command.FAILED
+    assert len(lines.read_text().splitlines()) == 8
+
+
 # ------------------------------------------------------------------------- checks find mistakes
 
 
@@ -418,6 +437,22 @@ def test_wrong_loss_is_found(monkeypatch):
     assert "gradient_error" in found.error
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--workload=mix", "--config.actor.micro_batch_tokens=128"], "gradient_error"),
+        (
+            ["--workload=values", "--batch=2x8", "--config.critic.micro_batch_tokens=128"],
+            "value_error",
+        ),
+    ],
+)
+def test_packed_samples_that_see_each_other_are_found(words, error, monkeypatch):
+    monkeypatch.setattr(Rows, "visibility", lambda self, window: None)
+    (wrong,) = rows_of("training", *words)
+    assert error in wrong.error
+
+
 def test_wrong_logprobs_are_found(monkeypatch):
     right = generation.row_logprobs
     monkeypatch.setattr(generation, "row_logprobs", lambda *a, **k: right(*a, **k) - 0.1)
@@ -465,8 +500,13 @@ PACKED_AND_DECODE = [
     [
         (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
         (
-            ["training", "--workload=mix", "--config.actor.micro_batch_tokens=64"],
+            ["training", "--workload=mix", "--config.actor.micro_batch_tokens=128"],
             ["update_mix_4x2"],
+        ),
+        (
+            ["training", "--workload=values", "--batch=2x8"]
+            + ["--config.critic.micro_batch_tokens=128"],
+            ["values_2x8"],
         ),
         pytest.param(
             ["attention", "--workload=packed,decode"], PACKED_AND_DECODE, marks=pytest.mark.slow

@@ -16,26 +16,29 @@ from jaxrl_llm.benchmarks.iteration import planned
 from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import TrainingWorkload, training_workloads
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import ActorConfig, Config, CriticConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
-from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
+from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_values
 from jaxrl_llm.learner.losses import policy_loss, with_counts
+from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
+from jaxrl_llm.learner.rows import rows_of
+from jaxrl_llm.learner.train_step import accumulate
 from jaxrl_llm.models.base import ModelSpec, bind, init_params, init_sharded, model_spec
 from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.trainer.online import build_algorithm
 from jaxrl_llm.validation import validate
 
-# Of log-probs (nats, root mean square) and of gradients (relative L2) in bf16, at CHECK_LAYERS
-# layers of the shape, against float32.
-MOST_LOGPROB_ERROR = 0.05
-MOST_GRADIENT_ERROR = 0.05
+# Of log-probs (nats) and values, root mean square, and of gradients (relative L2) in bf16, at
+# CHECK_LAYERS layers of the shape, against float32.
+MOST_ERRORS = {"logprob_error": 0.05, "gradient_error": 0.05, "value_error": 0.05}
 CHECK_LAYERS = 2
 CHECK = TrainingWorkload(
-    name="check", kind="update", prompts=2, samples=1, prompt_length=16, limits=(48, 48)
+    name="check", kind="update", prompts=2, samples=2, prompt_length=16, limits=(48, 31, 17, 48)
 )
+CHECK_ROW_TOKENS = 128  # where rows are packed: two rows of samples and of parts of groups
 CLIP = 0.2
 LOG_RATIOS = (-0.5, -0.1, 0.1, 0.5, 1.5)  # both sides of 1 - clip, 1 + clip and the dual clip's 3
 
@@ -78,12 +81,12 @@ class Training(Case):
         outputs = (self.role.shardings, None) if update else batch_sharding(self.mesh)
         program = jax.jit(self._pass, donate_argnums=(0,) if update else (), out_shardings=outputs)
         main = program.lower(self.role.abstract(), step, *fields)
-        return {"main": main} | self.checks.lower()
+        return {"main": main} | self.checks.lower(self.work.kind)
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.program = programs["main"]
         # Before the arrays: its own are gone again when it returns.
-        self.found = self.checks.run(programs)
+        self.found = self.checks.run(self.work.kind, programs)
         self.fields = jax.jit(self._fields, out_shardings=batch_sharding(self.mesh))()
         self.step = jax.device_put(jnp.int32(1), replicated(self.mesh))
         role = self.role
@@ -176,91 +179,143 @@ def random_fields(work: TrainingWorkload, vocab_size: int) -> Fields:
 
 
 class Checks:
-    """The log-probs and the PPO gradient of the shape, cut to a few layers, against float32.
+    """The shape, cut to a few layers, against float32: log-probs and the PPO gradient, or values.
 
-    Shared by the cases of a shape: compiled once, run once.
+    In rows that are padded or packed as the config says. Shared by the cases of a shape: compiled
+    once, run once.
     """
 
     def __init__(self, shape: str, config: Config) -> None:
         model = SHAPES[shape]
         layers = min(CHECK_LAYERS, model.num_layers)
         self._model = replace(model, num_layers=layers, sliding_window=())
-        self._spec = model_spec(self._model, dtype="float32")
         self._config = config
-        self._lowered: dict[str, jax.stages.Lowered] = {}
-        self._errors: dict[str, float] = {}
+        self._lowered: dict[str, dict[str, jax.stages.Lowered]] = {}
+        self._errors: dict[str, dict[str, float]] = {}
 
-    def lower(self) -> dict[str, jax.stages.Lowered]:
-        """What the learner computes, and the reference."""
-        if not self._lowered:
-            actor = self._config.actor
-            settings = ForwardSettings(
-                dtype=actor.dtype, attention=actor.attention, remat=actor.remat
-            )
-            # The algorithm with its own defaults: the reference is written for those.
-            algorithm = build_algorithm(replace(self._config.algorithm, settings={}))
-            arguments = self._spec.params, jax.eval_shape(self._fields)
-            ours = jax.jit(learner_gradient(self._spec, settings, algorithm))
-            reference = jax.jit(partial(reference_gradient, self._spec))
-            self._lowered = {"learner": ours.lower(*arguments)}
+    def lower(self, kind: str) -> dict[str, jax.stages.Lowered]:
+        """What the learner computes in passes of `kind`, and the reference."""
+        part = _part(kind)
+        if part not in self._lowered:
+            spec, fields = self._spec(part), jax.eval_shape(self._fields)
+            ours, reference = self._values(spec) if part == "values" else self._gradients(spec)
+            found = {f"learner {part}": jax.jit(ours).lower(spec.params, fields)}
             with jax.default_matmul_precision("highest"):
-                self._lowered["reference"] = reference.lower(*arguments)
-        return self._lowered
+                lowered = jax.jit(reference).lower(spec.params, fields)
+            self._lowered[part] = found | {f"reference {part}": lowered}
+        return self._lowered[part]
 
-    def run(self, programs: dict[str, jax.stages.Compiled]) -> dict[str, float]:
+    def run(self, kind: str, programs: dict[str, jax.stages.Compiled]) -> dict[str, float]:
         """Errors by name; CheckFailed where one is too large."""
-        if not self._errors:
-            params = jax.jit(partial(init_params, self._spec))(jax.random.key(2))
+        part = _part(kind)
+        if part not in self._errors:
+            check = _values_errors if part == "values" else _gradient_errors
+            params = jax.jit(partial(init_params, self._spec(part)))(jax.random.key(2))
             fields = jax.jit(self._fields)()
-            logprobs, _ = programs["reference"](params, fields)
-            # Ratios far from where the loss bends: there rounding would decide the gradient.
-            apart = np.resize(LOG_RATIOS, logprobs.shape).astype(np.float32)
-            fields["old_logprobs"] = logprobs - apart
-            found_logprobs, found = programs["learner"](params, fields)
-            logprobs, gradient = programs["reference"](params, fields)
-            squares = jnp.square(found_logprobs - logprobs)
-            self._errors = {
-                "logprob_error": float(jnp.sqrt(jnp.mean(squares))),
-                "gradient_error": relative_error(found, gradient),
-            }
-        require("logprob_error", self._errors["logprob_error"], MOST_LOGPROB_ERROR)
-        require("gradient_error", self._errors["gradient_error"], MOST_GRADIENT_ERROR)
-        return self._errors
+            learner, reference = (programs[f"{who} {part}"] for who in ("learner", "reference"))
+            self._errors[part] = check(learner, reference, params, fields)
+        for name, error in self._errors[part].items():
+            require(name, error, MOST_ERRORS[name])
+        return self._errors[part]
+
+    def _spec(self, part: str) -> ModelSpec:
+        return model_spec(self._model, "scalar" if part == "values" else "causal_lm", "float32")
+
+    def _gradients(self, spec: ModelSpec) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        settings, rows = _how(self._config.actor)
+        # The algorithm with its own defaults: the reference is written for those.
+        algorithm = build_algorithm(replace(self._config.algorithm, settings={}))
+        ours = learner_gradient(spec, settings, algorithm, rows)
+        return ours, partial(reference_gradient, spec)
+
+    def _values(self, spec: ModelSpec) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        settings, rows = _how(self._config.critic)
+        return learner_values(spec, settings, rows), partial(reference_values, spec)
 
     def _fields(self) -> Fields:
         return random_fields(CHECK, self._model.vocab_size)
 
 
+def _part(kind: str) -> str:
+    return "values" if kind == "values" else "policy"
+
+
+def _how(role: ActorConfig | CriticConfig) -> tuple[ForwardSettings, MicroBatches]:
+    """How a role computes, on one device; rows of fewer tokens where it packs them."""
+    settings = ForwardSettings(dtype=role.dtype, attention=role.attention, remat=role.remat)
+    if not role.micro_batch_tokens:
+        return settings, Padded()
+    group = CHECK.samples if role.share_prompts else 1
+    tokens = min(role.micro_batch_tokens, CHECK_ROW_TOKENS)
+    return settings, Packed(row_tokens=tokens, group=group)
+
+
+def _gradient_errors(learner: Any, reference: Any, params: Any, fields: Fields) -> dict[str, float]:
+    logprobs, _ = reference(params, fields)
+    # Ratios far from where the loss bends: there rounding would decide the gradient.
+    apart = np.resize(LOG_RATIOS, logprobs.shape).astype(np.float32)
+    fields = fields | {"old_logprobs": logprobs - apart}
+    found_logprobs, found = learner(params, fields)
+    logprobs, gradient = reference(params, fields)
+    return {
+        "logprob_error": _root_mean_square(found_logprobs - logprobs, fields["mask"]),
+        "gradient_error": relative_error(found, gradient),
+    }
+
+
+def _values_errors(learner: Any, reference: Any, params: Any, fields: Fields) -> dict[str, float]:
+    # A new head predicts 0 everywhere.
+    kernel = params["score"]["kernel"]
+    drawn = jax.random.normal(jax.random.key(3), kernel.shape) * kernel.shape[0] ** -0.5
+    params = params | {"score": {"kernel": drawn.astype(kernel.dtype)}}
+    apart = learner(params, fields) - reference(params, fields)
+    return {"value_error": _root_mean_square(apart, fields["mask"])}
+
+
+def _root_mean_square(x: jax.Array, mask: jax.Array) -> float:
+    """Over the tokens of the mask; NaN where one of them is."""
+    return float(jnp.sqrt(jnp.square(jnp.where(mask > 0, x, 0)).sum() / mask.sum()))
+
+
 def learner_gradient(
-    spec: ModelSpec, settings: ForwardSettings, algorithm: Algorithm
+    spec: ModelSpec, settings: ForwardSettings, algorithm: Algorithm, rows: MicroBatches
 ) -> Callable[[Any, Fields], Any]:
     """(parameters, fields) -> (log-probs, gradient of the actor's loss) by the learner."""
     loss = policy_loss(algorithm, spec=spec, settings=settings, temperature=1.0)
 
     def run(params: Any, fields: Fields) -> tuple[jax.Array, Any]:
-        tokens = jnp.concatenate([fields["prompts"], fields["responses"]], axis=1)
-        logprobs = row_logprobs(params, tokens, spec=spec, settings=settings)
-        logprobs = logprobs[:, fields["prompts"].shape[1] :]
+        def logprobs(part: Fields) -> jax.Array:
+            return response_logprobs(params, rows_of(part), spec=spec, settings=settings)[0]
+
         counted = with_counts(fields, jnp.bool_(False))
-        return logprobs, jax.grad(lambda p: loss(p, counted)[0])(params)
+        gradient, _ = accumulate(loss, params, counted, micro_batches=rows)
+        return rows.join(logprobs, fields), gradient
+
+    return run
+
+
+def learner_values(
+    spec: ModelSpec, settings: ForwardSettings, rows: MicroBatches
+) -> Callable[[Any, Fields], Any]:
+    """(parameters, fields) -> the critic's values by the learner."""
+
+    def run(params: Any, fields: Fields) -> jax.Array:
+        def values(part: Fields) -> jax.Array:
+            return response_values(params, rows_of(part), spec=spec, settings=settings)
+
+        return rows.join(values, fields)
 
     return run
 
 
 def reference_gradient(spec: ModelSpec, params: Any, fields: Fields) -> tuple[jax.Array, Any]:
     """The same written out: whole float32 logits, plain attention, the clipped ratio by hand."""
-    prompts, responses = fields["prompts"], fields["responses"]
-    tokens = jnp.concatenate([prompts, responses], axis=1)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    responses, mask = fields["responses"], fields["mask"]
     advantages = fields["advantages"]
-
-    def attend(q: Any, k: Any, v: Any, cache: None, *, window: int | None) -> Any:
-        return attention_reference(q, k, v, window=window), cache
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         model = bind(spec, params)
-        hidden, _ = model(tokens, positions, attend=attend)
-        logits = model.logits(hidden[:, prompts.shape[1] - 1 : -1]).astype(jnp.float32)
+        logits = model.logits(_reference_hidden(model, fields)).astype(jnp.float32)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), responses[..., None], axis=2)
         logprobs = chosen[..., 0]
         ratio = jnp.exp(logprobs - fields["old_logprobs"])
@@ -268,10 +323,29 @@ def reference_gradient(spec: ModelSpec, params: Any, fields: Fields) -> tuple[ja
         gain = jnp.minimum(ratio * advantages, clipped * advantages)
         # ppo()'s bound for negative advantages (arXiv:1912.09729), with its factor of 3.
         bounded = jnp.maximum(gain, 3.0 * advantages)
-        return -jnp.mean(jnp.where(advantages < 0, bounded, gain)), logprobs
+        gain = jnp.where(advantages < 0, bounded, gain)
+        return -jnp.sum(gain * mask) / jnp.sum(mask), logprobs
 
     gradient, logprobs = jax.grad(loss, has_aux=True)(params)
     return logprobs, gradient
+
+
+def reference_values(spec: ModelSpec, params: Any, fields: Fields) -> jax.Array:
+    """One row a sample, plain attention."""
+    model = bind(spec, params)
+    return model.scores(_reference_hidden(model, fields))
+
+
+def _reference_hidden(model: Any, fields: Fields) -> jax.Array:
+    """The states before each response token [B, R, D], one row a sample."""
+    tokens = jnp.concatenate([fields["prompts"], fields["responses"]], axis=1)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def attend(q: Any, k: Any, v: Any, cache: None, *, window: int | None) -> Any:
+        return attention_reference(q, k, v, window=window), cache
+
+    hidden, _ = model(tokens, positions, attend=attend)
+    return hidden[:, fields["prompts"].shape[1] - 1 : -1]
 
 
 def training_cases(options: Options) -> Sequence[Case]:

@@ -18,11 +18,12 @@ from tiny_models import tiny_config, write_directory
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.overrides import from_json, load_config, load_file, resolve, to_json
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.initialise import find_tokenizer
 from jaxrl_llm.trainer.offline_plan import plan_offline
-from jaxrl_llm.trainer.online import plan_iteration
+from jaxrl_llm.trainer.online import plan_iteration, update_sizes
 from jaxrl_llm.trainer.phases import plan_phases
 from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run_data import (
@@ -157,3 +158,26 @@ def test_the_example_of_porting_a_model_is_the_code():
     for block in blocks:
         for part in textwrap.dedent(block).strip().split("\n\n\n"):
             assert part in code
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_updates", "of_log_probs"),
+    [
+        ({}, 4, 4),
+        ({"share_prompts": False}, 1, 1),
+        ({"shuffle": True}, 1, 4),  # samples of a prompt are apart in updates alone
+    ],
+)
+def test_prompts_are_shared_as_the_config_says(settings, of_updates, of_log_probs):
+    config = Config()
+    config = replace(
+        config,
+        actor=replace(config.actor, micro_batch_tokens=512, **settings),
+        rollout=replace(config.rollout, n=4),
+    )
+    mesh = make_mesh(1, 1, 1)
+    sizes = update_sizes(config, "actor", mesh)
+    assert isinstance(sizes.update, Packed) and isinstance(sizes.forward, Packed)
+    assert (sizes.update.group, sizes.forward.group) == (of_updates, of_log_probs)
+    assert sizes.update.row_tokens == sizes.forward.row_tokens == 512
+    assert isinstance(update_sizes(config, "critic", mesh).update, Padded)

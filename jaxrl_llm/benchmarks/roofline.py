@@ -22,8 +22,9 @@ class Limits:
     peak: float  # the figure that utilisation is a fraction of
 
 
-# Measured through JAX on one H200: HBM read, 8192^3 bf16 GEMM (NT 695, NN 726). 790 TFLOP/s is the
-# clock-limited dense peak that published utilisations are given against.
+# Measured through JAX on one H200: HBM read, 8192^3 bf16 GEMM (NT 695, NN 726). 790 TFLOP/s is an
+# estimate of the dense rate at the clock that long products leave; the data sheet says 989, which a
+# run's `perf/mfu` goes by (`models/flops.py`).
 H200 = Limits(memory=4.46e12, matmul=700e12, peak=790e12)
 
 

@@ -16,8 +16,9 @@ from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
 
 pytestmark = needs_compiler
 
-# Masked blocks are rare, and the spills allowed here are values kept for them alone.
-SPILL_LIMIT = {64: 0, 128: 320}
+# Masked blocks are rare, and the spills up to head dim 128 are values kept for them alone. At 256
+# accumulators fill the registers, so that kernels of whole rows spill too: today's most.
+SPILL_LIMIT = {64: 0, 96: 20, 128: 320, 256: 508}
 SHARED_MEMORY_LIMIT = 227 * 1024
 
 
@@ -37,7 +38,7 @@ def compile_gradient(head_dim: int) -> None:
     gradient.lower(*abstract((*arrays, *ids), one_h200())).compile()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim, tmp_path):
     # The dumps are switched on when the compiler is loaded: so in a process of its own.
     import nvidia.cu13
@@ -57,7 +58,8 @@ def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim, tmp_path
         timeout=300,
     )
     logs = {path.stem: path.read_text() for path in tmp_path.glob("*.ptxas")}
-    assert len(logs) == 6, sorted(logs)  # forward, dq, dk and dv
+    # Forward, dq, and dk and dv by one kernel or, where they fill the registers, by two.
+    assert len(logs) == (8 if head_dim == 256 else 6), sorted(logs)
     for name, log in logs.items():
         (spilled,) = re.findall(r"(\d+) bytes spill stores", log.split("Function properties")[-1])
         assert int(spilled) <= SPILL_LIMIT[head_dim], (name, log)

@@ -162,6 +162,7 @@ def test_decode_bound_of_the_mix_is_the_known_one():
         (["generation", "--config.rollout.temperature=0.5"], "temperature 1"),
         (["generation", "--groups=1000x8"], "128x8"),
         (["rl_step", "--batch=4"], "--groups"),
+        (["rl_step", "--config.critic.warmup_steps=1"], "actor's updates would be left out"),
         (["rl_step", "--baseline"], "no peer"),
         (["training", "--check=x.json"], "--baseline"),
         (["training", "--baseline", "--check=missing.json"], "--store"),
@@ -365,8 +366,11 @@ def test_gate_names_what_got_worse(tmp_path):
     # Nor does a row that failed pass, ours or the peer's.
     failed = dataclasses.replace(row("a", 1.0, 100), error="no")
     assert len(records.regressions([row("ours", 0.5, 100), failed], file)) == 2
+    # Nor a peer that died before its cases.
+    died = dataclasses.replace(row("a", 1.0), case="all", error="no module")
+    assert len(records.regressions([row("ours", 0.5, 100), row("new", 1.0), died], file)) == 2
     with pytest.raises(ConfigError, match="--store"):
-        records.regressions([row("ours", 1.0), row("new", 1.0)], file)
+        records.regressions([row("ours", 1.0, case="x"), row("new", 1.0, case="x")], file)
 
 
 def test_exit_code_says_what_failed_or_got_worse(tmp_path, monkeypatch):
@@ -383,8 +387,10 @@ def test_exit_code_says_what_failed_or_got_worse(tmp_path, monkeypatch):
     assert code(failed, row("a", 2.0), words=words) == command.FAILED
     check = [*words, f"--check={file}"]
     assert code(row("ours", 1.1), row("a", 2.0), words=check) == 0
-    assert code(row("ours", 1.2), row("a", 2.0), words=check) == command.FAILED
-    assert len(lines.read_text().splitlines()) == 8
+    worse = row("ours", 1.2), row("a", 2.0)
+    assert code(*worse, words=[*check, f"--store={file}"]) == command.FAILED
+    assert code(*worse, words=check) == command.FAILED  # it was not stored
+    assert len(lines.read_text().splitlines()) == 10
 
 
 # ------------------------------------------------------------------------- checks find mistakes

@@ -149,6 +149,10 @@ def test_adaptive_controller_by_hand():
     # 10 % over
     np.testing.assert_allclose(controller.update(state, jnp.float32(0.11), 50), 0.525, rtol=1e-5)
     assert controller.update(state, jnp.float32(0.1), 50) == state
+    # 500 samples far under the target would make it 0.5 * (1 - 0.2 * 5).
+    controller.update(state, jnp.float32(0.0), 499)
+    with pytest.raises(ValueError, match="a horizon above 100"):
+        controller.update(state, jnp.float32(0.0), 500)
 
 
 def test_controller_state_goes_through_jit():

@@ -195,7 +195,16 @@ class AdaptiveKL:
     def update(
         self, state: Float[Array, ""], current_kl: Float[Array, ""], num_samples: int
     ) -> Float[Array, ""]:
-        """One proportional step; `num_samples` is the number of sequences behind current_kl."""
+        """One proportional step; `num_samples` is the number of sequences behind current_kl.
+
+        Raises ValueError where so many could turn the coefficient's sign.
+        """
+        if 0.2 * num_samples >= self.horizon:
+            raise ValueError(
+                f"adaptive KL with horizon {self.horizon} and {num_samples} samples an iteration: "
+                "one step could make the coefficient 0 or negative, which rewards distance; use a "
+                f"horizon above {0.2 * num_samples:g}, e.g. {num_samples}"
+            )
         error = jnp.clip(current_kl / self.target - 1.0, -0.2, 0.2)
         return state * (1.0 + error * (num_samples / self.horizon))
 

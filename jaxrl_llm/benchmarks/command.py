@@ -57,7 +57,8 @@ def run_command(options: Options, peers: Sequence[Row]) -> int:
         for text in records.regressions(rows, options.check):
             print(f"regression: {text}", file=sys.stderr)
             code = FAILED
-    if options.store is not None:
+    # What got worse, or failed, is no figure to compare the next run with.
+    if options.store is not None and code == 0:
         records.store(records.ratios(rows), options.store, about)
     return code
 

@@ -288,6 +288,8 @@ def _check(options: Options) -> None:
                 f"--config.{key} does nothing in {command}; --batch, --prompt, --response and "
                 "--groups size it"
             )
+    if command in ("training", "rl_step") and "critic.warmup_steps" in dict(options.overrides):
+        raise ConfigError("--config.critic.warmup_steps: the actor's updates would be left out")
     if command == "generation" and "rollout.temperature" in dict(options.overrides):
         raise ConfigError("generation samples at temperature 1, where the check compares log-probs")
     for shape in options.shapes:

@@ -113,13 +113,14 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
 def regressions(rows: Sequence[Row], file: Path) -> list[str]:
     """What is worse than stored, in words; ConfigError when nothing can be compared.
 
-    A stored ratio of a case and a peer that are among the rows, one of which failed, is such too.
+    A stored ratio of a case of ours that is among the rows, but without a figure, is such too: a
+    peer that died has no row of the case.
     """
     found = ratios(rows)
     stored: dict[str, float] = json.loads(file.read_text())["ratios"]
     common = [name for name in found if name in stored]
-    measured = {f"{row.key}/{row.who}" for row in rows}
-    missing = [n for n in stored if n not in found and n.rpartition("/")[0] in measured]
+    measured = {row.key for row in rows if row.who == "ours"}
+    missing = [n for n in stored if n not in found and n.rsplit("/", 2)[0] in measured]
     if not common and not missing:
         raise ConfigError(
             f"--check={file}: holds none of this command's figures; add them with --store={file}"

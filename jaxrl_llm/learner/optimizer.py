@@ -67,9 +67,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
 
     def init(params: Any) -> optax.ScaleByAdamState:
         def zeros() -> Any:
-            return jax.tree.map(
-                lambda x: jnp.zeros_like(x, jnp.bfloat16 if narrow else None), params
-            )
+            return jax.tree.map(lambda x: jnp.zeros_like(x, config.moment_dtype), params)
 
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 
@@ -78,9 +76,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     def step(
         count: Array, streams: tuple[Array, Array], gradient: Array, moments: list[Array]
     ) -> tuple[Array, list[Array]]:
-        if narrow:
-            gradient, *moments = (x.astype(jnp.float32) for x in (gradient, *moments))
-        mu, nu = moments
+        gradient, mu, nu = (x.astype(jnp.float32) for x in (gradient, *moments))
         mu = config.b1 * mu + (1 - config.b1) * gradient
         nu = config.b2 * nu + (1 - config.b2) * jnp.square(gradient)
         first, second = _unbiased(mu, config.b1, count), _unbiased(nu, config.b2, count)

@@ -292,7 +292,8 @@ def _catalogue(
             algorithm,
             actor_sizes,
             temperature=temperature,
-            critic_warmup=config.critic.warmup_steps,
+            # Without a critic nothing would learn meanwhile.
+            critic_warmup=0 if algorithm.value_loss is None else config.critic.warmup_steps,
         )
     )
     return catalogue

@@ -147,7 +147,7 @@ class CriticConfig(ModelSettings):
     micro_batch_size: int = 0
     micro_batch_tokens: int = 0
     share_prompts: bool = True
-    warmup_steps: int = 0  # iterations in which only the critic learns
+    warmup_steps: int = 0  # iterations in which only the critic learns, from its first phase on
 
 
 @dataclass(frozen=True, kw_only=True)

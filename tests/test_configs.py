@@ -181,3 +181,19 @@ def test_prompts_are_shared_as_the_config_says(settings, of_updates, of_log_prob
     assert (sizes.update.group, sizes.forward.group) == (of_updates, of_log_probs)
     assert sizes.update.row_tokens == sizes.forward.row_tokens == 512
     assert isinstance(update_sizes(config, "critic", mesh).update, Padded)
+
+
+def test_a_critic_warms_up_in_the_first_phase_that_has_one():
+    file = next(file for file in FILES if file.stem == "ppo_reward_rejection")
+    config = load_config(str(file), [])
+    (phase,) = config.phases
+    config = replace(
+        config,
+        phases=(phase, replace(phase, algorithm=config.algorithm, steps=7)),
+        critic=replace(config.critic, warmup_steps=5),
+    )
+    tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    iterations = plan_phases(config, tokenizer, make_mesh(), None).iterations
+    assert ["critic" in iteration.roles for iteration in iterations] == [False, True, True]
+    ends = [iteration.config.critic.warmup_steps for iteration in iterations]
+    assert ends[1:] == [phase.steps + 5] * 2

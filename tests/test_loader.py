@@ -194,3 +194,17 @@ def test_mismatched_rows_take_the_completion_of_the_record_before():
     assert batch.mismatched.loss_mask.tolist()[:3] == [[0, 0, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
     assert batch.mismatched.lengths.tolist()[:3] == [3, 3, 4]
     assert batch.weights.tolist() == [1, 1, 1, 0]
+
+
+def test_a_record_alone_takes_the_completion_of_the_one_before_its_batch():
+    first, second = offline_records(
+        [
+            LabelledExample(completion=example(1, 2, 6, given=2), label=1.0),
+            LabelledExample(completion=example(3, 9, 8, given=1), label=0.0),
+        ]
+    )
+    collate = partial(collate_records, length=4, pad_id=0, mismatched=True, size=2)
+    batch = collate([second], before=first)
+    assert batch.mismatched.tokens.tolist()[0] == [3, 6, 0, 0]
+    with pytest.raises(ValueError, match="2 records or more"):
+        collate([second])

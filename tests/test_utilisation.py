@@ -20,7 +20,7 @@ def forward_by_hand(*, head: bool) -> int:
     return 2 * weights * sum(LENGTHS) + layers * 2 * h * (9 + 25)
 
 
-def metrics_of(iteration, timings, peak=PEAK):
+def metrics_of(iteration, timings, peak=PEAK, step=1):
     return mfu_metrics(
         iteration.program.segments,
         timings,
@@ -29,6 +29,7 @@ def metrics_of(iteration, timings, peak=PEAK):
         lengths=LENGTHS,
         num_devices=2,
         peak=peak,
+        step=step,
     )
 
 
@@ -68,3 +69,17 @@ def test_left_out_where_it_would_mislead():
     apart = open_iteration(tiny_config(model_reward=False))
     timings = {segment.name: 1.0 for segment in apart.program.segments}
     assert metrics_of(apart, timings, peak=None) == {}
+
+
+def test_an_actor_that_waits_for_its_critic_uses_nothing():
+    config = tiny_config(model_reward=False)
+    config = replace(config, critic=replace(config.critic, warmup_steps=2))
+    iteration = open_iteration(config)
+    (updating,) = (s for s in iteration.program.segments if "update_actor" in s.name)
+    timings = {updating.name: 1.0}
+    both = metrics_of(iteration, timings, step=3)
+    actor = 6 * forward_by_hand(head=True) / (2 * PEAK)
+    assert both["perf/mfu/actor"] == both["perf/mfu/critic"]
+    assert metrics_of(iteration, timings, step=2) == {
+        "perf/mfu/critic": pytest.approx(both["perf/mfu/critic"] - actor)
+    }

@@ -82,21 +82,30 @@ def collate_records(
     length: int,
     pad_id: int,
     mismatched: bool = False,
+    before: OfflineRecord | None = None,
     size: int = 0,
 ) -> OfflineBatch:
     """An OfflineBatch of numpy arrays; rows are [B, length].
 
     `mismatched` adds the rows of that name: record i's prompt with the completion of record i - 1,
-    cut where it does not fit. `size` fills the batch up with copies of weight 0.
+    cut where it does not fit; the first gets that of `before`, or of the last where there is none.
+    `size` fills the batch up with copies of weight 0. Raises ValueError where a record would be
+    mismatched with its own completion.
     """
     num = len(records)
+    if mismatched and num == 1 and before is None:
+        raise ValueError(
+            "one record alone, whose prompt no other completion can be given to: "
+            "held-out data need 2 records or more"
+        )
     records = [*records, *[records[0]] * (size - num)]
     groups = {name: [record.rows[name] for record in records] for name in records[0].rows}
     if mismatched:
         own = groups["completion"][:num]
+        lent = own[-1] if before is None else before.rows["completion"]
         swapped = [
             mismatch(prompt, answer, length)
-            for prompt, answer in zip(own, [own[-1], *own[:-1]], strict=True)
+            for prompt, answer in zip(own, [lent, *own[:-1]], strict=True)
         ]
         groups["mismatched"] = [*swapped, *groups["completion"][num:]]
     numbers: dict[str, Any] = {

@@ -189,8 +189,13 @@ class OfflineRun:
     ) -> list[Any]:
         """All records in order, in batches of one size."""
         size = self._config.data.train_batch_size
-        starts = range(0, len(records), size)
-        return [collate(records[start : start + size], size=size) for start in starts]
+        batches = []
+        for start in range(0, len(records), size):
+            part = records[start : start + size]
+            # What is left may be one record, which has none beside it to be mismatched with.
+            before = records[start - 1] if start and len(part) == 1 else None
+            batches.append(collate(part, size=size, before=before))
+        return batches
 
     def _reference_table(self, params: Params, records: list[OfflineRecord]) -> Any:
         """The reference's log-prob of every completion, by the name of its field: [N] each."""

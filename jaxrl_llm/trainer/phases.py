@@ -47,10 +47,15 @@ def plan_phases(
     first_steps = [1]
     for phase in config.phases:
         first_steps.append(first_steps[-1] + phase.steps)
-    return Phases(
-        iterations=tuple(
-            plan_iteration(replace(config, algorithm=algorithm), tokenizer, mesh, reward)
-            for algorithm in algorithms
-        ),
-        first_steps=tuple(first_steps),
-    )
+    # Steps count from the run's first: a critic warms up in the first phase that has one.
+    iterations: list[Iteration] = []
+    begins = None
+    for algorithm, first in zip(algorithms, first_steps, strict=True):
+        critic, warmup = config.critic, config.critic.warmup_steps
+        if warmup:
+            critic = replace(critic, warmup_steps=warmup + (begins or first) - 1)
+        phase = replace(config, algorithm=algorithm, critic=critic)
+        iterations.append(plan_iteration(phase, tokenizer, mesh, reward))
+        if begins is None and "critic" in iterations[-1].roles:
+            begins = first
+    return Phases(iterations=tuple(iterations), first_steps=tuple(first_steps))

@@ -38,7 +38,12 @@ from jaxrl_llm.benchmarks.harness import (
 from jaxrl_llm.benchmarks.options import read_options
 from jaxrl_llm.benchmarks.profile import summarise_cpu, summarise_gpu
 from jaxrl_llm.benchmarks.records import Row
-from jaxrl_llm.benchmarks.roofline import Limits, decode_seconds, kv_bytes_per_token
+from jaxrl_llm.benchmarks.roofline import (
+    Limits,
+    decode_seconds,
+    kv_bytes_per_token,
+    prefill_seconds,
+)
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.models.base import model_spec
@@ -133,6 +138,18 @@ def test_decode_bound_sums_the_steps():
         dense = max(2 * parameters / 1e9, 2 * parameters * live / 1e11)
         seconds += dense + live * (7 + step) * kv_bytes_per_token(config) / 1e9
     assert decode_seconds(config, 7, lengths, limits=limits) == pytest.approx(seconds)
+
+
+def test_prefill_bound_leaves_the_head_out():
+    config, limits = SHAPES["qwen2.5-1.5b"], Limits(memory=1e9, matmul=1e12, peak=1e13)
+    D, F, L = config.hidden_size, config.intermediate_size, config.num_layers
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    multiplied = L * (2 * D * heads + 2 * D * kv_heads + 3 * D * F)
+    lengths = (512, 7)
+    flops = sum(2 * multiplied * n + L * 2 * heads * n**2 for n in lengths)
+    # Norms and biases are counted along.
+    assert prefill_seconds(config, lengths, limits=limits) == pytest.approx(flops / 1e12, rel=1e-3)
 
 
 def test_decode_bound_of_the_mix_is_the_known_one():
@@ -505,6 +522,7 @@ PACKED_AND_DECODE = [
     ("words", "cases"),
     [
         (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
+        (["generation", "--workload=prefill"], ["prefill_3", "prefill_uneven_3"]),
         (
             ["training", "--workload=mix", "--config.actor.micro_batch_tokens=128"],
             ["update_mix_4x2"],

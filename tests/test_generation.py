@@ -111,6 +111,16 @@ def response_of(output, i):
     return output.tokens[i][output.mask[i] == 1]
 
 
+def rows_of(lengths, room, most):
+    """Numbers of the prompts in each row, `room` tokens and `most` prompts at most."""
+    rows = []
+    for i, length in enumerate(lengths):
+        if not rows or sum(lengths[j] for j in rows[-1]) + length > room or len(rows[-1]) == most:
+            rows.append([])
+        rows[-1].append(i)
+    return rows
+
+
 def assert_same_tokens(left, right):
     np.testing.assert_array_equal(left.tokens, right.tokens)
     np.testing.assert_array_equal(left.mask, right.mask)
@@ -124,8 +134,8 @@ def test_tokens_do_not_depend_on_slots_order_or_batch():
     whole = run(tokens, lengths, ids, num_slots=0)
     spread = whole.mask.sum(1)
     assert spread.min() < 4 and spread.max() == R  # uneven, so that slots are really refilled
-    for slots, batch in ((1, 1), (2, 1), (3, 2), (8, 8)):
-        assert_same_tokens(run(tokens, lengths, ids, num_slots=slots, prefill_batch=batch), whole)
+    for slots, size in ((1, (1, P)), (2, (1, P)), (3, (2, 2 * P + 1)), (8, (8, 0)), (8, (0, 40))):
+        assert_same_tokens(run(tokens, lengths, ids, num_slots=slots, prefill_size=size), whole)
 
     order = np.random.default_rng(1).permutation(11)
     permuted = run(tokens[order], lengths[order], ids[order], num_slots=3)
@@ -150,18 +160,21 @@ def test_samples_of_one_prompt_differ_and_repeat_with_their_id():
     np.testing.assert_array_equal(output.tokens[0], output.tokens[3])
 
 
-@pytest.mark.parametrize(("slots", "batch"), [(0, 0), (3, 1), (7, 3)])
-def test_a_group_shares_its_prompt_and_nothing_else(slots, batch):
+@pytest.mark.parametrize(("slots", "size"), [(0, (0, 0)), (3, (1, P)), (7, (3, P)), (9, (1, 30))])
+def test_a_group_shares_its_prompt_and_nothing_else(slots, size):
     """The same tokens as with every sample's own copy, however groups meet slots and prefills."""
     tokens, lengths, _ = prompts(5)
     lengths[3] = 0  # a group of padding
     tokens, lengths = np.repeat(tokens, 4, 0), np.repeat(lengths, 4)
     ids = np.arange(20, dtype=np.uint32)
     alone = run(tokens, lengths, ids, num_slots=0)
-    shared = run(tokens, lengths, ids, num_slots=slots, prefill_batch=batch, group=4)
+    shared = run(tokens, lengths, ids, num_slots=slots, prefill_size=size, group=4)
     assert_same_tokens(shared, alone)
     assert not shared.mask[12:16].any() and shared.mask[16:, 0].all()
-    assert shared.prefills == -(-4 // (batch or 5))  # of four prompts, each once
+    # Each prompt once: rows as they fill, and no more prompts in one than the slots can take.
+    most = min(4 * max(size[1] // P, 1), -(-(slots or 20) // 4))
+    expected = rows_of(lengths[::4][lengths[::4] > 0] - 1, size[1] or P, most)
+    assert shared.prefills == -(-len(expected) // (size[0] or 5))
 
 
 def test_a_limit_ends_its_own_response_only():
@@ -260,10 +273,10 @@ def test_fewer_prompts_than_slots():
 def test_a_free_slot_is_refilled_at_once():
     tokens, lengths, ids = prompts(24)
     sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(1, 2, 5))
-    output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill_batch=3)
+    output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill_size=(1, P))
     assert output.stalled_slot_steps == 0  # no prefilled sample beside a free slot
     assert output.live_slot_steps == output.mask.sum()  # a step for every token
-    assert output.prefills == 24 / 3
+    assert output.prefills == len(rows_of(lengths - 1, P, 4)) < 24
     # With no slot idle while prompts were pending, only the last eight can leave slots free.
     longest = output.mask.sum(1).max()
     assert output.steps * 8 - output.live_slot_steps < 8 * longest
@@ -294,9 +307,9 @@ def test_on_a_gpu_a_single_prompt_is_decoded_among_eight_slots(monkeypatch):
 )
 def test_tails_of_long_responses_are_whole_tiles_of_products(slots, tails):
     lengths = np.ones(slots, np.int32)
-    sizes = partial(engine._sizes, lengths[:, None], lengths, slots, 0, 1, None)
-    assert sizes(engine.SHORTEST_TAIL).tails == tails
-    assert sizes(engine.SHORTEST_TAIL - 1).tails == ()
+    sizes = partial(engine._sizes, lengths[:, None], lengths, slots, (0, 0), 1, None)
+    assert sizes(engine.SHORTEST_TAIL, "xla").tails == tails
+    assert sizes(engine.SHORTEST_TAIL - 1, "xla").tails == ()
 
 
 @pytest.mark.parametrize(
@@ -334,9 +347,10 @@ def test_a_tail_gives_the_same_tokens_for_fewer_slot_steps():
 
 def test_prompts_are_prefilled_only_when_a_slot_needs_one():
     """Equal lengths free all slots at once, so each round takes one prefill of as many prompts."""
-    tokens, lengths, ids = prompts(12)
+    tokens, _, ids = prompts(12)
+    lengths = np.full(12, P, np.int32)
     sampling = SamplingParams(max_new_tokens=5)
-    output = run(tokens, lengths, ids, num_slots=4, prefill_batch=4, sampling=sampling)
+    output = run(tokens, lengths, ids, num_slots=4, sampling=sampling)
     assert (output.prefills, output.steps, output.stalled_slot_steps) == (3, 15, 0)
 
 
@@ -397,7 +411,8 @@ def test_bad_sizes_are_refused():
     tokens, lengths, ids = prompts(2)
     for options, word in (
         ({"num_slots": -1}, "num_slots"),
-        ({"num_slots": 1, "prefill_batch": -2}, "prefill_batch"),
+        ({"num_slots": 1, "prefill_size": (-2, 0)}, "prefill_size"),
+        ({"num_slots": 1, "prefill_size": (1, P - 1)}, "prefill_size"),
         ({"num_slots": 1, "group": 3}, "2 prompts are not groups of 3"),
         ({"num_slots": 1, "limits_N": (1,)}, "limits"),
         ({"num_slots": 2, "tail_slots": (2, 1)}, "must fall"),

@@ -59,7 +59,7 @@ class Decode(Case):
         self.name = f"decode_{self.slots}x{self.own}" + ("_shared" if self.group > 1 else "")
         self.model = SHAPES[shape]
         rng = np.random.default_rng(3)
-        limits = np.resize(mix_limits(shape, self.slots), self.slots)
+        limits = np.asarray(mix_limits(shape, self.slots))
         # Somewhere in its answer, the current token included.
         self.lengths = np.minimum(rng.integers(1, limits + 1), self.own).astype(np.int32)
         # Over all of them, the first and the last included.

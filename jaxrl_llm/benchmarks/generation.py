@@ -1,4 +1,4 @@
-"""Generation: the engine on fixed batches and on the RL mix, random weights, prefill included."""
+"""Generation: the engine on fixed batches, on the RL mix, and on prompts alone; random weights."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.benchmarks.harness import Case, CheckFailed, most_mult_prob_error, require
 from jaxrl_llm.benchmarks.options import Options
-from jaxrl_llm.benchmarks.roofline import decode_seconds, prefill_seconds
+from jaxrl_llm.benchmarks.roofline import H200, decode_seconds, prefill_flops, prefill_seconds
 from jaxrl_llm.benchmarks.workloads import GenerationWorkload, generation_workloads
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
@@ -27,8 +27,6 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.shapes import SHAPES
-
-CHECKED_ROWS = 4
 
 
 class Weights:
@@ -73,6 +71,8 @@ class Generation(Case):
     """One workload answered whole: prompts in, tokens and log-probs out."""
 
     benchmark = "generation"
+    warm = True  # the check is a whole run
+    num_checked = 4  # rows
 
     def __init__(
         self, shape: str, work: GenerationWorkload, config: Config, mesh: Mesh, weights: Weights
@@ -81,7 +81,7 @@ class Generation(Case):
         self.work, self.config, self.mesh, self.weights = work, config, mesh, weights
         self.spec = weights.spec
         # Over all of them, the last and the longest included: refilled slots, tails, every replica.
-        spread = np.linspace(0, work.rows - 1, CHECKED_ROWS).astype(int)
+        spread = np.linspace(0, work.rows - 1, self.num_checked).astype(int)
         spread[1] = np.argmax(work.limits)
         self.checked = np.unique(spread)
 
@@ -114,7 +114,7 @@ class Generation(Case):
         prompts = rng.integers(0, self.spec.config.vocab_size, (work.prompts, work.prompt_length))
         arrays = (
             prompts.astype(np.int32).repeat(work.samples, axis=0),
-            np.full(work.rows, work.prompt_length, np.int32),
+            np.asarray(work.prompt_lengths, np.int32).repeat(work.samples),
             np.arange(work.rows, dtype=np.uint32),
             np.asarray(work.limits, np.int32),
         )
@@ -130,11 +130,14 @@ class Generation(Case):
         counts = np.asarray(out.mask.sum(axis=1))
         if not np.array_equal(counts, self.work.limits):
             raise CheckFailed("responses do not have the lengths that were asked for")
-        # Full prompts, so a row is its prompt and its answer, one after the other.
         rows = self.checked
-        tokens = jnp.concatenate([self.inputs[0][rows], out.tokens[rows]], axis=1)
+        # Where each response is in its row: right after its prompt.
+        response = np.asarray(self.inputs[1])[rows, None] + np.arange(out.tokens.shape[1])
+        tokens = np.pad(np.asarray(self.inputs[0])[rows], ((0, 0), (0, out.tokens.shape[1])))
+        np.put_along_axis(tokens, response, np.asarray(out.tokens[rows]), axis=1)
         tokens = jax.device_put(tokens, replicated(self.mesh))
-        trainer = self.programs["trainer"](self.params, tokens)[:, self.work.prompt_length :]
+        trainer = self.programs["trainer"](self.params, tokens)
+        trainer = jnp.take_along_axis(trainer, jnp.asarray(response), axis=1)
         sampled = out.logprobs[rows], out.mask[rows]
         error = float(mismatch_metrics(trainer, *sampled)["token_mult_prob_error"])
         most = most_mult_prob_error(self.spec.config, self.config.rollout.quantization)
@@ -154,7 +157,7 @@ class Generation(Case):
         steps = int(np.max(np.asarray(self.steps)))
         tokens, devices = sum(work.limits), self.mesh.size
         decode = decode_seconds(config, work.prompt_length, work.limits) / devices
-        prefill = prefill_seconds(config, work.prompts, work.prompt_length) / devices
+        prefill = prefill_seconds(config, work.prompt_lengths) / devices
         return {
             "tokens/s": tokens / seconds,
             "tokens/s/device": tokens / seconds / devices,
@@ -200,6 +203,24 @@ class Generation(Case):
         )
 
 
+class Prefill(Generation):
+    """Prompts with a single token sampled after each."""
+
+    num_checked = 64  # of one token each
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        work, devices = self.work, self.mesh.size
+        flops = prefill_flops(self.spec.config, work.prompt_lengths) / seconds / devices
+        return {
+            "prompt tokens/s": sum(work.prompt_lengths) / seconds,
+            "prompt tokens/s/device": sum(work.prompt_lengths) / seconds / devices,
+            "mean prompt tokens": sum(work.prompt_lengths) / work.prompts,
+            "prefills": int(np.max(np.asarray(self.prefills))),
+            "TFLOP/s": flops / 1e12,
+            "fraction of 790 TFLOP/s": flops / H200.peak,
+        }
+
+
 def generation_cases(options: Options) -> Sequence[Case]:
     """Every workload of every shape."""
     cases: list[Case] = []
@@ -215,5 +236,7 @@ def generation_cases(options: Options) -> Sequence[Case]:
                 )
         spec = model_spec(SHAPES[shape], dtype=config.rollout.dtype or config.actor.dtype)
         weights = Weights(spec, config, mesh, len(work))
-        cases += [Generation(shape, one, config, mesh, weights) for one in work]
+        for one in work:
+            kind = Prefill if max(one.limits) == 1 else Generation
+            cases.append(kind(shape, one, config, mesh, weights))
     return cases

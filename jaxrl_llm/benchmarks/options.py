@@ -43,7 +43,7 @@ STEP_SIZES = (
 
 # Each benchmark's workloads; those it runs when none is named.
 WORKLOADS = {
-    "generation": (("fixed", "rl_mix"), ("fixed", "rl_mix")),
+    "generation": (("fixed", "rl_mix", "prefill"), ("fixed", "rl_mix")),
     "training": (("update", "logprob", "values", "mix"), ("update", "logprob")),
     "attention": (("dense", "packed", "decode"), ("dense", "packed", "decode")),
     "rl_step": (("ppo", "grpo"), ("ppo",)),  # functions of algorithms/alias.py
@@ -55,6 +55,7 @@ DEFAULT_SHAPE = ("qwen2.5-1.5b",)
 
 # Batches of each benchmark by shape: the measured rows of docs/benchmarks.md.
 GENERATION_BATCHES = {"tiny": (1, 3), "qwen2.5-7b": (1, 64, 256), "": (1, 64, 256, 1024)}
+PREFILL_BATCHES: dict[str, tuple[Batch, ...]] = {"tiny": ((3, 0),), "": ((256, 0),)}
 TRAINING_BATCHES: dict[str, tuple[Batch, ...]] = {
     "tiny": ((2, 32),),
     "qwen2.5-0.5b": ((8, 2048),),
@@ -123,6 +124,10 @@ class Options:
         if self.command == "generation":
             return tuple((rows, 0) for rows in _of(GENERATION_BATCHES, shape))
         return _of(TRAINING_BATCHES if self.command == "training" else ATTENTION_BATCHES, shape)
+
+    def prefill_batches(self, shape: str) -> tuple[Batch, ...]:
+        """Prompts to prefill, each number of them once full and once of uneven lengths."""
+        return self.batches or _of(PREFILL_BATCHES, shape)
 
     def packed_batches(self, shape: str) -> tuple[Batch, ...]:
         """Rows to fill with uneven sequences, and the tokens of each."""

@@ -55,8 +55,12 @@ def decode_seconds(
     return float(np.sum(dense + entries * kv_bytes_per_token(config) / limits.memory))
 
 
-def prefill_seconds(
-    config: ModelConfig, prompts: int, length: int, *, limits: Limits = H200
-) -> float:
-    """Least seconds of computing `prompts` distinct prompts."""
-    return forward_flops(config, (length,) * prompts) / limits.matmul
+def prefill_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
+    """FLOPs of the layers on distinct prompts; no token of a prompt needs the head."""
+    head = 2.0 * config.vocab_size * config.hidden_size
+    return forward_flops(config, lengths) - head * sum(lengths)
+
+
+def prefill_seconds(config: ModelConfig, lengths: Sequence[int], *, limits: Limits = H200) -> float:
+    """Least seconds of computing distinct prompts."""
+    return prefill_flops(config, lengths) / limits.matmul

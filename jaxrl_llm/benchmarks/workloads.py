@@ -18,10 +18,18 @@ class GenerationWorkload:
     """Prompts, each answered `samples` times; `limits` are the tokens of every response."""
 
     name: str
-    prompts: int
+    prompt_lengths: tuple[int, ...]
     samples: int
-    prompt_length: int
     limits: tuple[int, ...]
+
+    @property
+    def prompts(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that prompts are padded to."""
+        return max(self.prompt_lengths)
 
     @property
     def rows(self) -> int:
@@ -61,16 +69,15 @@ def rl_mix_lengths() -> np.ndarray:
 
 
 def generation_workloads(options: Options, shape: str) -> list[GenerationWorkload]:
-    """Fixed batches of distinct prompts, and the mix of groups with uneven responses."""
+    """Fixed batches of distinct prompts, the mix of groups with uneven responses, and prefills."""
     prompt, response = options.sizes(shape)
     found = []
     if "fixed" in options.workloads:
         found += [
             GenerationWorkload(
                 name=f"fixed_{rows}",
-                prompts=rows,
+                prompt_lengths=(prompt,) * rows,
                 samples=1,
-                prompt_length=prompt,
                 limits=(response,) * rows,
             )
             for rows, _ in options.batches_of(shape)
@@ -79,21 +86,35 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
         prompts, samples = options.group_sizes(shape)
         found.append(
             GenerationWorkload(
-                name="rl_mix",
-                prompts=prompts,
+                name=f"rl_mix_{options.response}" if options.response else "rl_mix",
+                prompt_lengths=(prompt,) * prompts,
                 samples=samples,
-                prompt_length=prompt,
-                limits=mix_limits(shape, prompts * samples),
+                limits=mix_limits(shape, prompts * samples, options.response),
             )
         )
+    if "prefill" in options.workloads:
+        for rows, _ in options.prefill_batches(shape):
+            uneven = mix_limits(shape, rows, prompt)
+            for name, lengths in (
+                (f"prefill_{rows}", (prompt,) * rows),
+                (f"prefill_uneven_{rows}", uneven),
+            ):
+                found.append(
+                    GenerationWorkload(
+                        name=name, prompt_lengths=lengths, samples=1, limits=(1,) * rows
+                    )
+                )
     return found
 
 
-def mix_limits(shape: str, rows: int) -> tuple[int, ...]:
-    """The first `rows` lengths of the mix; for the tiny shape scaled down to 16 tokens."""
-    lengths = rl_mix_lengths()[:rows]
-    if shape == "tiny":
-        lengths = np.maximum(lengths // TINY_SCALE, 1)
+def mix_limits(shape: str, rows: int, longest: int | None = None) -> tuple[int, ...]:
+    """The lengths of the mix, again from the first after 1,024, scaled to `longest` at most.
+
+    None leaves them as they are, 2,048 at most; for the tiny shape that is 16.
+    """
+    if longest is None:
+        longest = MIX_RANGE[1] // TINY_SCALE if shape == "tiny" else MIX_RANGE[1]
+    lengths = np.maximum(np.resize(rl_mix_lengths(), rows) * longest // MIX_RANGE[1], 1)
     return tuple(int(length) for length in lengths)
 
 

@@ -12,8 +12,9 @@ Once nothing is pending and few slots are live, they move together and the loop 
 many: the longest responses of a batch are a long tail, and there a step of all slots computes for
 the empty ones.
 
-Shape letters: N samples, G groups (prompts), P prompt tokens, R response tokens, B slots, M prompts
-of a prefill, C prompt rows of the cache, T pages a slot, V vocabulary, S slots of a tail.
+Shape letters: N samples, G groups (prompts), P prompt tokens, R response tokens, B slots, A rows of
+a prefill, L tokens of such a row, C prompt rows of the cache, T pages a slot, V vocabulary, S slots
+of a tail.
 """
 
 import math
@@ -37,6 +38,13 @@ from jaxrl_llm.generation.kv_cache import (
     page_entries,
     prefill_attend,
 )
+from jaxrl_llm.generation.packed_prompts import (
+    PackedPrompts,
+    RowSizes,
+    pack_prompts,
+    prefill_rows,
+    row_sizes,
+)
 from jaxrl_llm.generation.pages import (
     PageSizes,
     PageTable,
@@ -46,16 +54,13 @@ from jaxrl_llm.generation.pages import (
     take_pages,
 )
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
-from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 
 # "float8" computes the layers' projections and keeps the cache in float8_e4m3fn: faster, and
 # further from the trainer's log-probs, so that a run wants importance weights.
 Quantization = Literal["none", "float8"]
-# Tokens that a prefill computes at once unless told otherwise: enough to keep a GPU's matrix units
-# busy. Prompts are prefilled ahead, so a large prefill starves no slot.
-PREFILL_TOKENS = 8192
 # Of the sum that the layers add to. In bf16 its rounding would be half of the distance between the
 # sampler's log-probs and the trainer's (with float32 in both), and here float32 costs nothing.
 RESIDUAL_DTYPE = "float32"
@@ -105,6 +110,7 @@ class _Queue(NamedTuple):
     limits_N: jax.Array
     order_G: jax.Array
     num_groups: jax.Array
+    packed: PackedPrompts  # in that order
 
 
 class _State(NamedTuple):
@@ -133,7 +139,7 @@ class _State(NamedTuple):
 class _Sizes:
     num_slots: int
     group: int
-    prefill_batch: int  # prompts, M
+    prefill: RowSizes
     prompt_rows: int  # C
     tails: tuple[int, ...]  # slots of each tail, falling
 
@@ -158,7 +164,7 @@ def generate(
     limits_N: jax.Array | None = None,
     group: int = 1,
     num_slots: int = 0,
-    prefill_batch: int = 0,
+    prefill_size: tuple[int, int] = (0, 0),
     tail_slots: tuple[int, ...] | None = None,
     cache_tokens: int = 0,
     tokens_a_page: int = 0,
@@ -177,8 +183,9 @@ def generate(
     padding, or none), which is then computed and stored once. `limits_N` (int32 tokens) ends single
     responses before `sampling.max_new_tokens`; each is 1 or more.
 
-    `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill_batch`
-    prompts are prefilled at once (0: about PREFILL_TOKENS tokens of them). `tail_slots` are the
+    `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill_size` is
+    rows, and tokens of a row, that a prefill computes at once (0: see `row_sizes`); a row holds as
+    many prompts as fit, unless cuDNN computes the attention. `tail_slots` are the
     numbers of slots, falling, with which the loop goes on once no more samples are live or pending
     (None: fewer and fewer where responses may be long). `cache_tokens` is how many tokens of
     responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
@@ -191,10 +198,18 @@ def generate(
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
     num_samples, max_new_tokens = prompts_NP.shape[0], sampling.max_new_tokens
+    dtype = bind(spec, params).unembedding().dtype
     sizes = _sizes(
-        prompts_NP, prompt_lengths_N, num_slots, prefill_batch, group, tail_slots, max_new_tokens
+        prompts_NP,
+        prompt_lengths_N,
+        num_slots,
+        prefill_size,
+        group,
+        tail_slots,
+        max_new_tokens,
+        _prefill_attention(attention, dtype, spec.config.head_dim),
     )
-    cache_dtype = bind(spec, params).unembedding().dtype if quantization == "none" else FLOAT8
+    cache_dtype = dtype if quantization == "none" else FLOAT8
     pages = page_sizes(
         num_slots=sizes.num_slots,
         own_length=max_new_tokens,
@@ -207,13 +222,19 @@ def generate(
         raise ValueError(f"{num_samples} prompts but limits of shape {limits_N.shape}.")
     has_prompt_G = prompt_lengths_N[:: sizes.group] > 0
     order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
+    num_groups = jnp.sum(has_prompt_G, dtype=jnp.int32)
+    # A prompt's last token is left to the first decode step, which has to compute the logits after
+    # it anyway: so a prefill needs no head and no sampling.
+    computed_G = prompt_lengths_N[:: sizes.group][order_G] - 1
+    computed_G = jnp.where(jnp.arange(order_G.size) < num_groups, computed_G, 0)
     queue = _Queue(
         prompts_NP,
         prompt_lengths_N,
         sample_ids_N,
         jnp.minimum(limits_N, max_new_tokens),
         order_G=order_G.astype(jnp.int32),
-        num_groups=jnp.sum(has_prompt_G, dtype=jnp.int32),
+        num_groups=num_groups,
+        packed=pack_prompts(computed_G, num_groups, sizes.prefill),
     )
     if heads_axis is None:
         spec, params = merge_projections(spec, params)
@@ -318,20 +339,24 @@ def _sizes(
     prompts_NP: jax.Array,
     lengths_N: jax.Array,
     num_slots: int,
-    prefill_batch: int,
+    prefill_size: tuple[int, int],
     group: int,
     tail_slots: tuple[int, ...] | None,
     max_new_tokens: int,
+    prefill_attention: Implementation,
 ) -> _Sizes:
     num_samples, width = prompts_NP.shape
     if lengths_N.shape != (num_samples,):
         raise ValueError(f"{num_samples} prompts but prompt lengths of shape {lengths_N.shape}.")
     if width == 0 and num_samples > 0:
         raise ValueError("prompts have a width of 0 tokens; pad them to 1 or more.")
-    if num_slots < 0 or prefill_batch < 0:
+    if num_slots < 0:
+        raise ValueError(f"num_slots={num_slots} must be 0 (automatic) or more.")
+    rows, row_tokens = prefill_size
+    if rows < 0 or 0 != row_tokens < width:
         raise ValueError(
-            f"num_slots={num_slots} and prefill_batch={prefill_batch} must be 0 (automatic) or "
-            "more."
+            f"prefill_size={prefill_size}: give rows (0: automatic), and tokens of a row, which "
+            f"are {width}, as the prompts have, or more (0: automatic)."
         )
     if group < 1 or num_samples % group:
         raise ValueError(f"{num_samples} prompts are not groups of {group}: give a divisor.")
@@ -339,20 +364,30 @@ def _sizes(
     fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
     slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
     # Unless told otherwise, no more prompts than all slots can take at once.
-    batch = prefill_batch or min(PREFILL_TOKENS // max(width, 1), -(-slots // group))
-    batch = max(1, min(batch, num_groups))
+    wanted = max(1, min(num_groups, -(-slots // group)))
+    prefill = row_sizes(
+        width, wanted, rows=rows, row_tokens=row_tokens, attention=prefill_attention
+    )
     if tail_slots is None:
         tail_slots = _tails(slots) if max_new_tokens >= SHORTEST_TAIL else ()
     if any(a <= b for a, b in zip((slots, *tail_slots), (*tail_slots, 0), strict=True)):
         raise ValueError(f"tail_slots={tail_slots} must fall, from less than {slots} slots.")
-    # Live slots hold at most `slots` prompts, so `batch` rows are free whenever a prefill is due.
+    # Live slots hold at most `slots` prompts, so there are rows free whenever a prefill is due.
+    most = prefill.rows * prefill.prompts
     return _Sizes(
         num_slots=slots,
         group=group,
-        prefill_batch=batch,
-        prompt_rows=max(1, min(num_groups, slots + batch)),
+        prefill=prefill,
+        prompt_rows=max(1, min(num_groups, slots + most)),
         tails=tail_slots,
     )
+
+
+def _prefill_attention(word: Implementation, dtype: Any, head_dim: int) -> Implementation:
+    """What computes a prefill's attention: packed rows, but for cuDNN where our kernels cannot."""
+    packed = chosen_attention(word, dtype, head_dim, ranges=True)
+    whole = chosen_attention(word, dtype, head_dim, ranges=False)
+    return whole if whole == "cudnn" and packed == "xla" else packed
 
 
 def _tails(slots: int) -> tuple[int, ...]:
@@ -469,39 +504,41 @@ def _prefill(
     attention: Implementation,
     heads_axis: str | None,
 ) -> _State:
-    """Put the next prompts into rows of the cache that no live slot reads.
+    """Put the next prompts into rows of the cache that no live slot reads."""
+    num_groups, prompt_rows = queue.order_G.shape[0], sizes.prompt_rows
+    rows = prefill_rows(queue.packed, sizes.prefill, state.prefills)
+    read_B = jnp.where(state.live_B, state.prompt_row_B, prompt_rows)
+    used_C = jnp.zeros((prompt_rows,), bool).at[read_B].set(True, mode="drop")
+    _, free_C = lax.top_k((~used_C).astype(jnp.int32), prompt_rows)
 
-    A prompt's last token is left to the first decode step, which has to compute the logits after it
-    anyway: so a prefill needs no head and no sampling.
-    """
-    M, num_groups = sizes.prefill_batch, queue.order_G.shape[0]
-    next_M = state.prefilled + jnp.arange(M)
-    groups_M = queue.order_G[jnp.minimum(next_M, num_groups - 1)]
-    read_B = jnp.where(state.live_B, state.prompt_row_B, sizes.prompt_rows)
-    used_C = jnp.zeros((sizes.prompt_rows,), bool).at[read_B].set(True, mode="drop")
-    _, free_M = lax.top_k((~used_C).astype(jnp.int32), M)
-    wanted_M = next_M < queue.num_groups
-    # Rows out of range, each another: the scatters drop them and stay free of duplicates.
-    rows_M = jnp.where(wanted_M, free_M, sizes.prompt_rows + jnp.arange(M))
-
-    width = queue.prompts_NP.shape[1]
-    first_M = groups_M * sizes.group
-    positions_MP = jnp.broadcast_to(jnp.arange(width), (M, width))
     # A pad id outside the vocabulary embeds as NaN, and NaN in the cache outlives any mask.
-    real_MP = positions_MP < queue.lengths_N[first_M][:, None]
-    prompts_MP = jnp.where(real_MP, queue.prompts_NP[first_M], 0)
+    real_AL, groups_AL = rows.real_AL, queue.order_G[rows.prompt_AL]
+    tokens_AL = queue.prompts_NP[groups_AL * sizes.group, rows.position_AL]
+    # Rows out of range, each another: the scatter drops them and stays free of duplicates.
+    dropped_AL = prompt_rows + jnp.arange(real_AL.size).reshape(real_AL.shape)
+    cache_rows_AL = jnp.where(real_AL, free_C[rows.place_AL], dropped_AL)
     _, cache = bind(spec, params)(
-        prompts_MP,
-        positions_MP,
-        attend=prefill_attend(rows_M, attention, heads_axis),
+        jnp.where(real_AL, tokens_AL, 0),
+        rows.position_AL,
+        attend=prefill_attend(
+            cache_rows_AL,
+            rows.position_AL,
+            rows.start_AL if sizes.prefill.packed else None,
+            attention,
+            heads_axis,
+        ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
     )
-    targets_M = jnp.where(wanted_M, groups_M, num_groups + jnp.arange(M))
+    place_C = jnp.arange(prompt_rows)
+    prompts_C = jnp.minimum(state.prefilled + place_C, num_groups - 1)
+    targets_C = jnp.where(
+        place_C < rows.num_prompts, queue.order_G[prompts_C], num_groups + place_C
+    )
     return state._replace(
         cache=cache,
-        prompt_row_G=state.prompt_row_G.at[targets_M].set(rows_M, mode="drop", unique_indices=True),
-        prefilled=jnp.minimum(state.prefilled + M, queue.num_groups),
+        prompt_row_G=state.prompt_row_G.at[targets_C].set(free_C, mode="drop", unique_indices=True),
+        prefilled=state.prefilled + rows.num_prompts,
         prefills=state.prefills + 1,
     )
 

@@ -7,12 +7,11 @@ the longest (arXiv:2309.06180). Keys and values share an array, so that one kern
 both. Each layer has its own leaves, never stacked: a stacked cache is copied whole in every decode
 step.
 
-Shape letters: C prompt rows, B slots, M prompts of a prefill, P prompt entries, O pages,
-R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
+Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P prompt entries,
+O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
 """
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from jaxrl_llm.kernels.decode_attention import (
     default_tuning,
     prefix_decode_attention,
 )
-from jaxrl_llm.kernels.flash_attention import Implementation, attention
+from jaxrl_llm.kernels.flash_attention import Implementation, Visibility, attention
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
@@ -131,40 +130,44 @@ def init_cache(
 
 
 def prefill_attend(
-    rows_M: jax.Array, implementation: Implementation, heads_axis: str | None
+    rows_AL: jax.Array,
+    positions_AL: jax.Array,
+    start_AL: jax.Array | None,
+    implementation: Implementation,
+    heads_axis: str | None,
 ) -> Attend:
-    """Attention over whole prompts that also writes keys and values into the prompt rows `rows_M`.
+    """Attention over rows of prompts that also writes keys and values into the cache.
 
-    A row out of range writes nothing. Prompts are padded on the right, so causal masking keeps
-    padding out of every real token; what padding leaves in the cache lies past the prompt's length,
-    where nothing reads. For `heads_axis` see `_attention_by_heads`.
+    Token by token: the prompt row of the cache, one out of range (another for each) where nothing
+    is to be written, the place in it, and the first token that it sees. Without `start_AL` a row
+    holds one prompt, padded on the right. For `heads_axis` see `_attention_by_heads`.
     """
 
     def attend(
-        q_MPNH: jax.Array,
-        k_MPKH: jax.Array,
-        v_MPKH: jax.Array,
+        q_ALNH: jax.Array,
+        k_ALKH: jax.Array,
+        v_ALKH: jax.Array,
         layer_cache: LayerCache,
         /,
         *,
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
-        out_MPNH = _attention_by_heads(q_MPNH, k_MPKH, v_MPKH, window, implementation, heads_axis)
-
-        cache_CK2PH = layer_cache.prompts
-        new_MK2PH = jnp.moveaxis(stored(k_MPKH, v_MPKH, cache_CK2PH), 1, 3)
-        rows = cache_CK2PH.at[rows_M, :, :, : new_MK2PH.shape[3]]
-        written = rows.set(new_MK2PH, mode="drop", unique_indices=True)
-        new_cache = layer_cache._replace(prompts=written)
-        return out_MPNH, new_cache
+        out_ALNH = _attention_by_heads(
+            q_ALNH, k_ALKH, v_ALKH, start_AL, window, implementation, heads_axis
+        )
+        new_ALK2H = stored(k_ALKH, v_ALKH, layer_cache.prompts)
+        entries = layer_cache.prompts.at[rows_AL, :, :, positions_AL]
+        written = entries.set(new_ALK2H, mode="drop", unique_indices=True)
+        return out_ALNH, layer_cache._replace(prompts=written)
 
     return attend
 
 
 def _attention_by_heads(
-    q_MTNH: jax.Array,
-    k_MTKH: jax.Array,
-    v_MTKH: jax.Array,
+    q_ALNH: jax.Array,
+    k_ALKH: jax.Array,
+    v_ALKH: jax.Array,
+    start_AL: jax.Array | None,
     window: int | None,
     implementation: Implementation,
     heads_axis: str | None,
@@ -174,25 +177,33 @@ def _attention_by_heads(
     cuDNN's attention cannot be split by the partitioner inside a shard_map that leaves an axis
     automatic, so here that axis becomes manual too.
     """
-    local = partial(attention, causal=True, window=window, implementation=implementation)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array | None) -> jax.Array:
+        masks: dict[str, Any] = {"window": window}
+        if start is not None:
+            if window is not None:
+                start = jnp.maximum(start, jnp.arange(start.shape[1]) - window + 1)
+            masks = {"visibility": Visibility(start_BT=start)}
+        return attention(q, k, v, implementation=implementation, **masks)
+
     if heads_axis is None:
-        return local(q_MTNH, k_MTKH, v_MTKH)
+        return local(q_ALNH, k_ALKH, v_ALKH, start_AL)
     num_parts = jax.sharding.get_abstract_mesh().shape[heads_axis]
-    num_heads, num_kv_heads = q_MTNH.shape[2], k_MTKH.shape[2]
+    num_heads, num_kv_heads = q_ALNH.shape[2], k_ALKH.shape[2]
     by_heads = PartitionSpec(None, None, heads_axis)
     if num_heads % num_parts:
         by_heads = PartitionSpec()  # every device computes all heads
     elif num_kv_heads % num_parts:
         # Fewer KV heads than devices, so they are whole everywhere: give every query head its own.
         repeats = num_heads // num_kv_heads
-        k_MTKH, v_MTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_MTKH, v_MTKH))
+        k_ALKH, v_ALKH = (jnp.repeat(x, repeats, axis=2) for x in (k_ALKH, v_ALKH))
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_heads, by_heads),
+        in_specs=(by_heads, by_heads, by_heads, PartitionSpec()),
         out_specs=by_heads,
         axis_names={heads_axis},
         check_vma=False,
-    )(q_MTNH, k_MTKH, v_MTKH)
+    )(q_ALNH, k_ALKH, v_ALKH, start_AL)
 
 
 def decode_attend(

@@ -25,6 +25,7 @@ __all__ = [
     "Visibility",
     "attention",
     "attention_reference",
+    "chosen_attention",
     "packed_visibility",
     "visible_keys",
 ]
@@ -58,8 +59,9 @@ def attention(
     run. ValueError for shapes that do not fit.
     """
     _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
-    if implementation in ("auto", "exact"):
-        implementation = _fastest(q_BTNH, visibility, exact=implementation == "exact")
+    implementation = chosen_attention(
+        implementation, q_BTNH.dtype, q_BTNH.shape[-1], ranges=visibility is not None
+    )
     masks: dict[str, Any] = dict(causal=causal, window=window, lengths=lengths)
     if implementation == "pallas":
         return hopper_attention(q_BTNH, k_BTKH, v_BTKH, **masks, visibility=visibility)
@@ -190,25 +192,21 @@ def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
     return jnp.where(visibility.real()[:, :, None, None], x_BTNH, 0)
 
 
-def _fastest(q_BTNH: Array, visibility: Visibility | None, *, exact: bool) -> Implementation:
-    """What "auto" and "exact" take: on whole rows cuDNN's backward pass is ahead of ours."""
-    if visibility is None and not exact and _cudnn_fits(q_BTNH):
+def chosen_attention(
+    implementation: Implementation, dtype: Any, head_dim: int, *, ranges: bool
+) -> Implementation:
+    """What runs for that word; `ranges` says whether rows come with a `Visibility`.
+
+    On whole rows cuDNN's backward pass is ahead of ours.
+    """
+    if implementation not in ("auto", "exact"):
+        return implementation
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    cudnn_fits = half and head_dim % 8 == 0 and head_dim <= 256 and _on_nvidia_gpu()
+    if not ranges and implementation == "auto" and cudnn_fits:
         return "cudnn"
-    return "pallas" if _pallas_fits(q_BTNH) else "xla"
-
-
-def _pallas_fits(q_BTNH: Array) -> bool:
-    return q_BTNH.dtype == jnp.bfloat16 and q_BTNH.shape[-1] in HEAD_DIMS and on_hopper()
-
-
-def _cudnn_fits(q_BTNH: Array) -> bool:
-    head_dim = q_BTNH.shape[-1]
-    return (
-        q_BTNH.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 256
-        and _on_nvidia_gpu()
-    )
+    pallas_fits = dtype == jnp.bfloat16 and head_dim in HEAD_DIMS and on_hopper()
+    return "pallas" if pallas_fits else "xla"
 
 
 def _on_nvidia_gpu() -> bool:

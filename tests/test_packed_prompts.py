@@ -33,7 +33,7 @@ def test_rows_equal_a_loop_over_prompts(rows, tokens, prompts, seed):
     rng = np.random.default_rng(seed)
     count, absent = int(rng.integers(1, 40)), int(rng.integers(0, 5))
     lengths = rng.integers(0, 8, count)
-    lengths[rng.random(count) < 0.2] = 0  # prompts of one token have nothing to compute
+    lengths[rng.random(count) < 0.2] = 0
     sizes = RowSizes(rows=rows, tokens=tokens, prompts=prompts, packed=True)
     expected, of_rows = packed_by_hand(lengths, sizes)
 

@@ -223,10 +223,8 @@ def generate(
     has_prompt_G = prompt_lengths_N[:: sizes.group] > 0
     order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
     num_groups = jnp.sum(has_prompt_G, dtype=jnp.int32)
-    # A prompt's last token is left to the first decode step, which has to compute the logits after
-    # it anyway: so a prefill needs no head and no sampling.
-    computed_G = prompt_lengths_N[:: sizes.group][order_G] - 1
-    computed_G = jnp.where(jnp.arange(order_G.size) < num_groups, computed_G, 0)
+    lengths_G = prompt_lengths_N[:: sizes.group][order_G]
+    lengths_G = jnp.where(jnp.arange(order_G.size) < num_groups, lengths_G, 0)
     queue = _Queue(
         prompts_NP,
         prompt_lengths_N,
@@ -234,7 +232,7 @@ def generate(
         jnp.minimum(limits_N, max_new_tokens),
         order_G=order_G.astype(jnp.int32),
         num_groups=num_groups,
-        packed=pack_prompts(computed_G, num_groups, sizes.prefill),
+        packed=pack_prompts(lengths_G, num_groups, sizes.prefill),
     )
     if heads_axis is None:
         spec, params = merge_projections(spec, params)
@@ -504,7 +502,12 @@ def _prefill(
     attention: Implementation,
     heads_axis: str | None,
 ) -> _State:
-    """Put the next prompts into rows of the cache that no live slot reads."""
+    """Put the next prompts into rows of the cache that no live slot reads.
+
+    A prompt's last token is computed again by the first decode step, which has to give the logits
+    after it: so a prefill needs no head and no sampling. It is computed here all the same, so that
+    prompts of the full width lie at the kernel's blocks: without it attention takes 1.4 as many.
+    """
     num_groups, prompt_rows = queue.order_G.shape[0], sizes.prompt_rows
     rows = prefill_rows(queue.packed, sizes.prefill, state.prefills)
     read_B = jnp.where(state.live_B, state.prompt_row_B, prompt_rows)

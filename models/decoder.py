@@ -83,8 +83,8 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm [B, T, D], and one new cache a layer.
 
         `remat` names what the backward pass recomputes (see `Remat`). `scan` runs one compiled
-        layer in a loop over stacked weights: the program compiles in a fraction of the time, for a
-        copy of the weights; it takes no cache, and ValueError refuses layers of unlike windows.
+        layer in a loop over stacked weights: a smaller program for a copy of the weights; it takes
+        no cache, and ValueError refuses layers of unlike windows.
         `residual_dtype` is that of the sum that the layers add to; None takes the parameters'.
         """
         rope = rope_tables(self.config, positions_BT)

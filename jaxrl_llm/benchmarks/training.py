@@ -128,7 +128,10 @@ class Training(Case):
 
 
 def _sized(config: Config, work: TrainingWorkload) -> Config:
-    """`config` of an iteration whose one mini-batch is `work`."""
+    """`config` of an iteration whose one mini-batch is `work`.
+
+    Log-probs have a pass of their own where there is more than one update: here in a second epoch.
+    """
     data = replace(
         config.data,
         train_batch_size=work.prompts,
@@ -138,7 +141,11 @@ def _sized(config: Config, work: TrainingWorkload) -> Config:
     config = replace(
         config,
         data=data,
-        actor=replace(config.actor, ppo_mini_batch_size=work.prompts),
+        actor=replace(
+            config.actor,
+            ppo_mini_batch_size=work.prompts,
+            ppo_epochs=2 if work.kind == "logprob" else 1,
+        ),
         rollout=replace(config.rollout, n=work.samples),
     )
     validate(config)

@@ -59,21 +59,30 @@ def _token_means(metrics: Metrics, mask: Float[Array, "B R"], tokens: Array) -> 
 
 
 def policy_loss(
-    algorithm: Algorithm, *, spec: ModelSpec, settings: ForwardSettings, temperature: float
+    algorithm: Algorithm,
+    *,
+    spec: ModelSpec,
+    settings: ForwardSettings,
+    temperature: float,
+    with_samples: bool = False,
 ) -> Loss:
-    """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way."""
+    """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way.
+
+    `with_samples` gives log-probs and entropies [B, R] beside the metrics, for `accumulate`. Where
+    `fields` hold no `old_logprobs`, the parameters are still those that they would be of.
+    """
     reads = field_names(algorithm.policy_loss)
-    with_entropy = algorithm.entropy_coef != 0.0 or "entropy" in reads
+    bonus_or_read = algorithm.entropy_coef != 0.0 or "entropy" in reads
     with_candidates = "top_logprobs" in reads
 
-    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
+    def loss(params: Params, fields: Fields) -> tuple[Array, Any]:
         found = response_statistics(
             params,
             rows_of(fields),
             spec=spec,
             settings=settings,
             temperature=temperature,
-            with_entropy=with_entropy,
+            with_entropy=bonus_or_read or with_samples,
             candidates=fields["teacher_top_ids"] if with_candidates else None,
         )
         logprobs, entropy, top = found.logprobs, found.entropy, found.at_candidates
@@ -86,13 +95,14 @@ def policy_loss(
         if "old_logprobs" in reads:
             # Before the first update old and current log-probs are the same function of the same
             # parameters. Two compilations of it may differ in the last bit; the ratio must not.
-            current["old_logprobs"] = jnp.where(
-                fields["unchanged"], jax.lax.stop_gradient(logprobs), fields["old_logprobs"]
-            )
+            own = jax.lax.stop_gradient(logprobs)
+            old = fields.get("old_logprobs", own)
+            current["old_logprobs"] = jnp.where(fields["unchanged"], own, old)
         per_token, parts = algorithm.policy_loss(*(current[name] for name in reads))
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
-        if entropy is not None:
+        if bonus_or_read:
+            assert entropy is not None
             bonus = algorithm.aggregate(entropy, mask, **counts)
             total = total - algorithm.entropy_coef * bonus
             metrics["actor/entropy_loss"] = bonus
@@ -101,7 +111,7 @@ def policy_loss(
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term
-        return total, metrics
+        return total, (metrics, (logprobs, entropy)) if with_samples else metrics
 
     return loss
 

@@ -5,9 +5,10 @@ to a number of tokens, so that the number of parts depends on the lengths and pa
 One program serves every mix of lengths: the loop's trip count is data.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,43 +20,49 @@ Pass = Callable[[Fields], Any]  # of one part
 Shard = Callable[[Any], Any]
 
 
-class MicroBatches(Protocol):
+class MicroBatches(ABC):
     """How a batch, a dict of arrays with one entry a sample, is walked through."""
 
+    @abstractmethod
+    def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
+        """fn gives a pair: what to add up over the parts, and arrays with one entry a sample.
+
+        Returns the sums, e.g. of gradients, and the arrays of all samples in their order.
+        """
+
     def sum(self, fn: Pass, fields: Fields) -> Any:
-        """The sum of fn's results over the parts, e.g. of gradients."""
-        ...
+        """The sum of fn's results over the parts."""
+        return self.walk(lambda part: (fn(part), ()), fields)[0]
 
     def join(self, fn: Pass, fields: Fields) -> Any:
         """fn's results, arrays with one entry a sample, for all samples in their order."""
-        ...
+        return self.walk(lambda part: ((), fn(part)), fields)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padded:
+class Padded(MicroBatches):
     """Equal parts of the samples. `shard` spreads each part over the mesh."""
 
     num: int = 1
     shard: Shard = lambda tree: tree
 
-    def sum(self, fn: Pass, fields: Fields) -> Any:
+    def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
         if self.num == 1:
             return fn(fields)
         stacked = self.shard(split_micro_batches(fields, self.num))
-        first = jax.tree.map(lambda x: x[0], stacked)
-        zeros = _zeros(jax.eval_shape(fn, first))
-        return jax.lax.scan(lambda total, part: (_add(total, fn(part)), None), zeros, stacked)[0]
 
-    def join(self, fn: Pass, fields: Fields) -> Any:
-        if self.num == 1:
-            return fn(fields)
-        stacked = self.shard(split_micro_batches(fields, self.num))
-        _, out = jax.lax.scan(lambda carry, part: (carry, fn(part)), None, stacked)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+        def add(total: Any, part: Fields) -> tuple[Any, Any]:
+            added, joined = fn(part)
+            return _add(total, added), joined
+
+        first = jax.tree.map(lambda x: x[0], stacked)
+        zeros = _zeros(jax.eval_shape(fn, first)[0])
+        total, parts = jax.lax.scan(add, zeros, stacked)
+        return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class Packed(MicroBatches):
     """Rows of `row_tokens` tokens, one a replica and part; see `rows.plan_packing`.
 
     A part's fields are those of all samples, the values of tokens being 0 outside of the part, and
@@ -67,13 +74,11 @@ class Packed:
     num_replicas: int = 1
     shard: Shard = lambda tree: tree
 
-    def sum(self, fn: Pass, fields: Fields) -> Any:
+    def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
         num_rows, run = self._parts(fn, fields)
         zeros = _zeros(jax.eval_shape(run, jnp.int32(0)))
+        # What is joined is 0 outside of its part, so it is added up as well.
         return jax.lax.fori_loop(0, num_rows, lambda i, total: _add(total, run(i)), zeros)
-
-    def join(self, fn: Pass, fields: Fields) -> Any:
-        return self.sum(fn, fields)
 
     def _parts(self, fn: Pass, fields: Fields) -> tuple[Array, Callable[[Array], Any]]:
         lengths = fields.get("response_lengths")  # given where the mask leaves tokens out

@@ -19,26 +19,36 @@ from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState
 
 Metrics = dict[str, Array]
-Loss = Callable[[Params, Any], tuple[Array, Metrics]]
+Loss = Callable[[Params, Any], tuple[Array, Any]]  # the second: Metrics, see `accumulate`
+Measure = Callable[[Any, Fields], Metrics]
+STEP_METRICS = ("grad_norm", "lr", "micro_batches")  # a role's own, which its name goes before
 NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
 
 
 def accumulate(
-    loss: Loss, params: Params, batch: Fields, *, micro_batches: MicroBatches
+    loss: Loss,
+    params: Params,
+    batch: Fields,
+    *,
+    micro_batches: MicroBatches,
+    measure: Measure | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
     Gradients are summed in float32 whatever the parameters' dtype. The metric `micro_batches`
-    counts the parts.
+    counts the parts. With `measure` the loss gives a pair: its metrics, and arrays with one entry a
+    sample, of which, once they are there for the whole batch, `measure` makes more metrics.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
 
-    def run(part: Fields) -> tuple[Params, Metrics]:
+    def run(part: Fields) -> tuple[Any, Any]:
         (value, metrics), grads = grad(params, part)
+        metrics, samples = (metrics, ()) if measure is None else metrics
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
-        return jax.tree.map(lambda x: x.astype(jnp.float32), grads), metrics
+        return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), metrics), samples
 
-    return micro_batches.sum(run, batch)
+    (grads, metrics), samples = micro_batches.walk(run, batch)
+    return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 
 def apply_gradients(
@@ -88,9 +98,15 @@ def train_step(
     learning_rate: optax.Schedule,
     max_grad_norm: float,
     micro_batches: MicroBatches,
+    measure: Measure | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step on a global mini-batch whose rows are the leading axis of every array."""
-    grads, metrics = accumulate(loss, state.params, batch, micro_batches=micro_batches)
+    """One optimizer step on a global mini-batch whose rows are the leading axis of every array.
+
+    For `measure` see `accumulate`.
+    """
+    grads, metrics = accumulate(
+        loss, state.params, batch, micro_batches=micro_batches, measure=measure
+    )
     state, norms = apply_gradients(
         state,
         grads,

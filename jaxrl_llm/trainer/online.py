@@ -123,9 +123,7 @@ def plan_iteration(
         made = teacher_role(config, sources["actor"], tokenizer, mesh)
         roles[TEACHER], sources[TEACHER] = made
     sampling = train_sampling(config, tokenizer)
-    catalogue = _catalogue(config, algorithm, roles, sampling, tokenizer, reward)
-    # The metrics of a batch are those of its advantages, also where no loss reads them.
-    planned = plan(catalogue, ("advantages",))
+    planned = _planned(config, algorithm, roles, sampling, tokenizer, reward)
     collected, column = _collected(config, planned, reward)
     rest = [stage for stage in planned if stage not in collected]
     collecting = segments(collected, fuse=config.fuse_stages)
@@ -150,6 +148,41 @@ def plan_iteration(
         sampling=sampling,
         mesh=mesh,
     )
+
+
+def _planned(
+    config: Config,
+    algorithm: Algorithm,
+    roles: dict[str, Role],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    reward: stages.HostReward | None,
+) -> tuple[Stage, ...]:
+    """The stages of an iteration.
+
+    A single step of the actor computes the old log-probs itself, in its forward pass; so where
+    nothing else reads them, no pass of their own does. While only the critic warms up there is no
+    such step, and the metrics would have to wait.
+    """
+    sizes = update_sizes(config, "actor", roles["actor"].mesh)
+    single = sizes.num_mini_batches == sizes.num_epochs == 1 and not _critic_warmup(
+        config, algorithm
+    )
+    own = single and "old_logprobs" in field_names(algorithm.policy_loss)
+    for own_logprobs in (own, False):
+        catalogue = _catalogue(
+            config, algorithm, roles, sampling, tokenizer, reward, own_logprobs=own_logprobs
+        )
+        # The metrics of a batch are those of its advantages, also where no loss reads them.
+        planned = plan(catalogue, ("advantages",))
+        if all("old_logprobs" not in stage.writes for stage in planned):
+            break
+    return planned
+
+
+def _critic_warmup(config: Config, algorithm: Algorithm) -> int:
+    """Iterations of the critic alone. Without a critic nothing would learn meanwhile."""
+    return 0 if algorithm.value_loss is None else config.critic.warmup_steps
 
 
 def _collected(
@@ -241,6 +274,8 @@ def _catalogue(
     sampling: SamplingParams,
     tokenizer: Tokenizer,
     reward: stages.HostReward | None,
+    *,
+    own_logprobs: bool,
 ) -> list[Stage]:
     """Every stage that might be needed; the planner keeps those that are."""
     actor, critic = roles["actor"], roles["critic"]
@@ -292,8 +327,8 @@ def _catalogue(
             algorithm,
             actor_sizes,
             temperature=temperature,
-            # Without a critic nothing would learn meanwhile.
-            critic_warmup=0 if algorithm.value_loss is None else config.critic.warmup_steps,
+            critic_warmup=_critic_warmup(config, algorithm),
+            own_logprobs=own_logprobs,
         )
     )
     return catalogue

@@ -36,7 +36,13 @@ from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of
 from jaxrl_llm.learner.train_state import TrainState, cast
-from jaxrl_llm.learner.train_step import NONFINITE, over_mini_batches, train_step
+from jaxrl_llm.learner.train_step import (
+    NONFINITE,
+    STEP_METRICS,
+    Measure,
+    over_mini_batches,
+    train_step,
+)
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
 from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput
@@ -219,8 +225,7 @@ def old_logprob_stage(
             return found.logprobs, found.entropy, found.sum_squares
 
         old, entropy, squares = sizes.forward.join(forward, row_fields(row))
-        metrics = mismatch_metrics(old, rollout, mask)
-        metrics["actor/entropy"] = masked_mean(entropy, mask)
+        metrics = _policy_metrics(old, entropy, rollout, mask)
         return StageOutput(writes=(old, squares) if with_squares else (old,), metrics=metrics)
 
     return Stage(
@@ -230,6 +235,12 @@ def old_logprob_stage(
         writes=("old_logprobs", "sum_pi_squared") if with_squares else ("old_logprobs",),
         role=role.name,
     )
+
+
+def _policy_metrics(logprobs: Any, entropy: Any, rollout: Any, mask: Any) -> dict[str, jax.Array]:
+    """Of the policy before its update: its entropy, and how far the sampler's is from it."""
+    metrics = mismatch_metrics(logprobs, rollout, mask)
+    return metrics | {"actor/entropy": masked_mean(entropy, mask)}
 
 
 def correction_stage(algorithm: Algorithm) -> Stage:
@@ -417,16 +428,37 @@ def update_actor_stage(
     *,
     temperature: float,
     critic_warmup: int = 0,
+    own_logprobs: bool = False,
 ) -> Stage:
-    """All epochs and mini-batches of the policy update. It rests while only the critic warms up."""
-    loss = policy_loss(algorithm, spec=role.spec, settings=role.forward, temperature=temperature)
+    """All epochs and mini-batches of the policy update. It rests while only the critic warms up.
+
+    With `own_logprobs` it is a single step, whose forward pass gives the old log-probs and the
+    metrics of the old_log_prob stage too.
+    """
+    loss = policy_loss(
+        algorithm,
+        spec=role.spec,
+        settings=role.forward,
+        temperature=temperature,
+        with_samples=own_logprobs,
+    )
     reads = _update_reads(algorithm.policy_loss, algorithm.kl_loss)
     if algorithm.rejection is not None:
         reads = (*reads, "loss_mask")
+    if own_logprobs:
+        assert sizes.num_mini_batches == sizes.num_epochs == 1 and critic_warmup == 0
+        reads = tuple(dict.fromkeys((*reads, "rollout_logprobs")))
+        reads = tuple(name for name in reads if name != "old_logprobs")
+
+    def measure(samples: Any, batch: Fields) -> dict[str, jax.Array]:
+        logprobs, entropy = samples
+        return _policy_metrics(logprobs, entropy, batch["rollout_logprobs"], batch["mask"])
 
     def fn(state: TrainState, step: jax.Array, *values: jax.Array) -> StageOutput:
         fields = dict(zip(reads, values, strict=True))
-        update = _updater(role, loss, sizes, fields, step, "actor")
+        update = _updater(
+            role, loss, sizes, fields, step, "actor", measure if own_logprobs else None
+        )
         if critic_warmup == 0:
             state, metrics = update(state)
         else:
@@ -474,6 +506,7 @@ def _updater(
     fields: dict[str, jax.Array],
     iteration: jax.Array,
     prefix: str,
+    measure: Measure | None = None,
 ) -> Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]:
     """state -> (state, metrics averaged over optimizer steps), named `prefix/...`."""
     assert role.optimizer is not None and role.learning_rate is not None
@@ -485,6 +518,7 @@ def _updater(
         learning_rate=role.learning_rate,
         max_grad_norm=role.max_grad_norm,
         micro_batches=sizes.update,
+        measure=measure,
     )
 
     key = None
@@ -504,7 +538,7 @@ def _updater(
         flags = steps.pop(NONFINITE).any(axis=0)
         steps.pop("loss")
         metrics = {
-            name if "/" in name else f"{prefix}/{name}": x.astype(jnp.float32).mean()
+            f"{prefix}/{name}" if name in STEP_METRICS else name: x.astype(jnp.float32).mean()
             for name, x in steps.items()
         }
         return state, metrics | {f"{prefix}/{NONFINITE}": flags}

@@ -174,17 +174,17 @@ def _check_optimizer(key: str, optimizer: OptimizerConfig) -> None:
 def _check_words(config: Config) -> None:
     for key, words in WORDS.items():
         _word(key, _get(config, key), words)
-    training = {key for key, _ in _trainings(config)}
+    optimizers = {key for key, _ in _optimizers(config)}
     for key, model in _models(config):
         for name, words in MODEL_WORDS.items():
             _word(f"{key}.{name}", getattr(model, name), words)
-        learns = key in ("actor", "critic") or f"{key}.training" in training
-        if learns and model.param_dtype != "float32":
+        own = optimizers & {f"{key}.optimizer", f"{key}.training.optimizer"}
+        if own and model.param_dtype != "float32":
             raise ConfigError(
                 f"config.{key}.param_dtype={model.param_dtype}: most updates are smaller than half "
                 "of a bfloat16 step and would be lost, so weights that learn are float32; "
                 f"config.{key}.dtype=bfloat16 computes in it, and "
-                f"config.{key}.optimizer.moment_dtype=bfloat16 or .offload=true saves memory"
+                f"config.{own.pop()}.moment_dtype=bfloat16 or .offload=true saves memory"
             )
 
 

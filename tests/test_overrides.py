@@ -229,8 +229,19 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.critic.optimizer.schedule=cos", ["constant, linear, cosine"]),
         ("--config.critic.optimizer.learning_rate=-1", ["must be 0 or more"]),
         ("--config.actor.optimizer.b1=1", ["from 0 to below 1"]),
-        ("--config.actor.param_dtype=bfloat16", ["weights that learn are float32", "moment_dtype"]),
+        (
+            "--config.actor.param_dtype=bfloat16",
+            ["learn are float32", "actor.optimizer.moment_dtype"],
+        ),
         ("--config.critic.param_dtype=bfloat16", ["config.critic.dtype=bfloat16"]),
+        (
+            "--config.reward.model={training: {steps: 1}, param_dtype: bfloat16}",
+            ["config.reward.model.training.optimizer.moment_dtype=bfloat16"],
+        ),
+        (
+            "--config.teacher={training: {steps: 1}, param_dtype: bfloat16}",
+            ["config.teacher.training.optimizer.moment_dtype=bfloat16"],
+        ),
         ("--config.actor.path=/nowhere", ["/nowhere: no such folder"]),
         ("--config.resume=/nowhere", ["expected auto, never, or the folder"]),
         ("--config.rollout.n=0", ["rollout.n=0", "1 works"]),

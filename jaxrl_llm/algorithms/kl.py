@@ -22,6 +22,7 @@ Estimator = Callable[[Tokens, Tokens], Tokens]
 
 MAX_LOG_RATIO = 20.0  # before exp
 MAX_K3 = 10.0  # one token must not rule a batch
+MAX_KL_ERROR = 0.2  # of an adaptive controller, relative to its target
 
 
 def kl_k1(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
@@ -199,13 +200,14 @@ class AdaptiveKL:
 
         Raises ValueError where so many could turn the coefficient's sign.
         """
-        if 0.2 * num_samples >= self.horizon:
+        fewest = MAX_KL_ERROR * num_samples
+        if fewest >= self.horizon:
             raise ValueError(
                 f"adaptive KL with horizon {self.horizon} and {num_samples} samples an iteration: "
                 "one step could make the coefficient 0 or negative, which rewards distance; use a "
-                f"horizon above {0.2 * num_samples:g}, e.g. {num_samples}"
+                f"horizon above {fewest:g}, e.g. {num_samples}"
             )
-        error = jnp.clip(current_kl / self.target - 1.0, -0.2, 0.2)
+        error = jnp.clip(current_kl / self.target - 1.0, -MAX_KL_ERROR, MAX_KL_ERROR)
         return state * (1.0 + error * (num_samples / self.horizon))
 
 

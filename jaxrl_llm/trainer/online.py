@@ -91,10 +91,11 @@ def plan_iteration(
 ) -> Iteration:
     """Roles, stages and programs of `config`. `reward` scores on the host, if anything does.
 
-    Raises ValueError where the algorithm needs a field that no stage writes, or a dim does not
-    divide its mesh axes.
+    Raises ValueError where the algorithm needs a field that no stage writes, a dim does not divide
+    its mesh axes, or the KL controller refuses so many samples.
     """
     algorithm = build_algorithm(config.algorithm)
+    _check_controller(config, algorithm)
     if config.rollout.n == 1 and "group_ids" in field_names(algorithm.advantage):
         raise ValueError(
             f"{config.algorithm.path} compares the samples of a prompt with each other, and "
@@ -215,6 +216,16 @@ def build_algorithm(config: FunctionConfig) -> Algorithm:
             "(jaxrl_llm.algorithms.alias)"
         )
     return algorithm
+
+
+def _check_controller(config: Config, algorithm: Algorithm) -> None:
+    """Trace a step of the KL controller: its own stage is traced after the warm-up only."""
+    if algorithm.kl_reward is None:
+        return
+    controller, samples = algorithm.kl_controller, config.data.train_batch_size * config.rollout.n
+    kl = jax.ShapeDtypeStruct((), jnp.float32)
+    state = jax.eval_shape(controller.init)
+    jax.eval_shape(lambda state, kl: controller.update(state, kl, samples), state, kl)
 
 
 def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.guards import NonFiniteGradients
 from jaxrl_llm.trainer.initialise import find_model, load_params, spec_of
 from jaxrl_llm.trainer.offline_plan import plan_offline
+from jaxrl_llm.trainer.offline_run import OfflineRun
 from jaxrl_llm.trainer.roles import make_role
-from jaxrl_llm.trainer.run import Summary, train
+from jaxrl_llm.trainer.run import Summary, run_directory, train
 from jaxrl_llm.trainer.run_data import held_out_sources, load_records
 from jaxrl_llm.trainer.serving import export_checkpoint
 
@@ -272,6 +274,48 @@ def test_a_bad_config_is_refused_before_jax(algorithm, changes, message, tmp_pat
 def test_a_plan_that_cannot_work_is_refused(algorithm, changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         refused(tmp_path, algorithm, **changes)
+
+
+LABELLED = [("1+1=", "2", True), ("2+3=", "4", False), ("3-2=", "1", True)]
+
+
+def opened(folder: Path, algorithm: str, **changes: str) -> OfflineRun:
+    """A run that is planned and has read its data, before any weights are made."""
+    config = tiny(folder, algorithm, **changes)
+    with ExitStack() as stack:
+        tokenizer, mesh, run_dir = load_tokenizer("char"), make_mesh(), run_directory(config)
+        return OfflineRun(config, tokenizer=tokenizer, mesh=mesh, run_dir=run_dir, stack=stack)
+
+
+def labelled_file(folder: Path, number: int) -> str:
+    columns = ("prompt", "completion", "label")
+    rows = [dict(zip(columns, row, strict=True)) for row in LABELLED[:number]]
+    file = folder / "labelled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"[{file}]"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_one_record_that_nothing_can_be_mismatched_with_is_refused(split, tmp_path):
+    files = {f"data__{split}_files": labelled_file(tmp_path, 1), f"data__{split}_tasks": "[]"}
+    with pytest.raises(ValueError, match=f"config.data.{split}_files .* 2 records or more work"):
+        opened(tmp_path, "kto", **files)
+    opened(tmp_path, "kto", **files | {f"data__{split}_files": labelled_file(tmp_path, 2)})
+
+
+def test_held_out_records_that_leave_one_over_are_each_mismatched_with_another(tmp_path):
+    files = {"data__val_files": labelled_file(tmp_path, 3), "data__val_tasks": "[]"}
+    run = opened(tmp_path, "kto", data__train_batch_size="2", **files)
+    batches = run._padded_batches(run._held_out, run._collate)
+    assert [batch.weights.tolist() for batch in batches] == [[1, 1], [1, 0]]
+    index = [int(i) for batch in batches for i in batch.index[batch.weights > 0]]
+    assert index == [0, 1, 2]  # of the shuffled records
+    mismatched = [row for batch in batches for row in batch.mismatched.tokens[batch.weights > 0]]
+    tokens = [record.rows["completion"].token_ids for record in run._held_out]
+    for i, lent in enumerate((1, 0, 1)):
+        expected = (*tokens[i][:4], *tokens[lent][4:])
+        assert tuple(mismatched[i][: len(expected)]) == expected
+    assert len({row[4:] for row in tokens}) == 3
 
 
 JUDGED = """

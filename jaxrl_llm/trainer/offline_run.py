@@ -66,6 +66,9 @@ class OfflineRun:
         kind = self.iteration.algorithm.records.name
         self._records = load_records(config, train_sources(config), kind, tokenizer, run_dir)
         self._held_out, are_pairs = load_held_out(config, kind, tokenizer, run_dir)
+        if mismatched:
+            _refuse_one_record("train", self._records, "2 records or more work")
+            _refuse_one_record("val", self._held_out, "2 records or more work, or none")
         self._held_out_pairs: list[OfflineRecord] = []  # where `judge_pairs` has something to judge
         if are_pairs and self.iteration.algorithm.judge_pairs is not None:
             sources = held_out_sources(config)
@@ -211,3 +214,12 @@ class OfflineRun:
                 found[name].append(values)
         table = {name: np.concatenate(x)[: len(records)] for name, x in found.items()}
         return make_global(table, replicated(self.learner.mesh))
+
+
+def _refuse_one_record(split: str, records: list[OfflineRecord], remedy: str) -> None:
+    """Where a prompt is also given to the completion of another record, which one alone lacks."""
+    if len(records) == 1:
+        raise ValueError(
+            f"config.data.{split}_files and {split}_tasks give one record, whose prompt no other "
+            f"completion can be given to; {remedy}"
+        )

@@ -118,6 +118,21 @@ def test_reference_log_probs_computed_once_give_the_same_run(dpo, tmp_path):
     assert all(x.ndim == 1 for x in tables.values())
 
 
+@pytest.mark.parametrize("changed", [("settings__operators", "+"), ("size", "9")])
+def test_a_table_of_the_reference_is_not_taken_for_that_of_other_held_out_records(
+    changed, tmp_path
+):
+    small = {"actor__hf_config__num_hidden_layers": "1", "total_steps": "2", "save_every": "1"}
+    small |= {"precompute_reference": "true", "data__val_tasks__0__size": "10"}
+    train(tiny(tmp_path, "dpo", **small))
+    shutil.rmtree(run_of(tmp_path).step_path(2))
+    name, value = changed
+    other = small | {f"data__val_tasks__0__{name}": value}
+    with pytest.raises(ValueError, match="in other data: its held_out_crc32 is"):
+        train(tiny(tmp_path, "dpo", **other))
+    assert train(tiny(tmp_path, "dpo", **small)).step == 2
+
+
 def test_a_run_exports_its_model(dpo, tmp_path):
     _, summary = dpo
     export_checkpoint(summary.checkpoint, tmp_path / "hf")

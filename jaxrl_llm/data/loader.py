@@ -45,6 +45,7 @@ class Loader(Generic[T, B]):
         num_workers: processes that make batches; 0 makes them in a thread of this process. They
             start anew (spawn), so a script needs its `if __name__ == "__main__"`.
         prefetch: batches made ahead, for each worker; 0 makes each when it is asked for.
+        unchanged: more that a position is only good with, in JSON's types.
 
     Raises:
         ValueError: no records, or a batch size below 1.
@@ -60,6 +61,7 @@ class Loader(Generic[T, B]):
         shuffle: bool = True,
         num_workers: int = 0,
         prefetch: int = 2,
+        unchanged: Mapping[str, Any] | None = None,
     ) -> None:
         if not items:
             raise ValueError("there are no rows to make batches from")
@@ -71,6 +73,7 @@ class Loader(Generic[T, B]):
         self._num_items = len(items)
         self._batch_size = batch_size
         self._order = {"seed": seed % 2**32, "shuffle": shuffle}
+        self._unchanged = dict(unchanged or {})
         self._num_workers = num_workers
         self._prefetch = prefetch
         self._fingerprint: int | None = None
@@ -104,6 +107,7 @@ class Loader(Generic[T, B]):
             "num_items": self._num_items,
             "items_crc32": self._items_crc32(),
             **self._order,
+            **self._unchanged,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -190,8 +194,8 @@ def check_position(
         if name not in state:
             raise ValueError(
                 f"the data position in the checkpoint lacks {name!r}: another loader wrote it. "
-                "Resume with the config.data.priority of the checkpoint's run (null is none), or "
-                "start a new run from the checkpoint's weights"
+                "Resume with the config.data.priority of the checkpoint's run (null is none) and "
+                "its config.precompute_reference, or start a new run from the checkpoint's weights"
             )
     for name, value in here.items():
         if name != NEXT_BATCH and state[name] != value:

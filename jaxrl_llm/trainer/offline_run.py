@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.loader import Loader, fingerprint
 from jaxrl_llm.data.packing import OfflineRecord, collate_records
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -76,6 +76,8 @@ class OfflineRun:
         self._validator: Validator | None = None
         if config.validation.generate and self.learner.spec.kind == "causal_lm":
             self._validator = open_validator(config, self.learner, tokenizer, run_dir, stack)
+        # A table of the reference's log-probs is of the records that it was computed from.
+        tables = {"held_out_crc32": fingerprint(self._held_out)}
         self.batches: Loader[OfflineRecord, Any] = Loader(
             self._records,
             self._collate,
@@ -84,6 +86,7 @@ class OfflineRun:
             shuffle=config.data.shuffle,
             num_workers=config.data.num_workers,
             prefetch=config.data.prefetch,
+            unchanged=tables if self.iteration.precomputed else None,
         )
         stack.callback(self.batches.close)
         self.states: States = {}

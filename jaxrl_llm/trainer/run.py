@@ -69,7 +69,6 @@ def train(config: Config) -> Summary:
             if resume.parent != checkpoints.directory:
                 _save_once(checkpoints, work, states, tokenizer)
             step, totals = loop_state["step"], Totals(**loop_state["totals"])
-            work.batches.set_state(loop_state["data"])
             output.message(f"resumed from {resume}")
         work.begin(states, output, totals)
 
@@ -166,9 +165,14 @@ def _save_once(
 
 
 def _restore(path: Path, work: Work) -> tuple[States, dict[str, Any]]:
-    """All states of a checkpoint, laid out for this run's mesh, and the loop state."""
+    """All states of a checkpoint, laid out for this run's mesh, and the loop state.
+
+    `work.batches` go on from there: first, as other data may have states of other shapes.
+    """
+    _, loop_state = manager.restore(path, {})
+    work.batches.set_state(loop_state["data"])
     abstract = work.abstract_states()
-    items, loop_state = manager.restore(path, to_items(abstract, work.frozen))
+    items, _ = manager.restore(path, to_items(abstract, work.frozen))
     kept = {name: abstract[name] for name in work.frozen}
     fixed = manager.restore_frozen(path.parent, kept) if kept else {}
     return from_items(items, fixed), loop_state

@@ -9,11 +9,17 @@ import functools
 import importlib.metadata
 import math
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 # The plugin looks for a driver and cuDNN at import; compiling needs neither.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# XLA would compile many forms of a kernel to choose the fastest and, without a card to time them,
+# take its first guess after all: up to half of the seconds.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 import jax
 import numpy as np
@@ -61,6 +67,37 @@ def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
     """Every array of a pytree as a ShapeDtypeStruct on the card."""
     sharding = sharding or one_h200()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def compiled_in_a_process(code: str) -> tuple[list[str], list[str]]:
+    """What ptxas says of each of our kernels that `code` compiles, and the resources of each.
+
+    The compiler prints them where the environment asks for it, and that is read when it is loaded:
+    so in a process of its own. (Dumped to files they come with every stage of the kernels, which
+    takes half as long again.)
+    """
+    import nvidia.cu13
+
+    compilers = Path(nvidia.cu13.__path__[0]) / "bin"
+    environment = os.environ | {
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_RESOURCES": "1",
+        "PATH": f"{compilers}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONUNBUFFERED": "1",  # Python prints the resources, the compiler the rest
+    }
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=Path(__file__).parent,
+        check=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    resources = [line for line in printed.splitlines() if line.startswith("Resources(")]
+    logs = re.findall(r"^ptxas .*?Compile time = .*?$", printed, re.MULTILINE | re.DOTALL)
+    assert len(logs) == len(resources) == printed.count("Compiling entry function"), printed
+    return logs, resources
 
 
 class InMemory(NamedSharding):

@@ -1,16 +1,13 @@
 """The Hopper attention kernels through the real compiler: registers, spills, shared memory."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from target import abstract, h200_mesh, needs_compiler, one_h200
+from target import abstract, compiled_in_a_process, h200_mesh, needs_compiler, one_h200
 
 from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
 
@@ -39,34 +36,19 @@ def compile_gradient(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim, tmp_path):
-    # The dumps are switched on when the compiler is loaded: so in a process of its own.
-    import nvidia.cu13
-
-    compilers = Path(nvidia.cu13.__path__[0]) / "bin"
-    environment = os.environ | {
-        "PATH": f"{compilers}{os.pathsep}{os.environ['PATH']}",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "MOSAIC_GPU_DUMP_RESOURCES": "1",
-        "MOSAIC_GPU_DUMP_TO": str(tmp_path),
-    }
-    subprocess.run(
-        [sys.executable, __file__, str(head_dim)],
-        env=environment,
-        cwd=Path(__file__).parent,
-        check=True,
-        timeout=300,
+def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
+    logs, resources = compiled_in_a_process(
+        f"from {Path(__file__).stem} import *; compile_gradient({head_dim})"
     )
-    logs = {path.stem: path.read_text() for path in tmp_path.glob("*.ptxas")}
     # Forward, dq, and dk and dv by one kernel or, where they fill the registers, by two.
-    assert len(logs) == (8 if head_dim == 256 else 6), sorted(logs)
-    for name, log in logs.items():
+    assert len(logs) == (8 if head_dim == 256 else 6), logs
+    for log in logs:
         (spilled,) = re.findall(r"(\d+) bytes spill stores", log.split("Function properties")[-1])
-        assert int(spilled) <= SPILL_LIMIT[head_dim], (name, log)
+        assert int(spilled) <= SPILL_LIMIT[head_dim], log
         assert "wgmma" not in log, log  # ptxas says so when it has to run wgmma one by one
-    for path in tmp_path.glob("*.resources.txt"):
-        (used,) = re.findall(r"smem_scratch_bytes=(\d+)", path.read_text())
-        assert int(used) <= SHARED_MEMORY_LIMIT, path.name
+    for kernel in resources:
+        (used,) = re.findall(r"smem_scratch_bytes=(\d+)", kernel)
+        assert int(used) <= SHARED_MEMORY_LIMIT, kernel
 
 
 def test_kernels_compile_on_a_mesh_that_is_in_scope():
@@ -83,7 +65,3 @@ def test_kernels_compile_on_a_mesh_that_is_in_scope():
     text = lowered.compile().as_text()
     (call,) = (line for line in text.splitlines() if "custom-call(" in line and "mosaic" in line)
     assert "bf16[2,256,2,64]" in call  # its own rows and heads
-
-
-if __name__ == "__main__":
-    compile_gradient(int(sys.argv[1]))

@@ -12,7 +12,12 @@ from target import abstract, h200_mesh, needs_compiler
 
 from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
-from jaxrl_llm.generation.engine import compiler_options, generate, generate_on_mesh
+from jaxrl_llm.generation.engine import (
+    FEWEST_WITHOUT_TRITON,
+    compiler_options,
+    generate,
+    generate_on_mesh,
+)
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.layers import Projection
@@ -21,6 +26,7 @@ from jaxrl_llm.models.shapes import SHAPES
 pytestmark = needs_compiler
 
 CONFIG = replace(SHAPES["qwen2.5-1.5b"], num_layers=2, sliding_window=(None, None))
+ONE_LAYER = replace(CONFIG, num_layers=1, sliding_window=(None,))
 SAMPLES, PROMPT, GROUP = 1024, 512, 8
 
 
@@ -88,7 +94,7 @@ def program(dump, case):
     )
     lowered = jax.jit(answer).lower(*abstract(arguments))
     options = options_of_a_run(case.slots)
-    assert bool(options) == (case.slots >= 128)
+    assert bool(options) == (case.slots >= FEWEST_WITHOUT_TRITON)
     return lowered.compile(
         compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, **options}
     )
@@ -218,14 +224,15 @@ def test_a_step_is_one_cuda_graph(program, dump, case):
 
 def test_a_bias_is_added_by_its_product():
     """By cuBLAS, as with many slots: written out for every token it would be a kernel a layer."""
+    slots = FEWEST_WITHOUT_TRITON
     heads = CONFIG.num_heads, CONFIG.head_dim
     layer = Projection(
         (CONFIG.hidden_size, *heads), ("embed", "q_heads", "head_dim"), bias=True, dtype="bfloat16"
     )
     graphdef, state = nnx.split(layer)
-    x = jax.ShapeDtypeStruct((256, 1, CONFIG.hidden_size), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((slots, 1, CONFIG.hidden_size), jnp.bfloat16)
     lowered = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x)).lower(*abstract((state, x)))
-    text = lowered.compile(compiler_options=options_of_a_run(256)).as_text()
+    text = lowered.compile(compiler_options=options_of_a_run(slots)).as_text()
     assert text.count('"epilogue":"BIAS"') == 1 and "fusion(" not in text
 
 
@@ -243,7 +250,7 @@ def test_memory(program, case):
 def test_several_cards(stops):
     """The layout switch and the loops of four replicas; stop ids or none, both compile."""
     mesh = h200_mesh((1, 4, 1), AXES)
-    spec = model_spec(replace(CONFIG, num_layers=1, sliding_window=(None,)))
+    spec = model_spec(ONE_LAYER)
     rows, whole = batch_sharding(mesh), replicated(mesh)
     layout = shardings(spec.axes, spec.params, mesh, TRAIN_RULES)
     array = jax.ShapeDtypeStruct
@@ -273,11 +280,11 @@ def test_several_cards(stops):
     assert "all-gather" in text and "f32[151936,1536]" not in text  # gathered in bf16
 
 
-@pytest.mark.parametrize("samples", [64, 256])  # Triton's products, cuBLAS'
+@pytest.mark.parametrize("samples", [64, FEWEST_WITHOUT_TRITON])  # Triton's products, cuBLAS'
 def test_float8(samples, monkeypatch):
     """Products of a float8 rollout are float8 products, and their inputs come from our kernels."""
     monkeypatch.setattr("jaxrl_llm.kernels.float8.on_hopper", lambda: True)
-    spec = model_spec(CONFIG, dtype="bfloat16")
+    spec = model_spec(ONE_LAYER, dtype="bfloat16")
 
     def answer(params, prompts, lengths, ids, key):
         return generate(
@@ -302,7 +309,10 @@ def test_float8(samples, monkeypatch):
     triton = re.findall(r"%gemm_fusion_dot\S* \(\S+ (\w+)\S+ \S+ (\w+)", text)
     float8 = triton.count(("f8e4m3fn", "f8e4m3fn")) + text.count('"__cublas$lt$matmul$f8"')
     others = set(triton) - {("f8e4m3fn", "f8e4m3fn"), ("bf16", "bf16")}
-    assert float8 >= 4 * CONFIG.num_layers and not others
-    assert bool(triton) == (samples < 128)
+    assert float8 >= 4 * ONE_LAYER.num_layers and not others
+    assert bool(triton) == (samples < FEWEST_WITHOUT_TRITON)
+    # No "__cublas$gemm", which knows no float8, nor any other that is not counted here.
+    cublas = set(re.findall(r'"(__cublas[^"]*)"', text))
+    assert cublas == (set() if triton else {"__cublas$lt$matmul", "__cublas$lt$matmul$f8"})
     # The head's stays in bf16: its rounding would go straight into the log-probs.
     assert triton.count(("bf16", "bf16")) + text.count('"__cublas$lt$matmul"') == 1

@@ -229,7 +229,7 @@ class Checks:
         return model_spec(self._model, "scalar" if part == "values" else "causal_lm", "float32")
 
     def _gradients(self, spec: ModelSpec) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        settings, rows = _how(self._config.actor)
+        settings, rows = _how(self._config.actor, together=not self._config.actor.shuffle)
         # The algorithm with its own defaults: the reference is written for those.
         algorithm = build_algorithm(replace(self._config.algorithm, settings={}))
         ours = learner_gradient(spec, settings, algorithm, rows)
@@ -247,12 +247,17 @@ def _part(kind: str) -> str:
     return "values" if kind == "values" else "policy"
 
 
-def _how(role: ActorConfig | CriticConfig) -> tuple[ForwardSettings, MicroBatches]:
-    """How a role computes, on one device; rows of fewer tokens where it packs them."""
+def _how(
+    role: ActorConfig | CriticConfig, *, together: bool = True
+) -> tuple[ForwardSettings, MicroBatches]:
+    """How a role computes, on one device; rows of fewer tokens where it packs them.
+
+    `together`: the samples of a prompt come together, so that rows may share it.
+    """
     settings = ForwardSettings(dtype=role.dtype, attention=role.attention, remat=role.remat)
     if not role.micro_batch_tokens:
         return settings, Padded()
-    group = CHECK.samples if role.share_prompts else 1
+    group = CHECK.samples if role.share_prompts and together else 1
     tokens = min(role.micro_batch_tokens, CHECK_ROW_TOKENS)
     return settings, Packed(row_tokens=tokens, group=group)
 

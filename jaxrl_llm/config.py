@@ -118,8 +118,8 @@ class ModelSettings:
     # Of the sum that the layers add to. The sampler's is float32; in bfloat16 the trainer's would
     # double the distance between their log-probs.
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    # One compiled layer in a loop: a smaller program, and no faster to compile since like layers are
-    # traced once. It copies the weights: 11 to 14 % more time, 13 % more memory at 7B.
+    # One compiled layer in a loop: a smaller program, and no faster to compile since like layers
+    # are traced once. It copies the weights: 11 to 14 % more time, 13 % more memory at 7B.
     scan_layers: bool = False
 
 

@@ -61,18 +61,22 @@ def test_rows_equal_a_loop_over_prompts(rows, tokens, prompts, seed):
 
 
 @pytest.mark.parametrize(
-    ("attention", "width", "wanted", "rows", "tokens", "prompts"),
+    ("attention", "width", "wanted", "most", "rows", "tokens", "prompts"),
     [
-        ("pallas", 512, 128, 4, 2048, 16),  # 8,192 tokens, as many prompts of 128
-        ("pallas", 512, 2, 1, 1024, 2),  # no more than the slots take
-        ("pallas", 4096, 128, 2, 4096, 4),
-        ("pallas", 20_000, 128, 1, 20_000, 4),
-        ("xla", 512, 128, 16, 512, 4),  # every pair of tokens of a row is computed
-        ("cudnn", 512, 128, 16, 512, 1),  # takes no packed rows
-        ("xla", 6, 3, 3, 6, 3),
+        ("pallas", 512, 128, 128, 4, 2048, 16),  # 8,192 tokens, as many prompts of 128
+        ("pallas", 512, 128, 32, 4, 2048, 8),  # rows of the cache are to be few
+        ("pallas", 512, 128, 1, 4, 2048, 4),  # but as many as there may be long prompts
+        ("pallas", 512, 2, 9, 1, 1024, 8),  # no more long ones than the slots take
+        ("pallas", 512, 5, 5, 2, 1536, 3),  # not 8 in two rows
+        ("pallas", 4096, 128, 128, 2, 4096, 4),
+        ("pallas", 20_000, 128, 128, 1, 20_000, 4),
+        ("xla", 512, 128, 128, 16, 512, 4),  # every pair of tokens of a row is computed
+        ("cudnn", 512, 128, 128, 16, 512, 1),  # takes no packed rows
+        ("xla", 6, 3, 3, 3, 6, 1),
+        ("xla", 0, 1, 1, 1, 1, 1),
     ],
 )
-def test_sizes_of_a_prefill(attention, width, wanted, rows, tokens, prompts):
-    sizes = row_sizes(width, wanted, rows=0, row_tokens=0, attention=attention)
+def test_sizes_of_a_prefill(attention, width, wanted, most, rows, tokens, prompts):
+    sizes = row_sizes(width, wanted, most=most, rows=0, row_tokens=0, attention=attention)
     packed = attention != "cudnn"
     assert sizes == RowSizes(rows=rows, tokens=tokens, prompts=prompts, packed=packed)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.numerics import masked_mean, masked_sum, masked_var
 
 MAX_LOG_RATIO = 20.0
+MULT_PROB_ERROR = "token_mult_prob_error"
 
 
 def mismatch_metrics(
@@ -64,5 +65,5 @@ def mismatch_metrics(
         "rollout_corr/chi2_seq": jnp.where(
             anything, over_sequences(jnp.exp(2.0 * whole)) - 1.0, 0.0
         ),
-        "token_mult_prob_error": masked_mean(jnp.exp(jnp.abs(log_ratio)), mask),
+        MULT_PROB_ERROR: masked_mean(jnp.exp(jnp.abs(log_ratio)), mask),
     }

@@ -77,6 +77,8 @@ def _row(options: Options, shape: str, answer: dict[str, Any]) -> Row:
 def _figures(options: Options, shape: str, row: Row) -> dict[str, float]:
     if options.command == "generation":
         (work,) = [one for one in generation_workloads(options, shape) if one.name == row.case]
+        if work.prefill:
+            return {"prompt tokens/s": sum(work.prompt_lengths) / row.median}
         return {"tokens/s": sum(work.limits) / row.median}
     (work,) = [one for one in training_workloads(options, shape) if one.name == row.case]
     count = training_flops if work.kind == "update" else forward_flops

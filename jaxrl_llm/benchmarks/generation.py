@@ -237,6 +237,6 @@ def generation_cases(options: Options) -> Sequence[Case]:
         spec = model_spec(SHAPES[shape], dtype=config.rollout.dtype or config.actor.dtype)
         weights = Weights(spec, config, mesh, len(work))
         for one in work:
-            kind = Prefill if max(one.limits) == 1 else Generation
+            kind = Prefill if one.prefill else Generation
             cases.append(kind(shape, one, config, mesh, weights))
     return cases

@@ -21,6 +21,7 @@ class GenerationWorkload:
     prompt_lengths: tuple[int, ...]
     samples: int
     limits: tuple[int, ...]
+    prefill: bool = False  # what is measured is the prompts
 
     @property
     def prompts(self) -> int:
@@ -101,7 +102,11 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
             ):
                 found.append(
                     GenerationWorkload(
-                        name=name, prompt_lengths=lengths, samples=1, limits=(1,) * rows
+                        name=name,
+                        prompt_lengths=lengths,
+                        samples=1,
+                        limits=(1,) * rows,
+                        prefill=True,
                     )
                 )
     return found

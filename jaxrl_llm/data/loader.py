@@ -195,7 +195,8 @@ def check_position(
             raise ValueError(
                 f"the data position in the checkpoint lacks {name!r}: another loader wrote it. "
                 "Resume with the config.data.priority of the checkpoint's run (null is none) and "
-                "its config.precompute_reference, or start a new run from the checkpoint's weights"
+                "its config.precompute_reference, by the version that wrote it if it had the same, "
+                "or start a new run from the checkpoint's weights"
             )
     for name, value in here.items():
         if name != NEXT_BATCH and state[name] != value:

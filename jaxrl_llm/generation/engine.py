@@ -184,8 +184,8 @@ def generate(
     responses before `sampling.max_new_tokens`; each is 1 or more.
 
     `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill_size` is
-    rows, and tokens of a row, that a prefill computes at once (0: see `row_sizes`); a row holds as
-    many prompts as fit, unless cuDNN computes the attention. `tail_slots` are the
+    rows, and tokens of a row, that a prefill computes at once (0: see `row_sizes`); a row holds
+    several prompts, unless cuDNN computes the attention. `tail_slots` are the
     numbers of slots, falling, with which the loop goes on once no more samples are live or pending
     (None: fewer and fewer where responses may be long). `cache_tokens` is how many tokens of
     responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
@@ -361,10 +361,15 @@ def _sizes(
     num_groups = num_samples // group
     fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
     slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
-    # Unless told otherwise, no more prompts than all slots can take at once.
-    wanted = max(1, min(num_groups, -(-slots // group)))
+    # Unless told otherwise, no more prompts of the longest than all slots can take at once. Of
+    # short ones more, which take no memory where each prompt has a row of the cache anyway.
     prefill = row_sizes(
-        width, wanted, rows=rows, row_tokens=row_tokens, attention=prefill_attention
+        width,
+        max(1, min(num_groups, -(-slots // group))),
+        most=num_groups if num_groups <= slots else slots // 4,
+        rows=rows,
+        row_tokens=row_tokens,
+        attention=prefill_attention,
     )
     if tail_slots is None:
         tail_slots = _tails(slots) if max_new_tokens >= SHORTEST_TAIL else ()

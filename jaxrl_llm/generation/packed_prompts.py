@@ -20,8 +20,8 @@ from jaxrl_llm.kernels.flash_attention import Implementation
 PREFILL_TOKENS = 8192
 # Of a packed row at least, where attention skips blocks: little stays empty at the ends of rows.
 ROW_TOKENS = 2048
-# So many prompts take the room of one of the longest. More would have to be shorter still, and
-# every prompt of a prefill needs a row of the cache, which is as long as the longest.
+# So many prompts take the room of one of the longest at most. More would have to be shorter still,
+# and every prompt of a prefill needs a row of the cache, which is as long as the longest.
 SHORT_PROMPTS = 4
 
 
@@ -55,22 +55,31 @@ class PrefillRows(NamedTuple):
 
 
 def row_sizes(
-    width: int, num_prompts: int, *, rows: int, row_tokens: int, attention: Implementation
+    width: int,
+    num_prompts: int,
+    *,
+    most: int,
+    rows: int,
+    row_tokens: int,
+    attention: Implementation,
 ) -> RowSizes:
     """Rows for prompts of `width` tokens at most, `num_prompts` of which are wanted at once.
 
-    `rows` and `row_tokens` of 0 are automatic: about PREFILL_TOKENS tokens in all, in long rows
-    where `attention` skips what no token of a block sees (pallas); in rows of the longest prompt
-    where it does not, with one prompt in each where it takes no packed ones (cudnn).
+    `rows` and `row_tokens` of 0 are automatic: as many prompts of the longest as are wanted, and
+    about PREFILL_TOKENS tokens, in long rows where `attention` skips what no token of a block sees
+    (pallas), in rows of the longest prompt where it does not, with one prompt in each where it
+    takes no packed ones (cudnn). There is room for `most` shorter prompts, or more.
     """
-    packed = attention != "cudnn"
+    packed, width = attention != "cudnn", max(width, 1)
+    full = row_tokens // width  # prompts of a row where all are of the longest
     if not row_tokens:
-        longer = ROW_TOKENS // max(width, 1) if attention == "pallas" else 1
-        row_tokens = width * max(1, min(longer, num_prompts))
-    full = row_tokens // max(width, 1)  # prompts of a row where all are of the longest
+        full = max(1, min(ROW_TOKENS // width, num_prompts)) if attention == "pallas" else 1
     if not rows:
-        rows = max(1, min(PREFILL_TOKENS // max(row_tokens, 1), -(-num_prompts // full)))
-    prompts = min(SHORT_PROMPTS * full, num_prompts) if packed else 1
+        rows = max(1, min(PREFILL_TOKENS // (full * width), -(-num_prompts // full)))
+    if not row_tokens:
+        full = min(full, -(-num_prompts // rows))  # no row less full than the others
+        row_tokens = full * width
+    prompts = max(min(SHORT_PROMPTS * full, -(-most // rows)), full) if packed else 1
     return RowSizes(rows=rows, tokens=row_tokens, prompts=prompts, packed=packed)
 
 

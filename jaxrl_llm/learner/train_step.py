@@ -21,7 +21,6 @@ from jaxrl_llm.learner.train_state import Params, TrainState
 Metrics = dict[str, Array]
 Loss = Callable[[Params, Any], tuple[Array, Any]]  # the second: Metrics, see `accumulate`
 Measure = Callable[[Any, Fields], Metrics]
-STEP_METRICS = ("grad_norm", "lr", "micro_batches")  # a role's own, which its name goes before
 NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
 
 

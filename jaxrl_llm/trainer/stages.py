@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.alias import Algorithm
 from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_names
 from jaxrl_llm.algorithms.kl import batch_kl
-from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.algorithms.mismatch import MULT_PROB_ERROR, mismatch_metrics
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.generation.engine import (
     GenerationOutput,
@@ -36,13 +36,7 @@ from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of
 from jaxrl_llm.learner.train_state import TrainState, cast
-from jaxrl_llm.learner.train_step import (
-    NONFINITE,
-    STEP_METRICS,
-    Measure,
-    over_mini_batches,
-    train_step,
-)
+from jaxrl_llm.learner.train_step import NONFINITE, Measure, over_mini_batches, train_step
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
 from jaxrl_llm.trainer.dataflow import DEVICE, HOST, Stage, StageOutput
@@ -538,7 +532,9 @@ def _updater(
         flags = steps.pop(NONFINITE).any(axis=0)
         steps.pop("loss")
         metrics = {
-            f"{prefix}/{name}" if name in STEP_METRICS else name: x.astype(jnp.float32).mean()
+            name if "/" in name or name == MULT_PROB_ERROR else f"{prefix}/{name}": (
+                x.astype(jnp.float32).mean()
+            )
             for name, x in steps.items()
         }
         return state, metrics | {f"{prefix}/{NONFINITE}": flags}

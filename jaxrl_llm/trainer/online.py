@@ -1,5 +1,6 @@
 """From a config to the planned programs of online RL, before any array exists."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,7 +125,8 @@ def plan_iteration(
         made = teacher_role(config, sources["actor"], tokenizer, mesh)
         roles[TEACHER], sources[TEACHER] = made
     sampling = train_sampling(config, tokenizer)
-    planned = _planned(config, algorithm, roles, sampling, tokenizer, reward)
+    catalogue = partial(_catalogue, config, algorithm, roles, sampling, tokenizer, reward)
+    planned = _planned(config, algorithm, update_sizes(config, "actor", mesh), catalogue)
     collected, column = _collected(config, planned, reward)
     rest = [stage for stage in planned if stage not in collected]
     collecting = segments(collected, fuse=config.fuse_stages)
@@ -154,10 +156,8 @@ def plan_iteration(
 def _planned(
     config: Config,
     algorithm: Algorithm,
-    roles: dict[str, Role],
-    sampling: SamplingParams,
-    tokenizer: Tokenizer,
-    reward: stages.HostReward | None,
+    sizes: stages.UpdateSizes,  # of the actor
+    catalogue: Callable[..., list[Stage]],
 ) -> tuple[Stage, ...]:
     """The stages of an iteration.
 
@@ -165,19 +165,16 @@ def _planned(
     nothing else reads them, no pass of their own does. While only the critic warms up there is no
     such step, and the metrics would have to wait.
     """
-    sizes = update_sizes(config, "actor", roles["actor"].mesh)
-    single = sizes.num_mini_batches == sizes.num_epochs == 1 and not _critic_warmup(
-        config, algorithm
+    own = (
+        sizes.num_mini_batches == sizes.num_epochs == 1
+        and "old_logprobs" in field_names(algorithm.policy_loss)
+        and not _critic_warmup(config, algorithm)
     )
-    own = single and "old_logprobs" in field_names(algorithm.policy_loss)
-    for own_logprobs in (own, False):
-        catalogue = _catalogue(
-            config, algorithm, roles, sampling, tokenizer, reward, own_logprobs=own_logprobs
-        )
-        # The metrics of a batch are those of its advantages, also where no loss reads them.
-        planned = plan(catalogue, ("advantages",))
-        if all("old_logprobs" not in stage.writes for stage in planned):
-            break
+    # The metrics of a batch are those of its advantages, also where no loss reads them.
+    goals = ("advantages",)
+    planned = plan(catalogue(own_logprobs=own), goals)
+    if own and any("old_logprobs" in stage.writes for stage in planned):
+        planned = plan(catalogue(own_logprobs=False), goals)
     return planned
 
 

@@ -246,10 +246,11 @@ def test_memory(program, case):
     assert memory.temp_size_in_bytes < 1.15 * (caches + 2 * logits + merged) + 2**28
 
 
-@pytest.mark.parametrize("stops", [(), (151645,)])
-def test_several_cards(stops):
-    """The layout switch and the loops of four replicas; stop ids or none, both compile."""
-    mesh = h200_mesh((1, 4, 1), AXES)
+@pytest.mark.parametrize(("stops", "sizes"), [((), (1, 4, 1)), ((151645,), (1, 2, 2))])
+def test_several_cards(stops, sizes):
+    """The layout switch and the loops of the replicas, with whole heads and with heads that two
+    cards share; stop ids or none."""
+    mesh = h200_mesh(sizes, AXES)
     spec = model_spec(ONE_LAYER)
     rows, whole = batch_sharding(mesh), replicated(mesh)
     layout = shardings(spec.axes, spec.params, mesh, TRAIN_RULES)

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_packed_prompts import packed_by_hand
 
 from jaxrl_llm.generation import engine
 from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.packed_prompts import RowSizes
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache_length
 from jaxrl_llm.kernels.flash_attention import attention_reference
@@ -111,14 +113,8 @@ def response_of(output, i):
     return output.tokens[i][output.mask[i] == 1]
 
 
-def rows_of(lengths, room, most):
-    """Numbers of the prompts in each row, `room` tokens and `most` prompts at most."""
-    rows = []
-    for i, length in enumerate(lengths):
-        if not rows or sum(lengths[j] for j in rows[-1]) + length > room or len(rows[-1]) == most:
-            rows.append([])
-        rows[-1].append(i)
-    return rows
+def rows_of(rows, tokens, prompts):
+    return RowSizes(rows=rows, tokens=tokens, prompts=prompts)
 
 
 def assert_same_tokens(left, right):
@@ -134,8 +130,9 @@ def test_tokens_do_not_depend_on_slots_order_or_batch():
     whole = run(tokens, lengths, ids, num_slots=0)
     spread = whole.mask.sum(1)
     assert spread.min() < 4 and spread.max() == R  # uneven, so that slots are really refilled
-    for slots, size in ((1, (1, P)), (2, (1, P)), (3, (2, 2 * P + 1)), (8, (8, 0)), (8, (0, 40))):
-        assert_same_tokens(run(tokens, lengths, ids, num_slots=slots, prefill_size=size), whole)
+    for slots, size in ((1, (1, P, 1)), (2, (1, P, 2)), (3, (2, 2 * P + 1, 5)), (8, (1, 40, 20))):
+        found = run(tokens, lengths, ids, num_slots=slots, prefill=rows_of(*size))
+        assert_same_tokens(found, whole)
 
     order = np.random.default_rng(1).permutation(11)
     permuted = run(tokens[order], lengths[order], ids[order], num_slots=3)
@@ -160,7 +157,9 @@ def test_samples_of_one_prompt_differ_and_repeat_with_their_id():
     np.testing.assert_array_equal(output.tokens[0], output.tokens[3])
 
 
-@pytest.mark.parametrize(("slots", "size"), [(0, (0, 0)), (3, (1, P)), (7, (3, P)), (9, (1, 30))])
+@pytest.mark.parametrize(
+    ("slots", "size"), [(0, (5, P, 1)), (3, (1, P, 1)), (7, (3, P, 2)), (9, (1, 30, 5))]
+)
 def test_a_group_shares_its_prompt_and_nothing_else(slots, size):
     """The same tokens as with every sample's own copy, however groups meet slots and prefills."""
     tokens, lengths, _ = prompts(5)
@@ -168,13 +167,13 @@ def test_a_group_shares_its_prompt_and_nothing_else(slots, size):
     tokens, lengths = np.repeat(tokens, 4, 0), np.repeat(lengths, 4)
     ids = np.arange(20, dtype=np.uint32)
     alone = run(tokens, lengths, ids, num_slots=0)
-    shared = run(tokens, lengths, ids, num_slots=slots, prefill_size=size, group=4)
+    sizes = rows_of(*size)
+    shared = run(tokens, lengths, ids, num_slots=slots, prefill=sizes, group=4)
     assert_same_tokens(shared, alone)
     assert not shared.mask[12:16].any() and shared.mask[16:, 0].all()
     # Each prompt once, in rows as they fill.
-    most = {0: 1, 3: 1, 7: 2, 9: 5}[slots]
-    expected = rows_of(lengths[::4][lengths[::4] > 0], size[1] or P, most)
-    assert shared.prefills == -(-len(expected) // (size[0] or 5))
+    expected, _ = packed_by_hand(lengths[::4][lengths[::4] > 0], sizes)
+    assert shared.prefills == -(-len(expected) // sizes.rows)
 
 
 def test_a_limit_ends_its_own_response_only():
@@ -273,10 +272,11 @@ def test_fewer_prompts_than_slots():
 def test_a_free_slot_is_refilled_at_once():
     tokens, lengths, ids = prompts(24)
     sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(1, 2, 5))
-    output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill_size=(1, P))
+    sizes = rows_of(1, P, 2)
+    output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill=sizes)
     assert output.stalled_slot_steps == 0  # no prefilled sample beside a free slot
     assert output.live_slot_steps == output.mask.sum()  # a step for every token
-    assert output.prefills == len(rows_of(lengths, P, 2)) < 24
+    assert output.prefills == len(packed_by_hand(lengths, sizes)[0]) < 24
     # With no slot idle while prompts were pending, only the last eight can leave slots free.
     longest = output.mask.sum(1).max()
     assert output.steps * 8 - output.live_slot_steps < 8 * longest
@@ -307,7 +307,7 @@ def test_on_a_gpu_a_single_prompt_is_decoded_among_eight_slots(monkeypatch):
 )
 def test_tails_of_long_responses_are_whole_tiles_of_products(slots, tails):
     lengths = np.ones(slots, np.int32)
-    sizes = partial(engine._sizes, lengths[:, None], lengths, slots, (0, 0), 1, None)
+    sizes = partial(engine._sizes, lengths[:, None], lengths, slots, None, 1, None)
     assert sizes(engine.SHORTEST_TAIL, "xla").tails == tails
     assert sizes(engine.SHORTEST_TAIL - 1, "xla").tails == ()
 
@@ -411,8 +411,8 @@ def test_bad_sizes_are_refused():
     tokens, lengths, ids = prompts(2)
     for options, word in (
         ({"num_slots": -1}, "num_slots"),
-        ({"num_slots": 1, "prefill_size": (-2, 0)}, "prefill_size"),
-        ({"num_slots": 1, "prefill_size": (1, P - 1)}, "prefill_size"),
+        ({"num_slots": 1, "prefill": rows_of(0, P, 1)}, "holds no prompt"),
+        ({"num_slots": 1, "prefill": rows_of(1, P - 1, 1)}, "holds no prompt"),
         ({"num_slots": 1, "group": 3}, "2 prompts are not groups of 3"),
         ({"num_slots": 1, "limits_N": (1,)}, "limits"),
         ({"num_slots": 2, "tail_slots": (2, 1)}, "must fall"),

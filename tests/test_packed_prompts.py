@@ -34,7 +34,7 @@ def test_rows_equal_a_loop_over_prompts(rows, tokens, prompts, seed):
     count, absent = int(rng.integers(1, 40)), int(rng.integers(0, 5))
     lengths = rng.integers(0, 8, count)
     lengths[rng.random(count) < 0.2] = 0
-    sizes = RowSizes(rows=rows, tokens=tokens, prompts=prompts, packed=True)
+    sizes = RowSizes(rows=rows, tokens=tokens, prompts=prompts)
     expected, of_rows = packed_by_hand(lengths, sizes)
 
     given = jnp.array(np.append(lengths, np.zeros(absent)), jnp.int32)
@@ -49,9 +49,6 @@ def test_rows_equal_a_loop_over_prompts(rows, tokens, prompts, seed):
             assert real.sum() == len(tokens_of_row) and real[: len(tokens_of_row)].all()
             pairs = np.stack([found.prompt_AL[row], found.position_AL[row]], axis=1)[real]
             assert [tuple(pair) for pair in pairs] == tokens_of_row
-            start = np.asarray(found.start_AL[row])
-            np.testing.assert_array_equal((np.arange(tokens) - start)[real], pairs[:, 1])
-            assert (start[~real] == tokens).all()
             np.testing.assert_array_equal(np.asarray(found.place_AL[row])[real], pairs[:, 0] - seen)
         assert not found.real_AL[len(expected[mine]) :].any()
         seen += int(found.num_prompts)
@@ -77,6 +74,5 @@ def test_rows_equal_a_loop_over_prompts(rows, tokens, prompts, seed):
     ],
 )
 def test_sizes_of_a_prefill(attention, width, wanted, most, rows, tokens, prompts):
-    sizes = row_sizes(width, wanted, most=most, rows=0, row_tokens=0, attention=attention)
-    packed = attention != "cudnn"
-    assert sizes == RowSizes(rows=rows, tokens=tokens, prompts=prompts, packed=packed)
+    sizes = row_sizes(width, wanted, most=most, attention=attention)
+    assert sizes == RowSizes(rows=rows, tokens=tokens, prompts=prompts)

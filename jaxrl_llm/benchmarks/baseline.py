@@ -40,7 +40,7 @@ def _work(options: Options, shape: str) -> dict[str, Any]:
                 "limits": one.limits,
             }
             for one in generation_workloads(options, shape)
-            if len(set(one.prompt_lengths)) == 1
+            if len(set(one.prompt_lengths)) == 1  # the peers take no others
         ]
     else:
         work["cases"] = [

@@ -164,7 +164,7 @@ def generate(
     limits_N: jax.Array | None = None,
     group: int = 1,
     num_slots: int = 0,
-    prefill_size: tuple[int, int] = (0, 0),
+    prefill: RowSizes | None = None,
     tail_slots: tuple[int, ...] | None = None,
     cache_tokens: int = 0,
     tokens_a_page: int = 0,
@@ -183,9 +183,8 @@ def generate(
     padding, or none), which is then computed and stored once. `limits_N` (int32 tokens) ends single
     responses before `sampling.max_new_tokens`; each is 1 or more.
 
-    `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill_size` is
-    rows, and tokens of a row, that a prefill computes at once (0: see `row_sizes`); a row holds
-    several prompts, unless cuDNN computes the attention. `tail_slots` are the
+    `num_slots` sequences are decoded at once (0: all, and 8 or more on a GPU); `prefill` are the
+    rows of prompts that are computed at once (None: see `row_sizes`). `tail_slots` are the
     numbers of slots, falling, with which the loop goes on once no more samples are live or pending
     (None: fewer and fewer where responses may be long). `cache_tokens` is how many tokens of
     responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
@@ -203,7 +202,7 @@ def generate(
         prompts_NP,
         prompt_lengths_N,
         num_slots,
-        prefill_size,
+        prefill,
         group,
         tail_slots,
         max_new_tokens,
@@ -337,7 +336,7 @@ def _sizes(
     prompts_NP: jax.Array,
     lengths_N: jax.Array,
     num_slots: int,
-    prefill_size: tuple[int, int],
+    prefill: RowSizes | None,
     group: int,
     tail_slots: tuple[int, ...] | None,
     max_new_tokens: int,
@@ -350,12 +349,8 @@ def _sizes(
         raise ValueError("prompts have a width of 0 tokens; pad them to 1 or more.")
     if num_slots < 0:
         raise ValueError(f"num_slots={num_slots} must be 0 (automatic) or more.")
-    rows, row_tokens = prefill_size
-    if rows < 0 or 0 != row_tokens < width:
-        raise ValueError(
-            f"prefill_size={prefill_size}: give rows (0: automatic), and tokens of a row, which "
-            f"are {width}, as the prompts have, or more (0: automatic)."
-        )
+    if prefill is not None and (prefill.tokens < width or min(prefill.rows, prefill.prompts) < 1):
+        raise ValueError(f"{prefill} holds no prompt of {width} tokens.")
     if group < 1 or num_samples % group:
         raise ValueError(f"{num_samples} prompts are not groups of {group}: give a divisor.")
     num_groups = num_samples // group
@@ -363,12 +358,10 @@ def _sizes(
     slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
     # Unless told otherwise, no more prompts of the longest than all slots can take at once. Of
     # short ones more, which take no memory where each prompt has a row of the cache anyway.
-    prefill = row_sizes(
+    prefill = prefill or row_sizes(
         width,
         max(1, min(num_groups, -(-slots // group))),
         most=num_groups if num_groups <= slots else slots // 4,
-        rows=rows,
-        row_tokens=row_tokens,
         attention=prefill_attention,
     )
     if tail_slots is None:
@@ -531,7 +524,7 @@ def _prefill(
         attend=prefill_attend(
             cache_rows_AL,
             rows.position_AL,
-            rows.start_AL if sizes.prefill.packed else None,
+            jnp.where(real_AL, rows.prompt_AL + 1, 0) if sizes.prefill.prompts > 1 else None,
             attention,
             heads_axis,
         ),

@@ -27,7 +27,7 @@ from jaxrl_llm.kernels.decode_attention import (
     default_tuning,
     prefix_decode_attention,
 )
-from jaxrl_llm.kernels.flash_attention import Implementation, Visibility, attention
+from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
@@ -132,15 +132,16 @@ def init_cache(
 def prefill_attend(
     rows_AL: jax.Array,
     positions_AL: jax.Array,
-    start_AL: jax.Array | None,
+    prompts_AL: jax.Array | None,
     implementation: Implementation,
     heads_axis: str | None,
 ) -> Attend:
     """Attention over rows of prompts that also writes keys and values into the cache.
 
     Token by token: the prompt row of the cache, one out of range (another for each) where nothing
-    is to be written, the place in it, and the first token that it sees. Without `start_AL` a row
-    holds one prompt, padded on the right. For `heads_axis` see `_attention_by_heads`.
+    is to be written, the place in it, and the prompt, from 1 on, 0 for padding. Without
+    `prompts_AL` a row holds one prompt, padded on the right. For `heads_axis` see
+    `_attention_by_heads`.
     """
 
     def attend(
@@ -153,7 +154,7 @@ def prefill_attend(
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
         out_ALNH = _attention_by_heads(
-            q_ALNH, k_ALKH, v_ALKH, start_AL, window, implementation, heads_axis
+            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads_axis
         )
         new_ALK2H = stored(k_ALKH, v_ALKH, layer_cache.prompts)
         entries = layer_cache.prompts.at[rows_AL, :, :, positions_AL]
@@ -167,7 +168,7 @@ def _attention_by_heads(
     q_ALNH: jax.Array,
     k_ALKH: jax.Array,
     v_ALKH: jax.Array,
-    start_AL: jax.Array | None,
+    prompts_AL: jax.Array | None,
     window: int | None,
     implementation: Implementation,
     heads_axis: str | None,
@@ -178,16 +179,14 @@ def _attention_by_heads(
     automatic, so here that axis becomes manual too.
     """
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array | None) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, prompts: jax.Array | None) -> jax.Array:
         masks: dict[str, Any] = {"window": window}
-        if start is not None:
-            if window is not None:
-                start = jnp.maximum(start, jnp.arange(start.shape[1]) - window + 1)
-            masks = {"visibility": Visibility(start_BT=start)}
+        if prompts is not None:
+            masks = {"visibility": packed_visibility(prompts, window=window)}
         return attention(q, k, v, implementation=implementation, **masks)
 
     if heads_axis is None:
-        return local(q_ALNH, k_ALKH, v_ALKH, start_AL)
+        return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
     num_parts = jax.sharding.get_abstract_mesh().shape[heads_axis]
     num_heads, num_kv_heads = q_ALNH.shape[2], k_ALKH.shape[2]
     by_heads = PartitionSpec(None, None, heads_axis)
@@ -203,7 +202,7 @@ def _attention_by_heads(
         out_specs=by_heads,
         axis_names={heads_axis},
         check_vma=False,
-    )(q_ALNH, k_ALKH, v_ALKH, start_AL)
+    )(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
 
 
 def decode_attend(

@@ -32,7 +32,6 @@ class RowSizes:
     rows: int  # A
     tokens: int  # L, no less than the longest prompt
     prompts: int  # S
-    packed: bool  # False: a row holds one prompt, and attention is plain causal
 
 
 class PackedPrompts(NamedTuple):
@@ -48,8 +47,7 @@ class PrefillRows(NamedTuple):
 
     prompt_AL: jax.Array  # the prompt of each token
     position_AL: jax.Array  # in its prompt
-    start_AL: jax.Array  # first token of its prompt in the row; L where the token is padding
-    real_AL: jax.Array
+    real_AL: jax.Array  # False: padding
     place_AL: jax.Array  # of its prompt among those of the prefill
     num_prompts: jax.Array
 
@@ -59,28 +57,22 @@ def row_sizes(
     num_prompts: int,
     *,
     most: int,
-    rows: int,
-    row_tokens: int,
     attention: Implementation,
 ) -> RowSizes:
     """Rows for prompts of `width` tokens at most, `num_prompts` of which are wanted at once.
 
-    `rows` and `row_tokens` of 0 are automatic: as many prompts of the longest as are wanted, and
-    about PREFILL_TOKENS tokens, in long rows where `attention` skips what no token of a block sees
-    (pallas), in rows of the longest prompt where it does not, with one prompt in each where it
-    takes no packed ones (cudnn). There is room for `most` shorter prompts, or more.
+    As many prompts of the longest as are wanted, and about PREFILL_TOKENS tokens, in long rows
+    where `attention` skips what no token of a block sees (pallas), in rows of the longest prompt
+    where it does not, with one prompt in each where it takes no packed ones (cudnn). There is room
+    for `most` shorter prompts, or more.
     """
-    packed, width = attention != "cudnn", max(width, 1)
-    full = row_tokens // width  # prompts of a row where all are of the longest
-    if not row_tokens:
-        full = max(1, min(ROW_TOKENS // width, num_prompts)) if attention == "pallas" else 1
-    if not rows:
-        rows = max(1, min(PREFILL_TOKENS // (full * width), -(-num_prompts // full)))
-    if not row_tokens:
-        full = min(full, -(-num_prompts // rows))  # no row less full than the others
-        row_tokens = full * width
-    prompts = max(min(SHORT_PROMPTS * full, -(-most // rows)), full) if packed else 1
-    return RowSizes(rows=rows, tokens=row_tokens, prompts=prompts, packed=packed)
+    width = max(width, 1)
+    # Prompts of a row where all are of the longest.
+    full = max(1, min(ROW_TOKENS // width, num_prompts)) if attention == "pallas" else 1
+    rows = max(1, min(PREFILL_TOKENS // (full * width), -(-num_prompts // full)))
+    full = min(full, -(-num_prompts // rows))  # no row less full than the others
+    prompts = max(min(SHORT_PROMPTS * full, -(-most // rows)), full)
+    return RowSizes(rows=rows, tokens=full * width, prompts=1 if attention == "cudnn" else prompts)
 
 
 def pack_prompts(lengths_G: jax.Array, num_prompts: jax.Array, sizes: RowSizes) -> PackedPrompts:
@@ -119,13 +111,11 @@ def prefill_rows(packed: PackedPrompts, sizes: RowSizes, prefills: jax.Array) ->
     tokens_L = jnp.arange(sizes.tokens, dtype=jnp.int32)
     begun_AL = jnp.sum(start_AS[:, None] <= tokens_L[:, None], axis=2, dtype=jnp.int32)
     prompt_AL = jnp.minimum(first_A[:, None] + jnp.maximum(begun_AL - 1, 0), G - 1)
-    start_AL = packed.start_G[prompt_AL]
-    position_AL = tokens_L - start_AL
+    position_AL = tokens_L - packed.start_G[prompt_AL]
     real_AL = (begun_AL > 0) & (position_AL < packed.lengths_G[prompt_AL])
     return PrefillRows(
         prompt_AL=prompt_AL,
         position_AL=jnp.where(real_AL, position_AL, 0),
-        start_AL=jnp.where(real_AL, start_AL, sizes.tokens),
         real_AL=real_AL,
         place_AL=prompt_AL - first_A[0],
         num_prompts=end_A[-1] - first_A[0],

@@ -64,12 +64,12 @@ def policy_loss(
     spec: ModelSpec,
     settings: ForwardSettings,
     temperature: float,
-    with_samples: bool = False,
+    own_logprobs: bool = False,
 ) -> Loss:
     """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way.
 
-    `with_samples` gives log-probs and entropies [B, R] beside the metrics, for `accumulate`. Where
-    `fields` hold no `old_logprobs`, the parameters are still those that they would be of.
+    `own_logprobs` is for the only step on its samples: the old log-probs are those that it computes
+    itself, and it gives them and the entropies, [B, R], beside the metrics, for `accumulate`.
     """
     reads = field_names(algorithm.policy_loss)
     bonus_or_read = algorithm.entropy_coef != 0.0 or "entropy" in reads
@@ -82,7 +82,7 @@ def policy_loss(
             spec=spec,
             settings=settings,
             temperature=temperature,
-            with_entropy=bonus_or_read or with_samples,
+            with_entropy=bonus_or_read or own_logprobs,
             candidates=fields["teacher_top_ids"] if with_candidates else None,
         )
         logprobs, entropy, top = found.logprobs, found.entropy, found.at_candidates
@@ -96,8 +96,9 @@ def policy_loss(
             # Before the first update old and current log-probs are the same function of the same
             # parameters. Two compilations of it may differ in the last bit; the ratio must not.
             own = jax.lax.stop_gradient(logprobs)
-            old = fields.get("old_logprobs", own)
-            current["old_logprobs"] = jnp.where(fields["unchanged"], own, old)
+            current["old_logprobs"] = (
+                own if own_logprobs else jnp.where(fields["unchanged"], own, fields["old_logprobs"])
+            )
         per_token, parts = algorithm.policy_loss(*(current[name] for name in reads))
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
@@ -111,7 +112,7 @@ def policy_loss(
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term
-        return total, (metrics, (logprobs, entropy)) if with_samples else metrics
+        return total, (metrics, (logprobs, entropy)) if own_logprobs else metrics
 
     return loss
 

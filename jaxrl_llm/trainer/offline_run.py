@@ -76,8 +76,6 @@ class OfflineRun:
         self._validator: Validator | None = None
         if config.validation.generate and self.learner.spec.kind == "causal_lm":
             self._validator = open_validator(config, self.learner, tokenizer, run_dir, stack)
-        # A table of the reference's log-probs is of the records that it was computed from.
-        tables = {"held_out_crc32": fingerprint(self._held_out)}
         self.batches: Loader[OfflineRecord, Any] = Loader(
             self._records,
             self._collate,
@@ -86,7 +84,7 @@ class OfflineRun:
             shuffle=config.data.shuffle,
             num_workers=config.data.num_workers,
             prefetch=config.data.prefetch,
-            unchanged=tables if self.iteration.precomputed else None,
+            unchanged=self._tables(),
         )
         stack.callback(self.batches.close)
         self.states: States = {}
@@ -202,6 +200,12 @@ class OfflineRun:
             before = records[start - 1] if start and len(part) == 1 else None
             batches.append(collate(part, size=size, before=before))
         return batches
+
+    def _tables(self) -> dict[str, Any]:
+        """What tables of the reference's log-probs are of, beside the training data."""
+        if not self.iteration.precomputed:
+            return {}
+        return {"held_out_crc32": fingerprint(self._held_out)}
 
     def _reference_table(self, params: Params, records: list[OfflineRecord]) -> Any:
         """The reference's log-prob of every completion, by the name of its field: [N] each."""

@@ -434,7 +434,7 @@ def update_actor_stage(
         spec=role.spec,
         settings=role.forward,
         temperature=temperature,
-        with_samples=own_logprobs,
+        own_logprobs=own_logprobs,
     )
     reads = _update_reads(algorithm.policy_loss, algorithm.kl_loss)
     if algorithm.rejection is not None:

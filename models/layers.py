@@ -146,7 +146,29 @@ class Embedding(nnx.Module):
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return jnp.take(self.table[...], tokens_BT, axis=0)
+        return _lookup(self.table[...], tokens_BT)
+
+
+@jax.custom_vjp
+def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    return jnp.take(table_VD, tokens_BT, axis=0)
+
+
+def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
+    return _lookup(table_VD, tokens_BT), (table_VD, tokens_BT)
+
+
+def _lookup_backward(residuals: Any, gradient_BTD: jax.Array) -> tuple[jax.Array, None]:
+    """A token's gradients add up in float32: a bf16 sum of 256 like ones grows no further."""
+    table_VD, tokens_BT = residuals
+    # The zero comes with the gradient, or XLA would take the head's zeros, which are there before,
+    # and keep them through the whole backward pass.
+    gradient_BTD, zero = jax.lax.optimization_barrier((gradient_BTD, jnp.float32(0)))
+    sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
+    return sums_VD.astype(table_VD.dtype), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class MLP(nnx.Module):

@@ -347,6 +347,22 @@ def test_bf16_model_computes_in_bf16_and_gives_float32_logits():
     np.testing.assert_allclose(logits, head_output(exact, params32, tokens), atol=0.02)
 
 
+def test_a_frequent_token_s_gradients_add_up_in_float32():
+    """4,096 of them, all alike: a sum in bf16 stays at 256 of the first."""
+    spec = model_spec(TINY, dtype="bfloat16")
+    tokens = jnp.full((4, 1025), 7).at[:, 0].set(jnp.arange(4))
+    weights = jnp.linspace(0.1, 0.3, TINY.hidden_size).astype(jnp.bfloat16)
+
+    def total(params):
+        return (bind(spec, params).decoder.embed(tokens) * weights).astype(jnp.float32).sum()
+
+    gradient = jax.jit(jax.grad(total))(fresh(spec))["decoder"]["embed"]["table"]
+    assert gradient.dtype == jnp.bfloat16
+    counts = np.bincount(np.asarray(tokens).reshape(-1), minlength=TINY.vocab_size)
+    expected = counts[:, None] * np.asarray(weights, np.float64)
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=2**-8)
+
+
 def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
     config = families.config_from_hf({**LLAMA, "tie_word_embeddings": True})
     lm = fresh(model_spec(config))

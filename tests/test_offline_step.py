@@ -93,7 +93,11 @@ def gradients(algorithm, batch, micro_batches):
     @jax.jit
     def run(params, batch):
         grads, metrics = accumulate(
-            loss, params, update_fields(algorithm, batch), micro_batches=micro_batches
+            loss,
+            params,
+            update_fields(algorithm, batch),
+            dtype=SETTINGS.dtype,
+            micro_batches=micro_batches,
         )
         return grads, means(algorithm, metrics)
 

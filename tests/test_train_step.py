@@ -111,7 +111,9 @@ def test_accumulation_equals_the_full_batch(name):
 
     def gradients(params, fields, parts):
         batch = with_counts(fields, jnp.bool_(False))
-        return accumulate(loss, params, batch, micro_batches=Padded(num=parts))
+        return accumulate(
+            loss, params, batch, dtype=SETTINGS.dtype, micro_batches=Padded(num=parts)
+        )
 
     run = jax.jit(gradients, static_argnums=2)
     grads, metrics = run(params, fields, 1)
@@ -122,6 +124,22 @@ def test_accumulation_equals_the_full_batch(name):
     for key, value in metrics.items():
         np.testing.assert_allclose(found_metrics[key], value, rtol=1e-6, atol=1e-6)
     assert optax.tree.norm(grads) > 1e-3
+
+
+def test_parts_are_computed_in_bf16_and_summed_in_float32():
+    """A sum of 256 and 1 in bf16 is 256."""
+
+    def loss(params, part):
+        assert params["w"].dtype == jnp.bfloat16
+        return (params["w"] * part["x"].astype(jnp.bfloat16)).astype(jnp.float32).sum(), {}
+
+    x = jnp.array([256.0, 1.0, 1.0, 1.0])
+    params = {"w": jnp.array([1 + 2.0**-12])}
+    grads, metrics = accumulate(
+        loss, params, {"x": x}, dtype="bfloat16", micro_batches=Padded(num=4)
+    )
+    assert grads["w"].dtype == jnp.float32 and grads["w"] == 259
+    assert metrics["loss"] == 259
 
 
 def test_only_the_first_mini_batch_has_a_ratio_of_one():
@@ -135,6 +153,7 @@ def test_only_the_first_mini_batch_has_a_ratio_of_one():
         optimizer=optimizer,
         learning_rate=lambda _: 1e-2,
         max_grad_norm=1.0,
+        dtype=SETTINGS.dtype,
         micro_batches=Padded(num=2),
     )
     update = jax.jit(

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
 from jaxrl_llm.learner.rows import Fields
-from jaxrl_llm.learner.train_state import Params, TrainState
+from jaxrl_llm.learner.train_state import Params, TrainState, cast
 
 Metrics = dict[str, Array]
 Loss = Callable[[Params, Any], tuple[Array, Any]]  # the second: Metrics, see `accumulate`
@@ -29,19 +29,22 @@ def accumulate(
     params: Params,
     batch: Fields,
     *,
+    dtype: str,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
-    Gradients are summed in float32 whatever the parameters' dtype. The metric `micro_batches`
-    counts the parts. With `measure` the loss gives a pair: its metrics, and arrays with one entry a
-    sample, of which, once they are there for the whole batch, `measure` makes more metrics.
+    The loss gets the parameters in `dtype`, that of computation: cast here, they are so once and
+    not in each part. Gradients are summed in float32. The metric `micro_batches` counts the parts.
+    With `measure` the loss gives a pair: its metrics, and arrays with one entry a sample, of which,
+    once they are there for the whole batch, `measure` makes more metrics.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
+    computed = cast(params, dtype)
 
     def run(part: Fields) -> tuple[Any, Any]:
-        (value, metrics), grads = grad(params, part)
+        (value, metrics), grads = grad(computed, part)
         metrics, samples = (metrics, ()) if measure is None else metrics
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
         return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), metrics), samples
@@ -96,15 +99,16 @@ def train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
+    dtype: str,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a global mini-batch whose rows are the leading axis of every array.
 
-    For `measure` see `accumulate`.
+    For `dtype` and `measure` see `accumulate`.
     """
     grads, metrics = accumulate(
-        loss, state.params, batch, micro_batches=micro_batches, measure=measure
+        loss, state.params, batch, dtype=dtype, micro_batches=micro_batches, measure=measure
     )
     state, norms = apply_gradients(
         state,

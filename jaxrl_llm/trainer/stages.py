@@ -511,6 +511,7 @@ def _updater(
         optimizer=role.optimizer,
         learning_rate=role.learning_rate,
         max_grad_norm=role.max_grad_norm,
+        dtype=role.forward.dtype,
         micro_batches=sizes.update,
         measure=measure,
     )

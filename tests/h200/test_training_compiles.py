@@ -65,6 +65,7 @@ def update(sizes, *, compiler_options=None, **settings):
             optimizer=role.optimizer,
             learning_rate=role.learning_rate,
             max_grad_norm=1.0,
+            dtype=role.forward.dtype,
             micro_batches=packed,
         )
 
@@ -88,6 +89,10 @@ def test_on_one_card():
     text = compiled.as_text()
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3 * CONFIG.num_layers
     assert not whole_logits(text)
+    # Weights are cast to bf16 before the loop over micro-batches, not in each of them.
+    weight = rf"bf16\[{CONFIG.hidden_size},{CONFIG.intermediate_size}\]\S* convert\([^\n]*op_name="
+    assert re.search(weight + r'"jit\(step\)/convert', text)
+    assert not re.search(weight + r'"[^"]*while/body', text)
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes  # the state is donated
 

@@ -112,7 +112,7 @@ def test_accumulation_equals_the_full_batch(name):
     def gradients(params, fields, parts):
         batch = with_counts(fields, jnp.bool_(False))
         return accumulate(
-            loss, params, batch, dtype=SETTINGS.dtype, micro_batches=Padded(num=parts)
+            loss, params, batch, dtype=SETTINGS.cast_ahead, micro_batches=Padded(num=parts)
         )
 
     run = jax.jit(gradients, static_argnums=2)
@@ -153,7 +153,7 @@ def test_only_the_first_mini_batch_has_a_ratio_of_one():
         optimizer=optimizer,
         learning_rate=lambda _: 1e-2,
         max_grad_norm=1.0,
-        dtype=SETTINGS.dtype,
+        dtype=SETTINGS.cast_ahead,
         micro_batches=Padded(num=2),
     )
     update = jax.jit(

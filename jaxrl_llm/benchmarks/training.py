@@ -300,7 +300,9 @@ def learner_gradient(
             return response_logprobs(params, rows_of(part), spec=spec, settings=settings)[0]
 
         counted = with_counts(fields, jnp.bool_(False))
-        gradient, _ = accumulate(loss, params, counted, dtype=settings.dtype, micro_batches=rows)
+        gradient, _ = accumulate(
+            loss, params, counted, dtype=settings.cast_ahead, micro_batches=rows
+        )
         return rows.join(logprobs, fields), gradient
 
     return run

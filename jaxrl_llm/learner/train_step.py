@@ -29,19 +29,20 @@ def accumulate(
     params: Params,
     batch: Fields,
     *,
-    dtype: str,
+    dtype: str | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
-    The loss gets the parameters in `dtype`, that of computation: cast here, they are so once and
-    not in each part. Gradients are summed in float32. The metric `micro_batches` counts the parts.
-    With `measure` the loss gives a pair: its metrics, and arrays with one entry a sample, of which,
-    once they are there for the whole batch, `measure` makes more metrics.
+    The parameters are cast to `dtype`, that of computation, once and not in each part, unless it
+    is None (see `ForwardSettings.cast_ahead`). Gradients are summed in float32. The metric
+    `micro_batches` counts the parts. With `measure` the loss gives a pair: its metrics, and arrays
+    with one entry a sample, of which, once they are there for the whole batch, `measure` makes more
+    metrics.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
-    computed = cast(params, dtype)
+    computed = params if dtype is None else cast(params, dtype)
 
     def run(part: Fields) -> tuple[Any, Any]:
         (value, metrics), grads = grad(computed, part)
@@ -99,7 +100,7 @@ def train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
-    dtype: str,
+    dtype: str | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[TrainState, Metrics]:

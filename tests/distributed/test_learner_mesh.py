@@ -78,7 +78,7 @@ def learn(mesh=None, *, row_tokens=0):
 
             out["values"] = fetch(jax.jit(values)(params, batch))
 
-        def gradients(params, batch, loss=loss, dtype=role.forward.dtype):
+        def gradients(params, batch, loss=loss, dtype=role.forward.cast_ahead):
             batch = with_counts(batch, jnp.bool_(False))
             return accumulate(loss, params, batch, dtype=dtype, micro_batches=micro_batches)
 

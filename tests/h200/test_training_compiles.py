@@ -65,7 +65,7 @@ def update(sizes, *, compiler_options=None, **settings):
             optimizer=role.optimizer,
             learning_rate=role.learning_rate,
             max_grad_norm=1.0,
-            dtype=role.forward.dtype,
+            dtype=role.forward.cast_ahead,
             micro_batches=packed,
         )
 

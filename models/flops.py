@@ -48,13 +48,21 @@ def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
 
 
 def attention_flops(
-    num_heads: int, head_dim: int, lengths: Sequence[int], *, backward: bool = False
+    num_heads: int,
+    head_dim: int,
+    lengths: Sequence[int],
+    *,
+    window: int | None = None,
+    backward: bool = False,
 ) -> float:
     """FLOPs of one layer's causal attention: 4 * S^2 * heads * head_dim / 2 a row.
 
-    The backward pass is counted as 2.5 forward ones, as the FlashAttention papers do.
+    With a window of W < S tokens (S - W)^2 of S^2 are not seen. The backward pass is counted as 2.5
+    forward ones, as the FlashAttention papers do.
     """
-    squares = float(np.sum(np.square(np.asarray(lengths, np.float64))))
+    S = np.asarray(lengths, np.float64)
+    hidden = 0.0 if window is None else np.maximum(S - window, 0.0)
+    squares = float(np.sum(np.square(S) - np.square(hidden)))
     forward = 2.0 * num_heads * head_dim * squares
     return forward * (3.5 if backward else 1.0)
 

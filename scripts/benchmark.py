@@ -5,11 +5,14 @@ repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performa
 
 Flags:
   --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b
-  --workload=NAME[,NAME]   generation: fixed, rl_mix   training: update, logprob, values, mix
-                           attention: dense, packed, decode   rl_step: ppo, grpo
+  --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill   attention: dense, packed, decode
+                           training: update, logprob, values, mix   rl_step: ppo, grpo
   --batch=B[,B]            rows of generation (1,64), rows x tokens of training and attention
   --prompt=512  --response=512   tokens of a prompt and of a response
   --groups=128x8           prompts and samples of each: rl_mix, mix and rl_step
+  --head_dim=N             of attention's heads, instead of the shape's
+  --window=TOKENS          of attention's dense rows
+  --cache=float8           the dtype of attention's decode caches; else bfloat16
   --repeats=3              timed runs
   --baseline               also measure the peer: cuDNN and XLA, torch, a plain JAX loop, vLLM
   --peer_python=PATH       the Python that has the peer's packages; else this one

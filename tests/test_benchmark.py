@@ -107,6 +107,9 @@ def test_flops_by_hand():
     # 4 B N S^2 H / 2, and 2.5 times as much for the backward pass.
     assert attention_flops(32, 128, (1024,) * 16) == 4 * 16 * 32 * 1024**2 * 128 / 2
     assert attention_flops(4, 8, (7,), backward=True) == 3.5 * attention_flops(4, 8, (7,))
+    # Pairs that a window of 3 lets see, the diagonal halved: 7 * 3 - 3 * 3 / 2.
+    assert attention_flops(4, 8, (7,), window=3) == 4 * 4 * 8 * (7 * 3 - 3 * 3 / 2)
+    assert attention_flops(4, 8, (7,), window=9) == attention_flops(4, 8, (7,))
     # A scalar model looks its tokens up in the table, and multiplies them with none but its layers.
     scalar = dataclasses.replace(tiny, vocab_size=2 * tiny.vocab_size)
     assert forward_flops(scalar, (5, 3), "scalar") == forward_flops(tiny, (5, 3), "scalar")
@@ -179,6 +182,9 @@ def test_decode_bound_of_the_mix_is_the_known_one():
         (["generation", "--config.rollout.temperature=0.5"], "temperature 1"),
         (["generation", "--groups=1000x8"], "128x8"),
         (["rl_step", "--batch=4"], "--groups"),
+        (["training", "--head_dim=96"], "belongs to attention"),
+        (["attention", "--window=64"], "--workload=dense"),
+        (["attention", "--workload=dense", "--cache=float8"], "--workload=decode"),
         (["rl_step", "--config.critic.warmup_steps=1"], "actor's updates would be left out"),
         (["rl_step", "--baseline"], "no peer"),
         (["training", "--check=x.json"], "--baseline"),
@@ -531,6 +537,14 @@ PACKED_AND_DECODE = [
             ["training", "--workload=values", "--batch=2x8"]
             + ["--config.critic.micro_batch_tokens=128"],
             ["values_2x8"],
+        ),
+        (
+            ["attention", "--workload=dense", "--head_dim=8", "--window=9"],
+            ["dense_d8_w9_2x64_fwd", "dense_d8_w9_2x64_fwdbwd"],
+        ),
+        (
+            ["attention", "--workload=decode", "--cache=float8", "--head_dim=8"],
+            ["decode_d8_4x64_float8", "decode_d8_4x64_shared_float8"],
         ),
         pytest.param(
             ["attention", "--workload=packed,decode"], PACKED_AND_DECODE, marks=pytest.mark.slow

@@ -19,8 +19,8 @@ from jaxrl_llm.benchmarks.options import Options
 from jaxrl_llm.benchmarks.workloads import packed_lengths
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.visibility import packed_visibility
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import attention_flops
-from jaxrl_llm.models.shapes import SHAPES
 
 # Relative L2 errors against float32 on the same bf16 inputs.
 MOST_OUTPUT_ERROR = 1e-2
@@ -44,6 +44,7 @@ class Layout:
     first_row: int  # tokens of the first row that are real
     segment_ids: np.ndarray | None = None  # [B, T], of packed rows
     row_lengths: np.ndarray | None = None  # [B], of padded rows that say so
+    window: int | None = None
 
 
 class Attention(Case):
@@ -57,6 +58,7 @@ class Attention(Case):
         shape: str,
         name: str,
         who: str,
+        model: ModelConfig,
         reference: "Reference",
         implementation: Implementation,
         backward: bool,
@@ -64,7 +66,7 @@ class Attention(Case):
         self.shape, self.who, self.backward = shape, who, backward
         self.reference, self.layout = reference, reference.layout
         self.name = f"{name}_{'fwdbwd' if backward else 'fwd'}"
-        self.model = SHAPES[shape]
+        self.model = model
         self.implementation: Implementation = implementation
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
@@ -99,7 +101,8 @@ class Attention(Case):
     def figures(self, seconds: float) -> dict[str, float]:
         N, H = self.model.num_heads, self.model.head_dim
         lengths = self.layout.lengths
-        useful = attention_flops(N, H, lengths, backward=self.backward)
+        window = self.layout.window
+        useful = attention_flops(N, H, lengths, window=window, backward=self.backward)
         padded = self.layout.rows * self.layout.tokens
         return {
             "TFLOP/s": useful / seconds / 1e12,
@@ -109,6 +112,8 @@ class Attention(Case):
 
     def _call(self, q: Any, k: Any, v: Any, do: Any, *given: Any) -> tuple[jax.Array, ...]:
         settings: dict[str, Any] = {"implementation": self.implementation}
+        if self.layout.window is not None:
+            settings["window"] = self.layout.window
         if given:
             packed = self.layout.segment_ids is not None
             settings["visibility" if packed else "lengths"] = given[0]
@@ -198,18 +203,21 @@ def _peers(options: Options, tokens: int) -> list[Implementation]:
 
 def _dense_cases(options: Options, shape: str) -> list[Case]:
     cases: list[Case] = []
+    name = _name("dense", options)
     for rows, tokens in options.batches_of(shape):
+        window = options.window or tokens
         layout = Layout(
             rows=rows,
             tokens=tokens,
             lengths=(tokens,) * rows,
-            starts=np.zeros(tokens, np.int32),
+            starts=np.maximum(np.arange(tokens) + 1 - window, 0),
             first_row=tokens,
+            window=options.window,
         )
         who: list[Who] = [("ours", own_implementation())]
         for peer in _peers(options, tokens):
             who.append((peer, peer))
-        cases += _both(shape, f"dense_{rows}x{tokens}", layout, who)
+        cases += _both(options, shape, f"{name}_{rows}x{tokens}", layout, who)
     return cases
 
 
@@ -218,9 +226,9 @@ def _packed_cases(options: Options, shape: str) -> list[Case]:
     for rows, tokens in options.packed_batches(shape):
         packed = packed_lengths(shape, rows, tokens)
         flat = tuple(length for row in packed for length in row)
-        name = f"packed_{rows}x{tokens}"
+        name = f"{_name('packed', options)}_{rows}x{tokens}"
         ours = own_implementation()
-        cases += _both(shape, name, _packed_layout(packed, tokens), [("ours", ours)])
+        cases += _both(options, shape, name, _packed_layout(packed, tokens), [("ours", ours)])
         longest = max(flat)
         for peer in _peers(options, longest):
             padded = Layout(
@@ -230,10 +238,10 @@ def _packed_cases(options: Options, shape: str) -> list[Case]:
                 starts=np.zeros(longest, np.int32),
                 first_row=flat[0],
             )
-            cases += _both(shape, name, padded, [(f"{peer}_padded", peer)])
+            cases += _both(options, shape, name, padded, [(f"{peer}_padded", peer)])
             if peer == "cudnn":
                 told = replace(padded, row_lengths=np.asarray(flat))
-                cases += _both(shape, name, told, [("cudnn_lengths", peer)])
+                cases += _both(options, shape, name, told, [("cudnn_lengths", peer)])
     return cases
 
 
@@ -255,10 +263,19 @@ def _packed_layout(packed: Sequence[Sequence[int]], tokens: int) -> Layout:
     )
 
 
-def _both(shape: str, name: str, layout: Layout, who: Sequence[Who]) -> list[Case]:
-    reference = Reference(layout)
+def _name(workload: str, options: Options) -> str:
+    parts = [workload]
+    parts += [] if options.head_dim is None else [f"d{options.head_dim}"]
+    parts += [] if options.window is None else [f"w{options.window}"]
+    return "_".join(parts)
+
+
+def _both(
+    options: Options, shape: str, name: str, layout: Layout, who: Sequence[Who]
+) -> list[Case]:
+    reference, model = Reference(layout), options.heads_of(shape)
     return [
-        Attention(shape, name, label, reference, implementation, backward)
+        Attention(shape, name, label, model, reference, implementation, backward)
         for label, implementation in who
         for backward in (False, True)
     ]

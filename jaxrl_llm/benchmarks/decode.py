@@ -23,7 +23,7 @@ from jaxrl_llm.kernels.decode_attention import (
     prefix_decode_attention,
     prefix_decode_attention_reference,
 )
-from jaxrl_llm.models.shapes import SHAPES
+from jaxrl_llm.kernels.float8 import FLOAT8
 
 MOST_ERROR = 1e-2
 NUM_CHECKED = 8  # slots
@@ -52,19 +52,24 @@ class Decode(Case):
         who: str,
         implementation: DecodeImplementation,
         sizes: tuple[int, int, int, int],
+        options: Options,
     ) -> None:
         self.shape, self.who = shape, who
         self.implementation: DecodeImplementation = implementation
         self.slots, self.prompt, self.own, self.group = sizes
-        self.name = f"decode_{self.slots}x{self.own}" + ("_shared" if self.group > 1 else "")
-        self.model = SHAPES[shape]
+        heads = "" if options.head_dim is None else f"_d{options.head_dim}"
+        shared = "_shared" if self.group > 1 else ""
+        float8 = "_float8" if options.cache == "float8" else ""
+        self.name = f"decode{heads}_{self.slots}x{self.own}{shared}{float8}"
+        self.model, self.dtype = options.heads_of(shape), FLOAT8 if float8 else jnp.bfloat16
         rng = np.random.default_rng(3)
         limits = np.asarray(mix_limits(shape, self.slots))
         # Somewhere in its answer, the current token included.
         self.lengths = np.minimum(rng.integers(1, limits + 1), self.own).astype(np.int32)
         # Over all of them, the first and the last included.
         self.checked = np.unique(np.linspace(0, self.slots - 1, NUM_CHECKED).astype(int))
-        self.token_bytes = 2 * self.model.num_kv_heads * self.model.head_dim * 2
+        itemsize = jnp.dtype(self.dtype).itemsize
+        self.token_bytes = 2 * self.model.num_kv_heads * self.model.head_dim * itemsize
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         plan, q, *others = jax.eval_shape(self._inputs, jax.random.key(0))
@@ -148,7 +153,7 @@ class Decode(Case):
             prefix_entries=prefix.shape[3],
             own_entries=pages.shape[1] * own.shape[3],
             slots_per_prompt=self.group,
-            tuning=default_tuning(self.model.head_dim),
+            tuning=default_tuning(self.model.head_dim, self.dtype),
         )
         return plan, *arrays
 
@@ -166,10 +171,10 @@ class Decode(Case):
         pages = jax.random.permutation(next(keys), B * pages_a_slot)
         return (
             normal(B, self.model.num_heads, H),
-            normal(*prompts),
+            normal(*prompts).astype(self.dtype),
             jnp.arange(B, dtype=jnp.int32) // self.group,
             jnp.full((B,), self.prompt, jnp.int32),
-            normal(*own),
+            normal(*own).astype(self.dtype),
             pages.reshape(B, pages_a_slot).astype(jnp.int32),
             jnp.asarray(self.lengths),
         )
@@ -186,5 +191,5 @@ def decode_cases(options: Options, shape: str) -> list[Case]:
     for slots, own in options.decode_batches(shape):
         groups = [1] if slots % samples or samples == 1 else [1, samples]
         for group in groups:
-            cases += [Decode(shape, *pair, (slots, prompt, own, group)) for pair in who]
+            cases += [Decode(shape, *pair, (slots, prompt, own, group), options) for pair in who]
     return cases

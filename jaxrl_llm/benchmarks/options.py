@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from jaxrl_llm.config import (
     RolloutConfig,
     TaskConfig,
 )
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import to_hf_config
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.overrides import apply_override
@@ -94,6 +95,9 @@ class Options:
     prompt: int | None
     response: int | None
     groups: tuple[int, int] | None
+    head_dim: int | None  # of `attention`: None takes the shape's
+    window: int | None  # of its dense rows, in tokens
+    cache: str  # dtype of its decode caches: bfloat16 or float8
     repeats: int
     baseline: bool
     peer_python: str | None
@@ -116,6 +120,11 @@ class Options:
     def group_sizes(self, shape: str) -> tuple[int, int]:
         """Prompts, and samples of each."""
         return self.groups or GROUPS.get(shape, GROUPS[""])
+
+    def heads_of(self, shape: str) -> ModelConfig:
+        """The shape whose heads `attention` measures, of --head_dim dimensions if it is given."""
+        model = SHAPES[shape]
+        return model if self.head_dim is None else replace(model, head_dim=self.head_dim)
 
     def batches_of(self, shape: str) -> tuple[Batch, ...]:
         """The batches to measure for one shape."""
@@ -165,6 +174,9 @@ def read_options(words: Sequence[str]) -> Options:
         prompt=given.prompt,
         response=given.response,
         groups=given.groups,
+        head_dim=given.head_dim,
+        window=given.window,
+        cache=given.cache,
         repeats=given.repeats,
         baseline=given.baseline,
         peer_python=given.peer_python,
@@ -201,6 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=_count)
     parser.add_argument("--response", type=_count)
     parser.add_argument("--groups", type=_pair)
+    parser.add_argument("--head_dim", type=_count)
+    parser.add_argument("--window", type=_count)
+    parser.add_argument("--cache", choices=("bfloat16", "float8"), default="bfloat16")
     parser.add_argument("--repeats", type=_count, default=3)
     parser.add_argument("--baseline", action="store_true")
     parser.add_argument("--peer_python")
@@ -272,6 +287,15 @@ def _check(options: Options) -> None:
             raise ConfigError(f"--batch of {command} is {form}")
     if options.compiler_options and command == "rl_step":
         raise ConfigError("rl_step compiles as a run does; drop --compiler_option")
+    for flag, given, workload in (
+        ("head_dim", options.head_dim, ""),
+        ("window", options.window, "dense"),
+        ("cache", options.cache != "bfloat16", "decode"),
+    ):
+        if given and command != "attention":
+            raise ConfigError(f"--{flag} belongs to attention; {command} takes its shape's")
+        if given and workload and options.workloads != (workload,):
+            raise ConfigError(f"--{flag} is measured on {workload} alone: --workload={workload}")
     if options.overrides and command == "attention":
         raise ConfigError("attention takes no --config.KEY: it measures kernels, not a run")
     if options.baseline and command not in PEERS:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.numerics import rms_norm
+from jaxrl_llm.numerics import rms_norm, to_every_token
 
 AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value", "merged")
 # How a model keeps its projections: one kernel each, those of one input as one kernel, or so and in
@@ -63,7 +63,7 @@ class Projection(nnx.Module):
         # first written out for every token.
         inputs, outputs = kernel.shape[: self.contract], kernel.shape[self.contract :]
         y = jnp.tensordot(x, kernel.reshape(*inputs, -1), axes=self.contract)
-        y += self.bias[...].reshape(-1)
+        y += to_every_token(self.bias[...].reshape(-1), y.shape)
         return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
 
 

@@ -15,6 +15,7 @@ from jaxrl_llm.numerics import (
     masked_whiten,
     round_by_chance,
     safe_divide,
+    to_every_token,
 )
 
 X = np.array([[1.0, 2.0, 4.0], [7.0, 3.0, 5.0]], np.float32)
@@ -30,6 +31,14 @@ def test_statistics_of_the_selected_entries(checked):
     np.testing.assert_allclose(checked(masked_mean)(x, mask, 0), [4.0, 2.0, 0.0])
     np.testing.assert_allclose(checked(masked_var)(x, mask), np.var([1, 2, 7], ddof=1), rtol=1e-6)
     np.testing.assert_allclose(masked_var(x, mask, unbiased=False), np.var([1, 2, 7]), rtol=1e-6)
+
+
+def test_a_weight_of_every_token_has_its_gradient_summed_in_float32():
+    weight, gradient = jnp.arange(4, dtype=jnp.bfloat16), jnp.full((8, 512, 4), 0.375, jnp.bfloat16)
+    out, pull = jax.vjp(lambda weight: to_every_token(weight, gradient.shape), weight)
+    np.testing.assert_array_equal(out, np.broadcast_to(weight, gradient.shape))
+    (found,) = pull(gradient)
+    assert found.dtype == jnp.bfloat16 and (found == 1536).all()
 
 
 def test_whiten_by_hand(checked):

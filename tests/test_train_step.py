@@ -24,7 +24,7 @@ from jaxrl_llm.config import FunctionConfig, OptimizerConfig
 from jaxrl_llm.learner import optimizer as optimizer_module
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
-from jaxrl_llm.learner.micro_batches import Padded
+from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state, state_shardings
 from jaxrl_llm.learner.train_step import (
@@ -140,6 +140,38 @@ def test_parts_are_computed_in_bf16_and_summed_in_float32():
     )
     assert grads["w"].dtype == jnp.float32 and grads["w"] == 259
     assert metrics["loss"] == 259
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_no_gradient_is_summed_over_tokens_in_bf16(family):
+    """Of biases and norms: such a sum stays at some 256 of the first."""
+    bias, norm = family == "qwen2", family == "qwen3"
+    model = replace(MODEL, family=family, attention_bias=bias, qk_norm=norm)
+    spec, settings = model_spec(model), ForwardSettings(dtype="bfloat16")
+    loss = policy_loss(ppo(), spec=spec, settings=settings, temperature=1.0)
+
+    def gradients(params, fields):
+        batch = with_counts(fields, jnp.bool_(False))
+        micro_batches = Packed(row_tokens=64, group=2)
+        return accumulate(loss, params, batch, dtype="bfloat16", micro_batches=micro_batches)
+
+    sums = [
+        equation.outvars[0].aval
+        for equation in equations(jax.make_jaxpr(gradients)(spec.params, rollout()).jaxpr)
+        if equation.primitive.name == "reduce_sum"
+    ]
+    assert len(sums) > 10
+    assert not [aval for aval in sums if aval.dtype == jnp.bfloat16]
+
+
+def equations(jaxpr):
+    """All of a program's, those of its loops and calls among them."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def test_only_the_first_mini_batch_has_a_ratio_of_one():

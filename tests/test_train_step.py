@@ -133,11 +133,16 @@ def test_parts_are_computed_in_bf16_and_summed_in_float32():
         assert params["w"].dtype == jnp.bfloat16
         return (params["w"] * part["x"].astype(jnp.bfloat16)).astype(jnp.float32).sum(), {}
 
-    x = jnp.array([256.0, 1.0, 1.0, 1.0])
+    x, ones = jnp.array([256.0, 1.0, 1.0, 1.0]), jnp.ones((4, 1), jnp.int32)
+    fields = {
+        "x": x,
+        "prompts": ones,
+        "responses": ones,
+        "prompt_lengths": ones[:, 0],
+        "mask": ones,
+    }
     params = {"w": jnp.array([1 + 2.0**-12])}
-    grads, metrics = accumulate(
-        loss, params, {"x": x}, dtype="bfloat16", micro_batches=Padded(num=4)
-    )
+    grads, metrics = accumulate(loss, params, fields, dtype="bfloat16", micro_batches=Padded(num=4))
     assert grads["w"].dtype == jnp.float32 and grads["w"] == 259
     assert metrics["loss"] == 259
 

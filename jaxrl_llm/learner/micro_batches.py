@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxrl_llm.learner.rows import ROWS, Fields, packed_rows, plan_packing
+from jaxrl_llm.learner.rows import ROWS, Fields, PackingPlan, packed_rows, plan_packing
 
 Pass = Callable[[Fields], Any]  # of one part
 Shard = Callable[[Any], Any]
@@ -29,6 +29,10 @@ class MicroBatches(ABC):
 
         Returns the sums, e.g. of gradients, and the arrays of all samples in their order.
         """
+
+    @abstractmethod
+    def row_use(self, fields: Fields) -> Array:
+        """The share of the tokens that are computed which are of samples and not padding."""
 
     def sum(self, fn: Pass, fields: Fields) -> Any:
         """The sum of fn's results over the parts."""
@@ -60,6 +64,11 @@ class Padded(MicroBatches):
         total, parts = jax.lax.scan(add, zeros, stacked)
         return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
 
+    def row_use(self, fields: Fields) -> Array:
+        lengths = fields["prompt_lengths"] + _response_lengths(fields)
+        row = fields["prompts"].shape[-1] + fields["responses"].shape[-1]
+        return lengths.sum() / (lengths.size * row)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(MicroBatches):
@@ -80,10 +89,12 @@ class Packed(MicroBatches):
         # What is joined is 0 outside of its part, so it is added up as well.
         return jax.lax.fori_loop(0, num_rows, lambda i, total: _add(total, run(i)), zeros)
 
-    def _parts(self, fn: Pass, fields: Fields) -> tuple[Array, Callable[[Array], Any]]:
-        lengths = fields.get("response_lengths")  # given where the mask leaves tokens out
-        if lengths is None:
-            lengths = fields["mask"].sum(axis=1).astype(jnp.int32)
+    def row_use(self, fields: Fields) -> Array:
+        plan, _ = self._plan(fields)
+        return plan.use(fields["prompt_lengths"], _response_lengths(fields))
+
+    def _plan(self, fields: Fields) -> tuple[PackingPlan, tuple[Array, ...]]:
+        lengths = _response_lengths(fields)
         samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
         plan = plan_packing(
             fields["prompt_lengths"],
@@ -92,6 +103,10 @@ class Packed(MicroBatches):
             group=self.group,
             num_replicas=self.num_replicas,
         )
+        return plan, samples
+
+    def _parts(self, fn: Pass, fields: Fields) -> tuple[Array, Callable[[Array], Any]]:
+        plan, samples = self._plan(fields)
 
         def run(row: Array) -> Any:
             rows = self.shard(packed_rows(plan, row, *samples))
@@ -111,6 +126,11 @@ def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:
         return x.reshape(num_micro_batches, x.shape[0] // num_micro_batches, *x.shape[1:])
 
     return jax.tree.map(split, tree)
+
+
+def _response_lengths(fields: Fields) -> Array:
+    lengths = fields.get("response_lengths")  # given where the mask leaves tokens out
+    return fields["mask"].sum(axis=-1).astype(jnp.int32) if lengths is None else lengths
 
 
 def _where_included(x: Array, included_B: Array) -> Array:

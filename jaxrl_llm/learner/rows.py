@@ -167,6 +167,16 @@ class PackingPlan:
     row_tokens: int = field(metadata={"static": True})
     shared: bool = field(metadata={"static": True})
 
+    def use(
+        self, prompt_lengths: Int[Array, " B"], response_lengths: Int[Array, " B"]
+    ) -> Float[Array, ""]:
+        """The share of the rows' tokens, of all replicas, in which a sample or a prompt lies."""
+        size = self.leaders.shape
+        prompt_DS, response_DS = prompt_lengths.reshape(size), response_lengths.reshape(size)
+        leads_DS = (self.leaders == jnp.arange(size[1])) & (response_DS > 0)
+        used = (response_DS + jnp.where(leads_DS, prompt_DS, 0)).sum().astype(jnp.float32)
+        return used / (size[0] * self.num_rows * self.row_tokens)
+
 
 def plan_packing(
     prompt_lengths: Int[Array, " B"],

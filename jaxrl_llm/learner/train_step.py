@@ -37,9 +37,9 @@ def accumulate(
 
     The parameters are cast to `dtype`, that of computation, once and not in each part, unless it
     is None (see `ForwardSettings.cast_ahead`). Gradients are summed in float32. The metric
-    `micro_batches` counts the parts. With `measure` the loss gives a pair: its metrics, and arrays
-    with one entry a sample, of which, once they are there for the whole batch, `measure` makes more
-    metrics.
+    `micro_batches` counts the parts, `row_use` says how full their rows are. With `measure` the
+    loss gives a pair: its metrics, and arrays with one entry a sample, of which, once they are
+    there for the whole batch, `measure` makes more metrics.
     """
     grad = jax.value_and_grad(loss, has_aux=True)
     computed = params if dtype is None else cast(params, dtype)
@@ -51,6 +51,7 @@ def accumulate(
         return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), metrics), samples
 
     (grads, metrics), samples = micro_batches.walk(run, batch)
+    metrics["row_use"] = micro_batches.row_use(batch)
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 

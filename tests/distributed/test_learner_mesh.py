@@ -98,7 +98,7 @@ def test_losses_gradients_and_values():
         np.testing.assert_allclose(found["values"], expected["values"], rtol=1e-4, atol=1e-5)
         for role in ("actor", "critic"):
             metrics, grads = found[role]
-            for name in metrics.keys() - {"micro_batches"}:
+            for name in metrics.keys() - {"micro_batches", "row_use"}:
                 value = expected[role][0][name]
                 np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
             pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(expected[role][1]), strict=True)
@@ -162,7 +162,7 @@ def check_iteration(sizes, *, row_tokens=0):
     assert metrics.keys() == expected_metrics.keys()
     # Two equal responses on two devices get scores of a model that are equal to rounding only.
     expected_metrics["frac_reward_zero_std"] = constant_groups(batch)
-    counts = {"actor/micro_batches", "critic/micro_batches"}
+    counts = {f"{role}/{n}" for role in ("actor", "critic") for n in ("micro_batches", "row_use")}
     for name in metrics.keys() - counts - OF_THE_DECODE_LOOP:
         np.testing.assert_allclose(
             metrics[name], expected_metrics[name], rtol=1e-3, atol=1e-4, err_msg=name

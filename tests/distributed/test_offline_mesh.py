@@ -83,7 +83,7 @@ def assert_same(found: Any, expected: Any) -> None:
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6), params, expected_params
     )
-    for name in expected_metrics.keys() - {"micro_batches"}:
+    for name in expected_metrics.keys() - {"micro_batches", "row_use"}:
         np.testing.assert_allclose(
             metrics[name], expected_metrics[name], rtol=2e-4, atol=2e-5, err_msg=name
         )

@@ -41,7 +41,7 @@ def test_a_step_is_the_same_on_four_replicas():
         np.testing.assert_allclose(spread.advantages, batch.advantages, atol=1e-4)
         assert found.keys() == metrics.keys()
         # As many replicas as fill rows take fewer parts.
-        for key in metrics.keys() - OF_THE_DECODE_LOOP - {"actor/micro_batches"}:
+        for key in metrics.keys() - OF_THE_DECODE_LOOP - {"actor/micro_batches", "actor/row_use"}:
             np.testing.assert_allclose(
                 found[key], metrics[key], rtol=1e-3, atol=1e-4, err_msg=f"{name} {key}"
             )

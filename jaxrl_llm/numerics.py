@@ -95,7 +95,7 @@ def rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], eps: float) -> 
 def to_every_token(weight: Float[Array, " D"], shape: tuple[int, ...]) -> Float[Array, "..."]:
     """The weight broadcast to `shape` [..., D]. Its gradient is summed over tokens in float32.
 
-    In bf16 a sum of 4,096 like terms loses a tenth of them on a CPU.
+    In bf16 a sum of 4,096 like terms is off by up to a fifth, either way, on a CPU.
     """
     return _to_every_token(weight, shape)
 

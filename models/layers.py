@@ -9,6 +9,7 @@ the dtype of its parameters, statistics in float32.
 """
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -16,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.numerics import rms_norm, to_every_token
@@ -146,26 +149,58 @@ class Embedding(nnx.Module):
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return _lookup(self.table[...], tokens_BT)
+        return _lookup(_replicas(tokens_BT.shape[0]), self.table[...], tokens_BT)
 
 
-@jax.custom_vjp
-def _lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def _replicas(num_rows: int) -> AbstractMesh | None:
+    """The mesh in scope, where XLA would divide this many rows over it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(kinds.get(axis) is not AxisType.Auto for axis in REPLICA_AXES):
+        return None
+    size = math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
+    return mesh if size > 1 and num_rows % size == 0 else None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _lookup(mesh: AbstractMesh | None, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return jnp.take(table_VD, tokens_BT, axis=0)
 
 
-def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
-    return _lookup(table_VD, tokens_BT), (table_VD, tokens_BT)
+def _lookup_forward(
+    mesh: AbstractMesh | None, table_VD: jax.Array, tokens_BT: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _lookup(mesh, table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
-def _lookup_backward(residuals: Any, gradient_BTD: jax.Array) -> tuple[jax.Array, None]:
-    """A token's gradients add up in float32: a bf16 sum of 256 like ones grows no further."""
+def _lookup_backward(
+    mesh: AbstractMesh | None, residuals: Any, gradient_BTD: jax.Array
+) -> tuple[jax.Array, None]:
+    """A token's gradients add up in float32: a bf16 sum of 256 like ones grows no further.
+
+    Each replica adds its own; what they send each other is in the table's dtype.
+    """
     table_VD, tokens_BT = residuals
-    # The zero comes with the gradient, or XLA would take the head's zeros, which are there before,
-    # and keep them through the whole backward pass.
-    gradient_BTD, zero = jax.lax.optimization_barrier((gradient_BTD, jnp.float32(0)))
-    sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
-    return sums_VD.astype(table_VD.dtype), None
+
+    def add(gradient_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        # The zero comes with the gradient, or XLA would take the head's zeros, which are there
+        # before, and keep them through the whole backward pass.
+        gradient_BTD, zero = jax.lax.optimization_barrier((gradient_BTD, jnp.float32(0)))
+        sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
+        return sums_VD.astype(table_VD.dtype)[None]
+
+    if mesh is None:
+        return add(gradient_BTD, tokens_BT)[0], None
+    by_row = PartitionSpec(REPLICA_AXES)
+    each_VD = jax.shard_map(
+        add,
+        mesh=mesh,
+        in_specs=(by_row, by_row),
+        out_specs=by_row,
+        axis_names=set(REPLICA_AXES),
+        check_vma=False,
+    )(gradient_BTD, tokens_BT)
+    return jax.lax.reduce(each_VD, jnp.zeros((), each_VD.dtype), jax.lax.add, (0,)), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

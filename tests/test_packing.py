@@ -182,6 +182,11 @@ def test_row_use_by_hand(layout, expected):
     assert layout.row_use(row_use_fields(5, 2, 4, 1)) == pytest.approx(expected)
 
 
+def test_row_use_of_pairs():
+    pairs = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), row_use_fields(5, 2, 4, 1))
+    assert Padded(num=2).row_use(pairs) == pytest.approx(24 / 32)
+
+
 def test_a_sample_without_a_response_fills_nothing():
     assert Packed(row_tokens=12, group=2).row_use(row_use_fields(5, 2, 0, 0)) == pytest.approx(
         10 / 12

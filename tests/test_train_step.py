@@ -148,8 +148,8 @@ def test_parts_are_computed_in_bf16_and_summed_in_float32():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_no_gradient_is_summed_over_tokens_in_bf16(family):
-    """Of biases and norms: such a sum stays at some 256 of the first."""
+def test_gradients_of_biases_and_norms_are_not_summed_in_bf16(family):
+    """No sum of the whole program is."""
     bias, norm = family == "qwen2", family == "qwen3"
     model = replace(MODEL, family=family, attention_bias=bias, qk_norm=norm)
     spec, settings = model_spec(model), ForwardSettings(dtype="bfloat16")

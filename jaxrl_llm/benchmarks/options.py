@@ -293,7 +293,7 @@ def _check(options: Options) -> None:
         ("cache", options.cache != "bfloat16", "decode"),
     ):
         if given and command != "attention":
-            raise ConfigError(f"--{flag} belongs to attention; {command} takes its shape's")
+            raise ConfigError(f"--{flag} belongs to attention, not to {command}")
         if given and workload and options.workloads != (workload,):
             raise ConfigError(f"--{flag} is measured on {workload} alone: --workload={workload}")
     if options.overrides and command == "attention":

@@ -38,9 +38,9 @@ class ForwardSettings:
 
     @property
     def cast_ahead(self) -> str | None:
-        """The dtype that weights take once an update, not in each micro-batch; None: there.
+        """The dtype that weights take once an optimizer step; None: in each micro-batch.
 
-        They live as long as the update then. Where layers are computed again, memory is short and
+        They live as long as the step then. Where layers are computed again, memory is short and
         its peak late in the backward pass: at 7B that would take 9 GiB of a device, otherwise 1.
         """
         return self.dtype if self.remat in ("none", "projections") else None

@@ -65,9 +65,9 @@ class Padded(MicroBatches):
         return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
 
     def row_use(self, fields: Fields) -> Array:
-        lengths = fields["prompt_lengths"] + _response_lengths(fields)
+        lengths = (fields["prompt_lengths"] + _response_lengths(fields)).astype(jnp.float32)
         row = fields["prompts"].shape[-1] + fields["responses"].shape[-1]
-        return lengths.sum() / (lengths.size * row)
+        return lengths.mean() / row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,8 +174,9 @@ class PackingPlan:
         size = self.leaders.shape
         prompt_DS, response_DS = prompt_lengths.reshape(size), response_lengths.reshape(size)
         leads_DS = (self.leaders == jnp.arange(size[1])) & (response_DS > 0)
-        used = (response_DS + jnp.where(leads_DS, prompt_DS, 0)).sum().astype(jnp.float32)
-        return used / (size[0] * self.num_rows * self.row_tokens)
+        # Of a large batch all tokens are more than an int32 holds.
+        used_DS = (response_DS + jnp.where(leads_DS, prompt_DS, 0)).astype(jnp.float32)
+        return used_DS.sum() / (float(size[0] * self.row_tokens) * self.num_rows)
 
 
 def plan_packing(

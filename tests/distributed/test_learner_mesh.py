@@ -17,6 +17,7 @@ from tiny_iteration import (
     run_step,
     tiny_config,
 )
+from tiny_models import tiny_config as tiny_model_config
 
 from jaxrl_llm.algorithms.alias import ppo
 from jaxrl_llm.config import MeshConfig
@@ -28,6 +29,7 @@ from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.rows import rows_of
 from jaxrl_llm.learner.train_step import accumulate
+from jaxrl_llm.models.base import bind, model_spec
 from jaxrl_llm.trainer.stages import shard_rows, shard_stacked
 
 MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
@@ -87,6 +89,27 @@ def learn(mesh=None, *, row_tokens=0):
         grads, metrics = jax.jit(gradients, out_shardings=out_shardings)(params, batch)
         out[name] = fetch(metrics), fetch(grads)
     return out
+
+
+@on_eight_devices
+def test_gradients_of_embeddings_in_bf16_are_counts():
+    """Of a token that occurs 1,024 times on each of eight devices, and of one on a single one."""
+    spec = model_spec(tiny_model_config(), dtype="bfloat16")
+    tokens = jnp.full((8, 1025), 3).at[5, 0].set(1)
+    for sizes in MESHES:
+        mesh = make_mesh(**sizes)
+
+        def total(params, tokens, mesh=mesh):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                out = bind(spec, params).decoder.embed(tokens)
+            return out.astype(jnp.float32).sum() * 0.375
+
+        params = jax.device_put(random_params(spec.params, seed=0, scale=0.1), replicated(mesh))
+        rows = jax.device_put(tokens, batch_sharding(mesh))
+        table = fetch(jax.jit(jax.grad(total))(params, rows))["decoder"]["embed"]["table"]
+        counts = np.bincount(np.asarray(tokens).reshape(-1), minlength=len(table))
+        expected = np.broadcast_to(0.375 * counts[:, None], table.shape)
+        np.testing.assert_allclose(table.astype(np.float64), expected, rtol=2**-7)
 
 
 @pytest.mark.whole

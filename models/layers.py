@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl_llm.distributed.mesh import REPLICA_AXES
+from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.numerics import rms_norm, to_every_token
@@ -158,7 +158,7 @@ def _replicas(num_rows: int) -> AbstractMesh | None:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(kinds.get(axis) is not AxisType.Auto for axis in REPLICA_AXES):
         return None
-    size = math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
+    size = num_replicas(mesh)
     return mesh if size > 1 and num_rows % size == 0 else None
 
 

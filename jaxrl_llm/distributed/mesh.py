@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor")
 REPLICA_AXES = ("data", "fsdp")  # a replica of generation is one coordinate of these
@@ -60,6 +60,6 @@ def check_mesh(sizes: Sequence[int], num_devices: int, num_processes: int = 1) -
         )
 
 
-def num_replicas(mesh: Mesh) -> int:
+def num_replicas(mesh: Mesh | AbstractMesh) -> int:
     """How many parts the batch is split into: the product of the REPLICA_AXES."""
     return math.prod(mesh.shape[axis] for axis in REPLICA_AXES)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxrl_llm.kernels.flash_attention import ATTENTION
+from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, Form, RMSNorm, rope_tables
@@ -20,9 +20,9 @@ from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, Form, RMSNorm, r
 # with every projection and the attention kept; all but the attention; whole layers.
 Remat = Literal["none", "projections", "attention", "full"]
 _POLICIES = {
-    "projections": jax.checkpoint_policies.save_only_these_names(PROJECTION, ATTENTION),
-    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION),
-    "full": None,
+    "projections": jax.checkpoint_policies.save_only_these_names(PROJECTION, ATTENTION, SCHEDULE),
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION, SCHEDULE),
+    "full": jax.checkpoint_policies.save_only_these_names(SCHEDULE),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl_llm.kernels import flash_attention_mosaic_backward
 from jaxrl_llm.kernels.flash_attention import (
     Visibility,
     attention,
@@ -57,6 +58,12 @@ def with_gradients(function, q, k, v, dout):
     """
     out, pull = jax.vjp(function, q, k, v)
     return [np.asarray(x, np.float32) for x in (out, *pull(dout.astype(out.dtype)))]
+
+
+@pytest.fixture(autouse=True)
+def a_card_of_two_sms(monkeypatch):
+    """Each program is interpreted, those without a step too."""
+    monkeypatch.setattr(flash_attention_mosaic_backward, "SMS", 2)
 
 
 def interpret():
@@ -119,7 +126,9 @@ def test_overlapping_ranges_anywhere_in_a_row():
 
 
 @interpreted
-def test_a_prompt_shared_by_three_responses_and_poisoned_padding():
+@pytest.mark.parametrize("sms", [0, 2])  # tiles of keys whole, and in ever smaller parts
+def test_a_prompt_shared_by_three_responses_and_poisoned_padding(sms, monkeypatch):
+    monkeypatch.setattr(flash_attention_mosaic_backward, "SMS", sms)
     visibility, real = packed(slice(0, 1))
     check(random_qkv((2, 1), length=256), visibility=visibility, real=real)
 
@@ -162,8 +171,8 @@ def test_kernels_lower_for_a_gpu(head_dim):
     operands = random_qkv((4, 2), length=256, head_dim=head_dim, rows=2)
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Forward, dq, and dk with dv; these two apart where registers are short.
-    assert text.count("custom_call @mosaic_gpu") == (4 if head_dim == 256 else 3)
+    # Forward, dq, dk with dv, these two apart where registers are short; the sums of their parts.
+    assert text.count("custom_call @mosaic_gpu") == (6 if head_dim == 256 else 5)
 
 
 @pytest.mark.parametrize("function", [attention, attention_reference])
@@ -232,9 +241,37 @@ def test_schedules_visit_every_visible_block_once(seed):
         assert set(needed) <= set(visited)
 
     items = np.asarray(key_schedule(ranges, rows, block_q=32, block_k=16, tile_k=32).items)
-    for row, tile, first, _, _, num, *_ in items.tolist():
+    for row, tile, first, begin, end, num, *_ in items.tolist():
         needed = np.flatnonzero(blocks[row, :, :, 2 * tile : 2 * tile + 2].any((1, 2, 3)))
         assert set(needed) <= set(range(first, first + num)) <= set(range(8))
+        assert (begin, end) == (0, num)
+
+
+@pytest.mark.parametrize("extra_items", [1, 5, 40, 1000])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_divided_schedules_take_every_step_once(seed, extra_items):
+    visibility = {None: None, 0: packed()[0]}[seed] if not seed else random_ranges(seed)
+    rows = 1 if seed else 2
+    ranges = ranges_of(256, 256, causal=True, window=None, lengths=None, visibility=visibility)
+    sizes = dict(block_q=16, block_k=16, tile_k=32, num_groups=3)
+    whole = np.asarray(key_schedule(ranges, rows, **sizes).items)
+    schedule = key_schedule(ranges, rows, **sizes, extra_items=extra_items)
+    assert isinstance(schedule.items, np.ndarray) == (seed is None)
+    items, parts = np.asarray(schedule.items), np.asarray(schedule.parts)
+
+    lengths = items[:, 4] - items[:, 3]
+    assert len(items) == rows * 8 + extra_items
+    assert lengths.max() <= -(-whole[:, 4].sum() // extra_items)
+    # The longest first, but for the rest that a tile's last part may be.
+    firsts = parts[parts[:, 1] > 0, 0]
+    assert (np.diff(lengths[np.sort(firsts)]) <= 0).all()
+    for row, tile, first, _, steps, num, *_ in whole.tolist():
+        begin, count = parts[row * 8 + tile]
+        mine = items[begin : begin + count]
+        assert (mine[:, [0, 1, 2, 5]] == [row, tile, first, num]).all()
+        taken = [step for part in mine.tolist() for step in range(part[3], part[4])]
+        assert taken == list(range(steps))
+    assert lengths.sum() == whole[:, 4].sum()  # items beyond those have no step
 
 
 def test_causal_schedules_are_constants_and_skip_what_lies_ahead():

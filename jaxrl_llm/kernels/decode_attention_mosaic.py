@@ -54,7 +54,6 @@ from jaxrl_llm.kernels.decode_attention_products import (
 from jaxrl_llm.kernels.decode_attention_program import (
     MOST_GROUP_ROWS,
     REDUCTION_BYTES,
-    SMS,
     TILE_ROWS,
     Blocks,
     DecodeTuning,
@@ -68,6 +67,7 @@ from jaxrl_llm.kernels.decode_attention_program import (
     rows_a_slot,
     scratch_types,
 )
+from jaxrl_llm.kernels.hopper import SMS
 
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))

@@ -13,12 +13,12 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.kernels.decode_attention_program import (
     MOST_GROUP_ROWS,
-    SMS,
     TILE_ROWS,
     DecodeTuning,
     num_blocks,
     rows_a_slot,
 )
+from jaxrl_llm.kernels.hopper import SMS
 
 MAX_SPLITS = 16
 MAX_PROMPT_SPLITS = 4  # merging them takes time

@@ -22,7 +22,6 @@ from jax import lax
 TILE_ROWS = 64  # of a warpgroup's matrix product
 MOST_GROUP_ROWS = TILE_ROWS - 1  # query heads of a KV head that the kernel takes
 MOST_COLUMNS = 16  # queries of a slot that are taken as columns; more fill enough of a tile's rows
-SMS = 132
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
 REDUCTION_BYTES = 2048  # where maxima of columns pass from warp to warp

@@ -15,12 +15,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.flash_attention_mosaic import ATTENTION, HEAD_DIMS, hopper_attention
+from jaxrl_llm.kernels.flash_attention_mosaic import (
+    ATTENTION,
+    HEAD_DIMS,
+    SCHEDULE,
+    hopper_attention,
+)
 from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.kernels.visibility import Visibility, packed_visibility
 
 __all__ = [
     "ATTENTION",
+    "SCHEDULE",
     "Implementation",
     "Visibility",
     "attention",

@@ -13,20 +13,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from jaxrl_llm.kernels.flash_attention_mosaic_backward import backward
+from jaxrl_llm.kernels.flash_attention_mosaic_backward import backward, backward_schedules
 from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     HEAD_DIMS,
     Tuning,
     default_tuning,
     forward,
+    forward_schedule,
 )
 from jaxrl_llm.kernels.visibility import Ranges, Visibility, ranges_of
 
 ATTENTION = "attention"  # the name under which an attention's result may be kept
+SCHEDULE = "attention schedule"  # and that of what its kernels' programs do: kilobytes
 
 __all__ = [
     "ATTENTION",
     "HEAD_DIMS",
+    "SCHEDULE",
     "Tuning",
     "default_tuning",
     "hopper_attention",
@@ -143,23 +146,34 @@ def mosaic_attention(
     device or inside a shard_map. Padding must be finite: a key that a query does not see gets
     weight 0, and 0 * NaN is NaN. `interpret` is None on a GPU, or InterpretGPUParams.
     """
-    return forward(q_BTNH, k_BTKH, v_BTKH, ranges, tuning, interpret)[0]
+    return forward(q_BTNH, k_BTKH, v_BTKH, ranges, None, tuning, interpret)[0]
 
 
 def _attention_forward(
     q: Array, k: Array, v: Array, ranges: Ranges, tuning: Tuning, interpret: Any
 ) -> tuple[Array, tuple[Any, ...]]:
+    schedules = None
+    if ranges.values_RCT is not None:
+        # Made here and kept, one schedule serves all layers: rematerialisation hides from XLA that
+        # those of its layers are the same. In plain causal rows they are constants.
+        made = (
+            forward_schedule(ranges, q.shape[0], tuning),
+            backward_schedules(ranges, q.shape[0], q.shape[2], k.shape[2], tuning),
+        )
+        ranges, schedules = jax.tree.map(
+            lambda x: checkpoint_name(jnp.asarray(x), SCHEDULE), (ranges, made)
+        )
+    of_forward, of_backward = schedules or (None, None)
     # Named, so that rematerialisation may keep both and not run the kernel a second time.
-    saved = forward(q, k, v, ranges, tuning, interpret)
+    saved = forward(q, k, v, ranges, of_forward, tuning, interpret)
     out, lse = (checkpoint_name(x, ATTENTION) for x in saved)
-    return out, (q, k, v, out, lse, ranges)
+    return out, (q, k, v, out, lse, ranges, of_backward)
 
 
 def _attention_backward(
     tuning: Tuning, interpret: Any, residuals: tuple[Any, ...], dout_BTNH: Array
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, out, lse, ranges = residuals
-    dq, dk, dv = backward(q, k, v, out, lse, ranges, dout_BTNH, tuning, interpret)
+    dq, dk, dv = backward(*residuals, dout_BTNH, tuning, interpret)
     return dq, dk, dv, None
 
 

@@ -1,9 +1,10 @@
-"""Attention on Hopper GPUs: the gradient's two kernels in Pallas (Mosaic GPU).
+"""Attention on Hopper GPUs: the gradient's kernels in Pallas (Mosaic GPU).
 
 One kernel gives dq, a tile of queries a program that loops over keys; the other dk and dv, a tile
-of keys a program that loops over the queries of all heads that share them. Every sum is made by
-one program in a fixed order, without atomics, so gradients are the same bits in every run. The
-weights are computed again from the forward pass's log-sum-exp (FlashAttention-2,
+of keys a program that loops over the queries of all heads that share them. Where some tiles have
+far more queries than others, or there are few, programs take parts of a tile, and a third kernel
+adds these. Every sum has a fixed order, without atomics, so gradients are the same bits in every
+run of the same batch. The weights are computed again from the forward pass's log-sum-exp (FlashAttention-2,
 arXiv:2307.08691).
 
 Shape letters as in flash_attention_mosaic_forward.py. With P the weights, dP = dO V^T and
@@ -26,6 +27,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     BY_ROW,
     LOG2_E,
     NUM_CONSUMERS,
+    WGMMA,
     Tuning,
     accumulator,
     along,
@@ -34,7 +36,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     kernel_call,
     key_block,
     load_ranges,
-    load_vector,
+    load_whole,
     lowered_once,
     matrix_smem,
     multiply_add,
@@ -43,8 +45,10 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
     sees,
     spill_scratch,
     split_index,
+    zeros,
 )
-from jaxrl_llm.kernels.visibility import Ranges, key_schedule, query_schedule
+from jaxrl_llm.kernels.hopper import SMS
+from jaxrl_llm.kernels.visibility import Ranges, Schedule, key_schedule, query_schedule
 
 
 @lowered_once
@@ -55,11 +59,15 @@ def backward(
     out_BTNH: Array,
     lse_BNT: Array,
     ranges: Ranges,
+    schedules: tuple[Schedule, Schedule] | None,
     dout_BTNH: Array,
     tuning: Tuning,
     interpret: Any,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv from the forward pass's inputs, output and log-sum-exp (in bits)."""
+    """dq, dk and dv from the forward pass's inputs, output and log-sum-exp (in bits).
+
+    The schedules are made here unless they are given.
+    """
     dout_BTNH = dout_BTNH.astype(q_BTNH.dtype)
     if ranges.values_RCT is not None:
         # Nothing may come in through a token that sees nothing: 0 * NaN would reach dv of real
@@ -71,21 +79,58 @@ def backward(
     )
     stats_BN2T = jnp.stack([lse_BNT, delta_BNT], axis=2)
     operands = (q_BTNH, k_BTKH, v_BTKH, dout_BTNH, stats_BN2T)
-    dq_BTNH = _dq(operands, ranges, tuning, interpret)
+    B, _, N, _ = q_BTNH.shape
+    of_dq, of_dkv = schedules or backward_schedules(ranges, B, N, k_BTKH.shape[2], tuning)
+    dq_BTNH = _dq(operands, ranges, of_dq, tuning, interpret)
     if tuning.dkv_split:
-        (dk_BTKH,) = _dkv(operands, ranges, tuning, interpret, ("dk",))
-        (dv_BTKH,) = _dkv(operands, ranges, tuning, interpret, ("dv",))
+        (dk_BTKH,) = _dkv(operands, ranges, of_dkv, tuning, interpret, ("dk",))
+        (dv_BTKH,) = _dkv(operands, ranges, of_dkv, tuning, interpret, ("dv",))
     else:
-        dk_BTKH, dv_BTKH = _dkv(operands, ranges, tuning, interpret, ("dk", "dv"))
+        dk_BTKH, dv_BTKH = _dkv(operands, ranges, of_dkv, tuning, interpret, ("dk", "dv"))
     return dq_BTNH, dk_BTKH, dv_BTKH
 
 
-def _dq(operands: tuple[Array, ...], ranges: Ranges, tuning: Tuning, interpret: Any) -> Array:
-    B, _, N, H = operands[0].shape
-    block_q, block_k, stages = tuning.dq_block_q, tuning.dq_block_k, tuning.dq_stages
-    schedule = query_schedule(
-        ranges, B, block_q=block_q, block_k=block_k, tile_q=NUM_CONSUMERS * block_q
+def backward_schedules(
+    ranges: Ranges, num_rows: int, num_heads: int, num_kv_heads: int, tuning: Tuning
+) -> tuple[Schedule, Schedule]:
+    """What the programs do that make dq, and those that make dk and dv.
+
+    All queries of a group's responses see its prompt, so the few tiles of its keys would take many
+    times as long as all others together have to; and a few rows have fewer tiles than the card has
+    SMs. Tiles are divided then: a part is at most half of what an SM has to do on average.
+    """
+    of_dq = query_schedule(
+        ranges,
+        num_rows,
+        block_q=tuning.dq_block_q,
+        block_k=tuning.dq_block_k,
+        tile_q=NUM_CONSUMERS * tuning.dq_block_q,
     )
+    tile_k = NUM_CONSUMERS * tuning.dkv_block_k
+    num_programs = num_rows * (ranges.num_tokens // tile_k) * num_kv_heads
+    shared = ranges.values_RCT is not None and ranges.values_RCT.shape[1] == 3
+    divided = shared or num_programs < 1.5 * SMS
+    of_dkv = key_schedule(
+        ranges,
+        num_rows,
+        block_q=tuning.dkv_block_q,
+        block_k=tuning.dkv_block_k,
+        tile_k=tile_k,
+        num_groups=num_heads // num_kv_heads,
+        extra_items=-(-2 * SMS // num_kv_heads) if divided else 0,
+    )
+    return of_dq, of_dkv
+
+
+def _dq(
+    operands: tuple[Array, ...],
+    ranges: Ranges,
+    schedule: Schedule,
+    tuning: Tuning,
+    interpret: Any,
+) -> Array:
+    _, _, N, H = operands[0].shape
+    block_q, block_k, stages = tuning.dq_block_q, tuning.dq_block_k, tuning.dq_stages
     return kernel_call(
         partial(_dq_kernel, tuning=tuning),
         schedule,
@@ -143,7 +188,7 @@ def _dq_kernel(
         my_spill = None if spill is None else spill.at[warpgroup]
         for ref, smem in ((q_ref, my_q), (do_ref, my_do)):
             plgpu.copy_gmem_to_smem(ref.at[row, queries, head], smem, mine_loaded.at[warpgroup])
-        lse, delta = (load_vector(stats_ref.at[row, head, i, queries], BY_ROW) for i in range(2))
+        lse, delta = (load_whole(stats_ref.at[row, head, i, queries], BY_ROW) for i in range(2))
         ranges = load_ranges(ranges_ref, row, queries, BY_ROW)
         plgpu.barrier_wait(mine_loaded.at[warpgroup])
 
@@ -209,25 +254,29 @@ def _dq_kernel(
 def _dkv(
     operands: tuple[Array, ...],
     ranges: Ranges,
+    schedule: Schedule,
     tuning: Tuning,
     interpret: Any,
     wanted: tuple[str, ...],
 ) -> tuple[Array, ...]:
     k_BTKH = operands[1]
-    B, _, K, H = k_BTKH.shape
+    K, H = k_BTKH.shape[2:]
     block_q, block_k, stages = tuning.dkv_block_q, tuning.dkv_block_k, tuning.dkv_stages
-    schedule = key_schedule(
-        ranges, B, block_q=block_q, block_k=block_k, tile_k=NUM_CONSUMERS * block_k
-    )
     mine = matrix_smem((NUM_CONSUMERS, block_k, H))
-    return kernel_call(
-        partial(_dkv_kernel, tuning=tuning, wanted=wanted),
+    divided = schedule.parts is not None
+    if divided:
+        shape = (len(schedule.items), K, NUM_CONSUMERS * block_k, H)
+        gradient = jax.ShapeDtypeStruct(shape, jnp.float32)
+    else:
+        gradient = jax.ShapeDtypeStruct(k_BTKH.shape, k_BTKH.dtype)
+    grads = kernel_call(
+        partial(_dkv_kernel, tuning=tuning, wanted=wanted, divided=divided),
         schedule,
         ranges,
         operands,
         name="flash_attention_" + "_".join(wanted),
         num_heads=K,
-        out=tuple(jax.ShapeDtypeStruct(k_BTKH.shape, k_BTKH.dtype) for _ in wanted),
+        out=(gradient,) * len(wanted),
         scratch=dict(
             k_smem=mine,
             # dv alone needs no values. A gradient leaves from the keys' place or the values'.
@@ -247,6 +296,50 @@ def _dkv(
         ),
         interpret=interpret,
     )
+    if not divided:
+        return grads
+    return tuple(_sum_of_parts(grad, schedule.parts, k_BTKH, interpret) for grad in grads)
+
+
+def _sum_of_parts(
+    parts_IKtH: Array, parts_of_tile: Array, like_BTKH: Array, interpret: Any
+) -> Array:
+    """The gradient [B, T, K, H] from float32 parts of its tiles of t keys, added in order."""
+    B, T, K, H = like_BTKH.shape
+    tile = parts_IKtH.shape[2]
+    rows = tile // NUM_CONSUMERS
+
+    def body(table_ref: Any, parts_ref: Any, out_ref: Any, out_smem: Any) -> None:
+        head, index = lax.axis_index("head"), lax.axis_index("tile")
+        warpgroup = lax.axis_index("warpgroup")
+        mine = pl.ds(warpgroup * rows, rows)
+        first, num = table_ref[index, 0], table_ref[index, 1]
+
+        def add(i: Array, total: Array) -> Array:
+            return total + load_whole(parts_ref.at[first + i, head, mine], WGMMA)
+
+        total = lax.fori_loop(0, num, add, zeros((rows, H), WGMMA))
+        my_smem = out_smem.at[warpgroup]
+        my_smem[...] = total.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        row, place = lax.div(index, T // tile), lax.rem(index, T // tile)
+        keys = pl.ds(place * tile + warpgroup * rows, rows)
+        plgpu.copy_smem_to_gmem(my_smem, out_ref.at[row, keys, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(like_BTKH.shape, like_BTKH.dtype),
+        scratch_types=dict(out_smem=matrix_smem((NUM_CONSUMERS, rows, H))),
+        grid=(K, B * (T // tile)),
+        grid_names=("head", "tile"),
+        num_threads=NUM_CONSUMERS,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
+        interpret=interpret,
+        kernel_name="flash_attention_sum_of_parts",
+    )
+    return kernel(jnp.asarray(parts_of_tile), parts_IKtH)
 
 
 def _dkv_kernel(
@@ -254,6 +347,7 @@ def _dkv_kernel(
     num_index: int,
     tuning: Tuning,
     wanted: tuple[str, ...],
+    divided: bool,
     k_smem: Any,
     v_smem: Any,
     q_smem: Any,
@@ -272,8 +366,8 @@ def _dkv_kernel(
     num_groups, H = q_ref.shape[2] // k_ref.shape[2], q_ref.shape[3]
     kv_head, item = lax.axis_index("head"), lax.axis_index("item")
     warpgroup = lax.axis_index("warpgroup")
-    row, tile, first, num = (items_ref[item, i] for i in (0, 1, 2, 5))
-    num_steps = num * num_groups
+    row, tile, first, begin, end, num = (items_ref[item, i] for i in range(6))
+    num_steps = end - begin
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consume() -> None:
@@ -291,7 +385,7 @@ def _dkv_kernel(
 
         def step(j: Array, grad_accs: dict[str, Any]) -> None:
             slot = ring_slot(j, stages)
-            block = first + lax.rem(j, num)
+            block = first + lax.rem(begin + j, num)
             query_base = block * block_q
             whole = is_whole(whole_ref, row, query_base, base, block_k, (block, k_block))
 
@@ -311,13 +405,13 @@ def _dkv_kernel(
                     return jnp.where(sees(ranges, query, key, 1), s, -jnp.inf)
 
                 s = lax.cond(whole, lambda s: s, masked, s)
-                lse = load_vector(stats_smem.at[slot, 0], BY_COLUMN)
+                lse = load_whole(stats_smem.at[slot, 0], BY_COLUMN)
                 p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape, 1))
                 if "dv" in grad_accs:
                     p16 = p.astype(jnp.bfloat16)
                     multiply_add(grad_accs["dv"], p16, do_smem.at[slot], my_spill)
                 if dp_acc is not None:
-                    delta = load_vector(stats_smem.at[slot, 1], BY_COLUMN)
+                    delta = load_whole(stats_smem.at[slot, 1], BY_COLUMN)
                     # The product into dv may still run.
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(grad_accs) - 1)
                     ds = (p * (dp - along(delta, dp.shape, 1))).astype(jnp.bfloat16)
@@ -339,9 +433,18 @@ def _dkv_kernel(
             return tuple(acc[...] for acc in accs)
 
         grads = pl.run_scoped(all_blocks, *[accumulator(block_k, H)] * len(wanted))
-        for name, grad, smem in zip(wanted, grads, (my_k, my_v), strict=False):
-            scaled = grad * H**-0.5 if name == "dk" else grad
-            smem[...] = scaled.astype(jnp.bfloat16)
+        scales = [H**-0.5 if name == "dk" else 1.0 for name in wanted]
+        if divided:
+
+            @pl.when(num_steps > 0)
+            def _write_part() -> None:
+                mine = pl.ds(warpgroup * block_k, block_k)
+                for grad, scale, ref in zip(grads, scales, grad_refs, strict=True):
+                    ref[item, kv_head, mine] = grad * scale
+
+            return
+        for grad, scale, smem in zip(grads, scales, (my_k, my_v), strict=False):
+            smem[...] = (grad * scale).astype(jnp.bfloat16)
         plgpu.commit_smem()
         for smem, ref in zip((my_k, my_v), grad_refs, strict=False):
             plgpu.copy_smem_to_gmem(smem, ref.at[row, keys, kv_head], commit_group=False)
@@ -355,8 +458,8 @@ def _dkv_kernel(
         @pl.loop(0, num_steps)
         def _load(j: Array) -> None:
             slot = ring_slot(j, stages)
-            head = kv_head * num_groups + lax.div(j, num)
-            queries = pl.ds((first + lax.rem(j, num)) * block_q, block_q)
+            head = kv_head * num_groups + lax.div(begin + j, num)
+            queries = pl.ds((first + lax.rem(begin + j, num)) * block_q, block_q)
             pl.when(j >= stages)(partial(plgpu.barrier_wait, q_free.at[slot]))
             plgpu.copy_gmem_to_smem(
                 stats_ref.at[row, head, :, queries], stats_smem.at[slot], q_loaded.at[slot]

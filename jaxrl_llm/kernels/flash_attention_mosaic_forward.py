@@ -104,23 +104,33 @@ def lowered_once(run: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def forward_schedule(ranges: Ranges, num_rows: int, tuning: Tuning) -> Schedule:
+    """What the programs of the forward kernel do."""
+    block_q = tuning.block_q
+    tile_q = NUM_CONSUMERS * block_q
+    return query_schedule(ranges, num_rows, block_q=block_q, block_k=tuning.block_k, tile_q=tile_q)
+
+
 @lowered_once
 def forward(
-    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, ranges: Ranges, tuning: Tuning, interpret: Any
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ranges: Ranges,
+    schedule: Schedule | None,
+    tuning: Tuning,
+    interpret: Any,
 ) -> tuple[Array, Array]:
     """Output, and the log-sum-exp of the scaled scores in bits: float32 [B, N, T].
 
-    The log-sum-exp of a token that sees nothing is +inf, which makes its weights 0.
+    The log-sum-exp of a token that sees nothing is +inf, which makes its weights 0. The schedule
+    is made here unless it is given.
     """
     B, T, N, H = q_BTNH.shape
-    block_q, block_k = tuning.block_q, tuning.block_k
-    schedule = query_schedule(
-        ranges, B, block_q=block_q, block_k=block_k, tile_q=NUM_CONSUMERS * block_q
-    )
-    stages = tuning.stages
+    block_q, block_k, stages = tuning.block_q, tuning.block_k, tuning.stages
     return kernel_call(
         partial(_forward_kernel, tuning=tuning),
-        schedule,
+        schedule or forward_schedule(ranges, B, tuning),
         ranges,
         (q_BTNH, k_BTKH, v_BTKH),
         name="flash_attention_forward",
@@ -236,7 +246,7 @@ def along(vector: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
-def load_vector(ref: Any, layout: Any) -> Array:
+def load_whole(ref: Any, layout: Any) -> Array:
     """A whole reference into registers."""
     # jax 0.10 wants an index besides, jax 0.11 warns of one.
     whole = () if jax.__version_info__ >= (0, 11) else (...,)
@@ -249,7 +259,7 @@ def load_ranges(ranges_ref: Any, row: Array, tokens: Any, layout: Any) -> tuple[
         return ()
     range_row = row if ranges_ref.shape[0] > 1 else 0
     return tuple(
-        load_vector(ranges_ref.at[range_row, c, tokens], layout) for c in range(ranges_ref.shape[1])
+        load_whole(ranges_ref.at[range_row, c, tokens], layout) for c in range(ranges_ref.shape[1])
     )
 
 

@@ -5,6 +5,8 @@ import functools
 import jax
 from jax.experimental.mosaic.gpu import fragmented_array
 
+SMS = 132  # streaming multiprocessors of an H100 SXM or H200
+
 
 def on_hopper() -> bool:
     """True where jax's devices are NVIDIA GPUs of compute capability 9.0 (H100, H200)."""

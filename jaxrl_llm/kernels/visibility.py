@@ -170,12 +170,15 @@ class Schedule:
 
     `items` [I, 8] is row, tile, and for a tile of queries: first key block of the first range,
     its number of blocks, first key block of the second range, number of blocks in all. For a tile
-    of keys: first query block, 0, 0, number of query blocks. `whole_RQK` is 1 where every query of
-    a block sees every key of a block, so that no mask is needed.
+    of keys: first query block, first step and one past the last, number of query blocks; step i
+    is query block i % blocks of head i // blocks. `parts` [tiles, 2], where tiles of keys are
+    divided: the first item of each tile (row after row) and the number of its items. `whole_RQK`
+    is 1 where every query of a block sees every key of a block, so that no mask is needed.
     """
 
     items: Any
     whole_RQK: Any
+    parts: Any = None
 
 
 def query_schedule(
@@ -210,9 +213,21 @@ def query_schedule(
 
 
 def key_schedule(
-    ranges: Ranges, num_rows: int, *, block_q: int, block_k: int, tile_k: int
+    ranges: Ranges,
+    num_rows: int,
+    *,
+    block_q: int,
+    block_k: int,
+    tile_k: int,
+    num_groups: int = 1,
+    extra_items: int = 0,
 ) -> Schedule:
-    """For programs of `tile_k` keys that loop over blocks of `block_q` queries."""
+    """For programs of `tile_k` keys that loop over blocks of `block_q` queries of each head.
+
+    With `extra_items`, tiles of many steps are divided among programs: a part takes at most
+    1 / `extra_items` of all steps, so that there are never more of them than tiles and extra items
+    together. Items that are left over have no tile of their own and no step.
+    """
     start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
     xp = _module(start_RT)
     T = ranges.num_tokens
@@ -228,9 +243,38 @@ def key_schedule(
     first = xp.where(sees_RTK, block, T).min(axis=1)
     stop = xp.where(sees_RTK, block + 1, 0).max(axis=1)
     num = xp.maximum(stop - first, 0)
-    zero = xp.zeros_like(num)
-    items = _items(num_rows, [xp.where(num > 0, first, 0), zero, zero, num])
-    return Schedule(items, _whole(ranges, block_q, block_k))
+    first = xp.where(num > 0, first, 0)
+    columns = [first, xp.zeros_like(num), num * num_groups, num]
+    whole = _whole(ranges, block_q, block_k)
+    if not extra_items:
+        return Schedule(_items(num_rows, columns), whole)
+    items, parts = _divided(_tiles(num_rows, columns), extra_items)
+    return Schedule(items, whole, parts)
+
+
+def _divided(tiles: Any, extra_items: int) -> tuple[Any, Any]:
+    """Items [I, 8] of parts, those of the longest parts first, and their place [tiles, 2].
+
+    A tile's parts come one after the other and have one length, but for the last.
+    """
+    xp = _module(tiles)
+    steps = tiles[:, 4]
+    most = xp.maximum(-(-steps.sum() // extra_items), 1)
+    parts = -(-steps // most)
+    length = -(-steps // xp.maximum(parts, 1))
+    parts = -(-steps // xp.maximum(length, 1))  # rounded up, fewer may do: none is empty
+    # By comparing all with all, which XLA makes of fewer kernels than a sort and a search.
+    tile = np.arange(len(tiles))
+    earlier = (length > length[:, None]) | ((length == length[:, None]) & (tile < tile[:, None]))
+    first = (earlier * parts).sum(axis=1)
+    item = np.arange(len(tiles) + extra_items)[:, None]
+    is_of = (first <= item) & (item < first + parts)
+    of = is_of.argmax(axis=1)
+    begin = (item[:, 0] - first[of]) * length[of]
+    end = xp.minimum(begin + length[of], steps[of])
+    begin, end = (xp.where(is_of.any(axis=1), x, 0)[:, None] for x in (begin, end))
+    items = xp.concatenate([tiles[of, :3], begin, end, tiles[of, 5:]], axis=1)
+    return items.astype(np.int32), xp.stack([first, parts], axis=1).astype(np.int32)
 
 
 def _whole(ranges: Ranges, block_q: int, block_k: int) -> Any:
@@ -245,15 +289,22 @@ def _whole(ranges: Ranges, block_q: int, block_k: int) -> Any:
 
 
 def _items(num_rows: int, columns: list[Any]) -> Any:
-    """Work items [I, 8], the longest first: short ones fill the gaps at the end."""
+    """Work items [I, 8] of whole tiles, the longest first: short ones fill the gaps at the end."""
+    tiles = _tiles(num_rows, columns)
+    by_length = -tiles[:, 5]
+    if _module(tiles) is np:
+        return tiles[np.argsort(by_length, kind="stable")]
+    return tiles[jnp.argsort(by_length)]
+
+
+def _tiles(num_rows: int, columns: list[Any]) -> Any:
+    """Rows, tiles and four columns, in order: [I, 8]."""
     xp = _module(*columns)
     num_tiles = columns[0].shape[1]
     row, tile = (x.reshape(-1) for x in np.indices((num_rows, num_tiles), np.int32))
     flat = [xp.broadcast_to(x, (num_rows, num_tiles)).reshape(-1).astype(np.int32) for x in columns]
     empty = np.zeros_like(row)
-    items = xp.stack([row, tile, *flat, empty, empty], axis=1)
-    order = np.argsort(-flat[-1], kind="stable") if xp is np else jnp.argsort(-flat[-1])
-    return items[order]
+    return xp.stack([row, tile, *flat, empty, empty], axis=1)
 
 
 def _module(*arrays: Any) -> Any:

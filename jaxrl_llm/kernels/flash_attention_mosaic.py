@@ -173,7 +173,8 @@ def _attention_forward(
 def _attention_backward(
     tuning: Tuning, interpret: Any, residuals: tuple[Any, ...], dout_BTNH: Array
 ) -> tuple[Array, Array, Array, None]:
-    dq, dk, dv = backward(*residuals, dout_BTNH, tuning, interpret)
+    q, k, v, out, lse, ranges, schedules = residuals
+    dq, dk, dv = backward(q, k, v, out, lse, ranges, schedules, dout_BTNH, tuning, interpret)
     return dq, dk, dv, None
 
 

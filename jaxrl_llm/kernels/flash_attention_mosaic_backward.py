@@ -3,9 +3,9 @@
 One kernel gives dq, a tile of queries a program that loops over keys; the other dk and dv, a tile
 of keys a program that loops over the queries of all heads that share them. Where some tiles have
 far more queries than others, or there are few, programs take parts of a tile, and a third kernel
-adds these. Every sum has a fixed order, without atomics, so gradients are the same bits in every
-run of the same batch. The weights are computed again from the forward pass's log-sum-exp (FlashAttention-2,
-arXiv:2307.08691).
+adds these. Every sum has a fixed order, without atomics, so a batch has the same gradients to the
+bit in every run. The weights are computed again from the forward pass's log-sum-exp
+(FlashAttention-2, arXiv:2307.08691).
 
 Shape letters as in flash_attention_mosaic_forward.py. With P the weights, dP = dO V^T and
 delta = rowsum(dO * O): dS = P * (dP - delta), dQ = dS K / sqrt(H), dK = dS^T Q / sqrt(H),

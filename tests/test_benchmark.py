@@ -469,7 +469,11 @@ def test_wrong_loss_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--workload=mix", "--config.actor.micro_batch_tokens=128"], "gradient_error"),
+        pytest.param(
+            ["--workload=mix", "--config.actor.micro_batch_tokens=128"],
+            "gradient_error",
+            marks=pytest.mark.slow,
+        ),
         (
             ["--workload=values", "--batch=2x8", "--config.critic.micro_batch_tokens=128"],
             "value_error",
@@ -529,9 +533,10 @@ PACKED_AND_DECODE = [
     [
         (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
         (["generation", "--workload=prefill"], ["prefill_3", "prefill_uneven_3"]),
-        (
+        pytest.param(
             ["training", "--workload=mix", "--config.actor.micro_batch_tokens=128"],
             ["update_mix_4x2"],
+            marks=pytest.mark.slow,
         ),
         (
             ["training", "--workload=values", "--batch=2x8"]

@@ -78,6 +78,7 @@ def teaching(tmp_path: Path) -> Config:
     return replace(config, teacher=TeacherConfig(training=SupervisedConfig(), top_k=6))
 
 
+@pytest.mark.slow
 def test_a_teacher_is_asked_about_every_token(tmp_path):
     config = teaching(tmp_path)
     iteration, batch, metrics, moved = one_step(config)
@@ -148,6 +149,7 @@ def test_a_round_without_a_sample_that_passes_is_finite():
 # ------------------------------------------------------------------------- two kinds of rewards
 
 
+@pytest.mark.slow
 def test_functions_and_a_model_give_one_score():
     """Of the samples, and of the greedy answers that ReMax asks for."""
     config = with_algorithm(tiny_config(), "jaxrl_llm.algorithms.alias:remax")

@@ -278,6 +278,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention_mosaic, "SMS", 1)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_slot_does_not_depend_on_who_shares_its_prompt(num_splits: int):
     """Alone, with others, at another place of the item, in another order.

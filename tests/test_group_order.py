@@ -77,8 +77,8 @@ def everything() -> Algorithm:
 """
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("row_tokens", [33, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("row_tokens", [33, 0])
 def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_path):
     """Three slots take 32 samples, so the order of the groups decides who fills which.
 

@@ -199,6 +199,7 @@ def test_a_policy_of_kto_is_judged_on_pairs_as_one_of_dpo(packed, tmp_path):
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_of_kto_reports_what_its_policy_makes_of_held_out_pairs(tmp_path):
     small = {"actor__hf_config__num_hidden_layers": "1", "actor__micro_batch_tokens": "16"}
     train(tiny(tmp_path, "kto", total_steps="3", **small))

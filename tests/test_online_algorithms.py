@@ -87,6 +87,7 @@ def by_group(x):
     return np.asarray(x).reshape(PROMPTS, N, *np.shape(x)[1:])
 
 
+@pytest.mark.whole
 def test_remax_compares_with_a_greedy_answer_to_the_same_prompt():
     batch, metrics, change, _ = run(config_of("remax"))
     assert change > 0
@@ -147,6 +148,7 @@ def test_gdpo_reads_the_parts_of_the_reward():
         open_iteration(model)
 
 
+@pytest.mark.whole
 def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
     names = stages_of(config_of("grpo", bypass_mode=True, use_kl_loss=False))
     assert names == GRPO_STAGES - {"old_log_prob"}
@@ -159,6 +161,7 @@ def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
     assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
 
 
+@pytest.mark.whole
 def test_rejected_tokens_are_in_no_loss_and_no_count():
     settings = {"use_kl_loss": False, "rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
     config = config_of("grpo", rollout_is="token", **settings)
@@ -179,6 +182,7 @@ def test_rejected_tokens_are_in_no_loss_and_no_count():
     assert abs(expected + (weighed * mask).sum() / mask.sum()) > 1e-4  # another over all tokens
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "name",
     [
@@ -240,6 +244,7 @@ def test_a_loss_whose_field_nobody_writes_is_refused_with_the_fields_there_are(t
         open_iteration(replace(config_of("grpo"), algorithm=algorithm))
 
 
+@pytest.mark.whole
 def test_groups_without_variance_are_reported_and_teach_nothing():
     """A constant reward: every advantage is exactly 0, the update finite, the share 1."""
     config = config_of("grpo", use_kl_loss=False)

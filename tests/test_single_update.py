@@ -37,7 +37,12 @@ ROWS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("grpo", "one part"), ("ppo", "four parts"), ("grpo", "packed")]
+    ("name", "rows"),
+    [
+        pytest.param("grpo", "one part", marks=pytest.mark.slow),
+        ("ppo", "four parts"),
+        ("grpo", "packed"),
+    ],
 )
 def test_it_is_the_step_with_a_pass_of_its_own(name, rows, monkeypatch):
     """The same weights and the same metrics; the metrics are right by a forward pass by hand."""

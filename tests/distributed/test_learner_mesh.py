@@ -112,7 +112,7 @@ def test_gradients_of_embeddings_in_bf16_are_counts():
         np.testing.assert_allclose(table.astype(np.float64), expected, rtol=2**-7)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_eight_devices
 def test_losses_gradients_and_values():
     expected = learn()

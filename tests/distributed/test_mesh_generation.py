@@ -144,11 +144,13 @@ def test_data_2_fsdp_2_tensor_2_with_filters():
 
 
 @on_eight_devices
+@pytest.mark.whole
 def test_tensor_4_with_two_kv_heads_kept_whole():
     check({"fsdp": 2, "tensor": 4}, SAMPLED, kv_heads=None)
 
 
 @on_eight_devices
+@pytest.mark.whole
 def test_heads_that_do_not_divide_kept_whole():
     check({"tensor": 8}, SAMPLED, q_heads=None, kv_heads=None)
 

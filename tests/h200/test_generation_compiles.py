@@ -246,7 +246,10 @@ def test_memory(program, case):
     assert memory.temp_size_in_bytes < 1.15 * (caches + 2 * logits + merged) + 2**28
 
 
-@pytest.mark.parametrize(("stops", "sizes"), [((), (1, 4, 1)), ((151645,), (1, 2, 2))])
+@pytest.mark.parametrize(
+    ("stops", "sizes"),
+    [pytest.param((), (1, 4, 1), marks=pytest.mark.slow), ((151645,), (1, 2, 2))],
+)
 def test_several_cards(stops, sizes):
     """The layout switch and the loops of the replicas, with whole heads and with heads that two
     cards share; stop ids or none."""
@@ -281,7 +284,10 @@ def test_several_cards(stops, sizes):
     assert "all-gather" in text and "f32[151936,1536]" not in text  # gathered in bf16
 
 
-@pytest.mark.parametrize("samples", [64, FEWEST_WITHOUT_TRITON])  # Triton's products, cuBLAS'
+# Triton's products, cuBLAS'
+@pytest.mark.parametrize(
+    "samples", [pytest.param(64, marks=pytest.mark.slow), FEWEST_WITHOUT_TRITON]
+)
 def test_float8(samples, monkeypatch):
     """Products of a float8 rollout are float8 products, and their inputs come from our kernels."""
     monkeypatch.setattr("jaxrl_llm.kernels.float8.on_hopper", lambda: True)

@@ -129,7 +129,8 @@ def test_another_runs_checkpoint_goes_on_in_a_new_folder(
     assert run.saved_steps() == [TOTAL_STEPS]
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 2])
 def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, devices: int) -> None:
     start = TOTAL_STEPS - SAVE_EVERY
     run = TinyRun(tmp_path)

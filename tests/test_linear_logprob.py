@@ -62,6 +62,36 @@ def test_values_and_gradients_equal_whole_logits(shape, chunk, temperature):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "computed"), [([5, 2], 6), ([6, 0], 6), ([0, 0], 0), ([1, 3], 4), ([8, 7], 8)]
+)
+def test_chunks_behind_the_lengths_are_not_computed(lengths, computed):
+    """Two rows of 8 tokens, two of each in a chunk; a NaN anywhere in one would be everywhere."""
+    hidden, weight, targets = case((2, 8))
+    hidden = hidden.at[:, computed:].set(jnp.nan)
+    wanted = np.arange(8) < np.array(lengths)[:, None]
+
+    def loss(fn, hidden, weight, **settings):
+        logprobs, entropy = fn(hidden, weight, targets, temperature=0.6, **settings)
+        return jnp.where(wanted, logprobs * 3 + entropy, 0).sum(), (logprobs, entropy)
+
+    found = jax.grad(
+        lambda h, w, n: loss(linear_logprob, h, w, lengths=n, chunk=4, with_entropy=True),
+        argnums=(0, 1),
+        has_aux=True,
+    )
+    gradients, results = jax.jit(found)(hidden, weight, jnp.array(lengths, jnp.int32))
+    finite = jnp.nan_to_num(hidden)
+    expected, whole = jax.grad(
+        lambda h, w: loss(linear_logprob_reference, h, w), argnums=(0, 1), has_aux=True
+    )(finite, weight)
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    for a, b in zip(results, whole, strict=True):
+        np.testing.assert_allclose(a[wanted], np.asarray(b)[wanted], atol=2e-6)
+        assert (a[:, computed:] == 0).all()
+
+
 def test_shapes_hold(checked):
     hidden, weight, targets = case((2, 5))
     logprobs, none = linear_logprob(hidden, weight, targets)
@@ -177,6 +207,8 @@ def test_refusals():
         linear_logprob(hidden, weight, targets, temperature=0.0)
     with pytest.raises(ValueError, match="do not belong together"):
         linear_logprob(hidden, weight.T, targets)
+    with pytest.raises(ValueError, match="one number a row"):
+        linear_logprob(hidden, weight, targets, lengths=targets)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3])

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.alias import ppo
+from jaxrl_llm.kernels import linear_logprob
+from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     response_logprobs,
@@ -89,14 +91,17 @@ def test_every_response_token_sees_its_own_sequence(row_tokens, group, replicas,
             prompt = fields["prompts"][i, : fields["prompt_lengths"][i]]
             sequence = np.concatenate([prompt, fields["responses"][i, : j + 1]])
             expected = sequence if window is None else sequence[-window:]
-            np.testing.assert_array_equal(rows.tokens[d, seen[d, t]], expected)
+            assert t < rows.num_targets[d]
+            token = rows.target_tokens[d, t]
+            np.testing.assert_array_equal(rows.tokens[d, seen[d, token]], expected)
             positions = np.arange(len(sequence))[-len(expected) :]
-            np.testing.assert_array_equal(rows.positions[d, seen[d, t]], positions)
-            assert rows.targets[d, t] == sequence[-1]
+            np.testing.assert_array_equal(rows.positions[d, seen[d, token]], positions)
+            assert rows.targets[d, t] == rows.tokens[d, token] == sequence[-1]
             before = rows.predictors[d, t]
             expected = sequence[:-1] if window is None else sequence[:-1][-window:]
             np.testing.assert_array_equal(rows.tokens[d, seen[d, before]], expected)
         assert included == set(np.flatnonzero(rows.included))
+        assert (rows.num_targets == (rows.sample < per_replica).sum(axis=1)).all()
         assert rows.tokens.max() < VOCAB
     np.testing.assert_array_equal(found, fields["mask"])
 
@@ -203,6 +208,29 @@ def row_use_fields(*lengths):
     }
 
 
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """A head that takes two tokens at a time, so that some chunks have no response."""
+    monkeypatch.setattr(linear_logprob, "DEFAULT_CHUNK_LOGITS", 2 * VOCAB)
+
+
+def test_the_head_leaves_out_what_is_no_response(monkeypatch):
+    fields = batch()
+    spec = spec_of("llama", "causal_lm")
+    params, seen = random_params(spec), 0
+
+    def counting(hidden, weight, targets, *, lengths, **settings):
+        nonlocal seen
+        seen += int(lengths.sum())
+        return linear_logprob.linear_logprob(hidden, weight, targets, lengths=lengths, **settings)
+
+    monkeypatch.setattr(forward, "linear_logprob", counting)
+    for rows in pack(fields, 40, GROUP, 2):
+        response_logprobs(params, rows, spec=spec, settings=ForwardSettings())
+    assert seen == fields["mask"].sum()
+
+
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("name", "layout"), [("llama", "packed"), ("llama", "two replicas"), ("mistral", "shared")]
 )
@@ -233,6 +261,7 @@ def test_passes_equal_the_padded_ones(name, layout):
         assert jnp.abs(found[key]).max() > 0.1
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("loss_aggregation", "layout"),
     [

@@ -9,7 +9,9 @@ reasons: it accumulates the weight's gradient over chunks in float32 also when t
 and it reuses the saved log-sum-exp, so a chunk costs one matmul to recompute and nothing else.
 """
 
-from typing import Literal, overload
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from jaxtyping import Array, Float, Int
 # keep a GPU busy; a tiny vocabulary is never split.
 DEFAULT_CHUNK_LOGITS = 2**28
 
-Saved = tuple[Array, Array, Array, Array, Array | None]
+Saved = tuple[Array, Array, Array, Array | None, Array, Array | None]
 
 
 @overload
@@ -28,6 +30,7 @@ def linear_logprob(
     weight_VD: Float[Array, "V D"],
     targets_N: Int[Array, " *N"],
     *,
+    lengths: Int[Array, "*M"] | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: Literal[False] = False,
@@ -40,6 +43,7 @@ def linear_logprob(
     weight_VD: Float[Array, "V D"],
     targets_N: Int[Array, " *N"],
     *,
+    lengths: Int[Array, "*M"] | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: Literal[True],
@@ -52,6 +56,7 @@ def linear_logprob(
     weight_VD: Float[Array, "V D"],
     targets_N: Int[Array, " *N"],
     *,
+    lengths: Int[Array, "*M"] | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: bool,
@@ -63,6 +68,7 @@ def linear_logprob(
     weight_VD: Float[Array, "V D"],
     targets_N: Int[Array, " *N"],
     *,
+    lengths: Int[Array, "*M"] | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: bool = False,
@@ -71,6 +77,10 @@ def linear_logprob(
 
     Accepts [N, D] with [N], and [B, T, D] with [B, T]. `chunk` is the number of tokens whose logits
     exist at once, over all devices; None takes what fits 1 GiB.
+
+    `lengths` ([] or [B]) says how many tokens of a row are wanted, its first ones; chunks behind
+    the longest of them are not computed: 0, without a gradient. What the other tokens of a chunk
+    that is get means nothing.
 
     The last axis before D is what gets split, so under a mesh give [B, T, D] with B sharded: each
     chunk then holds tokens of every row, every device works on every chunk and no hidden state
@@ -94,14 +104,22 @@ def linear_logprob(
             f"hidden {hidden_ND.shape}, weight {weight_VD.shape} and targets {targets_N.shape} "
             "do not belong together: they should be [..., D], [V, D] and [...]"
         )
+    if lengths is not None and lengths.shape != targets_N.shape[:-1]:
+        raise ValueError(
+            f"lengths {lengths.shape} of targets {targets_N.shape}: give one number a row"
+        )
     tokens = targets_N.shape[-1]
     rows = targets_N.size // max(tokens, 1)
     num_chunks = _num_chunks(tokens, max(1, chunk // max(rows, 1)))
-    hidden_KCD = _split(hidden_ND, targets_N.ndim - 1, num_chunks)
-    targets_KC = _split(targets_N, targets_N.ndim - 1, num_chunks)
-    logprobs_KC, entropy_KC = _scan(hidden_KCD, weight_VD, targets_KC, temperature, with_entropy)
-    logprobs_N = _join(logprobs_KC, tokens)
-    return logprobs_N, None if entropy_KC is None else _join(entropy_KC, tokens)
+    axis, dealt = targets_N.ndim - 1, lengths is None
+    hidden_KCD = _split(hidden_ND, axis, num_chunks, dealt)
+    targets_KC = _split(targets_N, axis, num_chunks, dealt)
+    stop = None
+    if lengths is not None:
+        stop = -(-jnp.max(lengths).astype(jnp.int32) // targets_KC.shape[-1])
+    run = partial(_join, tokens=tokens, dealt=dealt)
+    logprobs, entropy = _scan(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
+    return run(logprobs), None if entropy is None else run(entropy)
 
 
 def sum_squared_probs(
@@ -153,22 +171,25 @@ def _num_chunks(tokens: int, per_chunk: int) -> int:
     return next(exact, fewest)
 
 
-def _split(x: Array, axis: int, num_chunks: int) -> Array:
+def _split(x: Array, axis: int, num_chunks: int, dealt: bool = True) -> Array:
     """x with `axis` dealt out over a new first axis: chunk k gets tokens k, k + K, k + 2K, ...
 
-    Dealt, not cut: if the axis is sharded, each chunk still has an equal part on every device.
+    Dealt, not cut: if the axis is sharded, each chunk still has an equal part on every device. Cut,
+    chunk k gets the tokens from k * C on.
     """
     size = x.shape[axis]
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -size % num_chunks)
     x = jnp.pad(x, padding)
-    shape = (*x.shape[:axis], x.shape[axis] // num_chunks, num_chunks, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+    length = x.shape[axis] // num_chunks
+    sizes = (length, num_chunks) if dealt else (num_chunks, length)
+    x = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis + dealt, 0)
 
 
-def _join(x_KC: Array, tokens: int) -> Array:
+def _join(x_KC: Array, tokens: int, dealt: bool = True) -> Array:
     """The inverse of _split on the last axis, without the padding."""
-    x = jnp.moveaxis(x_KC, 0, -1)
+    x = jnp.moveaxis(x_KC, 0, -1 if dealt else -2)
     return x.reshape(*x.shape[:-2], -1)[..., :tokens]
 
 
@@ -182,12 +203,32 @@ def _is_target(targets_C: Array, vocab: int) -> Array:
     return targets_C[..., None] == jnp.arange(vocab, dtype=targets_C.dtype)
 
 
+def _chunk_by_chunk(
+    body: Callable[..., tuple[Any, Any]], carry: Any, chunks: Any, stop: Array | None
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` that ends before chunk `stop`: what lies behind it stays 0."""
+    num_chunks = jax.tree.leaves(chunks)[0].shape[0]
+    _, results = jax.eval_shape(body, carry, jax.tree.map(lambda x: x[0], chunks))
+    results = jax.tree.map(lambda x: jnp.zeros((num_chunks, *x.shape), x.dtype), results)
+
+    def step(k: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        carry, found = body(state[0], jax.tree.map(lambda x: x[k], chunks))
+        return carry, jax.tree.map(lambda all_, x: all_.at[k].set(x), state[1], found)
+
+    return jax.lax.fori_loop(0, num_chunks if stop is None else stop, step, (carry, results))
+
+
 def _forward(
-    hidden_KCD: Array, weight_VD: Array, targets_KC: Array, temperature: float, with_entropy: bool
+    hidden_KCD: Array,
+    weight_VD: Array,
+    targets_KC: Array,
+    stop: Array | None,
+    temperature: float,
+    with_entropy: bool,
 ) -> tuple[Array, Array, Array | None]:
     """(logprobs, log-sum-exp, entropy or None), each [K, C]."""
 
-    def body(_, chunk):
+    def body(carry, chunk):
         hidden_CD, targets_C = chunk
         logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
@@ -198,34 +239,44 @@ def _forward(
             # Of log-probs, not lse - sum(p * logits): that is a small difference of large numbers.
             logprobs_CV = logits_CV - lse_C[..., None]
             entropy_C = -jnp.sum(jnp.exp(logprobs_CV) * logprobs_CV, axis=-1)
-        return None, (chosen_C - lse_C, lse_C, entropy_C)
+        return carry, (chosen_C - lse_C, lse_C, entropy_C)
 
-    return jax.lax.scan(body, None, (hidden_KCD, targets_KC))[1]
+    return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
 
 
 def _primal(
-    hidden_KCD: Array, weight_VD: Array, targets_KC: Array, temperature: float, with_entropy: bool
+    hidden_KCD: Array,
+    weight_VD: Array,
+    targets_KC: Array,
+    stop: Array | None,
+    temperature: float,
+    with_entropy: bool,
 ) -> tuple[Array, Array | None]:
-    logprobs, _, entropy = _forward(hidden_KCD, weight_VD, targets_KC, temperature, with_entropy)
-    return logprobs, entropy
+    found = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
+    return found[0], found[2]
 
 
 def _scan_fwd(
-    hidden_KCD: Array, weight_VD: Array, targets_KC: Array, temperature: float, with_entropy: bool
+    hidden_KCD: Array,
+    weight_VD: Array,
+    targets_KC: Array,
+    stop: Array | None,
+    temperature: float,
+    with_entropy: bool,
 ) -> tuple[tuple[Array, Array | None], Saved]:
-    out = _forward(hidden_KCD, weight_VD, targets_KC, temperature, with_entropy)
+    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
     logprobs, lse, entropy = out
-    return (logprobs, entropy), (hidden_KCD, weight_VD, targets_KC, lse, entropy)
+    return (logprobs, entropy), (hidden_KCD, weight_VD, targets_KC, stop, lse, entropy)
 
 
 def _scan_bwd(
     temperature: float, with_entropy: bool, saved: Saved, grads: tuple[Array, Array | None]
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, Array, None, None]:
     """With z the logits over the temperature, p = softmax(z) and H the entropy:
 
     d logprob / dz = onehot - p;  dH / dz = -p (z - lse + H).
     """
-    hidden_KCD, weight_VD, targets_KC, lse_KC, entropy_KC = saved
+    hidden_KCD, weight_VD, targets_KC, stop, lse_KC, entropy_KC = saved
     grad_logprobs_KC, grad_entropy_KC = grads
 
     def body(grad_weight_VD, chunk):
@@ -251,9 +302,9 @@ def _scan_bwd(
 
     chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
     zero = jnp.zeros(weight_VD.shape, jnp.float32)
-    grad_weight_VD, grad_hidden_KCD = jax.lax.scan(body, zero, chunks)
-    return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None
+    grad_weight_VD, grad_hidden_KCD = _chunk_by_chunk(body, zero, chunks, stop)
+    return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
 
 
-_scan = jax.custom_vjp(_primal, nondiff_argnums=(3, 4))
+_scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5))
 _scan.defvjp(_scan_fwd, _scan_bwd)

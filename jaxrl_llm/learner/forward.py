@@ -145,6 +145,7 @@ def response_statistics(
         weight,
         rows.targets,
         settings.mesh,
+        lengths=rows.num_targets,
         temperature=temperature,
         with_entropy=with_entropy,
     )
@@ -227,6 +228,7 @@ def head_logprobs(
     targets: Int[Array, "B X"],
     mesh: Mesh | None,
     *,
+    lengths: Int[Array, " B"] | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Array, Array | None]:
@@ -235,24 +237,34 @@ def head_logprobs(
     Left to the partitioner, the weight's gradient would be reduced over the replicas once a chunk;
     here each sums its own, and they meet once.
     """
-    run = partial(linear_logprob, temperature=temperature, with_entropy=with_entropy)
-    return _by_replica(run, mesh, hidden, weight, targets)
+
+    def run(hidden: Array, weight: Array, targets: Array, lengths: Array | None = None) -> Any:
+        return linear_logprob(
+            hidden,
+            weight,
+            targets,
+            lengths=lengths,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+
+    return _by_replica(run, mesh, hidden, weight, targets, lengths)
 
 
 def _by_replica(
-    run: Callable[..., Any], mesh: Mesh | None, hidden: Array, weight: Array, targets: Array
+    run: Callable[..., Any], mesh: Mesh | None, hidden: Array, weight: Array, *of_rows: Array | None
 ) -> Any:
     if mesh is None or hidden.shape[0] % num_replicas(mesh):
-        return run(hidden, weight, targets)
+        return run(hidden, weight, *of_rows)
     by_row = PartitionSpec(REPLICA_AXES)
     # Its copy for each replica, where it is already: handed in as one array for all, its gradient
     # would be summed in here, and XLA's CPU compiler dies of such a sum in bfloat16.
     copies = jnp.broadcast_to(weight, (num_replicas(mesh), *weight.shape))
     return jax.shard_map(
-        lambda hidden, weight, targets: run(hidden, weight[0], targets),
+        lambda hidden, weight, *of_rows: run(hidden, weight[0], *of_rows),
         mesh=mesh,
-        in_specs=(by_row, by_row, by_row),
+        in_specs=by_row,
         out_specs=by_row,
         axis_names=set(REPLICA_AXES),
         check_vma=False,
-    )(hidden, copies, targets)
+    )(hidden, copies, *of_rows)

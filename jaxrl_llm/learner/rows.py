@@ -58,7 +58,9 @@ class Rows:
     predictors: Int[Array, "B X"]  # the token of the row whose hidden state predicts the target
     targets: Int[Array, "B X"]
     included: Bool[Array, " B"]  # the samples that are in these rows
-    # The rest is of packed rows only.
+    # The rest is of packed rows only, whose targets are as many as their tokens: responses' first.
+    num_targets: Int[Array, " B"] | None = None  # of responses
+    target_tokens: Int[Array, "B X"] | None = None  # the token of the row that the target is
     ranges: Ranges | None = None
     sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
     column: Int[Array, "B X"] | None = None
@@ -97,10 +99,10 @@ class Rows:
 
     def own(self, x: Float[Array, "B T"]) -> Float[Array, "B R"]:
         """A value of every token of the rows, read at the response tokens, as [B, R]."""
-        if self.sample is None:
+        if self.target_tokens is None:
             index = jnp.minimum(self.predictors + 1, x.shape[1] - 1)
             return jnp.take_along_axis(x, index, axis=1)
-        return self._scatter(x)  # X is T
+        return self._scatter(jnp.take_along_axis(x, self.target_tokens, axis=1))
 
     def _scatter(self, x: Array) -> Array:
         assert self.sample is not None and self.column is not None
@@ -314,20 +316,24 @@ def _packed_row(
     apart_T = in_response_T & ~leads_T
     none = jnp.zeros_like(token_T)
     num_samples = starts_S.shape[0]
+    predictors_T = jnp.where(column_T == 0, prompt_end_T, token_T) - 1
+    # Out of range and each another: a scatter drops them and stays free of duplicates.
+    target_of_T = jnp.where(in_response_T, sample_T, num_samples + token_T)
+    # The head leaves out what comes behind the responses' tokens.
+    target_X = jnp.argsort(~in_response_T, stable=True)
     return {
         "tokens": tokens_T,
         "positions": positions_T,
-        "predictors": jnp.clip(
-            jnp.where(column_T == 0, prompt_end_T, token_T) - 1, 0, row_tokens - 1
-        ),
-        "targets": tokens_T,
+        "predictors": jnp.clip(predictors_T, 0, row_tokens - 1)[target_X],
+        "targets": tokens_T[target_X],
+        "num_targets": in_response_T.sum(),
+        "target_tokens": target_X,
         "ranges": Ranges(
             start=jnp.where(in_prompt_T | in_response_T, start_T, row_tokens),
             position=positions_T,
             prefix_start=jnp.where(apart_T, prompt_start_T, none),
             prefix_end=jnp.where(apart_T, prompt_end_T, none),
         ),
-        # Out of range and each another: a scatter drops them and stays free of duplicates.
-        "sample": jnp.where(in_response_T, sample_T, num_samples + token_T),
-        "column": jnp.where(in_response_T, column_T, 0),
+        "sample": target_of_T[target_X],
+        "column": jnp.where(in_response_T, column_T, 0)[target_X],
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from functools import partial
 
 import jax
@@ -19,6 +20,7 @@ from jaxrl_llm.kernels.flash_attention import (
 )
 from jaxrl_llm.kernels.flash_attention_mosaic import Tuning, default_tuning, hopper_attention
 from jaxrl_llm.kernels.visibility import key_schedule, query_schedule, ranges_of
+from jaxrl_llm.models import decoder
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
@@ -126,11 +128,11 @@ def test_overlapping_ranges_anywhere_in_a_row():
 
 
 @interpreted
-@pytest.mark.parametrize("sms", [0, 2])  # tiles of keys whole, and in ever smaller parts
-def test_a_prompt_shared_by_three_responses_and_poisoned_padding(sms, monkeypatch):
+@pytest.mark.parametrize(("sms", "heads"), [(0, (2, 1)), (2, (2, 2))])  # keys whole, and in parts
+def test_a_prompt_shared_by_three_responses_and_poisoned_padding(sms, heads, monkeypatch):
     monkeypatch.setattr(flash_attention_mosaic_backward, "SMS", sms)
     visibility, real = packed(slice(0, 1))
-    check(random_qkv((2, 1), length=256), visibility=visibility, real=real)
+    check(random_qkv(heads, length=256), visibility=visibility, real=real)
 
 
 @interpreted
@@ -248,15 +250,21 @@ def test_schedules_visit_every_visible_block_once(seed):
 
 
 @pytest.mark.parametrize("extra_items", [1, 5, 40, 1000])
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_divided_schedules_take_every_step_once(seed, extra_items):
-    visibility = {None: None, 0: packed()[0]}[seed] if not seed else random_ranges(seed)
-    rows = 1 if seed else 2
+@pytest.mark.parametrize("rows_of", ["causal", "packed", "short", "random"])
+def test_divided_schedules_take_every_step_once(rows_of, extra_items):
+    short = np.where(np.arange(256) < 100, SEGMENTS, 0)  # tiles that nothing sees
+    visibility = {
+        "causal": None,
+        "packed": packed()[0],
+        "short": packed_visibility(jnp.asarray(short), jnp.asarray(PREFIXES)),
+        "random": random_ranges(1),
+    }[rows_of]
+    rows = 1 if rows_of == "random" else 2
     ranges = ranges_of(256, 256, causal=True, window=None, lengths=None, visibility=visibility)
     sizes = dict(block_q=16, block_k=16, tile_k=32, num_groups=3)
     whole = np.asarray(key_schedule(ranges, rows, **sizes).items)
     schedule = key_schedule(ranges, rows, **sizes, extra_items=extra_items)
-    assert isinstance(schedule.items, np.ndarray) == (seed is None)
+    assert isinstance(schedule.items, np.ndarray) == (rows_of == "causal")
     items, parts = np.asarray(schedule.items), np.asarray(schedule.parts)
 
     lengths = items[:, 4] - items[:, 3]
@@ -272,6 +280,27 @@ def test_divided_schedules_take_every_step_once(seed, extra_items):
         taken = [step for part in mine.tolist() for step in range(part[3], part[4])]
         assert taken == list(range(steps))
     assert lengths.sum() == whole[:, 4].sum()  # items beyond those have no step
+    assert (parts[:, 1] == 0).any() == (rows_of == "short")
+
+
+@pytest.mark.parametrize("remat", ["projections", "attention", "full"])
+def test_schedules_are_not_made_again_in_the_backward_pass(remat):
+    visibility, _ = packed()
+    q, k, v, _ = random_qkv((4, 2), length=256, rows=2)
+
+    def layer(q):
+        return attention(q, k, v, visibility=visibility, implementation="pallas")
+
+    def sorts(kept):
+        again = jax.checkpoint(layer, policy=kept)
+        traced = jax.make_jaxpr(jax.grad(lambda q: again(q).astype(jnp.float32).sum()))(q)
+        (backward,) = (
+            e for e in traced.eqns if "jaxpr" in e.params and "remat" in str(e.primitive)
+        )
+        return len(re.findall(r"\bsort\[", str(backward.params["jaxpr"])))
+
+    assert sorts(decoder._POLICIES[remat]) == 0
+    assert sorts(None) > 0
 
 
 def test_causal_schedules_are_constants_and_skip_what_lies_ahead():

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_llm.benchmarks.decode import decode_cases
 from jaxrl_llm.benchmarks.harness import Case, relative_error, require
 from jaxrl_llm.benchmarks.options import Options
-from jaxrl_llm.benchmarks.workloads import packed_lengths
+from jaxrl_llm.benchmarks.workloads import packed_groups, packed_lengths
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.visibility import packed_visibility
 from jaxrl_llm.models.config import ModelConfig
@@ -43,6 +43,10 @@ class Layout:
     starts: np.ndarray
     first_row: int  # tokens of the first row that are real
     segment_ids: np.ndarray | None = None  # [B, T], of packed rows
+    prefix_ids: np.ndarray | None = None  # [B, T], where segments see another one, too
+    # [T, 2], the keys of that one which each token of the first row sees, and one past them.
+    prefixes: np.ndarray | None = None
+    again: tuple[int, ...] = ()  # what `lengths` have more than once: no useful work
     row_lengths: np.ndarray | None = None  # [B], of padded rows that say so
     window: int | None = None
 
@@ -103,11 +107,12 @@ class Attention(Case):
         lengths = self.layout.lengths
         window = self.layout.window
         useful = attention_flops(N, H, lengths, window=window, backward=self.backward)
+        useful -= attention_flops(N, H, self.layout.again, backward=self.backward)
         padded = self.layout.rows * self.layout.tokens
         return {
             "TFLOP/s": useful / seconds / 1e12,
             "tokens/s": sum(lengths) / seconds,
-            "share of tokens that are real": sum(lengths) / padded,
+            "share of tokens that are real": (sum(lengths) - sum(self.layout.again)) / padded,
         }
 
     def _call(self, q: Any, k: Any, v: Any, do: Any, *given: Any) -> tuple[jax.Array, ...]:
@@ -133,7 +138,8 @@ class Attention(Case):
         )
         if layout.segment_ids is not None:
             # Made once for all layers of a model, so it is not in the time of one.
-            return (*arrays, packed_visibility(jnp.asarray(layout.segment_ids)))
+            ids = (x for x in (layout.segment_ids, layout.prefix_ids) if x is not None)
+            return (*arrays, packed_visibility(*map(jnp.asarray, ids)))
         if layout.row_lengths is not None:
             return (*arrays, jnp.asarray(layout.row_lengths, jnp.int32))
         return arrays
@@ -160,6 +166,9 @@ class Reference:
         q_QNH, k_TKH, v_TKH = (x.astype(jnp.float32) for x in (q[0, checked], k[0], v[0]))
         key = np.arange(k.shape[1])
         visible_QT = (starts[:, None] <= key) & (key <= checked[:, None])
+        if self.layout.prefixes is not None:
+            first_Q1, stop_Q1 = np.split(self.layout.prefixes[checked], 2, axis=1)
+            visible_QT |= (first_Q1 <= key) & (key < stop_Q1)
         groups = q.shape[2] // k.shape[2]
 
         def fn(q_QNH: Any, k_TKH: Any, v_TKH: Any) -> jax.Array:
@@ -222,26 +231,39 @@ def _dense_cases(options: Options, shape: str) -> list[Case]:
 
 
 def _packed_cases(options: Options, shape: str) -> list[Case]:
+    """Sequences one after the other, then groups whose responses share a prompt.
+
+    The peers get each sequence, prompt and response, as a row of its own.
+    """
     cases: list[Case] = []
     for rows, tokens in options.packed_batches(shape):
-        packed = packed_lengths(shape, rows, tokens)
-        flat = tuple(length for row in packed for length in row)
-        name = f"{_name('packed', options)}_{rows}x{tokens}"
-        ours = own_implementation()
-        cases += _both(options, shape, name, _packed_layout(packed, tokens), [("ours", ours)])
-        longest = max(flat)
-        for peer in _peers(options, longest):
-            padded = Layout(
-                rows=len(flat),
-                tokens=longest,
-                lengths=flat,
-                starts=np.zeros(longest, np.int32),
-                first_row=flat[0],
-            )
-            cases += _both(options, shape, name, padded, [(f"{peer}_padded", peer)])
-            if peer == "cudnn":
-                told = replace(padded, row_lengths=np.asarray(flat))
-                cases += _both(options, shape, name, told, [("cudnn_lengths", peer)])
+        for name, packed in (
+            ("packed", _packed_layout(packed_lengths(shape, rows, tokens), tokens)),
+            ("packed_shared", _shared_layout(packed_groups(shape, rows, tokens), tokens)),
+        ):
+            name = f"{_name(name, options)}_{rows}x{tokens}"
+            cases += _both(options, shape, name, packed, [("ours", own_implementation())])
+            cases += _padded_cases(options, shape, name, packed)
+    return cases
+
+
+def _padded_cases(options: Options, shape: str, name: str, packed: Layout) -> list[Case]:
+    cases: list[Case] = []
+    lengths = packed.lengths
+    longest = max(lengths)
+    for peer in _peers(options, longest):
+        padded = Layout(
+            rows=len(lengths),
+            tokens=longest,
+            lengths=lengths,
+            starts=np.zeros(longest, np.int32),
+            first_row=lengths[0],
+            again=packed.again,
+        )
+        cases += _both(options, shape, name, padded, [(f"{peer}_padded", peer)])
+        if peer == "cudnn":
+            told = replace(padded, row_lengths=np.asarray(lengths))
+            cases += _both(options, shape, name, told, [("cudnn_lengths", peer)])
     return cases
 
 
@@ -260,6 +282,39 @@ def _packed_layout(packed: Sequence[Sequence[int]], tokens: int) -> Layout:
         starts=starts,
         first_row=int(first[-1]),
         segment_ids=ids,
+    )
+
+
+def _shared_layout(packed: Sequence[Sequence[tuple[int, list[int]]]], tokens: int) -> Layout:
+    """A prompt, then its responses, each of which sees it and itself; then the next prompt."""
+    ids, prefix_ids = np.zeros((2, len(packed), tokens), np.int32)
+    starts, prefixes = np.zeros(tokens, np.int32), np.zeros((tokens, 2), np.int32)
+    used = []
+    for r, row in enumerate(packed):
+        at, segment = 0, 0
+        for prompt, responses in row:
+            first, leader = at, segment + 1
+            for number, length in enumerate((prompt, *responses)):
+                segment += 1
+                here = slice(at, at + length)
+                ids[r, here] = segment
+                prefix_ids[r, here] = leader if number else 0
+                if r == 0:
+                    starts[here] = at
+                    prefixes[here] = (first, first + prompt) if number else 0
+                at += length
+        used.append(at)
+    groups = [group for row in packed for group in row]
+    return Layout(
+        rows=len(packed),
+        tokens=tokens,
+        lengths=tuple(prompt + length for prompt, responses in groups for length in responses),
+        starts=starts,
+        first_row=used[0],
+        segment_ids=ids,
+        prefix_ids=prefix_ids,
+        prefixes=prefixes,
+        again=tuple(prompt for prompt, responses in groups for _ in responses[1:]),
     )
 
 

@@ -11,6 +11,7 @@ MIX_MEDIAN, MIX_SIGMA, MIX_RANGE = 500, 0.8, (16, 2048)
 # (16 x 128 tokens) and of fixed batches (512 tokens each), ids from 10 to 120,000.
 DRAWN_BEFORE = 16 * 128 + (1 + 64 + 256 + 1024) * 512
 TINY_SCALE = 128
+GROUP = 8  # responses that share a prompt in a packed row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,27 @@ def packed_lengths(shape: str, rows: int, tokens: int) -> list[list[int]]:
         row = [min(prompt + next(upcoming), tokens)]
         while sum(row) + (length := prompt + next(upcoming)) <= tokens:
             row.append(length)
+        packed.append(row)
+    return packed
+
+
+def packed_groups(shape: str, rows: int, tokens: int) -> list[list[tuple[int, list[int]]]]:
+    """Prompts, each with up to GROUP responses of the mix, that fill `rows` rows up to `tokens`."""
+    prompt = PROMPT.get(shape, PROMPT[""])
+    upcoming = iter(mix_limits(shape, NUM_MIX_LENGTHS) * rows)
+    packed: list[list[tuple[int, list[int]]]] = []
+    for _ in range(rows):
+        row = [(prompt, [min(next(upcoming), tokens - prompt)])]
+        used, length = prompt + row[0][1][0], next(upcoming)
+        while True:
+            begins = len(row[-1][1]) == GROUP
+            used += length + prompt * begins
+            if used > tokens:
+                break
+            if begins:
+                row.append((prompt, []))
+            row[-1][1].append(length)
+            length = next(upcoming)
         packed.append(row)
     return packed
 

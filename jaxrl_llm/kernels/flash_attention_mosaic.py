@@ -24,7 +24,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic_forward import (
 from jaxrl_llm.kernels.visibility import Ranges, Visibility, ranges_of
 
 ATTENTION = "attention"  # the name under which an attention's result may be kept
-SCHEDULE = "attention schedule"  # and that of what its kernels' programs do: kilobytes
+SCHEDULE = "attention schedule"  # and that of what its kernels' programs do, small tables
 
 __all__ = [
     "ATTENTION",

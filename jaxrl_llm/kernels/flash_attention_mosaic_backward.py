@@ -97,7 +97,8 @@ def backward_schedules(
 
     All queries of a group's responses see its prompt, so the few tiles of its keys would take many
     times as long as all others together have to; and a few rows have fewer tiles than the card has
-    SMs. Tiles are divided then: a part is at most half of what an SM has to do on average.
+    SMs. Tiles are divided then: a part is at most half of what an SM has to do on average. Parts
+    take 4 bytes an element where gradients take 2.
     """
     of_dq = query_schedule(
         ranges,
@@ -108,8 +109,9 @@ def backward_schedules(
     )
     tile_k = NUM_CONSUMERS * tuning.dkv_block_k
     num_programs = num_rows * (ranges.num_tokens // tile_k) * num_kv_heads
-    shared = ranges.values_RCT is not None and ranges.values_RCT.shape[1] == 3
-    divided = shared or num_programs < 1.5 * SMS
+    # Rows without causality have prefixes too; they are divided for nothing.
+    prefixes = ranges.values_RCT is not None and ranges.values_RCT.shape[1] == 3
+    divided = prefixes or num_programs < 1.5 * SMS
     of_dkv = key_schedule(
         ranges,
         num_rows,

@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Sizes of the three kernels: tokens a block, stages of the ring of loaded blocks.
+    """Sizes of the kernels: tokens a block, stages of the ring of loaded blocks.
 
     In the forward and dq kernels a program owns 2 `block_q` queries and loops over blocks of
     `block_k` keys; in the dkv kernel it owns 2 `dkv_block_k` keys and loops over `dkv_block_q`
@@ -170,7 +170,8 @@ def kernel_call(
 ) -> Any:
     """Run `body` for every head of every work item, with a producer and two consumers each.
 
-    Heads vary fastest, so that the query heads of one KV head read its keys from the L2 cache.
+    Items vary fastest (the grid's first axis is its slowest), head after head: their keys, or
+    queries, stay in the L2 cache.
     """
     index = [jnp.asarray(schedule.items)]
     if ranges.values_RCT is not None:

@@ -166,7 +166,7 @@ def ranges_of(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
-    """What a kernel's programs do: one item a tile of one row, the longest first.
+    """What a kernel's programs do: one item a tile of one row or a part of it, the longest first.
 
     `items` [I, 8] is row, tile, and for a tile of queries: first key block of the first range,
     its number of blocks, first key block of the second range, number of blocks in all. For a tile

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from target import abstract, compiled_in_a_process, h200_mesh, needs_compiler, one_h200
 
+from jaxrl_llm.kernels import flash_attention_mosaic_backward
 from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
 
 pytestmark = needs_compiler
@@ -20,11 +21,16 @@ SHARED_MEMORY_LIMIT = 227 * 1024
 
 
 def compile_gradient(head_dim: int) -> None:
-    """Forward and both gradient kernels, of packed rows with a shared prefix and of whole rows."""
+    """Forward and gradient kernels, of packed rows with a shared prefix and of whole rows.
+
+    The packed rows' keys are divided among programs, those of whole rows are not, as in many rows.
+    """
 
     def loss(q, k, v, segments, prefixes):
         visibility = packed_visibility(segments, prefixes)
         out = attention(q, k, v, visibility=visibility, implementation="pallas")
+        # The schedules of packed rows are made by now, those of whole ones in the backward pass.
+        flash_attention_mosaic_backward.SMS = 0
         whole = attention(q, k, v, implementation="pallas")
         return jnp.sum(out.astype(jnp.float32) ** 2 + whole.astype(jnp.float32) ** 2)
 
@@ -40,9 +46,9 @@ def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
     logs, resources = compiled_in_a_process(
         f"from {Path(__file__).stem} import *; compile_gradient({head_dim})"
     )
-    # Forward, dq, dk and dv by one kernel or, where they fill the registers, by two, and the sums
-    # of the parts of these.
-    assert len(logs) == (12 if head_dim == 256 else 10), logs
+    # Forward, dq, dk and dv by one kernel or, where they fill the registers, by two; and the sums
+    # of the parts of the packed rows' dk and dv.
+    assert len(logs) == (10 if head_dim == 256 else 8), logs
     for log in logs:
         (spilled,) = re.findall(r"(\d+) bytes spill stores", log.split("Function properties")[-1])
         assert int(spilled) <= SPILL_LIMIT[head_dim], log

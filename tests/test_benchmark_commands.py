@@ -146,7 +146,11 @@ PACKED_AND_DECODE = [
     ("words", "cases"),
     [
         (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
-        (["generation", "--workload=prefill"], ["prefill_3", "prefill_uneven_3"]),
+        pytest.param(
+            ["generation", "--workload=prefill"],
+            ["prefill_3", "prefill_uneven_3"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["training", "--workload=mix", "--config.actor.micro_batch_tokens=128"],
             ["update_mix_4x2"],

@@ -187,6 +187,7 @@ def case_fields(case: Case) -> dict:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "window", [*(pytest.param(x, marks=pytest.mark.slow) for x in (1, 64, 500)), 65, 70]
 )
@@ -212,6 +213,7 @@ def test_entries_before_the_window_do_not_count():
     assert_close(case.run(), case.answer())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "num_splits"),
     [("ragged", 2), ("ragged", 9), pytest.param("ragged", 16, marks=pytest.mark.slow)],
@@ -254,12 +256,14 @@ def test_shared_prompts_equal_float64_with_nan_past_every_length(case: Case, num
     assert_close(case.run(plan=case.plan(num_splits)), case.answer())
 
 
+@pytest.mark.whole
 def test_shared_prompts_and_split_own_rows_equal_float64():
     """Only the first part of a slot's own row takes the prompt in; others may be without blocks."""
     case = SHARED["ragged"]
     assert_close(case.run(plan=case.plan(2, num_splits=3)), case.answer())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("slots_per_prompt", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program_goes_through_several_units(
     monkeypatch: pytest.MonkeyPatch, slots_per_prompt: int
@@ -278,8 +282,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention_mosaic, "SMS", 1)
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_slot_does_not_depend_on_who_shares_its_prompt(num_splits: int):
     """Alone, with others, at another place of the item, in another order.
 
@@ -313,6 +317,7 @@ def test_no_race_between_units(G: int, slots_per_prompt: int, monkeypatch: pytes
     assert not interpret_pallas_call.get_races().races_found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("G", [16, 17, pytest.param(63, marks=pytest.mark.slow)])
 def test_many_queries_a_head(G: int, shared: bool):
@@ -321,6 +326,7 @@ def test_many_queries_a_head(G: int, shared: bool):
     assert_close(case.run(plan=case.plan(2) if shared else None), case.answer())
 
 
+@pytest.mark.whole
 def test_a_window_takes_no_plan():
     fields = case_fields(SHARED["ragged"])
     case = Case(**{**fields, "window": 70})
@@ -453,6 +459,7 @@ def test_float8_cache_equals_float64_with_nan_past_every_length(H: int, num_spli
     assert_close(case.run(num_splits=num_splits), case.answer())
 
 
+@pytest.mark.whole
 def test_float8_shared_prompts():
     case = Case([0, 1, 0], [128, 70, 128], [1, 0, 77], **FLOAT8)
     assert_close(case.run(plan=case.plan(2)), case.answer())

@@ -261,6 +261,7 @@ def test_passes_equal_the_padded_ones(name, layout):
         assert jnp.abs(found[key]).max() > 0.1
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("loss_aggregation", "layout"),

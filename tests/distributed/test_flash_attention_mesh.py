@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from fake_devices import on_eight_devices
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -72,6 +73,7 @@ def run(mesh_sizes, heads, *, rows=4, set_mesh=True):
     return shape
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_rows_and_heads_are_split_and_scarce_kv_heads_copied():
     assert run((2, 1, 4), (8, 4)) == (2, 2, 1)

@@ -89,7 +89,7 @@ def assert_same(found: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @on_eight_devices
 def test_dpo_on_eight_devices_equals_one():
     expected = step("dpo", MeshConfig())

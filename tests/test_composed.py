@@ -116,6 +116,7 @@ def test_an_algorithm_that_wants_a_teacher_says_how_to_give_one():
 # ------------------------------------------------------------------------- best of n
 
 
+@pytest.mark.slow
 def test_rejection_sampling_learns_its_best_samples_alone():
     config = tiny_config(model_reward=False)
     config = replace(config, actor=replace(config.actor, ppo_epochs=1, ppo_mini_batch_size=16))

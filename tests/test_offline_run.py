@@ -118,7 +118,9 @@ def test_reference_log_probs_computed_once_give_the_same_run(dpo, tmp_path):
     assert all(x.ndim == 1 for x in tables.values())
 
 
-@pytest.mark.parametrize("changed", [("settings__operators", "+"), ("size", "9")])
+@pytest.mark.parametrize(
+    "changed", [("settings__operators", "+"), pytest.param(("size", "9"), marks=pytest.mark.slow)]
+)
 def test_a_table_of_the_reference_is_not_taken_for_that_of_other_held_out_records(
     changed, tmp_path
 ):

@@ -40,7 +40,7 @@ ROWS = {
     ("name", "rows"),
     [
         pytest.param("grpo", "one part", marks=pytest.mark.slow),
-        ("ppo", "four parts"),
+        pytest.param("ppo", "four parts", marks=pytest.mark.slow),
         ("grpo", "packed"),
     ],
 )

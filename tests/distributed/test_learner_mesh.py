@@ -91,6 +91,7 @@ def learn(mesh=None, *, row_tokens=0):
     return out
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_gradients_of_embeddings_in_bf16_are_counts():
     """Of a token that occurs 1,024 times on each of eight devices, and of one on a single one."""
@@ -129,6 +130,7 @@ def test_losses_gradients_and_values():
                 assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_gradient_of_the_head_in_bfloat16():
     """The partitioner's sums in bfloat16 compile on CPUs, those of a shard_map do not."""

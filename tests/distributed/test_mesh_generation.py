@@ -135,6 +135,7 @@ def test_fsdp_4_tensor_2():
     check({"fsdp": 4, "tensor": 2}, SAMPLED)
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_data_2_fsdp_2_tensor_2_with_filters():
     filtered = SamplingParams(

@@ -1,8 +1,10 @@
 """Moments in the host's memory on a mesh: the actor's update computes the same."""
 
+import pytest
 from fake_devices import on_eight_devices
 
 
+@pytest.mark.whole
 @on_eight_devices
 def test_updates_with_moments_in_the_host_memory():
     """Two epochs of two mini-batches in a loop, under the condition that the critic is warm."""

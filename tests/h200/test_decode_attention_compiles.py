@@ -133,7 +133,7 @@ def _resources_in(ptxas: str, resources: str) -> Resources:
 
 
 @pytest.mark.parametrize(
-    "shape", [s if s in ("0.5B", "7B") else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
+    "shape", [s if s == "7B" else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
 )
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_no_spills_and_several_programs_an_sm(shape: str, case: int):

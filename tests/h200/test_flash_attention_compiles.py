@@ -41,7 +41,9 @@ def compile_gradient(head_dim: int) -> None:
     gradient.lower(*abstract((*arrays, *ids), one_h200())).compile()
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128, 256])
+@pytest.mark.parametrize(
+    "head_dim", [64, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (96, 256))]
+)
 def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
     logs, resources = compiled_in_a_process(
         f"from {Path(__file__).stem} import *; compile_gradient({head_dim})"

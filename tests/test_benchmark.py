@@ -486,7 +486,8 @@ def test_layout_of_groups_by_hand():
 
 def test_groups_fill_rows_and_no_more():
     mix = list(workloads.mix_limits("qwen2.5-7b", 64))
-    (row,) = workloads.packed_groups("qwen2.5-7b", 1, 16384)
+    options = read_options(["attention", "--shape=qwen2.5-7b"])
+    (row,) = workloads.packed_groups(options, "qwen2.5-7b", 1, 16384)
     assert [prompt for prompt, _ in row] == [512] * len(row)
     assert all(len(responses) == 8 for _, responses in row[:-1])
     responses = [length for _, responses in row for length in responses]
@@ -494,3 +495,5 @@ def test_groups_fill_rows_and_no_more():
     used = sum(responses) + 512 * len(row)
     following = mix[len(responses)] + 512 * (len(row[-1][1]) == 8)
     assert used <= 16384 < used + following
+    with pytest.raises(ConfigError, match="no room for a prompt of 512 .* --batch=ROWSxTOKENS"):
+        workloads.packed_groups(options, "qwen2.5-7b", 1, 512)

@@ -239,7 +239,7 @@ def _packed_cases(options: Options, shape: str) -> list[Case]:
     for rows, tokens in options.packed_batches(shape):
         for name, packed in (
             ("packed", _packed_layout(packed_lengths(shape, rows, tokens), tokens)),
-            ("packed_shared", _shared_layout(packed_groups(shape, rows, tokens), tokens)),
+            ("packed_shared", _shared_layout(packed_groups(options, shape, rows, tokens), tokens)),
         ):
             name = f"{_name(name, options)}_{rows}x{tokens}"
             cases += _both(options, shape, name, packed, [("ours", own_implementation())])

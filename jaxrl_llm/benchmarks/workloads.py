@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.benchmarks.options import NUM_MIX_LENGTHS, PROMPT, Options
+from jaxrl_llm.config import ConfigError
 
 MIX_MEDIAN, MIX_SIGMA, MIX_RANGE = 500, 0.8, (16, 2048)
 # What the published measurement of the mix drew from its generator before: prompts of a warm-up
 # (16 x 128 tokens) and of fixed batches (512 tokens each), ids from 10 to 120,000.
 DRAWN_BEFORE = 16 * 128 + (1 + 64 + 256 + 1024) * 512
 TINY_SCALE = 128
-GROUP = 8  # responses that share a prompt in a packed row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,16 +137,26 @@ def packed_lengths(shape: str, rows: int, tokens: int) -> list[list[int]]:
     return packed
 
 
-def packed_groups(shape: str, rows: int, tokens: int) -> list[list[tuple[int, list[int]]]]:
-    """Prompts, each with up to GROUP responses of the mix, that fill `rows` rows up to `tokens`."""
-    prompt = PROMPT.get(shape, PROMPT[""])
+def packed_groups(
+    options: Options, shape: str, rows: int, tokens: int
+) -> list[list[tuple[int, list[int]]]]:
+    """Prompts, each with the responses of a group or fewer, that fill rows up to `tokens`.
+
+    ConfigError for rows that have no room for a prompt and a response.
+    """
+    prompt, samples = options.sizes(shape)[0], options.group_sizes(shape)[1]
+    if tokens <= prompt:
+        raise ConfigError(
+            f"packed rows of {tokens} tokens have no room for a prompt of {prompt} and a response: "
+            "longer ones by --batch=ROWSxTOKENS, or --prompt=N"
+        )
     upcoming = iter(mix_limits(shape, NUM_MIX_LENGTHS) * rows)
     packed: list[list[tuple[int, list[int]]]] = []
     for _ in range(rows):
         row = [(prompt, [min(next(upcoming), tokens - prompt)])]
         used, length = prompt + row[0][1][0], next(upcoming)
         while True:
-            begins = len(row[-1][1]) == GROUP
+            begins = len(row[-1][1]) == samples
             used += length + prompt * begins
             if used > tokens:
                 break

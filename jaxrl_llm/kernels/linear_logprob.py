@@ -244,16 +244,8 @@ def _forward(
     return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
 
 
-def _primal(
-    hidden_KCD: Array,
-    weight_VD: Array,
-    targets_KC: Array,
-    stop: Array | None,
-    temperature: float,
-    with_entropy: bool,
-) -> tuple[Array, Array | None]:
-    found = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
-    return found[0], found[2]
+def _primal(*arguments: Any) -> tuple[Array, Array | None]:
+    return _scan_fwd(*arguments)[0]
 
 
 def _scan_fwd(

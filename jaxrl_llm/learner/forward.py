@@ -41,7 +41,7 @@ class ForwardSettings:
         """The dtype that weights take once an optimizer step; None: in each micro-batch.
 
         They live as long as the step then. Where layers are computed again, memory is short and
-        its peak late in the backward pass: at 7B that would take 9 GiB of a device, otherwise 1.
+        its peak late in the backward pass: at 7B that would take 9 GiB of a device, otherwise 4.
         """
         return self.dtype if self.remat in ("none", "projections") else None
 
@@ -238,7 +238,7 @@ def head_logprobs(
     here each sums its own, and they meet once.
     """
 
-    def run(hidden: Array, weight: Array, targets: Array, lengths: Array | None = None) -> Any:
+    def run(hidden: Array, weight: Array, targets: Array, lengths: Array | None) -> Any:
         return linear_logprob(
             hidden,
             weight,

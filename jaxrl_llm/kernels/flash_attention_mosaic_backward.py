@@ -74,10 +74,10 @@ def backward(
         # ones. In plain causal rows each sees itself, and a copy of the cotangent is saved.
         real_BTN = jnp.isfinite(lse_BNT).swapaxes(1, 2)
         dout_BTNH = jnp.where(real_BTN[..., None], dout_BTNH, 0)
-    delta_BNT = jnp.einsum(
-        "BTNH,BTNH->BNT", out_BTNH, dout_BTNH, preferred_element_type=jnp.float32
-    )
-    stats_BN2T = jnp.stack([lse_BNT, delta_BNT], axis=2)
+    delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
+    # Else XLA makes the sums inside of the stack, a thread a sum: ten times as long as the bytes.
+    delta_BTN, dout_BTNH = lax.optimization_barrier((delta_BTN, dout_BTNH))
+    stats_BN2T = jnp.stack([lse_BNT, delta_BTN.swapaxes(1, 2)], axis=2)
     operands = (q_BTNH, k_BTKH, v_BTKH, dout_BTNH, stats_BN2T)
     B, _, N, _ = q_BTNH.shape
     of_dq, of_dkv = schedules or backward_schedules(ranges, B, N, k_BTKH.shape[2], tuning)

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from jaxrl_llm.kernels.hopper import SMS
 from jaxrl_llm.kernels.visibility import Ranges, Schedule, query_schedule
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -170,9 +171,15 @@ def kernel_call(
 ) -> Any:
     """Run `body` for every head of every work item, with a producer and two consumers each.
 
-    Items vary fastest (the grid's first axis is its slowest), head after head: their keys, or
-    queries, stay in the L2 cache.
+    Programs start in the order of the grid, whose last axis is its fastest. With heads fastest all
+    heads' longest items come first and short ones fill the gaps at the end. Where a head alone has
+    enough items of plain rows to balance, they run head after head: their keys, or queries, stay in
+    the L2 cache.
     """
+    num_items = schedule.items.shape[0]
+    grid = [("item", num_items), ("head", num_heads)]
+    if ranges.values_RCT is None and num_items >= SMS // 2:
+        grid.reverse()
     index = [jnp.asarray(schedule.items)]
     if ranges.values_RCT is not None:
         index += [jnp.asarray(schedule.whole_RQK), jnp.asarray(ranges.values_RCT)]
@@ -180,8 +187,8 @@ def kernel_call(
         partial(body, num_index=len(index)),
         out_type=out,
         scratch_types=scratch,
-        grid=(num_heads, schedule.items.shape[0]),
-        grid_names=("head", "item"),
+        grid=tuple(size for _, size in grid),
+        grid_names=tuple(name for name, _ in grid),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
         # Sums along a row stay within a warp: no scratch, so that three stages fit at 128.

@@ -167,9 +167,9 @@ def sizes(jaxpr: Jaxpr):
                 yield from sizes(parameter)
 
 
-def exponentials(fn, *args):
+def count(operation, fn, *args):
     names = [name for _, name in sizes(jax.make_jaxpr(fn)(*args).jaxpr)]
-    return names.count("exp")
+    return names.count(operation)
 
 
 def test_no_array_is_larger_than_one_chunk_of_logits():
@@ -183,14 +183,16 @@ def test_no_array_is_larger_than_one_chunk_of_logits():
     assert memory.temp_size_in_bytes < tokens * vocab * 4 / 2  # whole logits would take it twice
 
 
-def test_entropy_costs_nothing_unless_asked_for():
+def test_entropy_costs_one_more_sum_and_nothing_unless_asked_for():
     hidden, weight, targets = case((8,))
 
     def run(hidden, with_entropy):
         return linear_logprob(hidden, weight, targets, chunk=2, with_entropy=with_entropy)
 
-    assert exponentials(lambda h: run(h, False), hidden) == 1
-    assert exponentials(lambda h: run(h, True), hidden) == 2
+    for operation, with_entropy in (("exp", 1), ("reduce_max", 1), ("reduce_sum", 3)):
+        assert count(operation, lambda h: run(h, True), hidden) == with_entropy
+    assert count("exp", lambda h: run(h, False), hidden) == 1
+    assert count("reduce_sum", lambda h: run(h, False), hidden) == 2
 
 
 def test_no_tokens():

@@ -87,7 +87,7 @@ def linear_logprob(
     moves. The weight may be sharded over V; gather it over D first. Its gradient is reduced across
     devices once a chunk, so over many devices prefer few, large chunks.
 
-    The entropy, in nats, costs one more pass over the logits, and nothing unless asked for. Its
+    The entropy, in nats, costs one more sum over the logits, and nothing unless asked for. Its
     gradient flows too. The weight's gradient is accumulated in float32 whatever its dtype.
 
     Raises ValueError for a temperature or chunk that is not positive, and for shapes that differ.
@@ -231,15 +231,20 @@ def _forward(
     def body(carry, chunk):
         hidden_CD, targets_C = chunk
         logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
-        lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
+        # Sums that share the logits relative to their maximum are one reading of them.
+        top_C = jnp.max(logits_CV, axis=-1)
+        relative_CV = logits_CV - top_C[..., None]
+        weights_CV = jnp.exp(relative_CV)
+        total_C = jnp.sum(weights_CV, axis=-1)
         is_target = _is_target(targets_C, weight_VD.shape[0])
-        chosen_C = jnp.sum(jnp.where(is_target, logits_CV, 0.0), axis=-1)
+        chosen_C = jnp.sum(jnp.where(is_target, relative_CV, 0.0), axis=-1)
+        log_total_C = jnp.log(total_C)
         entropy_C = None
         if with_entropy:
-            # Of log-probs, not lse - sum(p * logits): that is a small difference of large numbers.
-            logprobs_CV = logits_CV - lse_C[..., None]
-            entropy_C = -jnp.sum(jnp.exp(logprobs_CV) * logprobs_CV, axis=-1)
-        return carry, (chosen_C - lse_C, lse_C, entropy_C)
+            # Of relative logits, not lse - sum(p * logits), a small difference of large numbers.
+            mean_C = jnp.sum(weights_CV * relative_CV, axis=-1) / total_C
+            entropy_C = log_total_C - mean_C
+        return carry, (chosen_C - log_total_C, top_C + log_total_C, entropy_C)
 
     return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.kernels.flash_attention import attention, attention_reference
+from jaxrl_llm.kernels import flash_attention
+from jaxrl_llm.kernels.flash_attention import attention, attention_reference, chosen_attention
 
 # (query heads, KV heads), window
 CASES = [
@@ -157,3 +158,35 @@ def test_cudnn_equals_xla_on_a_gpu(case, length):
     for a, b in zip(ours, expected, strict=True):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         np.testing.assert_allclose(a, b, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "word, dtype, head_dim, plain_length, expected",
+    [
+        ("auto", jnp.bfloat16, 128, 4096, "pallas"),
+        ("auto", jnp.bfloat16, 64, 1024, "pallas"),
+        ("auto", jnp.bfloat16, 128, 8192, "cudnn"),  # whose backward pass is ahead there
+        ("auto", jnp.bfloat16, 128, 1000, "cudnn"),  # which needs no padded copy
+        ("auto", jnp.bfloat16, 256, 1024, "cudnn"),
+        ("auto", jnp.bfloat16, 128, None, "cudnn"),  # a window, or lengths
+        ("auto", jnp.float16, 128, 1024, "cudnn"),
+        ("auto", jnp.float32, 128, 1024, "xla"),
+        ("auto", jnp.bfloat16, 80, 1024, "cudnn"),
+        ("exact", jnp.bfloat16, 128, 8192, "pallas"),
+        ("cudnn", jnp.bfloat16, 128, 1024, "cudnn"),
+    ],
+)
+def test_the_fastest_is_chosen_on_hopper(
+    word, dtype, head_dim, plain_length, expected, monkeypatch
+):
+    for name in ("on_hopper", "_on_nvidia_gpu"):
+        monkeypatch.setattr(flash_attention, name, lambda: True)
+    chosen = chosen_attention(word, dtype, head_dim, ranges=False, plain_length=plain_length)
+    assert chosen == expected
+
+
+def test_another_nvidia_gpu_takes_cudnn(monkeypatch):
+    monkeypatch.setattr(flash_attention, "_on_nvidia_gpu", lambda: True)
+    chosen = partial(chosen_attention, "auto", jnp.bfloat16, 128)
+    assert chosen(ranges=False, plain_length=1024) == "cudnn"
+    assert chosen(ranges=True) == "xla"

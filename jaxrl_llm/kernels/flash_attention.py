@@ -19,6 +19,7 @@ from jaxrl_llm.kernels.flash_attention_mosaic import (
     ATTENTION,
     HEAD_DIMS,
     SCHEDULE,
+    default_tuning,
     hopper_attention,
 )
 from jaxrl_llm.kernels.hopper import on_hopper
@@ -35,6 +36,10 @@ __all__ = [
     "packed_visibility",
     "visible_keys",
 ]
+
+# Tokens of plain causal rows up to which our kernels take no longer than cuDNN, both passes
+# together, but for 1 % at head dim 128 (measured on an H200: docs/benchmarks.md).
+LONGEST_AHEAD = 4096
 
 # "exact" is "auto" without cuDNN, whose gradient adds up in no fixed order.
 Implementation = Literal["auto", "exact", "pallas", "cudnn", "xla"]
@@ -65,8 +70,14 @@ def attention(
     run. ValueError for shapes that do not fit.
     """
     _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    plain = causal and window is None and lengths is None and visibility is None
     implementation = chosen_attention(
-        implementation, q_BTNH.dtype, q_BTNH.shape[-1], ranges=visibility is not None
+        implementation,
+        q_BTNH.dtype,
+        H,
+        ranges=visibility is not None,
+        plain_length=T if plain else None,
     )
     masks: dict[str, Any] = dict(causal=causal, window=window, lengths=lengths)
     if implementation == "pallas":
@@ -199,19 +210,31 @@ def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
 
 
 def chosen_attention(
-    implementation: Implementation, dtype: Any, head_dim: int, *, ranges: bool
+    implementation: Implementation,
+    dtype: Any,
+    head_dim: int,
+    *,
+    ranges: bool,
+    plain_length: int | None = None,
 ) -> Implementation:
     """What runs for that word; `ranges` says whether rows come with a `Visibility`.
 
-    On whole rows cuDNN's backward pass is ahead of ours.
+    `plain_length` is the tokens of rows that are causal and no more. On long ones cuDNN's backward
+    pass is ahead of ours, as on whole rows of other kinds.
     """
     if implementation not in ("auto", "exact"):
         return implementation
     half = dtype in (jnp.bfloat16, jnp.float16)
     cudnn_fits = half and head_dim % 8 == 0 and head_dim <= 256 and _on_nvidia_gpu()
-    if not ranges and implementation == "auto" and cudnn_fits:
-        return "cudnn"
     pallas_fits = dtype == jnp.bfloat16 and head_dim in HEAD_DIMS and on_hopper()
+    ahead = (
+        plain_length is not None
+        and plain_length <= LONGEST_AHEAD
+        and head_dim <= 128
+        and default_tuning(head_dim, plain=True).padded(plain_length) == plain_length
+    )
+    if not ranges and implementation == "auto" and cudnn_fits and not (pallas_fits and ahead):
+        return "cudnn"
     return "pallas" if pallas_fits else "xla"
 
 

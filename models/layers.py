@@ -9,6 +9,7 @@ the dtype of its parameters, statistics in float32.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -41,6 +42,58 @@ def parameter(
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weight:
+    """A parameter in the dtype of computation, whose gradient is that of the one it was cast from.
+
+    So the gradient of a projection's kernel is a product with float32 results, to which XLA adds
+    the sum of the micro-batches before within the product itself.
+    """
+
+    stored: jax.Array
+    computed: jax.Array
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return _cast_from(self.stored, self.computed)[index]
+
+
+@jax.custom_vjp
+def _cast_from(stored: jax.Array, computed: jax.Array) -> jax.Array:
+    return computed
+
+
+_cast_from.defvjp(
+    lambda stored, computed: (computed, stored),
+    lambda stored, gradient: (gradient.astype(stored.dtype), None),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product_of_weight(
+    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
+) -> jax.Array:
+    return jnp.tensordot(x, computed, axes=contract)
+
+
+def _product_forward(
+    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
+) -> tuple[jax.Array, Any]:
+    return jnp.tensordot(x, computed, axes=contract), (stored, x, computed)
+
+
+def _product_backward(contract: int, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, None]:
+    stored, x, computed = residuals
+    size = math.prod(computed.shape[:contract])
+    x_TD, gradient_TF = x.reshape(-1, size), gradient.reshape(-1, computed.size // size)
+    gradient_DF = jnp.einsum("TD,TF->DF", x_TD, gradient_TF, preferred_element_type=stored.dtype)
+    x_gradient = jnp.einsum("TF,DF->TD", gradient_TF, computed.reshape(size, -1))
+    return gradient_DF.reshape(stored.shape), x_gradient.reshape(x.shape), None
+
+
+_product_of_weight.defvjp(_product_forward, _product_backward)
+
+
 class Projection(nnx.Module):
     """Contracts the last `contract` dims of x with the first of the kernel; bias if asked for."""
 
@@ -59,13 +112,18 @@ class Projection(nnx.Module):
         self.bias = parameter(shape[contract:], axes[contract:], "zeros", dtype) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel[...]
+        kernel = self.kernel.get_value()
+        if isinstance(kernel, Weight):
+            product = partial(_product_of_weight, kernel.stored)
+            kernel = kernel.computed
+        else:
+            product = jnp.tensordot
         if self.bias is None:
-            return checkpoint_name(jnp.tensordot(x, kernel, axes=self.contract), PROJECTION)
+            return checkpoint_name(product(x, kernel, self.contract), PROJECTION)
         # Outputs joined: on a GPU a product adds a bias of one dim itself, while one of several is
         # first written out for every token.
         inputs, outputs = kernel.shape[: self.contract], kernel.shape[self.contract :]
-        y = jnp.tensordot(x, kernel.reshape(*inputs, -1), axes=self.contract)
+        y = product(x, kernel.reshape(*inputs, -1), self.contract)
         y += to_every_token(self.bias[...].reshape(-1), y.shape)
         return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
 

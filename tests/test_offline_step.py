@@ -96,7 +96,7 @@ def gradients(algorithm, batch, micro_batches):
             loss,
             params,
             update_fields(algorithm, batch),
-            dtype=SETTINGS.cast_ahead,
+            cast_ahead=SETTINGS.cast_ahead,
             micro_batches=micro_batches,
         )
         return grads, means(algorithm, metrics)

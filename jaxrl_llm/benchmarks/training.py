@@ -301,7 +301,7 @@ def learner_gradient(
 
         counted = with_counts(fields, jnp.bool_(False))
         gradient, _ = accumulate(
-            loss, params, counted, dtype=settings.cast_ahead, micro_batches=rows
+            loss, params, counted, cast_ahead=settings.cast_ahead, micro_batches=rows
         )
         return rows.join(logprobs, fields), gradient
 

@@ -20,6 +20,7 @@ from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.learner.train_state import Params, cast
+from jaxrl_llm.learner.train_step import CastAhead
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
 
@@ -37,13 +38,15 @@ class ForwardSettings:
     mesh: Mesh | None = None  # of several devices; a kernel has to be told, XLA's parts need not
 
     @property
-    def cast_ahead(self) -> str | None:
-        """The dtype that weights take once an optimizer step; None: in each micro-batch.
+    def cast_ahead(self) -> CastAhead | None:
+        """How weights are cast once an optimizer step; None: in each micro-batch.
 
         They live as long as the step then. Where layers are computed again, memory is short and
         its peak late in the backward pass: at 7B that would take 9 GiB of a device, otherwise 4.
         """
-        return self.dtype if self.remat in ("none", "projections") else None
+        if self.remat not in ("none", "projections"):
+            return None
+        return CastAhead(self.dtype, one_device=self.mesh is None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,11 @@ class MicroBatches(ABC):
         Returns the sums, e.g. of gradients, and the arrays of all samples in their order.
         """
 
+    @property
+    @abstractmethod
+    def adds_up(self) -> bool:
+        """Whether there may be several parts, whose gradients are added up in a loop."""
+
     @abstractmethod
     def row_use(self, fields: Fields) -> Array:
         """The share of the tokens that are computed which are of samples and not padding."""
@@ -49,6 +54,10 @@ class Padded(MicroBatches):
 
     num: int = 1
     shard: Shard = lambda tree: tree
+
+    @property
+    def adds_up(self) -> bool:
+        return self.num > 1
 
     def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
         if self.num == 1:
@@ -82,6 +91,10 @@ class Packed(MicroBatches):
     group: int = 1
     num_replicas: int = 1
     shard: Shard = lambda tree: tree
+
+    @property
+    def adds_up(self) -> bool:
+        return True
 
     def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
         num_rows, run = self._parts(fn, fields)

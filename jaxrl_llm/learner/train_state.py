@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.sharding import HOST_MEMORY
+from jaxrl_llm.models.layers import Weight
 
 Params = Any  # nested dict of arrays
 
@@ -62,4 +63,8 @@ def state_shardings(
 
 def cast(params: Params, dtype: str) -> Params:
     """Parameters in the dtype of computation; gradients flow back in the stored dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Weight) else x.astype(dtype),
+        params,
+        is_leaf=lambda x: isinstance(x, Weight),
+    )

@@ -6,6 +6,7 @@ contributions add and accumulation equals the full batch to rounding.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
+from jaxrl_llm.models.layers import Weight
 
 Metrics = dict[str, Array]
 Loss = Callable[[Params, Any], tuple[Array, Any]]  # the second: Metrics, see `accumulate`
@@ -24,25 +26,42 @@ Measure = Callable[[Any, Fields], Metrics]
 NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
 
 
+@dataclass(frozen=True)
+class CastAhead:
+    """Weights are cast to `dtype`, that of computation, once and not in each micro-batch.
+
+    `one_device` says that they are whole on theirs: what several devices send each other of a
+    gradient is in `dtype`, so only one keeps those of projections in float32 (see `Weight`).
+    """
+
+    dtype: str
+    one_device: bool = True
+
+
 def accumulate(
     loss: Loss,
     params: Params,
     batch: Fields,
     *,
-    dtype: str | None,
+    cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
-    The parameters are cast to `dtype`, that of computation, once and not in each part, unless it
-    is None (see `ForwardSettings.cast_ahead`). Gradients are summed in float32. The metric
+    Gradients are summed in float32; for `cast_ahead` see `ForwardSettings`. The metric
     `micro_batches` counts the parts, `row_use` says how full their rows are. With `measure` the
     loss gives a pair: its metrics, and arrays with one entry a sample, of which, once they are
     there for the whole batch, `measure` makes more metrics.
     """
-    grad = jax.value_and_grad(loss, has_aux=True)
-    computed = params if dtype is None else cast(params, dtype)
+    computed, of_computed = params, loss
+    if cast_ahead is not None:
+        copies = cast(params, cast_ahead.dtype)
+        if cast_ahead.one_device and micro_batches.adds_up:
+            of_computed = _of_weights(loss, copies)
+        else:
+            computed = copies
+    grad = jax.value_and_grad(of_computed, has_aux=True)
 
     def run(part: Fields) -> tuple[Any, Any]:
         (value, metrics), grads = grad(computed, part)
@@ -53,6 +72,15 @@ def accumulate(
     (grads, metrics), samples = micro_batches.walk(run, batch)
     metrics["row_use"] = micro_batches.row_use(batch)
     return grads, metrics if measure is None else metrics | measure(samples, batch)
+
+
+def _of_weights(loss: Loss, copies: Params) -> Loss:
+    """The loss by the stored parameters, computed with their copies in another dtype."""
+
+    def weight(stored: Array, computed: Array) -> Any:
+        return stored if stored.dtype == computed.dtype else Weight(stored, computed)
+
+    return lambda params, part: loss(jax.tree.map(weight, params, copies), part)
 
 
 def apply_gradients(
@@ -101,16 +129,21 @@ def train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
-    dtype: str | None,
+    cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a global mini-batch whose rows are the leading axis of every array.
 
-    For `dtype` and `measure` see `accumulate`.
+    For `cast_ahead` and `measure` see `accumulate`.
     """
     grads, metrics = accumulate(
-        loss, state.params, batch, dtype=dtype, micro_batches=micro_batches, measure=measure
+        loss,
+        state.params,
+        batch,
+        cast_ahead=cast_ahead,
+        micro_batches=micro_batches,
+        measure=measure,
     )
     state, norms = apply_gradients(
         state,

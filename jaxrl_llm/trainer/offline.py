@@ -52,7 +52,7 @@ def update_batch(
         optimizer=role.optimizer,
         learning_rate=role.learning_rate,
         max_grad_norm=role.max_grad_norm,
-        dtype=role.forward.cast_ahead,
+        cast_ahead=role.forward.cast_ahead,
         micro_batches=micro_batches,
     )
 

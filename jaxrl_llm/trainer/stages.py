@@ -511,7 +511,7 @@ def _updater(
         optimizer=role.optimizer,
         learning_rate=role.learning_rate,
         max_grad_norm=role.max_grad_norm,
-        dtype=role.forward.cast_ahead,
+        cast_ahead=role.forward.cast_ahead,
         micro_batches=sizes.update,
         measure=measure,
     )

@@ -80,9 +80,11 @@ def learn(mesh=None, *, row_tokens=0):
 
             out["values"] = fetch(jax.jit(values)(params, batch))
 
-        def gradients(params, batch, loss=loss, dtype=role.forward.cast_ahead):
+        def gradients(params, batch, loss=loss, cast_ahead=role.forward.cast_ahead):
             batch = with_counts(batch, jnp.bool_(False))
-            return accumulate(loss, params, batch, dtype=dtype, micro_batches=micro_batches)
+            return accumulate(
+                loss, params, batch, cast_ahead=cast_ahead, micro_batches=micro_batches
+            )
 
         # The optimizer takes gradients laid out as the parameters are stored.
         out_shardings = (role.param_shardings, replicated(iteration.mesh))

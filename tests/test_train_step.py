@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 from tiny_iteration import (
     PROMPTS,
     N,
@@ -190,12 +191,12 @@ def test_a_kernels_gradient_is_not_rounded_where_parts_are_added_up(contract, bi
 
 
 @pytest.mark.parametrize("remat", ["none", "projections"])
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_gradients_of_stored_weights_are_those_of_their_copies(remat, scan_layers):
+def test_gradients_of_stored_weights_are_those_of_their_copies(remat):
     """With several parts, where each projection's is float32, and the sum of each part alone."""
     two = dict(num_layers=2, sliding_window=(None, None))
     spec = model_spec(replace(MODEL, family="qwen2", attention_bias=True, **two))
-    settings = ForwardSettings(dtype="bfloat16", remat=remat, scan_layers=scan_layers)
+    settings = ForwardSettings(dtype="bfloat16", remat=remat)
+    assert settings.cast_ahead == CastAhead("bfloat16", float32_gradients=True)
     loss = policy_loss(ppo(), spec=spec, settings=settings, temperature=1.0)
     params = random_params(spec.params, seed=1, scale=0.05)
     batch = with_counts(rollout(), jnp.bool_(False))
@@ -211,6 +212,13 @@ def test_gradients_of_stored_weights_are_those_of_their_copies(remat, scan_layer
         error = jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)
         assert error < 2e-2  # bf16's rounding; most are below 0.7 %
     assert optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) > 0
+
+
+def test_what_several_devices_or_scanned_layers_send_is_not_float32():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    for settings in (ForwardSettings(mesh=mesh), ForwardSettings(scan_layers=True)):
+        assert settings.cast_ahead == CastAhead("float32", float32_gradients=False)
+    assert ForwardSettings(remat="full").cast_ahead is None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

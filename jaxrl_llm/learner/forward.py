@@ -46,7 +46,8 @@ class ForwardSettings:
         """
         if self.remat not in ("none", "projections"):
             return None
-        return CastAhead(self.dtype, one_device=self.mesh is None)
+        alone = self.mesh is None and not self.scan_layers
+        return CastAhead(self.dtype, float32_gradients=alone)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,12 +30,13 @@ NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into na
 class CastAhead:
     """Weights are cast to `dtype`, that of computation, once and not in each micro-batch.
 
-    `one_device` says that they are whole on theirs: what several devices send each other of a
-    gradient is in `dtype`, so only one keeps those of projections in float32 (see `Weight`).
+    With `float32_gradients` those of projections are not rounded to it before they are summed: see
+    `Weight`. That is for one device, since several send each other gradients in `dtype`, and for
+    layers with weights of their own; those of a scan would all wait in float32 for its end.
     """
 
     dtype: str
-    one_device: bool = True
+    float32_gradients: bool = True
 
 
 def accumulate(
@@ -57,7 +58,7 @@ def accumulate(
     computed, of_computed = params, loss
     if cast_ahead is not None:
         copies = cast(params, cast_ahead.dtype)
-        if cast_ahead.one_device and micro_batches.adds_up:
+        if cast_ahead.float32_gradients and micro_batches.adds_up:
             of_computed = _of_weights(loss, copies)
         else:
             computed = copies

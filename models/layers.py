@@ -45,10 +45,11 @@ def parameter(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A parameter in the dtype of computation, whose gradient is that of the one it was cast from.
+    """A float32 parameter and its copy in the dtype of computation; its gradient is the first's.
 
     So the gradient of a projection's kernel is a product with float32 results, to which XLA adds
-    the sum of the micro-batches before within the product itself.
+    the sum of the micro-batches before within the product itself, unless it has merged the product
+    with another. What is read by `[...]` has a gradient of the copy's dtype, widened.
     """
 
     stored: jax.Array
@@ -79,6 +80,7 @@ def _product_of_weight(
 def _product_forward(
     stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
 ) -> tuple[jax.Array, Any]:
+    # `stored` for its shape and dtype: nothing reads it.
     return jnp.tensordot(x, computed, axes=contract), (stored, x, computed)
 
 

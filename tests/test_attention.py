@@ -166,7 +166,9 @@ def test_cudnn_equals_xla_on_a_gpu(case, length):
         ("auto", jnp.bfloat16, 128, 4096, "pallas"),
         ("auto", jnp.bfloat16, 64, 1024, "pallas"),
         ("auto", jnp.bfloat16, 128, 8192, "cudnn"),  # whose backward pass is ahead there
-        ("auto", jnp.bfloat16, 128, 1000, "cudnn"),  # which needs no padded copy
+        ("auto", jnp.bfloat16, 64, 512, "cudnn"),
+        ("auto", jnp.bfloat16, 96, 1024, "cudnn"),
+        ("auto", jnp.bfloat16, 128, 1100, "cudnn"),  # which needs no padded copy
         ("auto", jnp.bfloat16, 256, 1024, "cudnn"),
         ("auto", jnp.bfloat16, 128, None, "cudnn"),  # a window, or lengths
         ("auto", jnp.float16, 128, 1024, "cudnn"),
@@ -190,3 +192,25 @@ def test_another_nvidia_gpu_takes_cudnn(monkeypatch):
     chosen = partial(chosen_attention, "auto", jnp.bfloat16, 128)
     assert chosen(ranges=False, plain_length=1024) == "cudnn"
     assert chosen(ranges=True) == "xla"
+
+
+@pytest.mark.parametrize(
+    "masks, plain_length",
+    [
+        ({}, 128),
+        ({"window": 16}, None),
+        ({"causal": False}, None),
+        ({"lengths": jnp.array([128])}, None),
+    ],
+)
+def test_rows_that_are_causal_and_no_more_are_told_as_such(masks, plain_length, monkeypatch):
+    told = []
+
+    def choose(word, *args, ranges, plain_length):
+        told.append((ranges, plain_length))
+        return "xla"
+
+    monkeypatch.setattr(flash_attention, "chosen_attention", choose)
+    x = jnp.ones((1, 128, 2, 8))
+    attention(x, x, x, **masks)
+    assert told == [(False, plain_length)]

@@ -130,7 +130,14 @@ def test_accumulation_equals_the_full_batch(name):
     assert optax.tree.norm(grads) > 1e-3
 
 
-def test_parts_are_computed_in_bf16_and_summed_in_float32():
+CASTS = [
+    CastAhead(dtype="bfloat16", float32_gradients=float32_gradients)
+    for float32_gradients in (True, False)
+]
+
+
+@pytest.mark.parametrize("cast_ahead", CASTS)
+def test_parts_are_computed_in_bf16_and_summed_in_float32(cast_ahead):
     """A sum of 256 and 1 in bf16 is 256."""
 
     def loss(params, part):
@@ -148,7 +155,7 @@ def test_parts_are_computed_in_bf16_and_summed_in_float32():
     }
     params = {"w": jnp.array([1 + 2.0**-12])}
     grads, metrics = accumulate(
-        loss, params, fields, cast_ahead=CastAhead("bfloat16"), micro_batches=Padded(num=4)
+        loss, params, fields, cast_ahead=cast_ahead, micro_batches=Padded(num=4)
     )
     assert grads["w"].dtype == jnp.float32 and grads["w"] == 259
     assert metrics["loss"] == 259
@@ -196,7 +203,7 @@ def test_gradients_of_stored_weights_are_those_of_their_copies(remat):
     two = dict(num_layers=2, sliding_window=(None, None))
     spec = model_spec(replace(MODEL, family="qwen2", attention_bias=True, **two))
     settings = ForwardSettings(dtype="bfloat16", remat=remat)
-    assert settings.cast_ahead == CastAhead("bfloat16", float32_gradients=True)
+    assert settings.cast_ahead == CastAhead(dtype="bfloat16", float32_gradients=True)
     loss = policy_loss(ppo(), spec=spec, settings=settings, temperature=1.0)
     params = random_params(spec.params, seed=1, scale=0.05)
     batch = with_counts(rollout(), jnp.bool_(False))
@@ -217,12 +224,13 @@ def test_gradients_of_stored_weights_are_those_of_their_copies(remat):
 def test_what_several_devices_or_scanned_layers_send_is_not_float32():
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     for settings in (ForwardSettings(mesh=mesh), ForwardSettings(scan_layers=True)):
-        assert settings.cast_ahead == CastAhead("float32", float32_gradients=False)
+        assert settings.cast_ahead == CastAhead(dtype="float32", float32_gradients=False)
     assert ForwardSettings(remat="full").cast_ahead is None
 
 
+@pytest.mark.parametrize("cast_ahead", CASTS)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_gradients_of_biases_and_norms_are_not_summed_in_bf16(family):
+def test_gradients_of_biases_and_norms_are_not_summed_in_bf16(family, cast_ahead):
     """No sum of the whole program is."""
     bias, norm = family == "qwen2", family == "qwen3"
     model = replace(MODEL, family=family, attention_bias=bias, qk_norm=norm)
@@ -232,9 +240,7 @@ def test_gradients_of_biases_and_norms_are_not_summed_in_bf16(family):
     def gradients(params, fields):
         batch = with_counts(fields, jnp.bool_(False))
         micro_batches = Packed(row_tokens=64, group=2)
-        return accumulate(
-            loss, params, batch, cast_ahead=CastAhead("bfloat16"), micro_batches=micro_batches
-        )
+        return accumulate(loss, params, batch, cast_ahead=cast_ahead, micro_batches=micro_batches)
 
     sums = [
         equation.outvars[0].aval

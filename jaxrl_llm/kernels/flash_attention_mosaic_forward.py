@@ -29,6 +29,7 @@ from jaxrl_llm.kernels.visibility import Ranges, Schedule, query_schedule
 
 HEAD_DIMS = (64, 96, 128, 256)
 NUM_CONSUMERS = 2
+MOST_SLOW = 65_535  # of the grid's slow axis
 LOG2_E = math.log2(math.e)
 # Below every real score but finite: exp2(-inf - LOWEST) is 0 where exp2(-inf + inf) would be NaN.
 LOWEST = -1e30
@@ -172,13 +173,13 @@ def kernel_call(
     """Run `body` for every head of every work item, with a producer and two consumers each.
 
     Programs start in the order of the grid, whose last axis is its fastest. With heads fastest all
-    heads' longest items come first and short ones fill the gaps at the end. Where a head alone has
-    enough items of plain rows to balance, they run head after head: their keys, or queries, stay in
-    the L2 cache.
+    heads' longest items come first and short ones fill the gaps at the end. Plain rows with items
+    for half of the card and more run head after head: those of two heads balance, and their keys,
+    or queries, stay in the L2 cache.
     """
     num_items = schedule.items.shape[0]
     grid = [("item", num_items), ("head", num_heads)]
-    if ranges.values_RCT is None and num_items >= SMS // 2:
+    if (ranges.values_RCT is None and num_items >= SMS // 2) or num_items > MOST_SLOW:
         grid.reverse()
     index = [jnp.asarray(schedule.items)]
     if ranges.values_RCT is not None:

@@ -46,8 +46,8 @@ class ForwardSettings:
         """
         if self.remat not in ("none", "projections"):
             return None
-        alone = self.mesh is None and not self.scan_layers
-        return CastAhead(self.dtype, float32_gradients=alone)
+        wide = self.mesh is None and not self.scan_layers
+        return CastAhead(dtype=self.dtype, float32_gradients=wide)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,9 +62,15 @@ def state_shardings(
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """Parameters in the dtype of computation; gradients flow back in the stored dtype."""
-    return jax.tree.map(
-        lambda x: x if isinstance(x, Weight) else x.astype(dtype),
-        params,
-        is_leaf=lambda x: isinstance(x, Weight),
-    )
+    """Parameters in the dtype of computation; gradients flow back in the stored dtype.
+
+    Those that are a `Weight` were cast to it before.
+    """
+
+    def one(x: Array | Weight) -> Array | Weight:
+        if isinstance(x, Weight):
+            assert x.computed.dtype == dtype, (x.computed.dtype, dtype)
+            return x
+        return x.astype(dtype)
+
+    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, Weight))

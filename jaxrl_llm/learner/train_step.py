@@ -21,22 +21,25 @@ from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
 
 Metrics = dict[str, Array]
-Loss = Callable[[Params, Any], tuple[Array, Any]]  # the second: Metrics, see `accumulate`
+# (parameters, part) -> (value, Metrics; see `accumulate`). A leaf may be a `Weight`, so a loss
+# reads parameters by `forward.prepare`, or a leaf by `[...]`.
+Loss = Callable[[Params, Any], tuple[Array, Any]]
 Measure = Callable[[Any, Fields], Metrics]
 NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CastAhead:
     """Weights are cast to `dtype`, that of computation, once and not in each micro-batch.
 
-    With `float32_gradients` those of projections are not rounded to it before they are summed: see
-    `Weight`. That is for one device, since several send each other gradients in `dtype`, and for
-    layers with weights of their own; those of a scan would all wait in float32 for its end.
+    With `float32_gradients` those of projections' kernels are not rounded to it before they are
+    added up: see `Weight`. That is for one device, since several send each other gradients in
+    `dtype`, and for layers with weights of their own; those of a scan would all wait in float32
+    for its end.
     """
 
     dtype: str
-    float32_gradients: bool = True
+    float32_gradients: bool
 
 
 def accumulate(
@@ -50,10 +53,11 @@ def accumulate(
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
-    Gradients are summed in float32; for `cast_ahead` see `ForwardSettings`. The metric
-    `micro_batches` counts the parts, `row_use` says how full their rows are. With `measure` the
-    loss gives a pair: its metrics, and arrays with one entry a sample, of which, once they are
-    there for the whole batch, `measure` makes more metrics.
+    Gradients are summed in float32. The loss gets parameters as they are stored, or in the dtype
+    of `cast_ahead` (see `ForwardSettings`). The metric `micro_batches` counts the parts, `row_use`
+    says how full their rows are. With `measure` the loss gives a pair: its metrics, and arrays with
+    one entry a sample, of which, once they are there for the whole batch, `measure` makes more
+    metrics.
     """
     computed, of_computed = params, loss
     if cast_ahead is not None:
@@ -79,7 +83,8 @@ def _of_weights(loss: Loss, copies: Params) -> Loss:
     """The loss by the stored parameters, computed with their copies in another dtype."""
 
     def weight(stored: Array, computed: Array) -> Any:
-        return stored if stored.dtype == computed.dtype else Weight(stored, computed)
+        wider = stored.dtype == jnp.float32 and computed.dtype != jnp.float32
+        return Weight(stored, computed) if wider else stored
 
     return lambda params, part: loss(jax.tree.map(weight, params, copies), part)
 

@@ -290,7 +290,8 @@ def test_an_update_equals_the_padded_one(loss_aggregation, layout):
 
         def gradients(micro_batches, loss=loss, params=params):
             counted = with_counts(fields, jnp.bool_(False))
-            run = partial(accumulate, loss, dtype="float32", micro_batches=micro_batches)
+            cast_ahead = ForwardSettings().cast_ahead
+            run = partial(accumulate, loss, cast_ahead=cast_ahead, micro_batches=micro_batches)
             return jax.jit(run)(params, counted)
 
         expected, metrics = gradients(Padded())

@@ -81,7 +81,7 @@ def _product_forward(
     stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
 ) -> tuple[jax.Array, Any]:
     # `stored` for its shape and dtype: nothing reads it.
-    return jnp.tensordot(x, computed, axes=contract), (stored, x, computed)
+    return _product_of_weight(stored, x, computed, contract), (stored, x, computed)
 
 
 def _product_backward(contract: int, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, None]:

@@ -28,10 +28,9 @@ from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.losses import policy_loss, value_loss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
-from jaxrl_llm.learner.train_state import init_state, state_shardings
+from jaxrl_llm.learner.train_state import CastAhead, init_state, state_shardings
 from jaxrl_llm.learner.train_step import (
     NONFINITE,
-    CastAhead,
     accumulate,
     apply_gradients,
     over_mini_batches,

@@ -29,7 +29,7 @@ from jaxrl_llm.kernels.visibility import Ranges, Schedule, query_schedule
 
 HEAD_DIMS = (64, 96, 128, 256)
 NUM_CONSUMERS = 2
-MOST_SLOW = 65_535  # of the grid's slow axis
+MOST_SLOW = 65_535  # programs along the grid's slow axis, by CUDA
 LOG2_E = math.log2(math.e)
 # Below every real score but finite: exp2(-inf - LOWEST) is 0 where exp2(-inf + inf) would be NaN.
 LOWEST = -1e30

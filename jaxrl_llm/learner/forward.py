@@ -19,8 +19,7 @@ from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.learner.rows import Rows
-from jaxrl_llm.learner.train_state import Params, cast
-from jaxrl_llm.learner.train_step import CastAhead
+from jaxrl_llm.learner.train_state import CastAhead, Params, cast
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
 

@@ -61,6 +61,20 @@ def state_shardings(
     return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CastAhead:
+    """Weights are cast to `dtype`, that of computation, once and not in each micro-batch.
+
+    With `float32_gradients` those of projections' kernels are not rounded to it before they are
+    added up: see `Weight`. That is for one device, since several send each other gradients in
+    `dtype`, and for layers with weights of their own; those of a scan would all wait in float32
+    for its end.
+    """
+
+    dtype: str
+    float32_gradients: bool
+
+
 def cast(params: Params, dtype: str) -> Params:
     """Parameters in the dtype of computation; gradients flow back in the stored dtype.
 

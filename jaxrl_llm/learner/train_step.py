@@ -6,7 +6,6 @@ contributions add and accumulation equals the full batch to rounding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array
 from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
 from jaxrl_llm.learner.rows import Fields
-from jaxrl_llm.learner.train_state import Params, TrainState, cast
+from jaxrl_llm.learner.train_state import CastAhead, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
 
 Metrics = dict[str, Array]
@@ -26,20 +25,6 @@ Metrics = dict[str, Array]
 Loss = Callable[[Params, Any], tuple[Array, Any]]
 Measure = Callable[[Any, Fields], Metrics]
 NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
-
-
-@dataclass(frozen=True, kw_only=True)
-class CastAhead:
-    """Weights are cast to `dtype`, that of computation, once and not in each micro-batch.
-
-    With `float32_gradients` those of projections' kernels are not rounded to it before they are
-    added up: see `Weight`. That is for one device, since several send each other gradients in
-    `dtype`, and for layers with weights of their own; those of a scan would all wait in float32
-    for its end.
-    """
-
-    dtype: str
-    float32_gradients: bool
 
 
 def accumulate(

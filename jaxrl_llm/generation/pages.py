@@ -1,10 +1,11 @@
 """Pages of the cache: which sample has which, and who gets the next ones.
 
-A slot takes a page when its sample outgrows those it has. A page is free when the sample that took
-it last is not live any more, so nobody gives pages back. Where there are fewer pages than all slots
-may want, a slot that gets none waits: it computes along for that step and leaves no trace. That can
-never come to a standstill: as many pages as one response may need are held back for the oldest live
-sample alone, which therefore ends, leaves at least as many, and makes another the oldest.
+Where all slots can be full at once, each has pages of its own. Where there are fewer, a slot takes
+a page when its sample outgrows those it has. A page is free when the sample that took it last is
+not live any more, so nobody gives pages back. A slot that gets none waits: it computes along for
+that step and leaves no trace. That can never come to a standstill: as many pages as one response
+may need are held back for the oldest live sample alone, which therefore ends, leaves at least as
+many, and makes another the oldest.
 
 Which page a sample gets changes nothing in its result.
 
@@ -25,7 +26,7 @@ class PageSizes:
     entries: int  # tokens of a page
     num_pages: int
     per_slot: int  # T
-    held_back: int  # for the oldest sample; 0 where all slots can be full at once
+    held_back: int  # for the oldest sample; 0 where each slot has pages of its own
     watermark: int  # no new sample starts when fewer pages are free than these
 
 
@@ -34,7 +35,7 @@ class PageTable(NamedTuple):
 
     pages_BT: jax.Array  # each slot's, in order
     owner_O: jax.Array  # the sample that took a page last; N before anyone did
-    num_free: jax.Array
+    num_free: jax.Array  # not taken by a live sample; all, where nobody takes any
 
 
 def page_sizes(
@@ -63,9 +64,12 @@ def page_sizes(
 
 
 def empty_table(sizes: PageSizes, num_slots: int, num_samples: int) -> PageTable:
-    """Nobody has a page."""
+    """Nobody has taken a page."""
+    pages_BT = jnp.zeros((num_slots, sizes.per_slot), jnp.int32)
+    if not sizes.held_back:
+        pages_BT = jnp.arange(sizes.num_pages, dtype=jnp.int32).reshape(pages_BT.shape)
     return PageTable(
-        pages_BT=jnp.zeros((num_slots, sizes.per_slot), jnp.int32),
+        pages_BT=pages_BT,
         owner_O=jnp.full((sizes.num_pages,), num_samples, jnp.int32),
         num_free=jnp.int32(sizes.num_pages),
     )
@@ -93,6 +97,8 @@ def take_pages(
     `sample_B` are the slots' samples, 0 to N - 1, a smaller number being the older. Returns the new
     table, and bool [B]: the live slots that have where to put the entry.
     """
+    if not sizes.held_back:
+        return table, live_B
     (B,), (num_pages,) = live_B.shape, table.owner_O.shape
     slots_B, pages_O = jnp.arange(B), jnp.arange(num_pages, dtype=jnp.int32)
 

@@ -307,6 +307,14 @@ def _check_model(key: str, model: ModelSettings, config: Config) -> None:
             f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
             f"cannot be exact; config.{key}.attention=xla works, or --config.exact=false"
         )
+    sized = "critic" if key == "critic" else "actor"
+    tokens = _get(config, f"{sized}.micro_batch_tokens")
+    if tokens and model.attention == "cudnn":
+        raise ConfigError(
+            f"config.{key}.attention=cudnn takes a sample a row, and "
+            f"config.{sized}.micro_batch_tokens={tokens} packs several: "
+            f"config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
+        )
     if config.rollout.quantization != "none" and config.mesh.tensor > 1:
         raise ConfigError(
             f"config.rollout.quantization={config.rollout.quantization} needs whole weights on "

@@ -125,27 +125,38 @@ def test_peak_of_a_device(kind, peak):
     assert peak_flops(kind) == peak
 
 
-def test_decode_bound_sums_the_steps():
-    config, limits = SHAPES["tiny"], Limits(memory=1e9, matmul=1e11, peak=1e12)
-    parameters, lengths = num_parameters(config), (3, 9, 1, 9)
+SLOW = Limits(memory=1e9, matmul=1e11, matmul_float8=1.5e11, peak=1e12, link=1e9)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_decode_bound_sums_the_steps(float8):
+    """In float8 all but the head is in 8 bits; the tiny model's head is its embedding."""
+    config, lengths = SHAPES["tiny"], (3, 9, 1, 9)
+    head = config.vocab_size * config.hidden_size
+    layers, itemsize = num_parameters(config) - head, 1 if float8 else 2
     seconds = 0.0
     for step in range(max(lengths)):
         live = sum(length > step for length in lengths)
-        dense = max(2 * parameters / 1e9, 2 * parameters * live / 1e11)
-        seconds += dense + live * (7 + step) * kv_bytes_per_token(config) / 1e9
-    assert decode_seconds(config, 7, lengths, limits=limits) == pytest.approx(seconds)
+        multiplied = 2 * layers * live / (1.5e11 if float8 else 1e11) + 2 * head * live / 1e11
+        dense = max((itemsize * layers + 2 * head) / 1e9, multiplied)
+        seconds += dense + live * (7 + step) * kv_bytes_per_token(config, itemsize) / 1e9
+    found = decode_seconds(config, 7, lengths, float8=float8, limits=SLOW)
+    assert found == pytest.approx(seconds)
 
 
 def test_prefill_bound_leaves_the_head_out():
-    config, limits = SHAPES["qwen2.5-1.5b"], Limits(memory=1e9, matmul=1e12, peak=1e13)
+    config = SHAPES["qwen2.5-1.5b"]
     D, F, L = config.hidden_size, config.intermediate_size, config.num_layers
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     multiplied = L * (2 * D * heads + 2 * D * kv_heads + 3 * D * F)
     lengths = (512, 7)
-    flops = sum(2 * multiplied * n + L * 2 * heads * n**2 for n in lengths)
+    projections = sum(2 * multiplied * n for n in lengths)
+    attention = sum(L * 2 * heads * n**2 for n in lengths) / 1e11
     # Norms and biases are counted along.
-    assert prefill_seconds(config, lengths, limits=limits) == pytest.approx(flops / 1e12, rel=1e-3)
+    found, small = (prefill_seconds(config, lengths, float8=x, limits=SLOW) for x in (False, True))
+    assert found == pytest.approx(projections / 1e11 + attention, rel=1e-3)
+    assert small == pytest.approx(projections / 1.5e11 + attention, rel=1e-3)
 
 
 def test_decode_bound_of_the_mix_is_the_known_one():
@@ -465,8 +476,8 @@ def test_exit_code_says_what_failed_or_got_worse(tmp_path, monkeypatch):
 def test_packed_layout_by_hand():
     layout = attention._packed_layout([[2, 3], [4]], 6)
     np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
-    np.testing.assert_array_equal(layout.starts, [0, 0, 2, 2, 2, 0])
-    assert layout.first_row == 5 and layout.lengths == (2, 3, 4)
+    np.testing.assert_array_equal(layout.starts, [[0, 0, 2, 2, 2, 0], [0] * 6])
+    assert layout.real == (5, 4) and layout.lengths == (2, 3, 4)
 
 
 def test_layout_of_groups_by_hand():
@@ -477,11 +488,14 @@ def test_layout_of_groups_by_hand():
     np.testing.assert_array_equal(
         layout.prefix_ids, [[0, 0, 1, 1, 1, 0, 4, 4, 0], [0, 0, 0, 1, 0, 0, 0, 0, 0]]
     )
-    np.testing.assert_array_equal(layout.starts, [0, 0, 2, 3, 3, 5, 6, 6, 0])
+    np.testing.assert_array_equal(
+        layout.starts, [[0, 0, 2, 3, 3, 5, 6, 6, 0], [0, 0, 0, 3, 0, 0, 0, 0, 0]]
+    )
     prefixes = [[0, 0]] * 2 + [[0, 2]] * 3 + [[0, 0]] + [[5, 6]] * 2 + [[0, 0]]
-    np.testing.assert_array_equal(layout.prefixes, prefixes)
+    np.testing.assert_array_equal(layout.prefixes[0], prefixes)
+    np.testing.assert_array_equal(layout.prefixes[1], [[0, 0]] * 3 + [[0, 3]] + [[0, 0]] * 5)
     # Each sample as long as with its prompt, the first prompt counted once.
-    assert layout.first_row == 8 and layout.lengths == (3, 4, 3, 4) and layout.again == (2,)
+    assert layout.real == (8, 4) and layout.lengths == (3, 4, 3, 4) and layout.again == (2,)
 
 
 def test_groups_fill_rows_and_no_more():

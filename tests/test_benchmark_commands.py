@@ -60,6 +60,33 @@ def test_wrong_attention_is_found(monkeypatch):
     assert all("output_error" in row.error for row in rows), rows
 
 
+@pytest.mark.parametrize(
+    ("row", "factor", "message"),
+    [(-1, 1.1, "output_error"), (1, np.nan, "output not finite")],  # the second is not compared
+)
+def test_a_wrong_row_of_attention_is_found(row, factor, message, monkeypatch):
+    attention_of = attention.attention
+    monkeypatch.setattr(
+        attention,
+        "attention",
+        lambda *qkv, **settings: attention_of(*qkv, **settings).at[row].multiply(factor),
+    )
+    rows = rows_of("attention", "--workload=dense", "--batch=8x32")
+    assert all(message in row.error for row in rows), rows
+
+
+def test_a_gradient_that_rows_get_from_others_is_found(monkeypatch):
+    def leaking(q, k, v, **settings):
+        nothing = v[1:2] - jax.lax.stop_gradient(v[1:2])
+        groups = q.shape[2] // v.shape[2]
+        return attention_of(q, k, v, **settings) + nothing.repeat(groups, axis=2)
+
+    attention_of = attention.attention
+    monkeypatch.setattr(attention, "attention", leaking)
+    forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
+    assert not forward.error and "dv of other rows" in both.error
+
+
 def test_wrong_gradient_of_attention_is_found(monkeypatch):
     def twice_dv(q, k, v, **settings):
         # The value of v with twice its gradient.

@@ -297,6 +297,14 @@ def test_batches_on_several_replicas(config_file):
         load(config_file, *flags, "--config.warmup.batch_size=100")
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_cudnn_takes_no_packed_rows(config_file, role):
+    flags = ["--config.exact=false", f"--config.{role}.attention=cudnn"]
+    load(config_file, *flags)
+    with pytest.raises(ConfigError, match=f"{role}.attention=auto works"):
+        load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")
+
+
 def test_float8_needs_whole_weights(config_file):
     flags = ["--config.rollout.quantization=float8", "--config.mesh.fsdp=2"]
     load(config_file, *flags)

@@ -1,6 +1,7 @@
 """Attention kernels by themselves: whole rows, packed rows of uneven lengths, and decoding.
 
-Shape letters: B rows, T tokens of a row, N query heads, K KV heads, H head dim, Q checked queries.
+Shape letters: B rows, T tokens of a row, N query heads, K KV heads, H head dim, R checked rows, Q
+checked queries of each.
 """
 
 import math
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.benchmarks.decode import decode_cases
-from jaxrl_llm.benchmarks.harness import Case, relative_error, require
+from jaxrl_llm.benchmarks.harness import Case, poison, relative_error, require
 from jaxrl_llm.benchmarks.options import Options
+from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.benchmarks.workloads import packed_groups, packed_lengths
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.visibility import packed_visibility
@@ -25,7 +27,8 @@ from jaxrl_llm.models.flops import attention_flops
 # Relative L2 errors against float32 on the same bf16 inputs.
 MOST_OUTPUT_ERROR = 1e-2
 MOST_GRADIENT_ERROR = 1e-2
-NUM_CHECKED = 64  # queries of the first row, anywhere in it
+NUM_CHECKED = 64  # queries of a row, anywhere in it
+NUM_CHECKED_ROWS = 4  # the first, the last and between
 XLA_LONGEST = 4096  # XLA keeps T * T scores of every head
 LONG_ENOUGH_S = 0.05  # of queued calls, so that dispatch is hidden
 
@@ -35,16 +38,16 @@ Who = tuple[str, Implementation]  # a label and what it runs
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Rows of one case. `starts` [T] is the first key that each token of the first row sees."""
+    """Rows of one case. `starts` [B, T] is the first key that each token sees."""
 
     rows: int
     tokens: int
     lengths: tuple[int, ...]  # of every sequence: the useful work
     starts: np.ndarray
-    first_row: int  # tokens of the first row that are real
+    real: tuple[int, ...]  # tokens of each row that are no padding
     segment_ids: np.ndarray | None = None  # [B, T], of packed rows
     prefix_ids: np.ndarray | None = None  # [B, T], where segments see another one, too
-    # [T, 2], the keys of that one which each token of the first row sees, and one past them.
+    # [B, T, 2], the first key of that one which each token sees, and one past the last.
     prefixes: np.ndarray | None = None
     again: tuple[int, ...] = ()  # what `lengths` have more than once: no useful work
     row_lengths: np.ndarray | None = None  # [B], of padded rows that say so
@@ -75,28 +78,38 @@ class Attention(Case):
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         arrays = jax.eval_shape(self._arrays)
-        return {
-            "main": jax.jit(self._call).lower(*arrays),
-            "reference": self.reference.lower(*arrays[:4]),
-        }
+        main = jax.jit(self._call).lower(*arrays)
+        self.results = main.out_info
+        return {"main": main, "reference": self.reference.lower(*arrays[:4])}
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.programs = programs
         self.inputs = jax.jit(self._arrays)()
 
     def check(self) -> dict[str, float]:
-        """A few queries of the first row, and the gradients when only those have a cotangent."""
+        """A few queries of some rows, and the gradients when only those have a cotangent.
+
+        Then all gradients are finite, and rows without a cotangent have none. What a kernel leaves
+        unwritten is NaN, as far as its results lie where others were freed.
+        """
         q, k, v, do, *given = self.inputs
-        checked = self.reference.checked
-        sparse = jnp.zeros_like(do).at[0, checked].set(do[0, checked])
+        rows_R, checked_RQ = self.reference.rows, self.reference.checked
+        checked = (rows_R[:, None], checked_RQ)
+        sparse = jnp.zeros_like(do).at[checked].set(do[checked])
+        poison(self.results)
         out, *gradients = self.programs["main"](q, k, v, sparse, *given)
         expected, *expected_gradients = self.programs["reference"](q, k, v, do)
-        found = {"output_error": relative_error(out[0, checked], expected)}
+        require("output not finite", float(~jnp.isfinite(out).all()), 0.0)
+        found = {"output_error": _worst_error(out[checked], expected)}
         require("output_error", found["output_error"], MOST_OUTPUT_ERROR)
         for name, ours, theirs in zip("qkv", gradients, expected_gradients, strict=False):
-            ours = ours[0, checked] if name == "q" else ours[0]
-            found[f"d{name}_error"] = relative_error(ours, theirs)
+            in_rows = ours[checked] if name == "q" else ours[rows_R]
+            found[f"d{name}_error"] = _worst_error(in_rows, theirs)
             require(f"d{name}_error", found[f"d{name}_error"], MOST_GRADIENT_ERROR)
+            others = jnp.abs(ours.at[rows_R].set(0)).max()
+            require(f"d{name} of other rows", float(others), 0.0)
+        dense = self.run()
+        require("not finite", float(not all(bool(jnp.isfinite(x).all()) for x in dense)), 0.0)
         return found
 
     def run(self) -> Any:
@@ -111,6 +124,7 @@ class Attention(Case):
         padded = self.layout.rows * self.layout.tokens
         return {
             "TFLOP/s": useful / seconds / 1e12,
+            "fraction of 790 TFLOP/s": useful / seconds / H200.peak,
             "tokens/s": sum(lengths) / seconds,
             "share of tokens that are real": (sum(lengths) - sum(self.layout.again)) / padded,
         }
@@ -145,41 +159,61 @@ class Attention(Case):
         return arrays
 
 
+def _worst_error(ours: jax.Array, expected: jax.Array) -> float:
+    """The largest of the rows' relative errors."""
+    return max(relative_error(*pair) for pair in zip(ours, expected, strict=True))
+
+
 class Reference:
-    """A few queries of a layout's first row in float32, written out; compiled once a layout."""
+    """A few queries of some of a layout's rows in float32, written out; compiled once a layout."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        count = min(NUM_CHECKED, layout.first_row)
-        chosen = np.random.default_rng(0).choice(layout.first_row, count, replace=False)
-        self.checked = np.sort(chosen)
+        rng = np.random.default_rng(0)
+        chosen = np.unique(np.linspace(0, layout.rows - 1, NUM_CHECKED_ROWS).astype(int))
+        self.rows = np.array([row for row in chosen if layout.real[row]])
+        count = min(NUM_CHECKED, *(layout.real[row] for row in self.rows))
+        self.checked = np.stack(
+            [np.sort(rng.choice(layout.real[row], count, replace=False)) for row in self.rows]
+        )
         self._lowered: jax.stages.Lowered | None = None
 
     def lower(self, *arrays: Any) -> jax.stages.Lowered:
-        """The program (q, k, v, do) -> output, dq, dk, dv."""
+        """The program (q, k, v, do) -> output, dq, dk, dv of the checked rows."""
         if self._lowered is None:
             self._lowered = jax.jit(self._run).lower(*arrays)
         return self._lowered
 
     def _run(self, q: Any, k: Any, v: Any, do: Any) -> tuple[jax.Array, ...]:
-        checked, starts = self.checked, self.layout.starts[self.checked]
-        q_QNH, k_TKH, v_TKH = (x.astype(jnp.float32) for x in (q[0, checked], k[0], v[0]))
-        key = np.arange(k.shape[1])
-        visible_QT = (starts[:, None] <= key) & (key <= checked[:, None])
-        if self.layout.prefixes is not None:
-            first_Q1, stop_Q1 = np.split(self.layout.prefixes[checked], 2, axis=1)
-            visible_QT |= (first_Q1 <= key) & (key < stop_Q1)
-        groups = q.shape[2] // k.shape[2]
+        def one_row(which: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            row, checked, starts, prefixes = which
+            return self._run_row((q[row], k[row], v[row], do[row]), checked, starts, prefixes)
+
+        rows_R1, prefixes = self.rows[:, None], self.layout.prefixes
+        if prefixes is None:
+            prefixes = np.zeros((*self.layout.starts.shape, 2), np.int32)
+        of_rows = (self.layout.starts[rows_R1, self.checked], prefixes[rows_R1, self.checked])
+        return jax.lax.map(one_row, tuple(map(jnp.asarray, (self.rows, self.checked, *of_rows))))
+
+    def _run_row(
+        self, arrays: tuple[Any, ...], checked_Q: Any, starts_Q: Any, prefixes_Q2: Any
+    ) -> tuple[jax.Array, ...]:
+        q, k, v, do = arrays
+        q_QNH, k_TKH, v_TKH = (x.astype(jnp.float32) for x in (q[checked_Q], k, v))
+        key = jnp.arange(k.shape[0])
+        visible_QT = (starts_Q[:, None] <= key) & (key <= checked_Q[:, None])
+        visible_QT |= (prefixes_Q2[:, :1] <= key) & (key < prefixes_Q2[:, 1:])
+        groups = q.shape[1] // k.shape[1]
 
         def fn(q_QNH: Any, k_TKH: Any, v_TKH: Any) -> jax.Array:
             k_TNH, v_TNH = (jnp.repeat(x, groups, axis=1) for x in (k_TKH, v_TKH))
             scores = jnp.einsum("QNH,TNH->NQT", q_QNH, k_TNH, precision="highest")
-            scores = jnp.where(visible_QT, scores / math.sqrt(q.shape[3]), -jnp.inf)
+            scores = jnp.where(visible_QT, scores / math.sqrt(q.shape[2]), -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1)
             return jnp.einsum("NQT,TNH->QNH", weights, v_TNH, precision="highest")
 
         out, pull = jax.vjp(fn, q_QNH, k_TKH, v_TKH)
-        return (out, *pull(do[0, checked].astype(jnp.float32)))
+        return (out, *pull(do[checked_Q].astype(jnp.float32)))
 
 
 def attention_cases(options: Options) -> Sequence[Case]:
@@ -219,8 +253,8 @@ def _dense_cases(options: Options, shape: str) -> list[Case]:
             rows=rows,
             tokens=tokens,
             lengths=(tokens,) * rows,
-            starts=np.maximum(np.arange(tokens) + 1 - window, 0),
-            first_row=tokens,
+            starts=np.tile(np.maximum(np.arange(tokens) + 1 - window, 0), (rows, 1)),
+            real=(tokens,) * rows,
             window=options.window,
         )
         who: list[Who] = [("ours", own_implementation())]
@@ -256,8 +290,8 @@ def _padded_cases(options: Options, shape: str, name: str, packed: Layout) -> li
             rows=len(lengths),
             tokens=longest,
             lengths=lengths,
-            starts=np.zeros(longest, np.int32),
-            first_row=lengths[0],
+            starts=np.zeros((len(lengths), longest), np.int32),
+            real=lengths,
             again=packed.again,
         )
         cases += _both(options, shape, name, padded, [(f"{peer}_padded", peer)])
@@ -269,26 +303,25 @@ def _padded_cases(options: Options, shape: str, name: str, packed: Layout) -> li
 
 def _packed_layout(packed: Sequence[Sequence[int]], tokens: int) -> Layout:
     """Sequences one after the other; what is left of a row is padding, which sees nothing."""
-    ids = np.zeros((len(packed), tokens), np.int32)
-    for row, lengths in zip(ids, packed, strict=True):
-        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    first = np.cumsum([0, *packed[0]])
-    starts = np.zeros(tokens, np.int32)
-    starts[: first[-1]] = np.repeat(first[:-1], packed[0])
+    ids, starts = np.zeros((2, len(packed), tokens), np.int32)
+    for row, starts_of_row, lengths in zip(ids, starts, packed, strict=True):
+        first = np.cumsum([0, *lengths])
+        row[: first[-1]] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        starts_of_row[: first[-1]] = np.repeat(first[:-1], lengths)
     return Layout(
         rows=len(packed),
         tokens=tokens,
         lengths=tuple(length for row in packed for length in row),
         starts=starts,
-        first_row=int(first[-1]),
+        real=tuple(sum(row) for row in packed),
         segment_ids=ids,
     )
 
 
 def _shared_layout(packed: Sequence[Sequence[tuple[int, list[int]]]], tokens: int) -> Layout:
     """A prompt, then its responses, each of which sees it and itself; then the next prompt."""
-    ids, prefix_ids = np.zeros((2, len(packed), tokens), np.int32)
-    starts, prefixes = np.zeros(tokens, np.int32), np.zeros((tokens, 2), np.int32)
+    ids, prefix_ids, starts = np.zeros((3, len(packed), tokens), np.int32)
+    prefixes = np.zeros((len(packed), tokens, 2), np.int32)
     used = []
     for r, row in enumerate(packed):
         at, segment = 0, 0
@@ -299,9 +332,8 @@ def _shared_layout(packed: Sequence[Sequence[tuple[int, list[int]]]], tokens: in
                 here = slice(at, at + length)
                 ids[r, here] = segment
                 prefix_ids[r, here] = leader if number else 0
-                if r == 0:
-                    starts[here] = at
-                    prefixes[here] = (first, first + prompt) if number else 0
+                starts[r, here] = at
+                prefixes[r, here] = (first, first + prompt) if number else 0
                 at += length
         used.append(at)
     groups = [group for row in packed for group in row]
@@ -310,7 +342,7 @@ def _shared_layout(packed: Sequence[Sequence[tuple[int, list[int]]]], tokens: in
         tokens=tokens,
         lengths=tuple(prompt + length for prompt, responses in groups for length in responses),
         starts=starts,
-        first_row=used[0],
+        real=tuple(used),
         segment_ids=ids,
         prefix_ids=prefix_ids,
         prefixes=prefixes,

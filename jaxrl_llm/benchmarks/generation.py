@@ -156,8 +156,9 @@ class Generation(Case):
         work, config = self.work, self.spec.config
         steps = int(np.max(np.asarray(self.steps)))
         tokens, devices = sum(work.limits), self.mesh.size
-        decode = decode_seconds(config, work.prompt_length, work.limits) / devices
-        prefill = prefill_seconds(config, work.prompt_lengths) / devices
+        float8 = self.config.rollout.quantization == "float8"
+        decode = decode_seconds(config, work.prompt_length, work.limits, float8=float8) / devices
+        prefill = prefill_seconds(config, work.prompt_lengths, float8=float8) / devices
         return {
             "tokens/s": tokens / seconds,
             "tokens/s/device": tokens / seconds / devices,

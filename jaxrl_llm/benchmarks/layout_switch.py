@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.benchmarks.harness import Case, CheckFailed
 from jaxrl_llm.benchmarks.options import Options
+from jaxrl_llm.benchmarks.roofline import H200
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
@@ -61,6 +62,7 @@ class LayoutSwitch(Case):
         return {
             "GB received a device": received / 1e9,
             "GB/s into a device": received / seconds / 1e9,
+            "fraction of 273 GB/s": received / seconds / H200.link,
         }
 
 

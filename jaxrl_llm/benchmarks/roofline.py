@@ -15,22 +15,20 @@ from jaxrl_llm.models.flops import forward_flops, matmul_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one device sustains: bytes a second from its memory, FLOPs a second in bf16."""
+    """What one device sustains: bytes a second from its memory, FLOPs a second."""
 
     memory: float
-    matmul: float  # of a large matrix product, for lower bounds on time
+    matmul: float  # of a large matrix product in bf16, for lower bounds on time
+    matmul_float8: float  # in float8
     peak: float  # the figure that utilisation is a fraction of
+    link: float  # bytes a second that one device receives from the others of its host
 
 
-# Measured through JAX on one H200: HBM read, 8192^3 bf16 GEMM (NT 695, NN 726). 790 TFLOP/s is an
+# Measured through JAX on one H200: HBM read, 8192^3 GEMM (bf16 NT 695, NN 726; float8 NT 1372, the
+# operands converted before); what each of four devices receives in an all-gather. 790 TFLOP/s is an
 # estimate of the dense rate at the clock that long products leave; the data sheet says 989, which a
 # run's `perf/mfu` goes by (`models/flops.py`).
-H200 = Limits(memory=4.46e12, matmul=700e12, peak=790e12)
-
-
-def weight_bytes(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes of weights that a decode step reads."""
-    return matmul_parameters(config) * itemsize
+H200 = Limits(memory=4.46e12, matmul=700e12, matmul_float8=1372e12, peak=790e12, link=273e9)
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
@@ -39,20 +37,29 @@ def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
 
 
 def decode_seconds(
-    config: ModelConfig, prompt_length: int, lengths: Sequence[int], *, limits: Limits = H200
+    config: ModelConfig,
+    prompt_length: int,
+    lengths: Sequence[int],
+    *,
+    float8: bool = False,
+    limits: Limits = H200,
 ) -> float:
     """Least seconds of decoding `lengths` tokens, every response from the first step on.
 
     A step takes max(weights / memory, FLOPs / matmul) + KV bytes / memory. Each sequence reads its
-    own prompt, also where a group could share it, so sharing may exceed this bound.
+    own prompt, also where a group could share it, so sharing may exceed this bound. In bf16; with
+    `float8` the layers' projections and the cache are in 8 bits, and the head is not.
     """
     ends = np.sort(np.asarray(lengths))
     steps = np.arange(ends[-1])
     live = len(ends) - np.searchsorted(ends, steps, side="right")
-    flops = 2.0 * matmul_parameters(config) * live
-    dense = np.maximum(weight_bytes(config) / limits.memory, flops / limits.matmul)
+    head = config.vocab_size * config.hidden_size
+    layers = matmul_parameters(config) - head
+    itemsize, matmul = (1, limits.matmul_float8) if float8 else (2, limits.matmul)
+    weights = (layers * itemsize + head * 2) / limits.memory
+    dense = np.maximum(weights, 2.0 * live * (layers / matmul + head / limits.matmul))
     entries = live * (prompt_length + steps)
-    return float(np.sum(dense + entries * kv_bytes_per_token(config) / limits.memory))
+    return float(np.sum(dense + entries * kv_bytes_per_token(config, itemsize) / limits.memory))
 
 
 def prefill_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
@@ -61,6 +68,13 @@ def prefill_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
     return forward_flops(config, lengths) - head * sum(lengths)
 
 
-def prefill_seconds(config: ModelConfig, lengths: Sequence[int], *, limits: Limits = H200) -> float:
-    """Least seconds of computing distinct prompts."""
-    return prefill_flops(config, lengths) / limits.matmul
+def prefill_seconds(
+    config: ModelConfig, lengths: Sequence[int], *, float8: bool = False, limits: Limits = H200
+) -> float:
+    """Least seconds of computing distinct prompts; with `float8` the projections are in 8 bits."""
+    head = config.vocab_size * config.hidden_size
+    projections = 2.0 * (matmul_parameters(config) - head) * sum(lengths)
+    attention = prefill_flops(config, lengths) - projections
+    return projections / (limits.matmul_float8 if float8 else limits.matmul) + (
+        attention / limits.matmul
+    )

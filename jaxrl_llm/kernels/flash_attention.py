@@ -37,10 +37,13 @@ __all__ = [
     "visible_keys",
 ]
 
-# Tokens of plain causal rows on which our kernels take no longer than cuDNN, both passes together,
-# but for 1 % at 4,096 and head dim 128 (measured on an H200: docs/benchmarks.md).
-AHEAD = range(1024, 4096 + 1)
-HEAD_DIMS_AHEAD = (64, 128)
+# By head dim, tokens of plain causal rows on which our kernels take no longer than cuDNN, both
+# passes together, but for 1 % at 4,096 and head dim 128 (measured on an H200: docs/benchmarks.md).
+AHEAD = {
+    64: range(1024, 4096 + 1),
+    96: range(4096, 4096 + 1),  # no others were measured
+    128: range(1024, 4096 + 1),
+}
 
 # "exact" is "auto" without cuDNN, whose gradient adds up in no fixed order.
 Implementation = Literal["auto", "exact", "pallas", "cudnn", "xla"]
@@ -67,8 +70,9 @@ def attention(
     odd T costs a padded copy there; it takes no visibility. "pallas" is our kernels for Hopper:
     bf16, H of 64, 96, 128 or 256, T best a multiple of 128, gradients the same bits every run; on
     several devices it needs the mesh in scope (`jax.set_mesh`) or a shard_map around it, without
-    which each computes all rows. "auto" takes the fastest that can run, "exact" the fastest whose
-    gradient has the same bits in every run. ValueError for shapes that do not fit.
+    which each computes all rows. "auto" takes what was measured to be fastest, both passes together
+    (`chosen_attention`), "exact" the same of those whose gradient has the same bits in every run.
+    ValueError for shapes that do not fit.
     """
     _check(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
@@ -221,8 +225,8 @@ def chosen_attention(
     """What runs for that word; `ranges` says whether rows come with a `Visibility`.
 
     `plain_length` is the tokens of rows that are causal and no more. On others than those of
-    `AHEAD` cuDNN's backward pass is ahead of ours, or was when that was last measured, as on whole
-    rows of other kinds.
+    `AHEAD`, as on whole rows of other kinds, cuDNN's backward pass is ahead of ours, or was when
+    that was last measured, or nothing was measured.
     """
     if implementation not in ("auto", "exact"):
         return implementation
@@ -231,8 +235,7 @@ def chosen_attention(
     pallas_fits = dtype == jnp.bfloat16 and head_dim in HEAD_DIMS and on_hopper()
     ahead = (
         plain_length is not None
-        and plain_length in AHEAD
-        and head_dim in HEAD_DIMS_AHEAD
+        and plain_length in AHEAD.get(head_dim, ())
         and default_tuning(head_dim, plain=True).padded(plain_length) == plain_length
     )
     if not ranges and implementation == "auto" and cudnn_fits and not (pallas_fits and ahead):

@@ -98,8 +98,9 @@ class OptimizerConfig:
     # bfloat16 halves what AdamW keeps beside the weights; rounded by chance, or the second moment
     # would stand still: a step moves it by less than bfloat16 can tell.
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Moments in the host's memory, verl's optimizer_offload: they visit the device a parameter at a
-    # time in each step, so a step takes longer and 8 bytes a parameter are free for the rest of it.
+    # Moments in the host's memory, verl's optimizer_offload: they visit the device two or three
+    # parameters at a time in each step, so a step takes longer, and 8 bytes a parameter are free
+    # for the rest of it.
     offload: bool = False
 
 
@@ -111,6 +112,8 @@ class ModelSettings:
     hf_config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"  # of computation: float32 | bfloat16
     param_dtype: str = "float32"  # of the stored (master) weights
+    # "cudnn" takes a sample a row: no micro_batch_tokens, and prompts one a row in a prefill. It
+    # knows no pages, so a decode step then takes what "auto" does.
     attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
     # What a backward pass computes again to save memory: "none"; "projections" keeps every
     # projection and the attention; "attention" keeps that alone; "full" keeps each layer's input.

@@ -125,7 +125,7 @@ def mix_limits(shape: str, rows: int, longest: int | None = None) -> tuple[int, 
 
 
 def packed_lengths(shape: str, rows: int, tokens: int) -> list[list[int]]:
-    """Sequences, prompt and response of the mix, that fill `rows` rows up to `tokens` each."""
+    """Sequences that fill `rows` rows up to `tokens` each: the shape's prompt, a mix's response."""
     prompt = PROMPT.get(shape, PROMPT[""])
     upcoming = iter(mix_limits(shape, NUM_MIX_LENGTHS) * rows)
     packed: list[list[int]] = []

@@ -189,9 +189,9 @@ def generate(
     (None: fewer and fewer where responses may be long). `cache_tokens` is how many tokens of
     responses the cache has room for (0: for `num_slots` of the longest): with less, slots may wait
     for one another, which changes no result; `tokens_a_page` of them are handed out at once (0: as
-    the kernel reads them). `attention` is the implementation;
-    `quantization` is of weights and cache; `heads_axis` is the mesh axis that splits heads where a
-    caller left one automatic (see `generate_on_mesh`).
+    the kernel reads them). `attention` is the implementation ("cudnn" of prefills alone, and "auto"
+    of decoding then); `quantization` is of weights and cache; `heads_axis` is the mesh axis that
+    splits heads where a caller left one automatic (see `generate_on_mesh`).
     """
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -84,7 +85,36 @@ def test_a_gradient_that_rows_get_from_others_is_found(monkeypatch):
     attention_of = attention.attention
     monkeypatch.setattr(attention, "attention", leaking)
     forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
-    assert not forward.error and "dv of other rows" in both.error
+    assert not forward.error and "dv without a cotangent" in both.error
+
+
+def test_gradients_of_all_queries_must_be_finite(monkeypatch):
+    """A kernel whose gradient by keys fails unless some query has no cotangent."""
+
+    @jax.custom_vjp
+    def failing(k):
+        return k
+
+    def backward(_, dk):
+        return (jnp.where((dk == 0).all(axis=(2, 3)).any(), dk, jnp.nan),)
+
+    failing.defvjp(lambda k: (k, None), backward)
+    attention_of = attention.attention
+    monkeypatch.setattr(
+        attention, "attention", lambda q, k, v, **settings: attention_of(q, failing(k), v)
+    )
+    forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
+    assert not forward.error and both.error.endswith("not finite is 1, which must be at most 0")
+
+
+def test_results_lie_where_nan_was(monkeypatch):
+    """Before each of the two calls that are checked, so that what is not written is seen."""
+    shapes = []
+    monkeypatch.setattr(attention, "poison", lambda like: shapes.append([x.shape for x in like]))
+    forward, both = rows_of("attention", "--workload=dense", "--batch=2x32")
+    assert not forward.error and not both.error
+    assert [len(results) for results in shapes] == [1, 1, 4, 4]
+    assert all(shape[:2] == (2, 32) for results in shapes for shape in results)
 
 
 def test_wrong_gradient_of_attention_is_found(monkeypatch):

@@ -189,6 +189,7 @@ def test_decode_bound_of_the_mix_is_the_known_one():
         (["training", "--head_dim=96"], "belongs to attention"),
         (["attention", "--window=64"], "--workload=dense"),
         (["attention", "--workload=dense", "--cache=float8"], "--workload=decode"),
+        (["attention", "--workload=dense", "--window=1"], "2 or more works"),
         (["rl_step", "--config.critic.warmup_steps=1"], "actor's updates would be left out"),
         (["rl_step", "--baseline"], "no peer"),
         (["training", "--check=x.json"], "--baseline"),
@@ -342,6 +343,7 @@ def test_nan_is_an_error():
     x = jnp.array([1.0, 2.0])
     assert relative_error({"a": x * 1.5}, {"a": x}) == pytest.approx(0.5)
     assert np.isnan(relative_error(x * jnp.nan, x))
+    assert np.isnan(relative_error(x * 0, x * 0))  # nothing was compared
     with pytest.raises(CheckFailed, match="nan"):
         training.require("error", float("nan"), 1.0)
 

@@ -296,6 +296,11 @@ def _check(options: Options) -> None:
             raise ConfigError(f"--{flag} belongs to attention, not to {command}")
         if given and workload and options.workloads != (workload,):
             raise ConfigError(f"--{flag} is measured on {workload} alone: --workload={workload}")
+    if options.window == 1:
+        raise ConfigError(
+            "--window=1: a token that sees itself alone gives its query no gradient to compare; "
+            "2 or more works"
+        )
     if options.overrides and command == "attention":
         raise ConfigError("attention takes no --config.KEY: it measures kernels, not a run")
     if options.baseline and command not in PEERS:

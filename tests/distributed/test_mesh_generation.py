@@ -151,7 +151,7 @@ def test_tensor_4_with_two_kv_heads_kept_whole():
 
 
 @on_eight_devices
-@pytest.mark.slow  # the one before keeps KV heads whole
+@pytest.mark.whole
 def test_heads_that_do_not_divide_kept_whole():
     check({"tensor": 8}, SAMPLED, q_heads=None, kv_heads=None)
 

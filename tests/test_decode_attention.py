@@ -1,4 +1,7 @@
-"""Attention of one new token a slot: XLA and the Hopper kernel (interpreted) against float64."""
+"""Attention of one new token a slot: XLA and the Hopper kernel (interpreted) against float64.
+
+The new token's key and value are in no page before: there lies garbage.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,21 +65,31 @@ class Case:
                     x[row, :, end:] = self.garbage
 
     def arguments(self, slots: list[int] | None = None) -> tuple[jax.Array, ...]:
-        """The first seven arguments, of the chosen slots, in the kernel's dtypes."""
+        """The first eight arguments, of the chosen slots, in the kernel's dtypes."""
         chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
         rows, prefix_lengths, lengths = (
             jnp.asarray(np.array(x)[chosen], jnp.int32)
             for x in (self.prefix_rows, self.prefix_lengths, self.lengths)
         )
         q = jnp.asarray(self.q[chosen], jnp.bfloat16)
-        pages, *own = self.paged(chosen)
-        caches = [
+        newest = np.maximum(np.array(self.lengths), 1) - 1
+        slots_B, before = np.arange(len(newest)), [x.copy() for x in self.own]
+        for x in before:
+            x[slots_B, :, newest] = self.garbage
+        pages, *own = self.paged(chosen, before)
+        new, prefix, own = (
             jnp.asarray(np.stack(keys_and_values, axis=2), self.cache_dtype)
-            for keys_and_values in (self.prefix, own)
-        ]
-        return (q, caches[0], rows, prefix_lengths, caches[1], pages, lengths)
+            for keys_and_values in (
+                [x[slots_B, :, newest][chosen] for x in self.own],
+                self.prefix,
+                own,
+            )
+        )
+        return (q, new, prefix, rows, prefix_lengths, own, pages, lengths)
 
-    def paged(self, chosen: np.ndarray) -> tuple[jax.Array, np.ndarray, np.ndarray]:
+    def paged(
+        self, chosen: np.ndarray, own: list[np.ndarray]
+    ) -> tuple[jax.Array, np.ndarray, np.ndarray]:
         """The chosen slots' pages, shuffled, among one that is nobody's; then keys and values.
 
         A page that a slot does not reach has a number that no page has.
@@ -85,7 +98,7 @@ class Case:
         T = self.R // page
         places = np.random.default_rng(self.seed).permutation(B * T + 1)[: B * T]
         found = []
-        for x in self.own:
+        for x in own:
             pages = x[chosen].reshape(B, self.K, T, page, self.H).swapaxes(1, 2)
             among = np.full((B * T + 1, self.K, page, self.H), self.garbage)
             among[places] = pages.reshape(B * T, self.K, page, self.H)
@@ -102,7 +115,7 @@ class Case:
         slots_per_prompt: int = 2,
         tuning: DecodeTuning | None = None,
     ) -> DecodePlan:
-        _, _, rows, prefix_lengths, _, _, lengths = self.arguments(slots)
+        _, _, _, rows, prefix_lengths, _, _, lengths = self.arguments(slots)
         return decode_plan(
             rows,
             prefix_lengths,
@@ -143,10 +156,15 @@ class Case:
             given = dict(interpret=InterpretGPUParams(), tuning=DecodeTuning())
             given |= {} if options.get("plan") else dict(num_splits=1)
             options = given | options
-        out = prefix_decode_attention(
-            *self.arguments(slots), window=self.window, implementation=implementation, **options
+        arguments = self.arguments(slots)
+        out, own = prefix_decode_attention(
+            *arguments, window=self.window, implementation=implementation, **options
         )
         assert out.dtype == jnp.bfloat16
+        chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
+        _, *after = self.paged(chosen, self.own)
+        written = jnp.asarray(np.stack(after, axis=2), self.cache_dtype)
+        np.testing.assert_array_equal(own.astype(jnp.float32), written.astype(jnp.float32))
         return np.asarray(out.astype(jnp.float32))
 
 
@@ -517,12 +535,14 @@ def test_xla_takes_any_dtype_and_length():
     rng = np.random.default_rng(3)
     q = jnp.asarray(rng.standard_normal((2, 4, 24)), jnp.float32)
     k, v = (jnp.asarray(rng.standard_normal((2, 2, 7, 24)), jnp.float32) for _ in range(2))
+    new = jnp.asarray(rng.standard_normal((2, 2, 2, 24)), jnp.float32)
     rows, lengths = jnp.array([1, 0]), jnp.array([7, 3])
     pages = jnp.array([[1], [0]])
     caches = (jnp.stack(pair, axis=2) for pair in ((k, v), (v[:, :, :5], k[:, :, :5])))
     prompts, own = caches
-    arguments = (q, prompts, rows, lengths, own, pages, jnp.array([5, 1]))
-    out = prefix_decode_attention(*arguments)
+    arguments = (q, new, prompts, rows, lengths, own, pages, jnp.array([5, 1]))
+    out, own_after = prefix_decode_attention(*arguments)
+    np.testing.assert_array_equal(own_after, own.at[[1, 0], :, :, [4, 0]].set(new))
     assert out.dtype == jnp.float32
     expected = prefix_decode_attention_reference(*arguments)
     np.testing.assert_allclose(out, expected, atol=1e-5, rtol=1e-5)
@@ -550,7 +570,11 @@ def test_refuses_other_dtypes_splits_and_shared_memory():
     with pytest.raises(ValueError, match="takes bfloat16"):
         prefix_decode_attention(q.astype(jnp.float32), *others, implementation="pallas")
     with pytest.raises(ValueError, match="different dtypes"):
+        prefix_decode_attention(q, others[0], others[1].astype(jnp.float32), *others[2:])
+    with pytest.raises(ValueError, match="different dtypes"):
         prefix_decode_attention(q, others[0].astype(jnp.float32), *others[1:])
+    with pytest.raises(ValueError, match="one of each a slot"):
+        prefix_decode_attention(q, others[0][:, :, :1], *others[1:])
     with pytest.raises(ValueError, match="num_splits is 17"):
         case.run(num_splits=17)
     with pytest.raises(ValueError, match="fewer stages"):
@@ -575,13 +599,15 @@ def test_refuses_on_the_card_as_many_entries_a_block_as_a_head_has_dimensions():
 def test_parts_are_of_what_a_window_leaves(monkeypatch: pytest.MonkeyPatch):
     found = {}
 
-    def kernel(q_BNH: jax.Array, *others: Any, num_splits: int, **options: Any) -> jax.Array:
+    def kernel(*arguments: Any, num_splits: int, **options: Any) -> tuple[jax.Array, jax.Array]:
         found[options["window"]] = num_splits
-        return q_BNH
+        return arguments[0], arguments[5]
 
     monkeypatch.setattr(decode_attention, "decode_attention_mosaic", kernel)
     for window in (None, 70):
-        Case([0], [64], [64], P=64, R=8192, window=window).run(num_splits=None)
+        case = Case([0], [64], [64], H=128, P=64, R=8192, window=window)
+        settings = dict(window=window, implementation="pallas")
+        prefix_decode_attention(*case.arguments(), **settings)
     assert found == {None: 16, 70: 1}
 
 

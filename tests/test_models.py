@@ -310,12 +310,11 @@ def test_decoding_with_a_cache_equals_whole_rows():
     @jax.jit
     def step(cache, t):
         def attend(q, k, v, layer_cache, /, *, window):
-            new = jnp.moveaxis(jnp.stack([k, v], axis=3), 1, 3)
-            layer_cache = jax.lax.dynamic_update_slice_in_dim(layer_cache, new, t, axis=3)
+            new = jnp.stack([k[:, 0], v[:, 0]], axis=2)
             no_prompt, zeros = jnp.zeros((1, 1, 2, 1, 4)), jnp.zeros((2,), jnp.int32)
             pages = jnp.arange(2)[:, None]
-            out = prefix_decode_attention(
-                q[:, 0],
+            out, layer_cache = prefix_decode_attention(
+                *(q[:, 0], new),
                 *(no_prompt, zeros, zeros),
                 *(layer_cache, pages, jnp.full(2, t + 1)),
                 window=window,

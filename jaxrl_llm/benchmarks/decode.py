@@ -72,16 +72,18 @@ class Decode(Case):
         self.token_bytes = 2 * self.model.num_kv_heads * self.model.head_dim * itemsize
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        plan, q, *others = jax.eval_shape(self._inputs, jax.random.key(0))
-        layers = [others] * self._num_copies()
-        main = jax.jit(self._layers).lower(plan, q, layers)
-        self.results = main.out_info
-        return {"main": main, "reference": jax.jit(self._reference).lower(q, *others)}
+        plan, q, own, *others = jax.eval_shape(self._inputs, jax.random.key(0))
+        copies = self._num_copies()
+        main = jax.jit(self._layers, donate_argnames="own").lower(
+            plan, q, own=[own] * copies, others=[others] * copies
+        )
+        self.results = main.out_info[:2]
+        return {"main": main, "reference": jax.jit(self._reference).lower(q, own, *others)}
 
     def _num_copies(self) -> int:
         if jax.default_backend() != "gpu":
             return 1
-        _, prefix, _, _, own, *_ = jax.eval_shape(self._arrays, jax.random.key(0))
+        _, own, _, prefix, *_ = jax.eval_shape(self._arrays, jax.random.key(0))
         entries = (prefix.size + own.size) // (2 * self.model.num_kv_heads * self.model.head_dim)
         return min(CALLS, -(-COPIES_BYTES // (entries * self.token_bytes)))
 
@@ -89,7 +91,7 @@ class Decode(Case):
         self.programs, make = programs, jax.jit(self._inputs)
         copies = [make(jax.random.key(seed)) for seed in range(self._num_copies())]
         self.plan, self.q, *_ = copies[0]
-        self.layers = [others for _, _, *others in copies]
+        self.pages, self.others = [x for _, _, x, *_ in copies], [x for _, _, _, *x in copies]
 
     def check(self) -> dict[str, float]:
         """Some slots of the first call against the float32 reference; the last call is finite.
@@ -98,14 +100,23 @@ class Decode(Case):
         """
         poison(self.results)
         first, last = self.run()
-        expected = self.programs["reference"](self.q, *self.layers[0])
+        expected = self.programs["reference"](self.q, self.pages[0], *self.others[0])
         error = relative_error(first[self.checked], expected)
         require("output_error", error, MOST_ERROR)
+        new, *_, pages, lengths = self.others[0]
+        page = self.pages[0].shape[3]
+        last = pages[jnp.arange(self.slots), (lengths - 1) // page]
+        written = self.pages[0][last, :, :, (lengths - 1) % page]
+        require("new entries not in their pages", float((written != new).sum()), 0.0)
         require("not finite", float(~jnp.isfinite(last).all()), 0.0)
         return {"output_error": error}
 
     def run(self) -> Any:
-        return self.programs["main"](self.plan, self.q, self.layers)
+        # The pages are given away and come back with the same entries written once more.
+        first, last, self.pages = self.programs["main"](
+            self.plan, self.q, own=self.pages, others=self.others
+        )
+        return first, last
 
     def figures(self, seconds: float) -> dict[str, float]:
         seconds /= CALLS
@@ -119,23 +130,30 @@ class Decode(Case):
         return figures
 
     def _layers(
-        self, plan: DecodePlan, q: jax.Array, layers: list[list[jax.Array]]
-    ) -> tuple[jax.Array, jax.Array]:
-        """The first call's result and the last one's."""
+        self, plan: DecodePlan, q: jax.Array, own: list[jax.Array], others: list[list[jax.Array]]
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """The first call's result and the last one's, and the pages."""
         attention = jax.jit(self._call)  # lowered once
-        results = [q]
+        results, own = [q], list(own)
         for call in range(CALLS):
-            results.append(attention(plan, results[-1], *layers[call % len(layers)]))
-        return results[1], results[-1]
+            copy = call % len(own)
+            result, own[copy] = attention(plan, results[-1], own[copy], *others[copy])
+            results.append(result)
+        return results[1], results[-1], own
 
-    def _call(self, plan: DecodePlan, *arrays: jax.Array) -> jax.Array:
+    def _call(
+        self, plan: DecodePlan, q: jax.Array, own: jax.Array, *others: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        new, prefix, rows, prefix_lengths, pages, lengths = others
+        arrays = (q, new, prefix, rows, prefix_lengths, own, pages, lengths)
         return prefix_decode_attention(*arrays, implementation=self.implementation, plan=plan)
 
-    def _reference(self, *arrays: jax.Array) -> jax.Array:
-        q, prefix, rows, prefix_lengths, own, pages, lengths = arrays
+    def _reference(self, q: jax.Array, own: jax.Array, *others: jax.Array) -> jax.Array:
+        new, prefix, rows, prefix_lengths, pages, lengths = others
         few = self.checked
         return prefix_decode_attention_reference(
             q[few],
+            new[few],
             prefix[rows[few]],
             jnp.arange(len(rows[few])),
             prefix_lengths[few],
@@ -146,7 +164,7 @@ class Decode(Case):
 
     def _inputs(self, key: jax.Array) -> tuple[Any, ...]:
         arrays = self._arrays(key)
-        _, prefix, rows, prefix_lengths, own, pages, lengths = arrays
+        _, own, _, prefix, rows, prefix_lengths, pages, lengths = arrays
         plan = decode_plan(
             rows,
             prefix_lengths,
@@ -161,8 +179,9 @@ class Decode(Case):
         return plan, *arrays
 
     def _arrays(self, key: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries and pages; new entries, prompts, their rows and lengths, lists and lengths."""
         B, K, H = self.slots, self.model.num_kv_heads, self.model.head_dim
-        keys = iter(jax.random.split(key, 4))
+        keys = iter(jax.random.split(key, 5))
 
         def normal(*shape: int) -> jax.Array:
             return jax.random.normal(next(keys), shape, jnp.bfloat16)
@@ -174,10 +193,11 @@ class Decode(Case):
         pages = jax.random.permutation(next(keys), B * pages_a_slot)
         return (
             normal(B, self.model.num_heads, H),
+            normal(*own).astype(self.dtype),
+            normal(B, K, 2, H).astype(self.dtype),
             normal(*prompts).astype(self.dtype),
             jnp.arange(B, dtype=jnp.int32) // self.group,
             jnp.full((B,), self.prompt, jnp.int32),
-            normal(*own).astype(self.dtype),
             pages.reshape(B, pages_a_slot).astype(jnp.int32),
             jnp.asarray(self.lengths),
         )

@@ -597,15 +597,12 @@ def _decode(
     )
     prompt_B = jnp.where(live_B, queue.lengths_N[row_B] - 1, 0)
     own_B = jnp.where(live_B, count_B, 0)
-    page_B = table.pages_BT[slots_B, own_B // pages.entries]
     context = decode_context(
         spec.config,
         state.cache[0],
         state.prompt_row_B,
         prompt_B,
         table.pages_BT,
-        jnp.where(live_B, page_B, pages.num_pages + slots_B),
-        own_B % pages.entries,
         jnp.where(live_B, count_B + 1, 0),
         slots_per_prompt=group,
         heads_axis=heads_axis,

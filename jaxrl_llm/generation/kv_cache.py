@@ -62,9 +62,6 @@ class Context(NamedTuple):
     prompt_rows_B: jax.Array
     prompt_lengths_B: jax.Array  # entries of the prompt row; 0 in a free slot
     pages_BT: jax.Array  # the slot's pages, in order; those it does not reach may be any number
-    # The page where the new entry goes; one out of range, another in each slot, is dropped.
-    page_B: jax.Array
-    entry_B: jax.Array  # its place in the page
     own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
     # Of the kernel, where it takes so many heads; XLA takes no notice of it.
     plan: DecodePlan | None
@@ -76,8 +73,6 @@ def decode_context(
     prompt_rows_B: jax.Array,
     prompt_lengths_B: jax.Array,
     pages_BT: jax.Array,
-    page_B: jax.Array,
-    entry_B: jax.Array,
     own_lengths_B: jax.Array,
     *,
     slots_per_prompt: int,
@@ -98,7 +93,7 @@ def decode_context(
             slots_per_prompt=slots_per_prompt,
             tuning=default_tuning(config.head_dim, cache.own.dtype),
         )
-    return Context(prompt_rows_B, prompt_lengths_B, pages_BT, page_B, entry_B, own_lengths_B, plan)
+    return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, plan)
 
 
 def page_entries(config: ModelConfig, dtype: jnp.dtype, own_length: int) -> int:
@@ -208,7 +203,7 @@ def _attention_by_heads(
 def decode_attend(
     context: Context, implementation: Implementation, heads_axis: str | None
 ) -> Attend:
-    """Attention of one new token a slot, whose keys and values go into the slot's page first."""
+    """Attention of one new token a slot, whose key and value go into the slot's page on the way."""
 
     def attend(
         q_B1NH: jax.Array,
@@ -220,33 +215,34 @@ def decode_attend(
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
         new_BK2H = stored(k_B1KH[:, 0], v_B1KH[:, 0], layer_cache.own)
-        entries = layer_cache.own.at[context.page_B, :, :, context.entry_B]
-        written = entries.set(new_BK2H, mode="drop", unique_indices=True)
-        new_cache = layer_cache._replace(own=written)
-        out_BNH = _decode_by_heads(
-            q_B1NH[:, 0], new_cache, context, window, implementation, heads_axis
+        out_BNH, own = _decode_by_heads(
+            q_B1NH[:, 0], new_BK2H, layer_cache, context, window, implementation, heads_axis
         )
-        return out_BNH[:, None], new_cache
+        return out_BNH[:, None], layer_cache._replace(own=own)
 
     return attend
 
 
 def _decode_by_heads(
     q_BNH: jax.Array,
+    new_BK2H: jax.Array,
     cache: LayerCache,
     context: Context,
     window: int | None,
     implementation: Implementation,
     heads_axis: str | None,
-) -> jax.Array:
-    """Decode attention, each device of `heads_axis` (if given) on its own KV heads."""
+) -> tuple[jax.Array, jax.Array]:
+    """Decode attention and the new pages, each device of `heads_axis` (if any) on its KV heads."""
     chosen: DecodeImplementation = "auto"
     if implementation == "pallas" or implementation == "xla":
         chosen = implementation
 
-    def local(q_BNH: jax.Array, cache: LayerCache, context: Context) -> jax.Array:
+    def local(
+        q_BNH: jax.Array, new_BK2H: jax.Array, cache: LayerCache, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
         return _prefix_decode_attention(
             q_BNH,
+            new_BK2H,
             cache.prompts,
             context.prompt_rows_B,
             context.prompt_lengths_B,
@@ -259,17 +255,17 @@ def _decode_by_heads(
         )
 
     if heads_axis is None:
-        return local(q_BNH, cache, context)
+        return local(q_BNH, new_BK2H, cache, context)
     if cache.own.shape[1] % jax.sharding.get_abstract_mesh().shape[heads_axis]:
         # The KV heads are whole on every device while q may be split: the partitioner can do that
         # with XLA's products, not with a kernel.
         chosen = "xla"
-        return local(q_BNH, cache, context)
+        return local(q_BNH, new_BK2H, cache, context)
     by_heads = PartitionSpec(None, heads_axis)
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_heads, PartitionSpec()),
+        in_specs=(by_heads, by_heads, by_heads, PartitionSpec()),
         out_specs=by_heads,
         axis_names={heads_axis},
         check_vma=False,
-    )(q_BNH, cache, context)
+    )(q_BNH, new_BK2H, cache, context)

@@ -2,7 +2,8 @@
 
 The cache is in two parts: rows of prompts, each read by every slot that answers it, and pages for
 what the slots added, of which each slot has a list. A slot sees the first entries of its prompt's
-row, then the first entries of its own pages, one page after the other.
+row, then the first entries of its own pages, one page after the other. The new token's key and
+value become the last of these, and are written there on the way.
 
 Shape letters: B slots, O pages, T pages a slot at most, R entries of a page, N query heads,
 K KV heads, G = N / K, C prompt rows, P prompt entries, S entries, H head dim.
@@ -61,6 +62,7 @@ def cache_length(num_tokens: int, head_dim: int) -> int:
 
 def prefix_decode_attention(
     q_BNH: Float[Array, "B N H"],
+    new_BK2H: Float[Array, "B K 2 H"],
     prefix_CK2PH: Float[Array, "C K 2 P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
@@ -74,14 +76,16 @@ def prefix_decode_attention(
     plan: DecodePlan | None = None,
     tuning: DecodeTuning | None = None,
     interpret: Any = None,
-) -> Float[Array, "B N H"]:
-    """softmax(q k^T / sqrt(H)) v of one token a slot, in the dtype of q.
+) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
+    """softmax(q k^T / sqrt(H)) v of one token a slot, in the dtype of q, and the pages with it.
 
     Slot b sees the first `prefix_lengths_B[b]` entries of prompt row `prefix_rows_B[b]`, then its
     first `lengths_B[b]` own entries, the current token's included (all int32): own entry i is entry
-    i % R of page `pages_BT[b, i // R]`. `window` keeps the last `window` of them. A slot that sees
-    nothing gives 0; its prompt row, and a page that it does not reach, may be any number. The cache
-    is in the dtype of q, or in float8_e4m3fn.
+    i % R of page `pages_BT[b, i // R]`. The last of them is `new_BK2H[b]`, key and value, whatever
+    the page holds there; the pages are returned with it. No two slots may have a page in common
+    that they reach. `window` keeps the last `window` of them. A slot without own entries writes
+    nothing, one that sees nothing gives 0; its prompt row, and a page that it does not reach, may
+    be any number. The cache is in the dtype of q, or in float8_e4m3fn; the new entries are in its.
 
     "auto" takes the Pallas kernel on a Hopper GPU for the dtypes, head dims and numbers of heads
     that it takes (prompt rows and pages must then be whole blocks), XLA elsewhere.
@@ -100,6 +104,7 @@ def prefix_decode_attention(
     """
     arguments = (
         q_BNH,
+        new_BK2H,
         prefix_CK2PH,
         prefix_rows_B,
         prefix_lengths_B,
@@ -111,7 +116,9 @@ def prefix_decode_attention(
     if implementation == "auto":
         implementation = "pallas" if _kernel_fits(q_BNH, own_OK2RH) else "xla"
     if implementation == "xla":
-        return _prefix_decode_xla(*arguments, window)
+        own_OK2RH = _with_newest(own_OK2RH, new_BK2H, pages_BT, lengths_B)
+        seen = (prefix_CK2PH, prefix_rows_B, prefix_lengths_B, own_OK2RH, pages_BT, lengths_B)
+        return _prefix_decode_xla(q_BNH, *seen, window), own_OK2RH
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, N, H = q_BNH.shape
@@ -139,6 +146,7 @@ def prefix_decode_attention(
 
 def prefix_decode_attention_reference(
     q_BNH: Float[Array, "B N H"],
+    new_BK2H: Float[Array, "B K 2 H"],
     prefix_CK2PH: Float[Array, "C K 2 P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
@@ -148,11 +156,12 @@ def prefix_decode_attention_reference(
     *,
     window: int | None = None,
 ) -> Float[Array, "B N H"]:
-    """The same in float32, KV heads repeated, both parts joined: what the others must equal.
+    """The attention in float32, KV heads repeated, both parts joined: what the others must equal.
 
     Entries that a slot does not see are replaced by zeros first, so they may be NaN.
     """
     groups = q_BNH.shape[1] // own_OK2RH.shape[1]
+    own_OK2RH = _with_newest(own_OK2RH, new_BK2H, pages_BT, lengths_B)
     P, own_entries = prefix_CK2PH.shape[3], pages_BT.shape[1] * own_OK2RH.shape[3]
     seen_BS = _seen(P, own_entries, prefix_lengths_B, lengths_B, window)
     rows = _rows(prefix_CK2PH, prefix_rows_B), _own_rows(own_OK2RH, pages_BT)
@@ -219,6 +228,18 @@ def _rows(prefix_CK2PH: Array, prefix_rows_B: Array) -> Array:
     return prefix_CK2PH.at[prefix_rows_B].get(mode="clip")
 
 
+def _with_newest(own_OK2RH: Array, new_BK2H: Array, pages_BT: Array, lengths_B: Array) -> Array:
+    """The pages with each slot's newest entry, if it has any of its own."""
+    R = own_OK2RH.shape[3]
+    slots_B = jnp.arange(lengths_B.shape[0])
+    newest_B = jnp.maximum(lengths_B - 1, 0)
+    page_B = pages_BT[slots_B, newest_B // R]
+    # Out of range, another in each slot: the scatter drops them and stays free of duplicates.
+    page_B = jnp.where(lengths_B > 0, page_B, own_OK2RH.shape[0] + slots_B)
+    entries = own_OK2RH.at[page_B, :, :, newest_B % R]
+    return entries.set(new_BK2H, mode="drop", unique_indices=True)
+
+
 def _own_rows(own_OK2RH: Array, pages_BT: Array) -> Array:
     """Each slot's pages, one after the other: [B, K, 2, T R, H]."""
     own_BTK2RH = own_OK2RH.at[pages_BT].get(mode="clip")
@@ -251,6 +272,7 @@ def _kernel_fits(q_BNH: Array, own_OK2RH: Array) -> bool:
 
 def _check_prefix(
     q_BNH: Array,
+    new_BK2H: Array,
     prefix_CK2PH: Array,
     prefix_rows_B: Array,
     prefix_lengths_B: Array,
@@ -268,8 +290,13 @@ def _check_prefix(
             f"pages [pages, K, 2, entries, {H}] where K divides {N}, not "
             f"{[x.shape for x in (prefix_CK2PH, own_OK2RH)]}"
         )
-    if prefix_CK2PH.dtype != own_OK2RH.dtype:
-        raise ValueError("the two caches have different dtypes: give them one")
+    if not prefix_CK2PH.dtype == own_OK2RH.dtype == new_BK2H.dtype:
+        raise ValueError("the two caches and the new entries have different dtypes: give them one")
+    if new_BK2H.shape != (B, K, 2, H):
+        raise ValueError(
+            f"the new keys and values have shape {new_BK2H.shape}: give one of each a slot and KV "
+            f"head, {(B, K, 2, H)}"
+        )
     for name, x in (
         ("prefix_rows", prefix_rows_B),
         ("prefix_lengths", prefix_lengths_B),

@@ -1,9 +1,9 @@
 """Ragged decode attention on Hopper, in Pallas' Mosaic GPU dialect.
 
 Shape letters: B slots, O pages of slots' own entries, T pages a slot at most, R entries of a page,
-N query heads, K KV heads, G = N / K, L = G rounded up to 8, C prompt rows, P prompt entries, H head
-dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile, J entries of a block, U listed
-units, W items, I slots of an item.
+N query heads, K KV heads, G = N / K, L = G rounded up to 8, X and Y rows of a slot, C prompt rows,
+P prompt entries, H head dim, S splits of a slot's tokens, M = 64 rows of a tensor-core tile, J
+entries of a block, U listed units, W items, I slots of an item.
 
 A unit of work is one KV head of one part of a slot's tokens: a slot that fills its pages has S
 parts, one with fewer tokens fewer, so that the longest is not what all wait for. A fixed number of
@@ -77,6 +77,7 @@ _MAX_SMEM = 226 * 1024  # of a program, less its barriers
 
 def decode_attention_mosaic(
     q_BNH: Float[Array, "B N H"],
+    new_BK2H: Float[Array, "B K 2 H"],
     prefix_CK2PH: Float[Array, "C K 2 P H"],
     prefix_rows_B: Int[Array, " B"],
     prefix_lengths_B: Int[Array, " B"],
@@ -89,7 +90,7 @@ def decode_attention_mosaic(
     tuning: DecodeTuning | None = None,
     plan: DecodePlan | None = None,
     interpret: Any = None,
-) -> Float[Array, "B N H"]:
+) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """The kernel, and the merge of its parts.
 
     See `decode_attention.prefix_decode_attention` for the arguments, which it has checked (also
@@ -99,8 +100,8 @@ def decode_attention_mosaic(
     """
     B, N, H = q_BNH.shape
     K, cache_dtype = own_OK2RH.shape[1], own_OK2RH.dtype
-    q_BKLH = padded_queries(q_BNH, K).astype(operand_dtype(cache_dtype))
-    L = q_BKLH.shape[2]
+    L = rows_a_slot(N // K)
+    queries_BXH, new_BYH, first_new = rows_of_slots(q_BNH, new_BK2H)
     tuning = tuning or default_tuning(H, cache_dtype)
     units, prompts = (None, None) if plan is None else (plan.units, plan.prompts)
     num_splits = num_splits if units is None else units.num_splits
@@ -129,31 +130,42 @@ def decode_attention_mosaic(
                 ((B, K, splits, L), jnp.float32),
             )
         ]
-    outputs = plgpu.kernel(
-        _make_body(sizes, window, tuning, forms, numbers=tuple(numbers)),
+    scratch = scratch_types(
+        H,
+        L,
+        cache_dtype,
+        tuning,
+        forms,
+        whole=sizes.whole,
+        slots_of_item=sizes.slots_of_item,
+        interpreted=interpret is not None,
+    )
+    body = _make_body(sizes, window, tuning, forms, L, first_new, numbers=tuple(numbers))
+
+    def with_scratch(*refs: Any) -> None:
+        pl.run_scoped(partial(body, *refs), collective_axes=(), **scratch)
+
+    # Not plgpu.kernel: that of jax 0.10 takes no reference under jit.
+    kernel: Any = pl.kernel(
+        with_scratch,
         out_type=out_types,
-        scratch_types=scratch_types(
-            H,
-            L,
-            cache_dtype,
-            tuning,
-            forms,
-            whole=sizes.whole,
-            slots_of_item=sizes.slots_of_item,
-            interpreted=interpret is not None,
-        ),
-        grid=(sizes.num_programs,),
-        grid_names=("program",),
+        mesh=plgpu.Mesh(grid=(sizes.num_programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             reduction_scratch_bytes=REDUCTION_BYTES if forms.columns else 0,
         ),
-        interpret=interpret,
-        kernel_name="prefix_decode_attention",
-    )(
-        q_BKLH,
-        prefix_CK2PH,
+        interpret=interpret if interpret is not None else False,
+        name="prefix_decode_attention",
+    )
+
+    @jax.jit  # there is no reference to global memory outside of one
+    def written_in_place(own_OK2RH: Array, *others: Array) -> tuple[Sequence[Array], Array]:
+        own_ref = jax.new_ref(own_OK2RH, memory_space=plgpu.GMEM)
+        outputs = kernel(queries_BXH, new_BYH, prefix_CK2PH, own_ref, *others)
+        return outputs, jax.freeze(own_ref)
+
+    outputs, own_OK2RH = written_in_place(
         own_OK2RH,
         pages_BT.astype(jnp.int32).reshape(-1),
         *(x.astype(jnp.int32) for x in numbers.values()),
@@ -169,14 +181,29 @@ def decode_attention_mosaic(
             parts_B = num_blocks(blocks_B, sizes.blocks_of_part)
         parts = _parts(outputs, parts_B, prefix_lengths_B > 0)
         out_BKGH = _merge(parts)[:, :, : N // K]
-    return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H)
+    return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H), own_OK2RH
 
 
-def padded_queries(q_BNH: Float[Array, "B N H"], K: int) -> Float[Array, "B K L H"]:
-    """The queries of each KV head, rounded up to whole groups of 8 rows."""
-    B, N, H = q_BNH.shape
-    q_BKGH = q_BNH.reshape(B, K, N // K, H)
-    return jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, rows_a_slot(N // K) - N // K), (0, 0)))
+def rows_of_slots(
+    q_BNH: Float[Array, "B N H"], new_BK2H: Float[Array, "B K 2 H"]
+) -> tuple[Float[Array, "B X H"], Float[Array, "B Y H"], int]:
+    """Each slot's queries, its new keys and values, and the first row of the latter.
+
+    A KV head's queries are rounded up to L rows. In one dtype all are rows of one array, twice
+    returned: then one kernel writes what rope makes of them. Rows are whole groups of 8.
+    """
+    (B, K, _, H), operand = new_BK2H.shape, operand_dtype(new_BK2H.dtype)
+    q_BKGH = q_BNH.astype(operand).reshape(B, K, -1, H)
+    G = q_BKGH.shape[2]
+    padding = ((0, 0), (0, 0), (0, rows_a_slot(G) - G), (0, 0))
+    q_BXH = jnp.pad(q_BKGH, padding).reshape(B, -1, H)
+    new_BYH = new_BK2H.reshape(B, 2 * K, H)
+    if operand != new_BK2H.dtype:
+        return q_BXH, new_BYH, 0
+    first_new, rows = q_BXH.shape[1], q_BXH.shape[1] + 2 * K
+    rest = jnp.zeros((B, rows_a_slot(rows) - rows, H), operand)
+    together_BXH = jnp.concatenate([q_BXH, new_BYH, rest], axis=1)
+    return together_BXH, together_BXH, first_new
 
 
 def check_supported(
@@ -366,19 +393,25 @@ class _Transfers:
     memory: Scratch
     numbers: _Numbers
     slots_of_item: int
-    q_BKLH: Any
+    L: int
+    first_new: int  # row of `new_BYH`
+    queries_BXH: Any
+    new_BYH: Any
     own_outputs: tuple[Any, ...]
     prompt_outputs: tuple[Any, Any] | None
 
     def _rows(self, place: int) -> Any:
-        L = self.q_BKLH.shape[2]
-        return pl.ds(place * L, L)
+        return pl.ds(place * self.L, self.L)
 
     def load_queries(self, unit: Unit, place: Any) -> None:
-        """To the rows of a tile; those of a slot alone that are columns to one of two places."""
+        """To the rows of a tile; those of a slot alone that are columns to one of two places.
+
+        With a slot's own the new key and value.
+        """
 
         def start(slot: Any, rows: Any, barrier: Any) -> None:
-            plgpu.copy_gmem_to_smem(self.q_BKLH.at[slot, unit.head], rows, barrier)
+            of_head = self.queries_BXH.at[slot, pl.ds(unit.head * self.L, self.L)]
+            plgpu.copy_gmem_to_smem(of_head, rows, barrier)
 
         q_MH, q_2LH = self.memory.q_MH, self.memory.q_2LH
 
@@ -386,6 +419,8 @@ class _Transfers:
         def _() -> None:
             rows = q_MH.at[self._rows(0)] if q_2LH is None else q_2LH.at[place]
             start(unit.slot, rows, self.memory.q_barrier)
+            new_2H = self.new_BYH.at[unit.slot, pl.ds(self.first_new + 2 * unit.head, 2)]
+            plgpu.copy_gmem_to_smem(new_2H, self.memory.new_22H.at[place], self.memory.q_barrier)
 
         if self.slots_of_item:
 
@@ -439,15 +474,18 @@ def _make_body(
     window: int | None,
     tuning: DecodeTuning,
     forms: Forms,
+    L: int,
+    first_new: int,
     *,
     numbers: tuple[str, ...],
 ) -> Callable[..., None]:
     """The kernel's body; `numbers` are the names of those that it is given."""
 
     def body(
-        q_BKLH: Any,
+        queries_BXH: Any,
+        new_BYH: Any,
         prefix_CK2PH: Any,
-        own_OK2RH: Any,
+        own_OK2RH: Any,  # read, and written where the new tokens belong
         pages: Any,  # B * T
         *others: Any,
         **scratch: Any,
@@ -455,10 +493,18 @@ def _make_body(
         memory = Scratch(**scratch)
         given = _Numbers(**dict(zip(numbers, others, strict=False)))
         outputs = others[len(numbers) :]
-        K, _, H = q_BKLH.shape[1:]
+        K, H = own_OK2RH.shape[1], own_OK2RH.shape[4]
         work = _Work(sizes, given, K, window, tuning.block)
         transfers = _Transfers(
-            memory, given, sizes.slots_of_item, q_BKLH, outputs[:2], outputs[2:] or None
+            memory=memory,
+            numbers=given,
+            slots_of_item=sizes.slots_of_item,
+            L=L,
+            first_new=first_new,
+            queries_BXH=queries_BXH,
+            new_BYH=new_BYH,
+            own_outputs=outputs[:2],
+            prompt_outputs=outputs[2:] or None,
         )
         rounds = work.num_rounds()
 
@@ -466,7 +512,7 @@ def _make_body(
             entry = slot * sizes.pages_a_slot + jnp.minimum(number, sizes.pages_a_slot - 1)
             return pages[jnp.minimum(entry, pages.shape[0] - 1)]  # an item's unit has no slot
 
-        def program_at(unit: Unit, following: Unit, first_step: Any) -> Program:
+        def program_at(unit: Unit, following: Unit, first_step: Any, place: Any) -> Program:
             return Program(
                 memory=memory,
                 unit=unit,
@@ -478,6 +524,8 @@ def _make_body(
                 prefix_CK2PH=prefix_CK2PH,
                 own_OK2RH=own_OK2RH,
                 page_of=page_of,
+                new_2H=memory.new_22H.at[place],
+                newest_step=unit.blocks.newest_step(tuning.block),
             )
 
         def place_of(round: Any) -> Any:
@@ -487,9 +535,10 @@ def _make_body(
             form: type[Products], round: Any, carry: tuple[Unit, Unit, Any]
         ) -> tuple[Unit, Unit, Any]:
             unit, following, first_step = carry
-            program = program_at(unit, following, first_step)
+            program = program_at(unit, following, first_step, place_of(round))
             program.fill_ring()
             transfers.wait_for_queries(unit)
+            program.write_newest()
             products = form(program)
             q = products.queries(place_of(round))
             plgpu.commit_smem()  # all of it is read that the next may replace
@@ -507,7 +556,8 @@ def _make_body(
             return following, after, first_step + unit.blocks.steps
 
         first, second = work.unit(jnp.int32(0)), work.unit(jnp.int32(1))
-        program_at(first.without_blocks(), first, jnp.int32(0)).fill_ring()
+        start = jnp.int32(0)
+        program_at(first.without_blocks(), first, start, place_of(start)).fill_ring()
 
         @pl.when(rounds > 0)
         def _() -> None:

@@ -21,9 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.kernels.decode_attention_program import TILE_ROWS, Load, Program
-
-_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
+from jaxrl_llm.kernels.decode_attention_program import TILE_ROWS, WHOLE, Load, Program
 
 
 class Products(abc.ABC):
@@ -115,8 +113,7 @@ class Products(abc.ABC):
         """Products of the queries with a step's keys; the keys' place is loaded anew."""
         program, memory = self.program, self.memory
         plgpu.barrier_wait(memory.k_barriers.at[place])
-        if memory.wide_JH is not None:
-            program.widen(memory.k_ring.at[place])
+        program.mend(step, place, keys=True)
         multiply = partial(self.multiply_keys, q=q)
         return self.masked(self.product(multiply, program.block, place, ahead, keys=True), step)
 
@@ -145,21 +142,7 @@ class Products(abc.ABC):
         program, memory = self.program, self.memory
         operand = self.weights_operand(weights.astype(program.operand))
         plgpu.barrier_wait(memory.v_barriers.at[place])
-
-        # A weight of zero does not undo a NaN: values past the length are cleared.
-        visible_to = program.blocks.visible(step, program.block)[1]
-        if memory.wide_JH is None:
-
-            @pl.when(visible_to < program.block)
-            def _() -> None:
-                layout, v_ring = plgpu.Layout.WGMMA, memory.v_ring
-                v_ring[place] = program.clear(
-                    program.held(v_ring[place], layout), visible_to, layout
-                )
-                plgpu.commit_smem()
-
-        else:
-            program.widen(memory.v_ring.at[place], visible_to)
+        program.mend(step, place, keys=False)
         multiply = partial(self.multiply_values, weights=operand)
         return self.product(multiply, self.head_dim, place, ahead, keys=False)
 
@@ -216,7 +199,7 @@ class QueriesAsRows(Products):
         del place
         if self.program.interpreted:
             return self.spilled("spill_MH", self.memory.q_MH[...])
-        return plgpu.load(self.memory.q_MH, *_WHOLE, layout=plgpu.Layout.WGMMA)
+        return plgpu.load(self.memory.q_MH, *WHOLE, layout=plgpu.Layout.WGMMA)
 
     def multiply_keys(self, scores_ref: Any, keys_JH: Any, q: Any) -> None:
         keys_HJ = keys_JH.transpose((1, 0))

@@ -24,7 +24,8 @@ MOST_GROUP_ROWS = TILE_ROWS - 1  # query heads of a KV head that the kernel take
 MOST_COLUMNS = 16  # queries of a slot that are taken as columns; more fill enough of a tile's rows
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each program
-REDUCTION_BYTES = 2048  # where maxima of columns pass from warp to warp
+REDUCTION_BYTES = 1024  # where maxima of columns pass from warp to warp
+WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load wants an index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Forms:
         widened = 0 if itemsize == 2 else tuning.block * H * 2
         rows = 2 * TILE_ROWS * H * 2 if self.rows else L * H * 2  # queries and result, or result
         columns = L * (2 * H + tuning.block) * 2 if self.columns else 0  # queries and weights
-        return ring + widened + rows + columns + REDUCTION_BYTES * self.columns + 1024
+        newest = 2 * 2 * H * itemsize  # keys and values of two units
+        return ring + widened + rows + columns + newest + REDUCTION_BYTES * self.columns + 1024
 
     def programs_per_sm(self, tuning: DecodeTuning, H: int, L: int, cache_dtype: jnp.dtype) -> int:
         """So many fit: rows take more than 168 registers a thread, columns fewer."""
@@ -122,7 +124,8 @@ def scratch_types(
         "out_MH": plgpu.SMEM((L, H), bfloat16) if whole else matrix((out_rows, H), bfloat16),
         "k_ring": matrix(ring, cache_dtype),
         "v_ring": matrix(ring, cache_dtype),
-        "q_barrier": plgpu.Barrier(),
+        "new_22H": plgpu.SMEM((2, 2, H), cache_dtype),
+        "q_barrier": plgpu.Barrier(num_arrivals=2),
         "k_barriers": plgpu.Barrier(num_barriers=tuning.stages),
         "v_barriers": plgpu.Barrier(num_barriers=tuning.stages),
     }
@@ -224,6 +227,20 @@ class Blocks:
         index = self.prefix_block + step if in_prefix else self.own_block + step - self.prefix_steps
         return index * block
 
+    def newest(self) -> jax.Array:
+        """The slot's last own entry, the current token's; negative if it has none."""
+        return self.own_visible[1] - 1
+
+    def newest_step(self, block: int) -> jax.Array:
+        """The step whose block has the newest entry, -1 if it is none of this unit's.
+
+        What a slot sees ends with it, so that can be the last step only.
+        """
+        last, newest = self.steps - 1, self.newest()
+        start = self.start(last, False, block)
+        has_it = (last >= 0) & (newest >= 0) & (start <= newest) & (newest < start + block)
+        return jnp.where(has_it, last, -1)
+
     def visible(self, step: jax.Array, block: int) -> tuple[jax.Array | None, jax.Array]:
         """First visible entry of a step's block and their end, counted from the block's first."""
         in_prefix = step < self.prefix_steps
@@ -284,6 +301,7 @@ class Scratch:
     out_MH: Any
     k_ring: Any
     v_ring: Any
+    new_22H: Any  # the new keys and values of a unit's slot and of the next one's
     q_barrier: Any
     k_barriers: Any
     v_barriers: Any
@@ -314,6 +332,8 @@ class Program:
     prefix_CK2PH: Any  # keys and values in global memory
     own_OK2RH: Any
     page_of: Callable[[Any, Any], Any]  # of a slot and the page's number in its list
+    new_2H: Any  # key and value of the slot's new token
+    newest_step: Any  # the step whose block has their place; -1: none
 
     @property
     def blocks(self) -> Blocks:
@@ -386,12 +406,51 @@ class Program:
                 self.load(found[i], self.place(i), keys=True)
                 self.load(found[i], self.place(i), keys=False)
 
-    def clear(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
+    def write_newest(self) -> None:
+        """Starts to write the new key and value into the slot's page.
+
+        A block that is loaded before they arrive is mended, so nobody waits for them.
+        """
+        newest, page_entries = self.blocks.newest(), jnp.int32(self.own_OK2RH.shape[3])
+        page = self.page_of(self.unit.slot, lax.div(jnp.maximum(newest, 0), page_entries))
+
+        @pl.when(self.newest_step >= 0)
+        def _() -> None:
+            entry = lax.rem(newest, page_entries)
+            rows_2RH = self.own_OK2RH.at[page, self.unit.head]
+            plgpu.copy_smem_to_gmem(self.new_2H, rows_2RH.at[:, entry])
+
+    def mend(self, step: Any, place: Any, *, keys: bool) -> Any:
+        """Where a step's keys or values lie, fit to be multiplied: in the ring, or in `wide_JH`.
+
+        A weight of zero does not undo a NaN: values past the length are cleared. And the cache does
+        not have the new token yet, whose place is in the block of `newest_step`.
+        """
+        end = self.blocks.visible(step, self.block)[1]
+        block_JH = (self.memory.k_ring if keys else self.memory.v_ring).at[place]
+        if self.memory.wide_JH is not None:
+            self._widen(block_JH, None if keys else end)
+            block_JH = self.memory.wide_JH
+        elif not keys:
+
+            @pl.when(end < self.block)
+            def _() -> None:
+                layout = plgpu.Layout.WGMMA
+                block_JH[...] = self._cleared(self.held(block_JH[...], layout), end, layout)
+                plgpu.commit_smem()
+
+        @pl.when(step == self.newest_step)
+        def _() -> None:
+            self._set_row(block_JH, end - 1, self.new_2H.at[0 if keys else 1])
+
+        return block_JH
+
+    def _cleared(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
         """The block with zeros for its entries from `end` on."""
         entry = self.positions(block_JH.shape, 0, layout)
         return jnp.where(entry < end, block_JH, jnp.zeros_like(block_JH))
 
-    def widen(self, block_ref: Any, end: Any = None) -> None:
+    def _widen(self, block_ref: Any, end: Any = None) -> None:
         """Copies a float8 block into `wide_JH`, cleared from `end` on; its place is free then.
 
         Safe by the barrier of the warpgroup that goes before each store: all of it has waited for
@@ -402,9 +461,26 @@ class Program:
         if end is not None:
             block = lax.cond(
                 end < self.block,
-                lambda block: self.clear(block, end, layout),
+                lambda block: self._cleared(block, end, layout),
                 lambda block: block,
                 block,
             )
         self.memory.wide_JH[...] = block
+        plgpu.commit_smem()
+
+    def _set_row(self, block_JH: Any, entry: Any, row_H: Any) -> None:
+        """Writes one row of a block, by way of the 8 that make a tile: fewer have no address."""
+        in_tile = lax.rem(entry, jnp.int32(8))
+        tile_8H = block_JH.at[pl.ds(pl.multiple_of(entry - in_tile, 8), 8)]
+        if self.interpreted:
+            is_row = jax.lax.broadcasted_iota(jnp.int32, tile_8H.shape, 0) == in_tile
+            tile_8H[...] = jnp.where(is_row, row_H[...].astype(block_JH.dtype), tile_8H[...])
+        else:
+            layout, tile_H8 = plgpu.Layout.WGMMA_TRANSPOSED, tile_8H.transpose((1, 0))
+            shape = tile_H8.shape
+            row = plgpu.load(row_H, *WHOLE, layout=layout.reduce(1), optimized=False)
+            row = lax.broadcast_in_dim(row.astype(block_JH.dtype), shape, [0])
+            is_row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) == in_tile
+            tile = plgpu.load(tile_H8, *WHOLE, layout=layout)
+            tile_H8[...] = jnp.where(is_row, plgpu.layout_cast(row, layout), tile)
         plgpu.commit_smem()

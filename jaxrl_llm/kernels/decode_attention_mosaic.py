@@ -548,7 +548,8 @@ def _make_body(
                 transfers.load_queries(following, place_of(round + 1))
 
             result = products.attend(q)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before
+            # Of the unit before, and of this one's new entry, whose place is loaded anew next.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             products.store(*result)
             plgpu.commit_smem()
             transfers.write_result(unit)

@@ -480,7 +480,10 @@ class Program:
             shape = tile_H8.shape
             row = plgpu.load(row_H, *WHOLE, layout=layout.reduce(1), optimized=False)
             row = lax.broadcast_in_dim(row.astype(block_JH.dtype), shape, [0])
-            is_row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) == in_tile
+            # Not an iota in that layout: jax counts as if registers ran along the last dimension.
+            number = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0))
+            number = lax.broadcast_in_dim(number, shape, [1])
+            is_row = plgpu.layout_cast(number, layout) == in_tile
             tile = plgpu.load(tile_H8, *WHOLE, layout=layout)
             tile_H8[...] = jnp.where(is_row, plgpu.layout_cast(row, layout), tile)
         plgpu.commit_smem()

@@ -150,6 +150,22 @@ def test_no_spills_and_several_programs_an_sm(shape: str, case: int):
     assert found.programs_per_sm() >= launched
 
 
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+def test_positions_are_counted_along_the_last_dimension(cache: str, monkeypatch):
+    """jax adds a place in a register to the last index, whichever dimension registers run along."""
+    real, seen = fragmented_array.FragmentedArray.broadcasted_iota, []
+
+    def counted(dtype: Any, shape: tuple[int, ...], dimension: int, layout: Any, **options: Any):
+        if isinstance(layout, fragmented_array.TiledLayout) and layout.vector_length > 1:
+            last = layout.tiling.tile_dimension(len(shape) - 1)[layout.vector_dim]
+            seen.append((shape, dimension, last))
+        return real(dtype, shape, dimension, layout, **options)
+
+    monkeypatch.setattr(fragmented_array.FragmentedArray, "broadcasted_iota", staticmethod(counted))
+    compile_decode("1.5B", 1, None, cache)
+    assert seen and all(last for *_, last in seen), seen
+
+
 def test_lowering_starts_ptxas_once_at_most_to_ask_for_its_version():
     """jax asks at every conversion of a truth value, and would start a process each time."""
     bindings = vars(fragmented_array)["mgpu_lib"]

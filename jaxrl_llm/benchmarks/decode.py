@@ -30,10 +30,16 @@ NUM_CHECKED = 8  # slots
 LONG_ENOUGH_S = 0.05
 # One after the other in one program, as a step's layers are: launched by themselves, calls of few
 # slots would take as long as the launch.
-CALLS = 16
+CALLS = 32
 # The caches of a call must not be in the GPU's second-level cache (50 MB) from the call before, so
-# calls go round several copies. Those of one slot are so small that all of them stay there.
+# calls go round several copies. Those of one slot are so small that all of them stay there. Each
+# copy is three arguments more, and a program of many takes the host as long as few slots the GPU.
 COPIES_BYTES = 512 * 2**20
+MOST_COPIES = 16
+
+Copy = tuple[jax.Array, jax.Array]  # prompts and the slots' lists of pages
+# New entries, and each slot's prompt row, prompt length and own length.
+Shared = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class Decode(Case):
@@ -72,26 +78,27 @@ class Decode(Case):
         self.token_bytes = 2 * self.model.num_kv_heads * self.model.head_dim * itemsize
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        plan, q, own, *others = jax.eval_shape(self._inputs, jax.random.key(0))
+        plan, q, own, copy, shared = jax.eval_shape(self._inputs, jax.random.key(0))
         copies = self._num_copies()
         main = jax.jit(self._layers, donate_argnames="own").lower(
-            plan, q, own=[own] * copies, others=[others] * copies
+            plan, q, own=[own] * copies, copies=[copy] * copies, shared=shared
         )
         self.results = main.out_info[:2]
-        return {"main": main, "reference": jax.jit(self._reference).lower(q, own, *others)}
+        reference = jax.jit(self._reference).lower(q, own, copy, shared)
+        return {"main": main, "reference": reference}
 
     def _num_copies(self) -> int:
         if jax.default_backend() != "gpu":
             return 1
-        _, own, _, prefix, *_ = jax.eval_shape(self._arrays, jax.random.key(0))
+        _, own, (prefix, _), _ = jax.eval_shape(self._arrays, jax.random.key(0))
         entries = (prefix.size + own.size) // (2 * self.model.num_kv_heads * self.model.head_dim)
-        return min(CALLS, -(-COPIES_BYTES // (entries * self.token_bytes)))
+        return min(MOST_COPIES, -(-COPIES_BYTES // (entries * self.token_bytes)))
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.programs, make = programs, jax.jit(self._inputs)
-        copies = [make(jax.random.key(seed)) for seed in range(self._num_copies())]
-        self.plan, self.q, *_ = copies[0]
-        self.pages, self.others = [x for _, _, x, *_ in copies], [x for _, _, _, *x in copies]
+        made = [make(jax.random.key(seed)) for seed in range(self._num_copies())]
+        self.plan, self.q, _, _, self.shared = made[0]
+        self.pages, self.copies = [own for _, _, own, _, _ in made], [x for *_, x, _ in made]
 
     def check(self) -> dict[str, float]:
         """Some slots of the first call against the float32 reference; the last call is finite.
@@ -100,10 +107,10 @@ class Decode(Case):
         """
         poison(self.results)
         first, last = self.run()
-        expected = self.programs["reference"](self.q, self.pages[0], *self.others[0])
+        expected = self.programs["reference"](self.q, self.pages[0], self.copies[0], self.shared)
         error = relative_error(first[self.checked], expected)
         require("output_error", error, MOST_ERROR)
-        new, *_, pages, lengths = self.others[0]
+        (_, pages), (new, *_, lengths) = self.copies[0], self.shared
         page = self.pages[0].shape[3]
         last = pages[jnp.arange(self.slots), (lengths - 1) // page]
         written = self.pages[0][last, :, :, (lengths - 1) % page]
@@ -114,7 +121,7 @@ class Decode(Case):
     def run(self) -> Any:
         # The pages are given away and come back with the same entries written once more.
         first, last, self.pages = self.programs["main"](
-            self.plan, self.q, own=self.pages, others=self.others
+            self.plan, self.q, own=self.pages, copies=self.copies, shared=self.shared
         )
         return first, last
 
@@ -130,26 +137,31 @@ class Decode(Case):
         return figures
 
     def _layers(
-        self, plan: DecodePlan, q: jax.Array, own: list[jax.Array], others: list[list[jax.Array]]
+        self,
+        plan: DecodePlan,
+        q: jax.Array,
+        own: list[jax.Array],
+        copies: list[Copy],
+        shared: Shared,
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """The first call's result and the last one's, and the pages."""
         attention = jax.jit(self._call)  # lowered once
         results, own = [q], list(own)
         for call in range(CALLS):
             copy = call % len(own)
-            result, own[copy] = attention(plan, results[-1], own[copy], *others[copy])
+            result, own[copy] = attention(plan, results[-1], own[copy], copies[copy], shared)
             results.append(result)
         return results[1], results[-1], own
 
     def _call(
-        self, plan: DecodePlan, q: jax.Array, own: jax.Array, *others: jax.Array
+        self, plan: DecodePlan, q: jax.Array, own: jax.Array, copy: Copy, shared: Shared
     ) -> tuple[jax.Array, jax.Array]:
-        new, prefix, rows, prefix_lengths, pages, lengths = others
+        (prefix, pages), (new, rows, prefix_lengths, lengths) = copy, shared
         arrays = (q, new, prefix, rows, prefix_lengths, own, pages, lengths)
         return prefix_decode_attention(*arrays, implementation=self.implementation, plan=plan)
 
-    def _reference(self, q: jax.Array, own: jax.Array, *others: jax.Array) -> jax.Array:
-        new, prefix, rows, prefix_lengths, pages, lengths = others
+    def _reference(self, q: jax.Array, own: jax.Array, copy: Copy, shared: Shared) -> jax.Array:
+        (prefix, pages), (new, rows, prefix_lengths, lengths) = copy, shared
         few = self.checked
         return prefix_decode_attention_reference(
             q[few],
@@ -162,9 +174,9 @@ class Decode(Case):
             lengths[few],
         )
 
-    def _inputs(self, key: jax.Array) -> tuple[Any, ...]:
-        arrays = self._arrays(key)
-        _, own, _, prefix, rows, prefix_lengths, pages, lengths = arrays
+    def _inputs(self, key: jax.Array) -> tuple[DecodePlan, jax.Array, jax.Array, Copy, Shared]:
+        q, own, copy, shared = self._arrays(key)
+        (prefix, pages), (_, rows, prefix_lengths, lengths) = copy, shared
         plan = decode_plan(
             rows,
             prefix_lengths,
@@ -176,10 +188,10 @@ class Decode(Case):
             slots_per_prompt=self.group,
             tuning=default_tuning(self.model.head_dim, self.dtype),
         )
-        return plan, *arrays
+        return plan, q, own, copy, shared
 
-    def _arrays(self, key: jax.Array) -> tuple[jax.Array, ...]:
-        """Queries and pages; new entries, prompts, their rows and lengths, lists and lengths."""
+    def _arrays(self, key: jax.Array) -> tuple[jax.Array, jax.Array, Copy, Shared]:
+        """Queries, pages, the rest of a copy of the caches, and what all copies share."""
         B, K, H = self.slots, self.model.num_kv_heads, self.model.head_dim
         keys = iter(jax.random.split(key, 5))
 
@@ -191,16 +203,13 @@ class Decode(Case):
         pages_a_slot = cache_length(self.own, H) // page
         own = (B * pages_a_slot, K, 2, page, H)
         pages = jax.random.permutation(next(keys), B * pages_a_slot)
-        return (
-            normal(B, self.model.num_heads, H),
-            normal(*own).astype(self.dtype),
-            normal(B, K, 2, H).astype(self.dtype),
-            normal(*prompts).astype(self.dtype),
-            jnp.arange(B, dtype=jnp.int32) // self.group,
-            jnp.full((B,), self.prompt, jnp.int32),
-            pages.reshape(B, pages_a_slot).astype(jnp.int32),
-            jnp.asarray(self.lengths),
-        )
+        q, own = normal(B, self.model.num_heads, H), normal(*own).astype(self.dtype)
+        new = normal(B, K, 2, H).astype(self.dtype)
+        prefix = normal(*prompts).astype(self.dtype)
+        rows = jnp.arange(B, dtype=jnp.int32) // self.group
+        prefix_lengths = jnp.full((B,), self.prompt, jnp.int32)
+        copy = prefix, pages.reshape(B, pages_a_slot).astype(jnp.int32)
+        return q, own, copy, (new, rows, prefix_lengths, jnp.asarray(self.lengths))
 
 
 def decode_cases(options: Options, shape: str) -> list[Case]:

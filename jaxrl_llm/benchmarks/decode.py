@@ -33,7 +33,7 @@ LONG_ENOUGH_S = 0.05
 CALLS = 32
 # The caches of a call must not be in the GPU's second-level cache (50 MB) from the call before, so
 # calls go round several copies. Those of one slot are so small that all of them stay there. Each
-# copy is three arguments more, and a program of many takes the host as long as few slots the GPU.
+# copy is three arguments more, which the host hands over while the GPU waits if there are too many.
 COPIES_BYTES = 512 * 2**20
 MOST_COPIES = 16
 
@@ -112,8 +112,8 @@ class Decode(Case):
         require("output_error", error, MOST_ERROR)
         (_, pages), (new, *_, lengths) = self.copies[0], self.shared
         page = self.pages[0].shape[3]
-        last = pages[jnp.arange(self.slots), (lengths - 1) // page]
-        written = self.pages[0][last, :, :, (lengths - 1) % page]
+        newest = pages[jnp.arange(self.slots), (lengths - 1) // page]
+        written = self.pages[0][newest, :, :, (lengths - 1) % page]
         require("new entries not in their pages", float((written != new).sum()), 0.0)
         require("not finite", float(~jnp.isfinite(last).all()), 0.0)
         return {"output_error": error}

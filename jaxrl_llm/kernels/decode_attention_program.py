@@ -421,8 +421,8 @@ class Program:
             rows_2RH = self.own_OK2RH.at[page, self.unit.head]
             plgpu.copy_smem_to_gmem(self.new_2H, rows_2RH.at[:, entry])
 
-    def mend(self, step: Any, place: Any, *, keys: bool) -> Any:
-        """Where a step's keys or values lie, fit to be multiplied: in the ring, or in `wide_JH`.
+    def mend(self, step: Any, place: Any, *, keys: bool) -> None:
+        """Makes a step's keys or values fit to be multiplied: in the ring, or in `wide_JH`.
 
         A weight of zero does not undo a NaN: values past the length are cleared. And the cache does
         not have the new token yet, whose place is in the block of `newest_step`.
@@ -443,8 +443,6 @@ class Program:
         @pl.when(step == self.newest_step)
         def _() -> None:
             self._set_row(block_JH, end - 1, self.new_2H.at[0 if keys else 1])
-
-        return block_JH
 
     def _cleared(self, block_JH: jax.Array, end: Any, layout: Any) -> jax.Array:
         """The block with zeros for its entries from `end` on."""

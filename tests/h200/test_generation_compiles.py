@@ -42,10 +42,10 @@ class Case:
 
 
 CASES = {
-    "many slots": Case(256, 2048, (160, 64), 58),
-    "few slots": Case(64, 256, (), 55),
-    "as few as there are on a GPU": Case(FEWEST_SLOTS, 256, (), 50),
-    "1,024 slots": Case(1024, 256, (), 58),
+    "many slots": Case(256, 2048, (160, 64), 56),
+    "few slots": Case(64, 256, (), 53),
+    "as few as there are on a GPU": Case(FEWEST_SLOTS, 256, (), 48),
+    "1,024 slots": Case(1024, 256, (), 56),
 }
 MARKS = {"1,024 slots": pytest.mark.slow}
 

@@ -41,13 +41,15 @@ TINY = "--shape=tiny"
 
 def rows_of(*words: str) -> list[Row]:
     options = read_options([*words, TINY, "--repeats=1"])
-    return run_cases(
+    rows = run_cases(
         command._cases(options),
         repeats=1,
         compiler_options={},
         report=lambda row: None,
         profile=options.profile,
     )
+    assert rows  # what is asked of all of them would be true of none
+    return rows
 
 
 @pytest.mark.slow

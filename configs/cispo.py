@@ -8,11 +8,11 @@ token whose ratio is past the bound keeps its gradient, where PPO's clip would d
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.grpo import get_config as grpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = grpo_config()
     # Nothing clips a gradient here: at GRPO's learning rate the run goes up and down, and ends at
@@ -23,5 +23,5 @@ def get_config() -> Config:
         name="cispo",
         total_steps=300,
         actor=replace(base.actor, optimizer=optimizer),
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:cispo"),
+        algorithm=c.CISPO(),
     )

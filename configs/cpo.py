@@ -9,17 +9,15 @@ https://arxiv.org/abs/2401.08417).
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.dpo import get_config as dpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run of DPO without a reference, and with the likelihood of the chosen."""
     base = dpo_config()
     return replace(
         base,
         name="cpo",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:cpo", settings={"beta": 0.1}
-        ),
+        algorithm=c.CPO(beta=0.1),
     )

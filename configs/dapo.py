@@ -10,27 +10,24 @@ this run most are all right; after three rounds those fill up the batch.
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FilterGroupsConfig, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.grpo import get_config as grpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = grpo_config()
-    overlong = FunctionConfig(
-        path="jaxrl_llm.rewards.overlong:overlong_penalty",
-        settings={"max_length": base.data.max_response_length, "buffer": 1},
-    )
+    overlong = c.OverlongPenalty(max_length=base.data.max_response_length, buffer=1)
     return replace(
         base,
         name="dapo",
         total_steps=300,  # 200 end at 0.89 to 0.91
         rollout=replace(
             base.rollout,
-            filter_groups=FilterGroupsConfig(
+            filter_groups=c.FilterGroupsConfig(
                 enable=True, metric="exact_answer", max_num_gen_batches=3, shortage="fill"
             ),
         ),
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:dapo"),
+        algorithm=c.DAPO(),
         reward=replace(base.reward, functions=(*base.reward.functions, overlong)),
     )

@@ -8,34 +8,28 @@ how likely it finds each token (Agarwal et al. 2024, https://arxiv.org/abs/2306.
 takes part in learning, it is only measured. --config.teacher.path=DIR takes a teacher that exists.
 
 The forward KL over the teacher's likeliest tokens instead of the reverse KL by sample:
---config.algorithm.path=jaxrl_llm.algorithms.imitation_alias:distillation_top_k
+--config.algorithm=distillation_top_k
 """
 
 from dataclasses import replace
 
-from jaxrl_llm.config import (
-    Config,
-    FunctionConfig,
-    OptimizerConfig,
-    SupervisedConfig,
-    TeacherConfig,
-)
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = ppo_config()
-    training = SupervisedConfig(
+    training = c.SupervisedConfig(
         steps=900,
         batch_size=256,
         eval_every=50,
         stop_at=0.97,
-        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
+        optimizer=c.OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
     )
     return replace(
         base,
         name="distillation",
-        teacher=TeacherConfig(training=training),
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.imitation_alias:distillation"),
+        teacher=c.TeacherConfig(training=training),
+        algorithm=c.Distillation(),
     )

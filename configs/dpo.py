@@ -6,32 +6,25 @@ The model of `ppo.py` learns the format by a short supervised warm-up; then dire
 optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) teaches it to prefer right
 answers to wrong ones, with the warmed-up model as its reference. Your own pairs, rows of prompt,
 chosen and rejected: --config.data.train_files=[pairs.jsonl] --config.data.train_tasks=[], and the
-same for val_files. Other forms: --config.algorithm.settings.form=robust|hinge|ipo|sigmoid_norm.
+same for val_files. Other forms: --config.algorithm.form=robust|hinge|ipo|sigmoid_norm.
 """
 
 from dataclasses import replace
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    Config,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import CHAIN_SUM, MODEL
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     warmup = ppo_config().warmup
     assert warmup is not None
-    return Config(
+    return c.Config(
         name="dpo",
         total_steps=300,
         save_every=100,
-        data=DataConfig(
+        data=c.DataConfig(
             tokenizer="char",
             train_tasks=(CHAIN_SUM,),
             val_tasks=(CHAIN_SUM,),
@@ -40,13 +33,11 @@ def get_config() -> Config:
             max_response_length=6,
             truncation="right",  # a wrong answer that is too long is cut, as the policy's own
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             hf_config=MODEL,
-            optimizer=OptimizerConfig(learning_rate=1e-4, schedule="linear", warmup_steps=20),
+            optimizer=c.OptimizerConfig(learning_rate=1e-4, schedule="linear", warmup_steps=20),
         ),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:dpo", settings={"beta": 0.1}
-        ),
-        validation=ValidationConfig(every=50, generate=True),
+        algorithm=c.DPO(beta=0.1),
+        validation=c.ValidationConfig(every=50, generate=True),
         warmup=replace(warmup, stop_at=0.3),
     )

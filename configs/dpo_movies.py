@@ -7,19 +7,11 @@ The first command takes 18,010 pairs for training and 1,998 held-out ones, of ot
 the package index (Hutto and Gilbert 2014), with a tokenizer of 2048 tokens. A model of half a
 million parameters begins at random weights, which are also its reference, so that its implicit
 reward (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) is all that it learns. The same
-data under another algorithm, e.g. --config.algorithm.path=jaxrl_llm.algorithms.offline_alias:simpo
-(ipo, orpo, cpo, kto; kto takes the pairs apart), with --config.algorithm.settings={} and its own
-(orpo: --config.algorithm.settings.beta=10).
+data under another algorithm: --config.algorithm=simpo (ipo, orpo, cpo, kto; kto takes the pairs
+apart), then its own settings (orpo: --config.algorithm.beta=10).
 """
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    Config,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 
 MODEL = {
     "model_type": "llama",
@@ -33,13 +25,13 @@ MODEL = {
 }
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
-    return Config(
+    return c.Config(
         name="dpo_movies",
         total_steps=300,
         save_every=150,
-        data=DataConfig(
+        data=c.DataConfig(
             tokenizer="movie_preferences/tokenizer",
             train_files=("movie_preferences/train.jsonl",),
             val_files=("movie_preferences/test.jsonl",),
@@ -48,12 +40,10 @@ def get_config() -> Config:
             max_response_length=52,
             truncation="right",  # one sentence in eight is longer
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             hf_config=MODEL,
-            optimizer=OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=20),
+            optimizer=c.OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=20),
         ),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:dpo", settings={"beta": 0.1}
-        ),
-        validation=ValidationConfig(every=150),
+        algorithm=c.DPO(beta=0.1),
+        validation=c.ValidationConfig(every=150),
     )

@@ -9,14 +9,14 @@ and not by its own. No KL, so no reference model.
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.grpo import get_config as grpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     return replace(
         grpo_config(),
         name="dr_grpo",
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:dr_grpo"),
+        algorithm=c.DrGRPO(),
     )

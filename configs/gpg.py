@@ -9,11 +9,11 @@ and one optimizer step an iteration keeps it on-policy.
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.grpo import get_config as grpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = grpo_config()
     return replace(
@@ -21,5 +21,5 @@ def get_config() -> Config:
         name="gpg",
         total_steps=400,  # as many optimizer steps as the other runs have in 200
         actor=replace(base.actor, ppo_mini_batch_size=base.data.train_batch_size),
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:gpg"),
+        algorithm=c.GPG(),
     )

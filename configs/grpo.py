@@ -8,11 +8,11 @@ with the other seven (Shao et al. 2024, https://arxiv.org/abs/2402.03300).
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = ppo_config()
     return replace(
@@ -21,5 +21,5 @@ def get_config() -> Config:
         data=replace(base.data, train_batch_size=64),
         actor=replace(base.actor, ppo_mini_batch_size=32),
         rollout=replace(base.rollout, n=8),
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.alias:grpo"),
+        algorithm=c.GRPO(),
     )

@@ -14,11 +14,11 @@ python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] -
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo_smollm2 import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = ppo_config()
     # TRL spares norms and biases the weight decay; without one there is nothing to differ in.
@@ -30,12 +30,7 @@ def get_config() -> Config:
         data=replace(base.data, train_batch_size=64),
         actor=replace(base.actor, ppo_mini_batch_size=32, shuffle=True, optimizer=optimizer),
         rollout=replace(base.rollout, n=8),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:grpo",
-            settings={
-                "loss_aggregation": "seq-mean-token-mean",
-                "kl_loss_coef": 0.001,
-                "kl_loss_type": "k3_unclamped",
-            },
+        algorithm=c.GRPO(
+            loss_aggregation="seq-mean-token-mean", kl_loss_coef=0.001, kl_loss_type="k3_unclamped"
         ),
     )

@@ -9,16 +9,14 @@ algorithm) are for hundreds of tokens; over three the ratio moves more, and so d
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.grpo import get_config as grpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     return replace(
         grpo_config(),
         name="gspo",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:gspo", settings={"clip_low": 0.03, "clip_high": 0.04}
-        ),
+        algorithm=c.GSPO(clip_low=0.03, clip_high=0.04),
     )

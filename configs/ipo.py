@@ -9,17 +9,15 @@ further.
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.dpo import get_config as dpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run of DPO under a squared loss."""
     base = dpo_config()
     return replace(
         base,
         name="ipo",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:ipo", settings={"beta": 0.3}
-        ),
+        algorithm=c.IPO(beta=0.3),
     )

@@ -9,18 +9,16 @@ https://arxiv.org/abs/2402.01306). Your own rows have prompt, completion and lab
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.dpo import get_config as dpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run of DPO on labels instead of pairs."""
     base = dpo_config()
     return replace(
         base,
         name="kto",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:kto", settings={"beta": 0.1}
-        ),
+        algorithm=c.KTO(beta=0.1),
         data=replace(base.data, train_batch_size=128),
     )

@@ -9,20 +9,18 @@ https://arxiv.org/abs/2403.07691).
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig, OptimizerConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.dpo import get_config as dpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The pairs of DPO, learned from nothing."""
     base = dpo_config()
-    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20)
+    optimizer = c.OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20)
     return replace(
         base,
         name="orpo",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:orpo", settings={"beta": 0.5}
-        ),
+        algorithm=c.ORPO(beta=0.5),
         actor=replace(base.actor, optimizer=optimizer),
         warmup=None,
     )

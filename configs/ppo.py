@@ -8,21 +8,9 @@ warmed-up model and the exact answer as reward takes it from about 47 % to over 
 problems.
 """
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RolloutConfig,
-    SupervisedConfig,
-    TaskConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 
-CHAIN_SUM = TaskConfig(name="chain_sum", settings={"num_terms": 3, "num_digits": 1})
+CHAIN_SUM = c.ChainSum(num_terms=3, num_digits=1)
 MODEL = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -38,13 +26,13 @@ MODEL = {
 CRITIC = MODEL | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
-    return Config(
+    return c.Config(
         name="ppo",
         total_steps=200,
         save_every=50,
-        data=DataConfig(
+        data=c.DataConfig(
             tokenizer="char",
             train_tasks=(CHAIN_SUM,),
             val_tasks=(CHAIN_SUM,),
@@ -52,33 +40,23 @@ def get_config() -> Config:
             max_prompt_length=6,
             max_response_length=4,
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             hf_config=MODEL,
             ppo_mini_batch_size=64,
-            optimizer=OptimizerConfig(
+            optimizer=c.OptimizerConfig(
                 learning_rate=2e-4, schedule="linear", warmup_steps=10, b2=0.95
             ),
         ),
-        critic=CriticConfig(hf_config=CRITIC, optimizer=OptimizerConfig(learning_rate=1e-3)),
-        rollout=RolloutConfig(n=4),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"lam": 0.95, "use_kl_in_reward": True, "kl_coef": 0.01},
-        ),
-        reward=RewardConfig(
-            functions=(
-                FunctionConfig(
-                    path="jaxrl_llm.rewards.exact_answer:exact_answer",
-                    settings={"extract": "whole"},
-                ),
-            )
-        ),
-        validation=ValidationConfig(every=20),
-        warmup=SupervisedConfig(
+        critic=c.CriticConfig(hf_config=CRITIC, optimizer=c.OptimizerConfig(learning_rate=1e-3)),
+        rollout=c.RolloutConfig(n=4),
+        algorithm=c.PPO(lam=0.95, use_kl_in_reward=True, kl_coef=0.01),
+        reward=c.RewardConfig(functions=(c.ExactAnswer(extract="whole"),)),
+        validation=c.ValidationConfig(every=20),
+        warmup=c.SupervisedConfig(
             steps=300,
             batch_size=256,
             eval_every=10,
             stop_at=0.42,
-            optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine"),
+            optimizer=c.OptimizerConfig(learning_rate=1e-3, schedule="cosine"),
         ),
     )

@@ -9,19 +9,19 @@ the reward is the rule's plus half of the model's score (several rewards, weight
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, RewardConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 from jaxrl_llm.configs.ppo_reward_model import get_config as reward_model_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base, judged = ppo_config(), reward_model_config()
     assert judged.reward.model is not None
     return replace(
         judged,
         name="ppo_mixed_reward",
-        reward=RewardConfig(
+        reward=c.RewardConfig(
             functions=base.reward.functions, model=replace(judged.reward.model, weight=0.5)
         ),
     )

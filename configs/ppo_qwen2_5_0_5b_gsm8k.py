@@ -13,53 +13,40 @@ Needs a hub (or --config.actor.path=HF_DIR) and the data set as verl's
 
 from pathlib import Path
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RolloutConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 
 DATA = Path("~/data/gsm8k").expanduser()
-STRICT = FunctionConfig(path="jaxrl_llm.rewards.gsm8k:gsm8k", settings={"method": "strict"})
+STRICT = c.GSM8K(method="strict")
 EPOCHS, BATCHES_AN_EPOCH = 15, 29
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
-    return Config(
+    return c.Config(
         name="ppo_qwen2_5_0_5b_gsm8k",
         total_steps=EPOCHS * BATCHES_AN_EPOCH,
         save_every=100,
-        data=DataConfig(
+        data=c.DataConfig(
             train_files=(str(DATA / "train.parquet"),),
             val_files=(str(DATA / "test.parquet"),),
             train_batch_size=256,
             max_prompt_length=1024,
             max_response_length=512,
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             path="Qwen/Qwen2.5-0.5B-Instruct",
             dtype="bfloat16",
             ppo_mini_batch_size=64,
             micro_batch_size=16,
-            optimizer=OptimizerConfig(learning_rate=1e-6),
+            optimizer=c.OptimizerConfig(learning_rate=1e-6),
         ),
-        critic=CriticConfig(
+        critic=c.CriticConfig(
             dtype="bfloat16",
             micro_batch_size=16,
-            optimizer=OptimizerConfig(learning_rate=1e-5),
+            optimizer=c.OptimizerConfig(learning_rate=1e-5),
         ),
-        rollout=RolloutConfig(n=1),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"use_kl_in_reward": True, "kl_coef": 0.001, "entropy_coef": 0.001},
-        ),
-        reward=RewardConfig(functions=(STRICT,)),
-        validation=ValidationConfig(every=10, grader=STRICT),
+        rollout=c.RolloutConfig(n=1),
+        algorithm=c.PPO(use_kl_in_reward=True, kl_coef=0.001, entropy_coef=0.001),
+        reward=c.RewardConfig(functions=(STRICT,)),
+        validation=c.ValidationConfig(every=10, grader=STRICT),
     )

@@ -10,35 +10,25 @@ iteration, which is one compiled program. Validation still asks whether the answ
 
 from dataclasses import replace
 
-from jaxrl_llm.config import (
-    Config,
-    FunctionConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RewardModelConfig,
-    SupervisedConfig,
-)
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The default run under a learned reward."""
     base = ppo_config()
-    training = SupervisedConfig(
+    training = c.SupervisedConfig(
         steps=600,
         batch_size=256,
         eval_every=50,
         stop_at=0.98,
-        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
+        optimizer=c.OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20),
     )
     return replace(
         base,
         name="ppo_reward_model",
         # A wrong answer that is too long is cut, as the policy's own are.
         data=replace(base.data, truncation="right"),
-        reward=RewardConfig(model=RewardModelConfig(training=training, center=0.05)),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"lam": 0.95, "use_kl_in_reward": True, "kl_coef": 0.2},
-        ),
+        reward=c.RewardConfig(model=c.RewardModelConfig(training=training, center=0.05)),
+        algorithm=c.PPO(lam=0.95, use_kl_in_reward=True, kl_coef=0.2),
     )

@@ -9,13 +9,13 @@ the best of eight answers by that reward for 40 rounds, and goes on with PPO und
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig, PhaseConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo_reward_model import get_config as reward_model_config
 
-REJECTION = FunctionConfig(path="jaxrl_llm.algorithms.imitation_alias:rejection_sampling")
+REJECTION = c.RejectionSampling()
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = reward_model_config()
     return replace(
@@ -25,5 +25,5 @@ def get_config() -> Config:
         data=replace(base.data, train_batch_size=64),
         actor=replace(base.actor, ppo_mini_batch_size=32),
         rollout=replace(base.rollout, n=8),
-        phases=(PhaseConfig(algorithm=REJECTION, steps=40),),
+        phases=(c.PhaseConfig(algorithm=REJECTION, steps=40),),
     )

@@ -11,33 +11,20 @@ The same command works, slowly, on a CPU; there take fewer prompts a step:
 --config.critic.micro_batch_size=32 --config.actor.micro_batch_size=32
 """
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    RewardConfig,
-    RolloutConfig,
-    TaskConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 
-TWO_TERMS = TaskConfig(name="chain_sum", settings={"num_terms": 2}, size=1200)  # of 184 problems
-THREE_TERMS = TaskConfig(name="chain_sum", settings={"num_terms": 3})  # 3,581 problems
-CORRECT = FunctionConfig(
-    path="jaxrl_llm.rewards.exact_answer:exact_answer", settings={"extract": "last_number"}
-)
+TWO_TERMS = c.ChainSum(num_terms=2, size=1200)  # of 184 problems
+THREE_TERMS = c.ChainSum(num_terms=3)  # 3,581 problems
+CORRECT = c.ExactAnswer(extract="last_number")
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
-    return Config(
+    return c.Config(
         name="ppo_smollm2",
         total_steps=250,
         save_every=50,
-        data=DataConfig(
+        data=c.DataConfig(
             train_tasks=(TWO_TERMS, THREE_TERMS),
             val_tasks=(THREE_TERMS,),
             prompt_style="chat",
@@ -45,18 +32,15 @@ def get_config() -> Config:
             max_prompt_length=56,
             max_response_length=24,
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             path="smollm2",
             dtype="bfloat16",
             ppo_mini_batch_size=64,
-            optimizer=OptimizerConfig(learning_rate=2e-5),
+            optimizer=c.OptimizerConfig(learning_rate=2e-5),
         ),
-        critic=CriticConfig(dtype="bfloat16", optimizer=OptimizerConfig(learning_rate=4e-5)),
-        rollout=RolloutConfig(n=8),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"lam": 0.95, "entropy_coef": 0.01},
-        ),
-        reward=RewardConfig(functions=(CORRECT,)),
-        validation=ValidationConfig(every=25, grader=CORRECT),
+        critic=c.CriticConfig(dtype="bfloat16", optimizer=c.OptimizerConfig(learning_rate=4e-5)),
+        rollout=c.RolloutConfig(n=8),
+        algorithm=c.PPO(lam=0.95, entropy_coef=0.01),
+        reward=c.RewardConfig(functions=(CORRECT,)),
+        validation=c.ValidationConfig(every=25, grader=CORRECT),
     )

@@ -9,11 +9,11 @@ other example. Each iteration is a round, on what the model answers by then.
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = ppo_config()
     return replace(
@@ -22,8 +22,5 @@ def get_config() -> Config:
         data=replace(base.data, train_batch_size=64),
         actor=replace(base.actor, ppo_mini_batch_size=32),
         rollout=replace(base.rollout, n=8),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.imitation_alias:rejection_sampling",
-            settings={"threshold": 0.5},
-        ),
+        algorithm=c.RejectionSampling(threshold=0.5),
     )

@@ -8,11 +8,11 @@ answered twice, by a sample and greedily, and the greedy answer's reward is the 
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import get_config as ppo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = ppo_config()
     return replace(
@@ -22,7 +22,5 @@ def get_config() -> Config:
         data=replace(base.data, train_batch_size=512),
         actor=replace(base.actor, ppo_mini_batch_size=256),
         rollout=replace(base.rollout, n=1),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:remax", settings={"use_kl_in_reward": True}
-        ),
+        algorithm=c.ReMax(use_kl_in_reward=True),
     )

@@ -12,24 +12,16 @@ on 18,010 pairs (as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155), ju
 --config.actor.micro_batch_size=8.
 """
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
-    return Config(
+    return c.Config(
         name="reward_model_smollm2",
         total_steps=560,  # two passes over the pairs
         save_every=140,
-        data=DataConfig(
+        data=c.DataConfig(
             train_files=("movie_preferences/train.jsonl",),
             val_files=("movie_preferences/test.jsonl",),
             train_batch_size=64,
@@ -37,17 +29,15 @@ def get_config() -> Config:
             max_response_length=84,
             truncation="right",
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             path="smollm2",
             dtype="bfloat16",
-            optimizer=OptimizerConfig(
+            optimizer=c.OptimizerConfig(
                 learning_rate=2e-5, schedule="cosine", warmup_steps=30, b2=0.98
             ),
         ),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:reward_model", settings={"center": 0.01}
-        ),
-        validation=ValidationConfig(every=70),
+        algorithm=c.PairwiseRewardModel(center=0.01),
+        validation=c.ValidationConfig(every=70),
         # The last one is the result: the best would be chosen by looking at the held-out pairs.
-        checkpoint=CheckpointConfig(keep_best=0),
+        checkpoint=c.CheckpointConfig(keep_best=0),
     )

@@ -9,16 +9,14 @@ same prompt.
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.grpo import get_config as grpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     return replace(
         grpo_config(),
         name="rloo",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:rloo", settings={"use_kl_in_reward": True}
-        ),
+        algorithm=c.RLOO(use_kl_in_reward=True),
     )

@@ -9,24 +9,17 @@ Next-token likelihood of the answers alone, the first stage of Ouyang et al. 202
 --config.validation.generate=false where no answer can be called right or wrong.
 """
 
-from jaxrl_llm.config import (
-    ActorConfig,
-    Config,
-    DataConfig,
-    FunctionConfig,
-    OptimizerConfig,
-    ValidationConfig,
-)
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.ppo import CHAIN_SUM, MODEL
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
-    return Config(
+    return c.Config(
         name="sft",
         total_steps=300,
         save_every=100,
-        data=DataConfig(
+        data=c.DataConfig(
             tokenizer="char",
             train_tasks=(CHAIN_SUM,),
             val_tasks=(CHAIN_SUM,),
@@ -34,10 +27,10 @@ def get_config() -> Config:
             max_prompt_length=6,
             max_response_length=4,
         ),
-        actor=ActorConfig(
+        actor=c.ActorConfig(
             hf_config=MODEL,
-            optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=10),
+            optimizer=c.OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=10),
         ),
-        algorithm=FunctionConfig(path="jaxrl_llm.algorithms.offline_alias:sft"),
-        validation=ValidationConfig(every=50, generate=True),
+        algorithm=c.SFT(),
+        validation=c.ValidationConfig(every=50, generate=True),
     )

@@ -9,17 +9,15 @@ which must be larger for the right one by a margin, and no reference model takes
 
 from dataclasses import replace
 
-from jaxrl_llm.config import Config, FunctionConfig
+from jaxrl_llm import config as c
 from jaxrl_llm.configs.dpo import get_config as dpo_config
 
 
-def get_config() -> Config:
+def get_config() -> c.Config:
     """The run of DPO without a reference."""
     base = dpo_config()
     return replace(
         base,
         name="simpo",
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.offline_alias:simpo", settings={"beta": 2.0, "gamma": 1.0}
-        ),
+        algorithm=c.SimPO(beta=2.0, gamma=1.0),
     )

@@ -1,8 +1,9 @@
 """Masked statistics, log-probabilities and entropy: each written in one place.
 
-A mask is 1 (or True) where a token counts and 0 elsewhere. Every function reads `x` only where the
-mask counts, so whatever stands in the padding, an infinity or a NaN included, changes nothing; and
-a selection that is empty gives 0 instead of a division by zero.
+A mask is 1 (or True) where a token counts and 0 elsewhere.
+
+Guarantees: values outside of the mask, also infinity and NaN, change no result. An empty mask gives
+0 instead of a division by zero.
 """
 
 from typing import Any
@@ -14,6 +15,22 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 Mask = Float[Array, "..."] | Bool[Array, "..."] | Int[Array, "..."]
 
 WHITEN_EPS = 1e-8  # added to the variance, as verl does
+
+
+def clip(x: Float[Array, "*shape"], low: float, high: float) -> Float[Array, "*shape"]:
+    """x within [low, high], with the gradient of torch.clamp: 1 on both bounds, 0 outside.
+
+    `jnp.clip` has gradient 0.5 on a bound.
+    """
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
+def absolute(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """|x| with the gradient of torch.abs: sign(x), so 0 at 0. `jnp.abs` has gradient 1 there.
+
+    It matters because the log-probs of two policies are equal in the first mini-batch of a run.
+    """
+    return x * jax.lax.stop_gradient(jnp.sign(x))
 
 
 def safe_divide(total: Float[Array, "..."], count: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -39,7 +56,7 @@ def masked_mean(x: Float[Array, "..."], mask: Mask, axis: int | None = None) -> 
 def masked_var(x: Float[Array, "..."], mask: Mask, *, unbiased: bool = True) -> Float[Array, ""]:
     """Variance of x over the mask: with n - 1 as torch and verl have it, or with n.
 
-    0 for fewer than two entries, where verl raises: a run must live through a batch of one token.
+    Fewer than two entries give 0. verl raises there; a run must survive a batch of one token.
     """
     squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
     count = masked_count(mask)
@@ -51,8 +68,8 @@ def masked_whiten(
 ) -> Float[Array, "*shape"]:
     """x scaled to unit variance over the mask and shifted to mean 0 (or left at its mean).
 
-    (x - mean) / sqrt(var + 1e-8) with the unbiased variance; 0 outside the mask. The statistics
-    are of the whole array: on a sharded batch they are global.
+    (x - mean) / sqrt(var + 1e-8) with the unbiased variance; 0 outside the mask. Mean and variance
+    are taken over the whole array, so they are global on a sharded batch.
     """
     mean = masked_mean(x, mask)
     whitened = (x - mean) * jax.lax.rsqrt(masked_var(x, mask) + WHITEN_EPS)
@@ -66,8 +83,8 @@ def chosen_logprobs(
 ) -> Float[Array, "*batch"]:
     """Log-probability of each id under the softmax of its logits, in float32.
 
-    For whole logits, which only a decoding step has; a training batch goes through
-    `kernels.linear_logprob`.
+    Use it where whole logits exist, as in a decode step. A training batch uses
+    `kernels.linear_logprob`, which never holds whole logits.
     """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
@@ -84,7 +101,8 @@ def entropy_from_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*
 def rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], eps: float) -> Float[Array, "..."]:
     """x / rms(x) * weight over the last dim, statistics in float32 (arXiv:1910.07467).
 
-    Rounded to the weight's dtype before the product, as transformers does: bf16 results then agree.
+    x is rounded to the weight's dtype before the multiplication, as in transformers, so that bf16
+    results agree.
     """
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
@@ -95,7 +113,7 @@ def rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], eps: float) -> 
 def to_every_token(weight: Float[Array, " D"], shape: tuple[int, ...]) -> Float[Array, "..."]:
     """The weight broadcast to `shape` [..., D]. Its gradient is summed over tokens in float32.
 
-    In bf16 a sum of 4,096 like terms is off by up to a fifth, either way, on a CPU.
+    A bf16 sum of 4,096 equal terms is wrong by up to 20 % on a CPU.
     """
     return _to_every_token(weight, shape)
 
@@ -121,10 +139,10 @@ def mix32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 def round_by_chance(
     x: Float[Array, "..."], step: Int[Array, ""], stream: int | UInt32[Array, ""]
 ) -> Float[Array, "..."]:
-    """float32 to bfloat16, up or down with the probability that makes the mean exact.
+    """float32 to bfloat16 by stochastic rounding: the expected result equals x.
 
-    What is added to a bfloat16 sum step after step is then kept on average, however small it is.
-    The chance is a hash of (step, stream, position): the same in every run and layout.
+    A small change that is added to a bfloat16 value in each step is therefore kept on average.
+    The random bits are a hash of (step, stream, position), equal in every run and layout.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     position = jnp.zeros(x.shape, jnp.uint32)
@@ -132,7 +150,7 @@ def round_by_chance(
         axis_index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         position = position * jnp.uint32(size) + axis_index
     seed = mix32(step.astype(jnp.uint32) + mix32(jnp.asarray(stream, jnp.uint32)))
-    # The 16 bits that are dropped carry into those that stay as often as they are large.
+    # The 16 dropped bits plus noise carry into the kept bits with probability dropped / 2**16.
     noise = mix32(position ^ seed) >> 16
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

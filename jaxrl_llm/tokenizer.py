@@ -1,8 +1,8 @@
 """Text to token ids and back: the built-in character tokenizer, and Hugging Face tokenizers.
 
-`encode` never adds special tokens. A plain-string prompt starts with `bos_id` where the tokenizer
-has that habit (Llama, Mistral); a conversation is rendered by the chat template, which writes its
-own. transformers is imported only when a Hugging Face tokenizer is opened.
+`encode` never adds special tokens. A plain-string prompt starts with `bos_id` if the tokenizer adds
+one (Llama, Mistral). A conversation is rendered by the chat template, which writes its own.
+transformers is imported only when a Hugging Face tokenizer is opened.
 """
 
 import difflib
@@ -17,12 +17,12 @@ Message = Mapping[str, Any]
 
 PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
-# Printable ASCII and the newline, less "|" and "`". Without "|" no text can spell a special token,
-# and the vocabulary is 96 = 2^5 * 3, which divides over any usual tensor axis.
+# Printable ASCII and the newline, without "|" and "`". Without "|" no text can spell a special
+# token, and the vocabulary has 96 = 2^5 * 3 tokens, a size that any usual tensor axis divides.
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127) if chr(code) not in "|`")
-BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level tokenizers spell the two
+BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level tokenizers write the two
 TEMPLATE_DATE = "26 Jul 2024"  # Llama 3 templates write the date; today's would break exact resume
-CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that tells our export
+CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
 
 
 @runtime_checkable
@@ -31,12 +31,12 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows; a model's table may be longer."""
+        """Number of ids of the tokenizer. A model's embedding table may be longer."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """Fills rows on the right; the end id where the tokenizer has no padding token."""
+        """Fills rows on the right. It is the end id if the tokenizer has no padding token."""
         ...
 
     @property
@@ -46,12 +46,12 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Begins a plain text; None where this tokenizer adds none."""
+        """Begins a plain text; None if this tokenizer adds no such token."""
         ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: `eos_id` and those of generation_config.json."""
+        """Ids that end generation: `eos_id` and the ids in generation_config.json."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, no special token added. ValueError for text that it cannot represent."""
+        """Ids of a text, without added special tokens. ValueError for text it cannot represent."""
         ...
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -75,16 +75,16 @@ class Tokenizer(Protocol):
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The conversation as one text. ValueError where the template refuses it."""
+        """The conversation as one text. ValueError if the template refuses it."""
         ...
 
     def save(self, directory: str | Path) -> None:
-        """Writes files from which transformers' AutoTokenizer gives the same ids."""
+        """Write files from which transformers' AutoTokenizer gives the same ids."""
         ...
 
 
 class CharTokenizer:
-    """One id a character of `ALPHABET`; 0 pads and 1 ends. Refuses any other character by name."""
+    """One id for each character of `ALPHABET`. Id 0 pads and id 1 ends."""
 
     vocab_size = len(ALPHABET) + 2
     pad_id = 0
@@ -98,7 +98,7 @@ class CharTokenizer:
         self._ids = {text: i for i, text in enumerate(self._texts)}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the characters; ValueError that names the first unknown one."""
+        """Ids of the characters. ValueError names the first unknown character."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
@@ -110,7 +110,7 @@ class CharTokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The characters; padding and end appear as their names unless skipped."""
+        """The characters. Without `skip_special`, padding and end appear by name."""
         first = 2 if skip_special else 0
         return "".join(self._texts[i] for i in ids if i >= first)
 
@@ -129,13 +129,13 @@ class CharTokenizer:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, which AutoTokenizer opens."""
+        """Write tokenizer.json and tokenizer_config.json, which AutoTokenizer opens."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
 
-        # Byte-level BPE without merges: for some model types (qwen2) transformers keeps nothing of
-        # a tokenizer.json but its vocabulary and builds this pipeline itself. An unknown token that
-        # does not exist makes an unknown character an error; BPE would drop it silently.
+        # Byte-level BPE without merges: for some model types (qwen2) transformers reads only the
+        # vocabulary of a tokenizer.json and builds this pipeline itself. The unknown token does not
+        # exist, so that an unknown character is an error; BPE would drop it silently.
         vocabulary = {BYTE_LEVEL.get(text, text): i for text, i in self._ids.items()}
         fast = FastTokenizer(models.BPE(vocabulary, [], unk_token="<|unknown|>"))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -157,7 +157,7 @@ class CharTokenizer:
 
 
 class HFTokenizer:
-    """transformers' AutoTokenizer for a local directory or a hub name; never runs remote code."""
+    """transformers' AutoTokenizer for a local directory or a hub name. Never runs remote code."""
 
     def __init__(self, path: str | Path) -> None:
         auto_tokenizer = _auto_tokenizer()
@@ -192,21 +192,21 @@ class HFTokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id of pad_token, or of eos_token: padding is masked and never attended to."""
+        """Id of pad_token, else of eos_token. Padding is masked and never attended to."""
         pad = self._tokenizer.pad_token_id
         return self.eos_id if pad is None else int(pad)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the directory brought a chat template."""
+        """Whether the directory has a chat template."""
         return self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, no special token added. Text that spells a special token becomes it."""
+        """Ids of the text. Text that spells a special token gives that token's id."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of the ids, exactly: no space is cleaned up."""
+        """Text of the ids, without clean-up of spaces."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
@@ -219,7 +219,7 @@ class HFTokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """Renders with the model's own template; ValueError where the template raises."""
+        """Render with the model's own template. ValueError if the template raises."""
         if not self.has_chat_template:
             raise ValueError(
                 f"the tokenizer of {self.path!r} has no chat template: give prompts as plain "
@@ -240,7 +240,7 @@ class HFTokenizer:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
     def save(self, directory: str | Path) -> None:
-        """Writes the tokenizer's files and its chat template."""
+        """Write the tokenizer's files and its chat template."""
         self._tokenizer.save_pretrained(str(directory))
 
     def _find_bos(self) -> int | None:
@@ -251,7 +251,7 @@ class HFTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Opens `"char"`, a directory (one that `CharTokenizer.save` wrote included) or a hub name."""
+    """Open `"char"`, a directory (also one that `CharTokenizer.save` wrote) or a hub name."""
     if str(path) == "char":
         return CharTokenizer()
     folder = Path(path)
@@ -264,8 +264,34 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return HFTokenizer(path)
 
 
+def check_vocabulary(
+    tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int] | None = None
+) -> None:
+    """Refuse a tokenizer whose special ids are outside of the model's vocabulary.
+
+    `stop_ids` are the run's own, by default the tokenizer's. An embedding lookup outside of the
+    table gives NaN, and a stop id outside of it never ends a response.
+
+    Raises:
+        ValueError: the id and both sizes.
+    """
+    stops = tokenizer.stop_ids if stop_ids is None else stop_ids
+    ids = {"padding": (tokenizer.pad_id,), "end": (tokenizer.eos_id,), "stop": stops}
+    if tokenizer.bos_id is not None:
+        ids["beginning"] = (tokenizer.bos_id,)
+    for name, values in ids.items():
+        for value in values:
+            if not 0 <= value < vocab_size:
+                raise ValueError(
+                    f"the {name} id {value} is outside of the model's vocabulary of {vocab_size} "
+                    f"tokens (the tokenizer has {tokenizer.vocab_size}): take the tokenizer of "
+                    "this model, or change this id in its tokenizer_config.json, in its "
+                    "generation_config.json or in config.rollout.stop_token_ids"
+                )
+
+
 def _refuse_missing_directory(folder: Path) -> None:
-    """Tells a mistyped directory at once: asking a hub takes many seconds of retries."""
+    """Refuse a mistyped directory at once: asking a hub takes many seconds of retries."""
     is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(folder)) and str(folder)[0] != "."
     siblings = [entry.name for entry in folder.parent.glob("*") if entry.is_dir()]
     near = difflib.get_close_matches(folder.name, siblings, n=1)
@@ -280,7 +306,7 @@ def _refuse_missing_directory(folder: Path) -> None:
 
 
 def _auto_tokenizer() -> Any:
-    """AutoTokenizer, without transformers' advice to install torch: tokenizers do not need it."""
+    """AutoTokenizer. transformers' advice to install torch is hidden: tokenizers do not need it."""
     logger = logging.getLogger("transformers")
     logger.addFilter(_keep_import_quiet)
     from transformers import AutoTokenizer
@@ -294,13 +320,18 @@ def _keep_import_quiet(record: logging.LogRecord) -> bool:
 
 
 def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
-    """The end ids of generation_config.json, in order, with the tokenizer's own among them."""
+    """The tokenizer's end id, then the other end ids of generation_config.json, in order."""
     from transformers.utils.hub import cached_file
 
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     found = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    return tuple(dict.fromkeys([eos_id, *(int(i) for i in ids)]))
+    for i in ids:
+        if not isinstance(i, int) or i < 0:
+            raise ValueError(
+                f"{file} has the eos_token_id {i!r}, which is not a token id: correct or remove it"
+            )
+    return tuple(dict.fromkeys([eos_id, *ids]))
 
 
 def _first_line(error: Exception) -> str:

@@ -80,13 +80,23 @@ class RolloutBatch:
     greedy_scores: Float[Array, " B"] | None = None
     greedy_function_scores: Float[Array, " B"] | None = None
     greedy_model_scores: Float[Array, " B"] | None = None
+    # Fields that stages of the user's add, by name; the leading axis of each is B.
+    extra: dict[str, Array] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        """A field by its name, one of `extra` included. KeyError for a name that is none."""
+        return getattr(self, name) if name in ROLLOUT_FIELDS else self.extra[name]
 
     def replace(self, **changes: Any) -> "RolloutBatch":
-        """A copy with some fields changed."""
-        return replace(self, **changes)
+        """A copy with some fields changed; names that are no field of the record go to `extra`."""
+        known = {name: x for name, x in changes.items() if name in (*ROLLOUT_FIELDS, "extra")}
+        added = {name: x for name, x in changes.items() if name not in known}
+        if added:
+            known["extra"] = known.get("extra", self.extra) | added
+        return replace(self, **known)
 
 
-ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch))
+ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch) if f.name != "extra")
 INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids", "group_ids")
 
 
@@ -125,6 +135,12 @@ class OfflineBatch:
     reference_rejected_logprobs: Float[Array, " B"] | None = None
     reference_mismatched_logprobs: Float[Array, " B"] | None = None
     baseline: Float[Array, " B"] | None = None  # of the algorithm, from the whole batch
+
+    def __getitem__(self, name: str) -> Any:
+        """A field by its name. KeyError for a name that is none."""
+        if name not in OFFLINE_FIELDS:
+            raise KeyError(name)
+        return getattr(self, name)
 
     def replace(self, **changes: Any) -> "OfflineBatch":
         """A copy with some fields changed."""

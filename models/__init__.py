@@ -1,1 +1,1 @@
-"""Model families over shared layers."""
+"""The model families, over shared layers."""

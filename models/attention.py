@@ -1,4 +1,4 @@
-"""The attention layer: projections, q/k norm and rope around an attention given by the caller.
+"""The attention layer: projections, q/k norm and rope; the caller supplies the attention itself.
 
 Shape letters: B batch, T tokens, D hidden, N query heads, K KV heads, H head dim.
 """
@@ -16,10 +16,10 @@ from jaxrl_llm.models.layers import Float8Projection, Form, Projection, RMSNorm,
 
 
 class Attend(Protocol):
-    """What the caller of a model supplies: full attention in training, a KV cache in generation.
+    """The attention that a model's caller supplies: full in training, cached in generation.
 
-    q and k come after rope and q/k norm; the scale H**-0.5 is the callee's part. `layer_cache` is
-    any pytree, or None without a cache; `window` counts positions, the query's own included.
+    q and k come after q/k norm and rope. The callee applies the scale H**-0.5. `layer_cache` is any
+    pytree, or None without a cache. `window` counts positions, including the query's own.
     """
 
     def __call__(
@@ -32,15 +32,15 @@ class Attend(Protocol):
         *,
         window: int | None,
     ) -> tuple[jax.Array, Any]:
-        """Returns the attention output [B, T, N, H] and the layer's new cache."""
+        """The attention output [B, T, N, H] and the layer's new cache."""
         ...
 
 
 class Attention(nnx.Module):
     """Grouped-query self-attention of one layer.
 
-    Merged, the three input projections are one kernel [D, N + 2K, H], which a decode step of
-    few tokens reads faster; see `base.merge_projections`.
+    In merged form, the three input projections are one kernel [D, N + 2K, H]; see
+    `base.merge_projections`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """From a ModelConfig to parameters and back to a module.
 
-One abstract description of a model (`ModelSpec`) gives shapes, dtypes and logical axes, and with
-them initialisation, sharding, restore and count. At a jit boundary only `params` passes, a nested
-dict with str keys and array leaves:
-params["decoder"]["layers"]["0"]["attention"]["q"]["kernel"] has shape [D, N, H].
+`ModelSpec` describes a model without its values: shapes, dtypes and logical axes. Initialisation,
+sharding, restore and the parameter count follow from it. Only `params` crosses a jit boundary, a
+nested dict with str keys and array leaves. For example,
+params["decoder"]["layers"]["0"]["attention"]["q"]["kernel"] has the shape [D, N, H].
 """
 
 import functools
@@ -44,16 +44,17 @@ Params = dict[str, Any]  # nested, str keys, array leaves
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without its values. Equal and hashable by its first four fields: a static argument.
+    """A model without its values; may be a static argument of `jax.jit`.
 
-    `params`, `axes` and `init` have the same structure; a leaf of `axes` is a tuple of logical
-    axis names, one a dim, and of `init` "normal", "ones" or "zeros".
+    Equality and hash use the first four fields. `params`, `axes` and `init` have the same
+    structure. A leaf of `axes` is a tuple of logical axes, one a dim; a leaf of `init` is "normal",
+    "ones" or "zeros".
     """
 
     config: ModelConfig
     kind: Kind
     dtype: str
-    form: Form  # of the projections: see `merge_projections` and `quantize_projections`
+    form: Form  # see `merge_projections` and `quantize_projections`
     graphdef: Any = field(compare=False, repr=False)
     params: Params = field(compare=False, repr=False)  # leaves jax.ShapeDtypeStruct
     axes: Params = field(compare=False, repr=False)
@@ -61,7 +62,7 @@ class ModelSpec:
 
     @property
     def num_params(self) -> int:
-        """Number of parameters, a tied table counted once."""
+        """Number of parameters; a tied table counts once."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
 
@@ -72,9 +73,9 @@ def model_spec(
     *,
     form: Form = "separate",
 ) -> ModelSpec:
-    """Describes a model of `config` without allocating it.
+    """Describe a model of `config` without allocating it.
 
-    Raises ValueError where the family has no such model (see each family's `check`).
+    Raises: ValueError when the family has no such model (see each family's `check`).
     """
     check_family(config)
     name = jnp.dtype(dtype).name
@@ -103,18 +104,18 @@ def model_spec(
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Params:
-    """Fresh parameters: normal weights of the config's deviation, norms one, the rest zero.
+    """New parameters: normal weights with the config's deviation, norms 1, the rest 0.
 
-    A pure function of the key. Each parameter draws from the key folded with its own path, so its
-    values do not depend on the other parameters or on the layout.
+    Guarantees: each parameter draws from the key folded with its own path, so its values do not
+        depend on other parameters or on the layout.
     """
     return _init(spec, spec.params, spec.init, key)
 
 
 def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
-    """`init_params` in a layout, called outside of jit: a program for each kind of parameter.
+    """`init_params` in a layout, with one program for each shape. Call it outside of jit.
 
-    One program that draws all parameters of an 8B model takes minutes to compile.
+    A single program that draws all parameters of an 8B model takes minutes to compile.
     """
 
     @functools.cache
@@ -132,16 +133,18 @@ def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
 
 
 def bind(spec: ModelSpec, params: Params) -> Any:
-    """The module (CausalLM or ScalarModel) with these values; call it inside jit."""
+    """The module (CausalLM or ScalarModel) with these values. Call it inside jit."""
     return nnx.merge(spec.graphdef, params)
 
 
 def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
-    """The same model with one kernel for q, k and v and one for gate and up; call it inside jit.
+    """The same model with one kernel for q, k and v and one for gate and up. Call it inside jit.
 
-    For decoding: a step of few tokens is bound by reading weights and by launches, and both gain
-    from fewer, larger products. Only for weights that are whole on their device: the merged dim
-    joins dims that rules split differently.
+    Reading weights and launching kernels bound a decode step of few tokens. Fewer and larger
+    matmuls help with both.
+
+    Requires: the weights are whole on each device. The merged dim joins dims that sharding rules
+        split differently.
     """
     assert spec.form == "separate"
     layers = {}
@@ -159,10 +162,12 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
 
 
 def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
-    """A merged model with the layers' projections in float8_e4m3fn; call it inside jit.
+    """The model with its layers' projections in float8_e4m3fn. Call it inside jit.
 
-    Each output of a kernel has a scale of its own, float32. The embedding, the head, norms and
-    biases stay as they are. For generation only: nothing of it can be trained.
+    Each output of a kernel has its own float32 scale. The embedding, the head, norms and biases
+    keep their dtype. The result is for generation only; it cannot be trained.
+
+    Requires: a merged model.
     """
     assert spec.form == "merged"
     quantized = model_spec(spec.config, spec.kind, spec.dtype, form="float8")
@@ -186,8 +191,8 @@ def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Pa
     layers = {
         name: layer
         | {
-            room: part(layer[room], quantized.params["decoder"]["layers"][name][room])
-            for room in ("attention", "mlp")
+            module: part(layer[module], quantized.params["decoder"]["layers"][name][module])
+            for module in ("attention", "mlp")
         }
         for name, layer in params["decoder"]["layers"].items()
     }
@@ -197,7 +202,7 @@ def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Pa
 def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Params:
     """Parameters of a scalar model whose decoder is a copy of a language model's.
 
-    A true copy, in the dtype of `spec`: the two may then be trained and donated apart.
+    Guarantees: the arrays are copies in the dtype of `spec`, so either model may be donated.
     """
     if spec.kind != "scalar":
         raise ValueError(f"the spec is a {spec.kind}: make it with model_spec(config, 'scalar')")
@@ -211,7 +216,7 @@ def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Pa
 
 
 def _init(spec: ModelSpec, params: Params, init: Any, key: jax.Array) -> Params:
-    """Values of some of the spec's parameters."""
+    """Initial values for `params`, a part of the spec's parameters."""
 
     def draw(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, init: str) -> jax.Array:
         std = spec.config.initializer_range
@@ -221,7 +226,7 @@ def _init(spec: ModelSpec, params: Params, init: Any, key: jax.Array) -> Params:
 
 
 def _leaf_key(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """The key folded with a parameter's own path."""
+    """The key folded with the parameter's path."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
@@ -230,7 +235,7 @@ def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, init: str, std: float
 ) -> jax.Array:
     if init == "normal":
-        # Drawn in float32 so that a bf16 model starts from the rounded float32 one.
+        # Drawn in float32, so that a bf16 model starts from the rounded float32 values.
         return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
     return jnp.full(shape, 1.0 if init == "ones" else 0.0, dtype)
 

@@ -1,4 +1,4 @@
-"""What a decoder is made of: plain data, hashable, without jax."""
+"""The sizes and features of a decoder, as hashable records without jax."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,9 @@ Kind = Literal["causal_lm", "scalar"]
 class RopeScaling:
     """How rotary frequencies are stretched for longer contexts.
 
-    "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595).
-    "llama3" divides only the slow ones and interpolates between (Llama 3.1, arXiv:2407.21783);
-    the last three fields belong to it alone, lengths are in tokens.
+    "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595). "llama3"
+    divides only the low frequencies and interpolates in between (Llama 3.1, arXiv:2407.21783). Only
+    "llama3" reads the last three fields. Lengths are in tokens.
     """
 
     kind: Literal["linear", "llama3"]
@@ -32,8 +32,8 @@ class RopeScaling:
 class ModelConfig:
     """Sizes and features of a decoder of any family.
 
-    `sliding_window` has one entry a layer: the number of positions that a token attends to, itself
-    included, or None for all before it. An empty tuple means None for every layer.
+    `sliding_window` has one entry a layer: the number of positions that a token attends to,
+    including its own, or None for all earlier ones. An empty tuple means None for every layer.
     """
 
     family: str  # a module of this package: "llama", "mistral", "qwen2", "qwen3"

@@ -1,4 +1,4 @@
-"""The decoder that the families share: embedding, pre-norm blocks, final norm.
+"""The decoder that all families share: embedding, pre-norm blocks, final norm.
 
 Shape letters: B batch, T tokens, D hidden.
 """
@@ -16,8 +16,9 @@ from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, Form, RMSNorm, rope_tables
 
-# What the backward pass computes again, from least to most: nothing; norms, rope and activations,
-# with every projection and the attention kept; all but the attention; whole layers.
+# Activation checkpointing, from the least recomputation to the most. "none" keeps everything.
+# "projections" keeps the outputs of projections and attention. "attention" keeps the outputs of
+# attention. "full" keeps only each layer's input.
 Remat = Literal["none", "projections", "attention", "full"]
 _POLICIES = {
     "projections": jax.checkpoint_policies.save_only_these_names(PROJECTION, ATTENTION, SCHEDULE),
@@ -54,8 +55,8 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to hidden states.
 
-    Layers are a dict keyed "0", "1", ... and so every path in the parameter tree is made of
-    strings; each layer has its own leaves, which is what decoding wants.
+    Layers are a dict with the keys "0", "1", ..., so every path in the parameter tree consists of
+    strings. Each layer has its own leaves: decoding would have to copy stacked ones.
     """
 
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
@@ -82,10 +83,12 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the final norm [B, T, D], and one new cache a layer.
 
-        `remat` names what the backward pass recomputes (see `Remat`). `scan` runs one compiled
-        layer in a loop over stacked weights: a smaller program for a copy of the weights; it takes
-        no cache, and ValueError refuses layers of unlike windows.
-        `residual_dtype` is that of the sum that the layers add to; None takes the parameters'.
+        `remat`: see `Remat`. `scan` runs one compiled layer in a loop over stacked weights: the
+        program is smaller, but the weights are copied. `residual_dtype` is the dtype of the
+        residual stream; None takes that of the parameters.
+
+        Requires: no cache with `scan`.
+        Raises: ValueError for `scan` over layers of different windows.
         """
         rope = rope_tables(self.config, positions_BT)
         x_BTD = self.embed(tokens_BT)
@@ -101,8 +104,8 @@ class Decoder(nnx.Module):
             graphdef, state = nnx.split(layer)
             layer_cache = None if cache is None else cache[i]
             if graphdef not in runs:
-                # A function of its own that like layers share: traced, differentiated and lowered
-                # once. XLA puts it in line again, so the program is the same.
+                # Equal layers share one jitted function, which is traced, differentiated and
+                # lowered once. XLA inlines it, so the program is the same.
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
             x_BTD, new_layer_cache = runs[graphdef](state, x_BTD, rope, layer_cache)
             new_cache.append(new_layer_cache)
@@ -110,7 +113,7 @@ class Decoder(nnx.Module):
 
 
 def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tuple[Any, Any]]:
-    # The parameters go in as an argument: the module itself must not cross the transformation.
+    # The parameters are an argument: an nnx module must not cross a jax transformation.
     def run(state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any) -> tuple[jax.Array, Any]:
         return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend)
 

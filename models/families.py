@@ -1,4 +1,4 @@
-"""The families by the names that a config or a config.json gives."""
+"""The model families, by the names in a config or a config.json."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from jaxrl_llm.models.hf import HFTensor, Path
 
 
 class Family(Protocol):
-    """What the file of a family defines."""
+    """What the module of a family defines."""
 
     ARCHITECTURES: dict[Kind, str]
 
@@ -29,9 +29,11 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
 
 
 def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
-    """Family and kind that a config.json names; raises ValueError for one that is not supported.
+    """The family and kind that a config.json names.
 
-    `architectures` decides; a config without it is the language model of its `model_type`.
+    `architectures` decides. Without it, the config is the language model of its `model_type`.
+
+    Raises: ValueError for an architecture that is not supported.
     """
     named = hf.get("architectures") or []
     for architecture in named:
@@ -60,16 +62,16 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
 
 
 def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
-    """Each parameter's path (e.g. ("decoder", "embed", "table")) and its Hugging Face tensor."""
+    """The Hugging Face tensor of each parameter path, such as ("decoder", "embed", "table")."""
     check_family(config)
     return FAMILIES[config.family].hf_names(config, kind)
 
 
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
-    """Whether a tensor that `hf_names` does not list may be left out of an import.
+    """Whether an import may ignore this tensor, which `hf_names` does not list.
 
-    Old files store rope's frequencies; some tied models store the head a second time; and a
-    scalar model taken from a language model has no use for the head.
+    Old files store the rope frequencies. Some tied models store the head a second time. A scalar
+    model that is made from a language model does not use the head.
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
@@ -77,7 +79,7 @@ def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raises ValueError for an unknown family, or a feature that the family does not have."""
+    """Raises: ValueError for an unknown family, or a feature that the family lacks."""
     if config.family not in FAMILIES:
         raise ValueError(
             f"model family {config.family!r} is unknown: use one of {', '.join(FAMILIES)}"

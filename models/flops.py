@@ -1,6 +1,7 @@
-"""FLOPs of a model's useful work: padding, recomputation and copies are not in them.
+"""FLOPs of a model's useful work, without padding, recomputation and copies.
 
-Nothing here imports jax. Lengths are the true tokens of each sequence, prompt and response.
+Nothing here imports jax. `lengths` holds the tokens of each sequence (prompt and response), without
+padding.
 """
 
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ import numpy as np
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.shapes import num_parameters
 
-# Dense bf16 FLOPs a second by the vendor's data sheet, by what jax calls the device. Utilisations
-# that other trainers report as mfu are fractions of these.
+# Dense bf16 FLOPs a second of the vendor's data sheet, by jax's name of the device. The mfu of
+# other trainers is a fraction of these.
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -26,8 +27,8 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOPs a second of a device such as "NVIDIA H200"; None for one not known."""
-    # The longest name first: "NVIDIA H100 PCIe" is not an "H100" of the SXM board.
+    """Dense bf16 FLOPs a second of a device such as "NVIDIA H200"; None for an unknown one."""
+    # The longest name first: an "NVIDIA H100 PCIe" must not match "H100", the SXM board.
     for name in sorted(PEAK_FLOPS, key=len, reverse=True):
         words = name.split()
         found = device_kind.replace("-", " ").split()
@@ -37,9 +38,9 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
-    """Parameters that multiply each token: all but an embedding that is no head as well.
+    """Parameters that multiply each token: all except an embedding that is not the head too.
 
-    A scalar model has none of the vocabulary's: its head is one row.
+    A scalar model has no vocabulary head; its head is one row.
     """
     table = config.vocab_size * config.hidden_size
     tables = 1 if config.tie_word_embeddings else 2
@@ -57,8 +58,8 @@ def attention_flops(
 ) -> float:
     """FLOPs of one layer's causal attention: 4 * S^2 * heads * head_dim / 2 a row.
 
-    With a window of W < S tokens (S - W)^2 of S^2 are not seen. The backward pass is counted as 2.5
-    forward ones, as the FlashAttention papers do.
+    With a window of W < S tokens, (S - W)^2 of the S^2 pairs are hidden. A backward pass counts as
+    2.5 forward passes, as in the FlashAttention papers.
     """
     S = np.asarray(lengths, np.float64)
     hidden = 0.0 if window is None else np.maximum(S - window, 0.0)
@@ -73,7 +74,7 @@ def training_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "ca
 
 
 def forward_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:
-    """FLOPs of a pass without gradient, a third of `training_flops`."""
+    """FLOPs of a forward pass, a third of `training_flops`."""
     dense = 2.0 * matmul_parameters(config, kind) * sum(lengths)
     layer = attention_flops(config.num_heads, config.head_dim, lengths)
     return dense + config.num_layers * layer

@@ -1,4 +1,4 @@
-"""A decoder with a head: the language model, and the scalar model of critics and rewards.
+"""A decoder with a head: the language model, and the scalar model of critics and reward models.
 
 Shape letters: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -17,7 +17,7 @@ from jaxrl_llm.models.layers import Embedding, Form, Projection
 
 
 class _WithDecoder(nnx.Module):
-    """Calling a model runs its decoder: heads are applied apart, on the tokens that need them."""
+    """Calling a model runs its decoder. The caller applies the head to the tokens that need it."""
 
     decoder: Decoder
 
@@ -45,14 +45,14 @@ class _WithDecoder(nnx.Module):
 
 
 class CausalLM(_WithDecoder):
-    """A decoder whose head gives the logits of the next token; `head` is None when tied."""
+    """A language model. `head` is None when it is tied to the embedding."""
 
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         self.decoder = Decoder(config, form=form, dtype=dtype)
         self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
 
     def unembedding(self) -> jax.Array:
-        """The weights of the head [V, D]: the embedding table itself when they are tied."""
+        """The weights of the head [V, D]; the embedding table when they are tied."""
         source = self.decoder.embed if self.head is None else self.head
         return source.table[...]
 
@@ -64,13 +64,13 @@ class CausalLM(_WithDecoder):
 
 
 class ScalarModel(_WithDecoder):
-    """A decoder with one number a token: the value of a critic, the score of a reward model."""
+    """A decoder with one output a token: a critic's value or a reward model's score."""
 
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         self.decoder = Decoder(config, form=form, dtype=dtype)
-        # From zero, so that a new critic predicts 0 everywhere and not noise.
-        shape, axes = (config.hidden_size, 1), ("embed", "value")
-        self.score = Projection(shape, axes, init="zeros", dtype=dtype)
+        # Zeros, so that a new critic predicts 0 everywhere instead of noise.
+        shape = (config.hidden_size, 1)
+        self.score = Projection(shape, ("embed", "value"), init="zeros", dtype=dtype)
 
     def scores(self, hidden_BTD: jax.Array) -> jax.Array:
         """float32 score of every token [B, T]."""

@@ -1,7 +1,7 @@
-"""Reading and writing what Hugging Face's Llama-like families have in common.
+"""What Hugging Face's Llama-like families have in common: tensor names and config keys.
 
-A family file calls these and adds what is its own. Nothing here reads a file or imports
-transformers: dicts come in, dicts go out.
+The module of a family calls these functions and adds its own features. Nothing here reads a file or
+imports transformers: the functions take and return dicts.
 """
 
 import math
@@ -11,16 +11,17 @@ from typing import Any
 
 from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
 
-Path = tuple[str, ...]  # of a leaf in the nested dict of parameters
+Path = tuple[str, ...]  # path of a leaf in the nested dict of parameters
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Where one of our parameters lies in a Hugging Face checkpoint, and how.
+    """Name and layout of one of our parameters in a Hugging Face checkpoint.
 
-    Theirs is `shape`; ours is theirs, transposed when `transpose`, then reshaped to `our_shape`.
-    Both ways only move elements: a round trip is exact in any dtype. The array may be numpy's or
-    jax's.
+    Their array has `shape`. Ours is theirs, transposed if `transpose`, then reshaped to
+    `our_shape`. Arrays may be numpy's or jax's.
+
+    Guarantees: both directions only move elements, so a round trip is exact in any dtype.
     """
 
     name: str
@@ -29,7 +30,7 @@ class HFTensor:
     transpose: bool = False
 
     def to_ours(self, array: Any) -> Any:
-        """From their layout to ours; raises ValueError when the shape is not theirs."""
+        """From their layout to ours. Raises: ValueError for another shape than theirs."""
         if tuple(array.shape) != self.shape:
             raise ValueError(
                 f"tensor {self.name} has shape {tuple(array.shape)}, the config says {self.shape}: "
@@ -45,9 +46,9 @@ class HFTensor:
 
 
 def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
-    """Every parameter's path and its Hugging Face tensor, for a Llama-like layout.
+    """The Hugging Face tensor of each parameter path, for a Llama-like layout.
 
-    A tied model has no head of its own, so `lm_head.weight` is absent.
+    A tied model has no head, so it has no `lm_head.weight`.
     """
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     names: dict[Path, HFTensor] = {
@@ -102,11 +103,12 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path,
 
 
 def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[str, Any]:
-    """The ModelConfig fields that all families read alike, as keyword arguments.
+    """The ModelConfig fields that all families read in the same way, as keyword arguments.
 
-    `defaults` are the family's own values of optional keys, under their Hugging Face names: a
-    config.json leaves out what equals them. Raises ValueError for a missing size or a feature
-    that no family here has.
+    `defaults` holds the family's values of optional keys, under their Hugging Face names. A
+    config.json omits keys that equal them.
+
+    Raises: ValueError for a missing size, or a feature that no family here has.
     """
     refuse_unless(hf, family, hidden_act="silu", quantization_config=None)
     for key in ("vocab_size", "hidden_size", "intermediate_size"):
@@ -135,7 +137,7 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
 
 
 def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, str]) -> dict:
-    """The keys of config.json that all families write alike."""
+    """The keys of config.json that all families write in the same way."""
     hf = {
         "architectures": [architectures[kind]],
         "model_type": config.family,
@@ -156,7 +158,7 @@ def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, s
         **rope_to_hf(config),
     }
     if kind == "scalar":
-        # One label makes transformers build a head of one output, the shape of ours.
+        # One label makes transformers build a head with one output, like ours.
         hf |= {
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
@@ -168,9 +170,9 @@ def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, s
 def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
     """Theta and scaling from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`.
 
-    Raises ValueError for a rope type that is not implemented.
+    Raises: ValueError for a rope type that is not implemented.
     """
-    # The precedence of transformers: a legacy rope_scaling wins over rope_parameters.
+    # As in transformers, a legacy rope_scaling has precedence over rope_parameters.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
@@ -203,7 +205,7 @@ def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, Rope
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """`rope_parameters` for transformers 5, and the older two keys for everything else."""
+    """`rope_parameters` for transformers 5, and the two older keys for other readers."""
     scaling = config.rope_scaling
     described: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -219,9 +221,11 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def windows_from_hf(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's window of each layer: `layer_types`, or the layers from `max_window_layers` on.
+    """Qwen's window of each layer, from `layer_types`, or else from `max_window_layers`.
 
-    `sliding_window` counts only with `use_sliding_window`.
+    `sliding_window` has an effect only with `use_sliding_window`.
+
+    Raises: ValueError for a layer type that is not supported.
     """
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
     first = hf.get("max_window_layers", 28)
@@ -236,7 +240,7 @@ def windows_from_hf(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None,
 
 
 def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Qwen's four window keys; raises ValueError when layers have windows of several sizes."""
+    """Qwen's four window keys. Raises: ValueError when windows have several sizes."""
     window = single_window(config)
     windowed = [i for i, size in enumerate(config.sliding_window) if size is not None]
     return {
@@ -251,7 +255,7 @@ def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def single_window(config: ModelConfig) -> int | None:
-    """The size of the windows of those layers that have one; raises ValueError for two sizes."""
+    """The size of all windows; None without windows. Raises: ValueError for several sizes."""
     sizes = sorted({size for size in config.sliding_window if size is not None})
     if len(sizes) > 1:
         raise ValueError(f"{config.family} has one window size, not {sizes}: give one size")
@@ -259,14 +263,14 @@ def single_window(config: ModelConfig) -> int | None:
 
 
 def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:
-    """Raises ValueError naming a key whose value is not the one that is implemented."""
+    """Raises: ValueError that names a key with another value than the implemented one."""
     for key, value in allowed.items():
         if key in hf and hf[key] is not None and hf[key] != value:
             raise ValueError(f"{family} with {key}={hf[key]!r} is not supported: only {value!r} is")
 
 
 def check_features(config: ModelConfig, **allowed: Any) -> None:
-    """Raises ValueError naming a field of the config that its family cannot have."""
+    """Raises: ValueError that names a field which the config's family cannot have."""
     for name, value in allowed.items():
         if getattr(config, name) != value:
             raise ValueError(
@@ -276,7 +280,7 @@ def check_features(config: ModelConfig, **allowed: Any) -> None:
 
 
 def check_head_size(config: ModelConfig) -> None:
-    """Raises ValueError when the hidden size is no multiple of the number of heads."""
+    """Raises: ValueError when the hidden size is not a multiple of the number of heads."""
     if config.hidden_size % config.num_heads:
         nearest = config.num_heads * math.ceil(config.hidden_size / config.num_heads)
         raise ValueError(

@@ -3,13 +3,12 @@
 Shape letters: B batch, T tokens, D hidden (embed), F feed-forward (mlp), V vocabulary,
 N query heads, K KV heads, H head dim.
 
-Modules are built with zeros: they declare shape, dtype, logical axes and how the parameter starts
-(`init`, one of "normal", "ones", "zeros"); `base.init_params` fills them. Every layer computes in
-the dtype of its parameters, statistics in float32.
+Modules are built with zeros. They declare a parameter's shape, dtype, logical axes and initial
+values (`init`: "normal", "ones" or "zeros"); `base.init_params` draws them. Every layer computes in
+the dtype of its parameters and statistics in float32.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -22,87 +21,37 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.weight import Weight, weight_matmul
 from jaxrl_llm.numerics import rms_norm, to_every_token
 
-AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "norm", "value", "merged")
-# How a model keeps its projections: one kernel each, those of one input as one kernel, or so and in
-# float8; see `base.merge_projections` and `base.quantize_projections`.
+# "merged" is the output dim of several projections in one kernel. No rule splits it: it exists only
+# inside generation, where weights are whole.
+ParameterAxis = LogicalAxis | Literal["merged"]
+# How a model holds its projections. "separate": one kernel each. "merged": one kernel for those
+# that read the same input. "float8": merged and in float8. See `base.merge_projections` and
+# `base.quantize_projections`.
 Form = Literal["separate", "merged", "float8"]
-PROJECTION = "projection"  # the name under which a projection's result may be kept, see decoder.py
+PROJECTION = "projection"  # checkpoint name of a projection's output; see decoder.py
 
 
 def parameter(
-    shape: tuple[int, ...], axes: tuple[str, ...], init: str, dtype: DTypeLike
+    shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], init: str, dtype: DTypeLike
 ) -> nnx.Param:
-    """A parameter with one logical axis name a dim; `base.init_params` gives it its values."""
+    """A parameter with one logical axis a dim; `base.init_params` gives it its values."""
     assert len(shape) == len(axes), (shape, axes)
-    assert all(axis in AXES for axis in axes), axes
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Weight:
-    """A float32 parameter and its copy in the dtype of computation; its gradient is the first's.
-
-    So the gradient of a projection's kernel is a product with float32 results, to which XLA adds
-    the sum of the micro-batches before within the product itself, unless it has merged the product
-    with another. What is read by `[...]` has a gradient of the copy's dtype, widened.
-    """
-
-    stored: jax.Array
-    computed: jax.Array
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return _cast_from(self.stored, self.computed)[index]
-
-
-@jax.custom_vjp
-def _cast_from(stored: jax.Array, computed: jax.Array) -> jax.Array:
-    return computed
-
-
-_cast_from.defvjp(
-    lambda stored, computed: (computed, stored),
-    lambda stored, gradient: (gradient.astype(stored.dtype), None),
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product_of_weight(
-    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
-) -> jax.Array:
-    return jnp.tensordot(x, computed, axes=contract)
-
-
-def _product_forward(
-    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
-) -> tuple[jax.Array, Any]:
-    # `stored` for its shape and dtype: nothing reads it.
-    return _product_of_weight(stored, x, computed, contract), (stored, x, computed)
-
-
-def _product_backward(contract: int, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, None]:
-    stored, x, computed = residuals
-    size = math.prod(computed.shape[:contract])
-    x_TD, gradient_TF = x.reshape(-1, size), gradient.reshape(-1, computed.size // size)
-    gradient_DF = jnp.einsum("TD,TF->DF", x_TD, gradient_TF, preferred_element_type=stored.dtype)
-    x_gradient = jnp.einsum("TF,DF->TD", gradient_TF, computed.reshape(size, -1))
-    return gradient_DF.reshape(stored.shape), x_gradient.reshape(x.shape), None
-
-
-_product_of_weight.defvjp(_product_forward, _product_backward)
-
-
 class Projection(nnx.Module):
-    """Contracts the last `contract` dims of x with the first of the kernel; bias if asked for."""
+    """Contract the last `contract` dims of x with the kernel's first ones, and add a bias."""
 
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[str, ...],
+        axes: tuple[ParameterAxis, ...],
         *,
         contract: int = 1,
         bias: bool = False,
@@ -115,32 +64,30 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
+        matmul = jnp.tensordot
         if isinstance(kernel, Weight):
-            product = partial(_product_of_weight, kernel.stored)
-            kernel = kernel.computed
-        else:
-            product = jnp.tensordot
+            matmul, kernel = partial(weight_matmul, kernel), kernel.computed
         if self.bias is None:
-            return checkpoint_name(product(x, kernel, self.contract), PROJECTION)
-        # Outputs joined: on a GPU a product adds a bias of one dim itself, while one of several is
-        # first written out for every token.
+            return checkpoint_name(matmul(x, kernel, self.contract), PROJECTION)
+        # The output dims are joined: a GPU matmul adds a bias of one dim itself, but XLA would
+        # broadcast a bias of several dims to every token in memory.
         inputs, outputs = kernel.shape[: self.contract], kernel.shape[self.contract :]
-        y = product(x, kernel.reshape(*inputs, -1), self.contract)
+        y = matmul(x, kernel.reshape(*inputs, -1), self.contract)
         y += to_every_token(self.bias[...].reshape(-1), y.shape)
         return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
 
 
 class Float8Projection(nnx.Module):
-    """A projection whose kernel and input are float8_e4m3fn, each output and each token scaled.
+    """A projection with kernel and input in float8_e4m3fn, scaled for each output and each token.
 
-    The kernel is [*outputs, *inputs], the layout that the tensor cores read fastest. Takes the
-    arguments of `Projection`; `dtype` is that of the input and of the result.
+    The kernel is [*outputs, *inputs], the layout that the tensor cores read fastest. The arguments
+    are those of `Projection`; `dtype` is the dtype of the input and of the result.
     """
 
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[str, ...],
+        axes: tuple[ParameterAxis, ...],
         *,
         contract: int = 1,
         bias: bool = False,
@@ -154,7 +101,7 @@ class Float8Projection(nnx.Module):
         self.bias = parameter(outputs, axes[contract:], "zeros", dtype) if bias else None
 
     def __call__(self, x: jax.Array | Scaled) -> jax.Array:
-        """Of an array that is still to be scaled, or of one that is, its inputs joined."""
+        """The projection of an array, or of a `Scaled` one with joined input dims."""
         y, x_scale = self.unscaled(x)
         scale = self.scale[...]
         y = y.astype(jnp.float32) * x_scale * scale.reshape(-1)
@@ -162,7 +109,7 @@ class Float8Projection(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(self.dtype)
 
     def unscaled(self, x: jax.Array | Scaled) -> tuple[jax.Array, jax.Array]:
-        """The product of the float8 values, outputs joined, and the scales of the inputs' rows."""
+        """The matmul of the float8 values with joined output dims, and the scales of x's rows."""
         if not isinstance(x, Scaled):
             x = to_float8(x.reshape(*x.shape[: x.ndim - self.contract], -1), axis=-1)
         kernel = self.kernel[...]
@@ -176,16 +123,16 @@ class Float8Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim, statistics in float32 (arXiv:1910.07467).
+    """x / rms(x) * scale over the last dim, with statistics in float32 (arXiv:1910.07467).
 
-    With `float8` the result is a `Scaled` in float8, the input of a `Float8Projection`.
+    With `float8` the result is a `Scaled` in float8, which a `Float8Projection` reads.
     """
 
     def __init__(
         self,
         size: int,
         *,
-        axis: str = "norm",
+        axis: ParameterAxis = "norm",
         eps: float,
         dtype: DTypeLike,
         float8: bool = False,
@@ -202,7 +149,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of token vectors. A token id outside the table gives NaN, not another token."""
+    """A table of token vectors. A token id outside the table gives NaN, not another token's row."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
         shape = (config.vocab_size, config.hidden_size)
@@ -213,7 +160,7 @@ class Embedding(nnx.Module):
 
 
 def _replicas(num_rows: int) -> AbstractMesh | None:
-    """The mesh in scope, where XLA would divide this many rows over it."""
+    """The mesh in scope if XLA would split this many rows over it, else None."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(kinds.get(axis) is not AxisType.Auto for axis in REPLICA_AXES):
@@ -236,15 +183,15 @@ def _lookup_forward(
 def _lookup_backward(
     mesh: AbstractMesh | None, residuals: Any, gradient_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
-    """A token's gradients add up in float32: a bf16 sum of 256 like ones grows no further.
+    """Add up each token's gradients in float32: a bf16 sum stops growing after 256 equal terms.
 
-    Each replica adds its own; what they send each other is in the table's dtype.
+    Each replica adds its own rows. The sum over replicas is in the table's dtype.
     """
     table_VD, tokens_BT = residuals
 
     def add(gradient_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        # The zero comes with the gradient, or XLA would take the head's zeros, which are there
-        # before, and keep them through the whole backward pass.
+        # The barrier ties this zero to the gradient. Otherwise XLA shares the zeros of the head's
+        # gradient, which exist earlier, and keeps that buffer through the whole backward pass.
         gradient_BTD, zero = jax.lax.optimization_barrier((gradient_BTD, jnp.float32(0)))
         sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
         return sums_VD.astype(table_VD.dtype)[None]
@@ -269,7 +216,7 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 class MLP(nnx.Module):
     """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202).
 
-    Merged, gate and up are one kernel [D, 2F]; see `base.merge_projections`.
+    In merged form, gate and up are one kernel [D, 2F]; see `base.merge_projections`.
     """
 
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
@@ -297,10 +244,10 @@ class MLP(nnx.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each pair of a head, radians, float32 [H/2] (arXiv:2104.09864).
+    """Angle per position of each pair of a head, in radians, float32 [H/2] (arXiv:2104.09864).
 
-    Computed in float32 like transformers: a more exact table would turn by another angle than the
-    one that the weights were trained with, and at long positions the difference shows.
+    Computed in float32, as transformers does. A more exact table would give other angles than the
+    ones that the weights were trained with, which matters at long positions.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents)
@@ -311,20 +258,20 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     if scaling.kind == "linear":
         return stretched
     length = scaling.original_max_position_embeddings
-    turns = length * frequencies / np.float32(2 * math.pi)  # of the pair over the old context
+    turns = length * frequencies / np.float32(2 * math.pi)  # turns of a pair in the old context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return ((1 - smooth) * stretched + smooth * frequencies).astype(np.float32)
 
 
 def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position and pair, float32 [B, T, 1, H/2]."""
+    """Cosine and sine for every position and pair, float32 [B, T, 1, H/2]."""
     angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pair (i, i + H/2) of each head by its angle, in float32; the dtype of x is kept."""
+    """Rotate pair (i, i + H/2) of each head by its angle, in float32; returns the dtype of x."""
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and what shares its architecture, SmolLM2 among them.
+"""Llama 1 to 3.x and models with the same architecture, such as SmolLM2.
 
 Llama: arXiv:2302.13971. Llama 3: arXiv:2407.21783.
 """
@@ -19,19 +19,19 @@ ARCHITECTURES: dict[Kind, str] = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, "llama", attention_bias=False, mlp_bias=False)
     return ModelConfig(**common.common_from_hf(hf, "llama", max_position_embeddings=2048))
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
-    """The keys of config.json, without those that belong to the tokenizer."""
+    """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, "attention_bias": False, "mlp_bias": False}
 
 
 def check(config: ModelConfig) -> None:
-    """Raises ValueError where Llama has no such model."""
+    """Raises: ValueError when Llama has no such model."""
     full = (None,) * config.num_layers
     common.check_features(config, attention_bias=False, qk_norm=False, sliding_window=full)
     common.check_head_size(config)

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window on every layer, or on none (arXiv:2310.06825)."""
+"""Mistral: Llama with a sliding window on all layers or on none (arXiv:2310.06825)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,22 +16,22 @@ ARCHITECTURES: dict[Kind, str] = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     fields = common.common_from_hf(
         hf, "mistral", max_position_embeddings=131072, num_key_value_heads=8
     )
-    # An absent key means 4096, and null means no window.
+    # A missing key means 4096; null means no window.
     window = hf.get("sliding_window", 4096)
     return ModelConfig(**fields, sliding_window=(window,) * fields["num_layers"])
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
-    """The keys of config.json, without those that belong to the tokenizer."""
+    """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, "sliding_window": common.single_window(config)}
 
 
 def check(config: ModelConfig) -> None:
-    """Raises ValueError where Mistral has no such model."""
+    """Raises: ValueError when Mistral has no such model."""
     every = (config.sliding_window[0],) * config.num_layers
     common.check_features(config, attention_bias=False, qk_norm=False, sliding_window=every)

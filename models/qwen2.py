@@ -16,7 +16,7 @@ ARCHITECTURES: dict[Kind, str] = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     fields = common.common_from_hf(
         hf, "qwen2", max_position_embeddings=32768, num_key_value_heads=32
     )
@@ -25,12 +25,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
-    """The keys of config.json, without those that belong to the tokenizer."""
+    """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, **common.windows_to_hf(config)}
 
 
 def check(config: ModelConfig) -> None:
-    """Raises ValueError where Qwen2 has no such model."""
+    """Raises: ValueError when Qwen2 has no such model."""
     common.check_features(config, attention_bias=True, qk_norm=False)
     common.single_window(config)

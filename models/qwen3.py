@@ -1,4 +1,4 @@
-"""Qwen3, dense: a norm on each q and k head, no biases (arXiv:2505.09388)."""
+"""Qwen3, dense: a norm on each q and k head, and no biases (arXiv:2505.09388)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ ARCHITECTURES: dict[Kind, str] = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """From the keys of config.json; raises ValueError for a feature that is not supported."""
+    """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, "qwen3", attention_bias=False)
     fields = common.common_from_hf(
         hf, "qwen3", max_position_embeddings=32768, num_key_value_heads=32, head_dim=128
@@ -26,12 +26,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
-    """The keys of config.json, without those that belong to the tokenizer."""
+    """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, **common.windows_to_hf(config), "attention_bias": False}
 
 
 def check(config: ModelConfig) -> None:
-    """Raises ValueError where Qwen3 has no such model."""
+    """Raises: ValueError when Qwen3 has no such model."""
     common.check_features(config, attention_bias=False, qk_norm=True)
     common.single_window(config)

@@ -1,7 +1,7 @@
-"""Published model shapes by name, for benchmarks and planning: sizes only, no weights.
+"""Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
 Sources: the config.json of Qwen/Qwen2.5-0.5B, -1.5B and -7B, and of meta-llama/Llama-3.1-8B.
-`tiny` is no published model: it keeps a benchmark on a CPU down to seconds.
+`tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
 from functools import partial
@@ -75,7 +75,7 @@ SHAPES: dict[str, ModelConfig] = {
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the language model of these sizes, a tied table counted once."""
+    """Number of parameters of the language model; a tied table counts once."""
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
     projections = D * (N + 2 * K) * H + N * H * D + 3 * D * F

@@ -4,9 +4,13 @@ Random weights of a named shape; a correctness check first, then a warm-up, then
 repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performance.md.
 
 Flags:
-  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b
-  --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill   attention: dense, packed, decode
-                           training: update, logprob, values, mix   rl_step: ppo, grpo
+  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b, or the
+                           path of a Hugging Face folder or config.json: its sizes, random weights
+  --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill, lengths
+                           training: update, logprob, values, mix, lengths
+                           attention: dense, packed, decode   rl_step: ppo, grpo
+  --lengths=FILE           of generation and training: your own lengths in tokens, a line
+                           "PROMPT,RESPONSE" a sample; with --groups=PxN, N lines share a prompt
   --batch=B[,B]            rows of generation (1,64), rows x tokens of training and attention
   --prompt=512  --response=512   tokens of a prompt and of a response
   --groups=128x8           prompts and samples of each: rl_mix, mix and rl_step
@@ -32,14 +36,14 @@ The exit code is 1 when a case failed or got worse.
 import contextlib
 import tempfile
 
-from jaxrl_llm.benchmarks.options import read_options
+from benchmarks.options import read_options
 from jaxrl_llm.launch.runtime import enable_compile_cache, prepare, run_script
 
 
 def main(argv: list[str]) -> int:
     """Check the flags, run the peers, and only then import jax and measure."""
     options = read_options(argv)
-    from jaxrl_llm.benchmarks.baseline import run_peers
+    from benchmarks.baseline import run_peers
 
     peers = run_peers(options) if options.baseline else []
     prepare(num_cpu_devices=options.devices)
@@ -47,7 +51,7 @@ def main(argv: list[str]) -> int:
         # rl_step needs one: its programs are compiled ahead, side by side, and found there.
         folder = options.compile_cache or stack.enter_context(tempfile.TemporaryDirectory())
         enable_compile_cache(str(folder))
-        from jaxrl_llm.benchmarks.command import run_command
+        from benchmarks.command import run_command
 
         return run_command(options, peers)
 

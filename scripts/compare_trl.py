@@ -1,4 +1,4 @@
-"""GRPO beside TRL's GRPOTrainer on the same prompts: reward curves and times of several seeds.
+"""GRPO and TRL's GRPOTrainer on the same prompts: reward curves and times of several seeds.
 
 python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] --output=curves.jsonl
 
@@ -19,41 +19,41 @@ Flags:
 
 from pathlib import Path
 
+from jaxrl_llm.config import Parser, read_config
 from jaxrl_llm.launch.runtime import prepare, run_script
-from jaxrl_llm.overrides import config_from_arguments, require_flags
-
-FLAGS = {
-    "output": str,
-    "seeds": tuple[int, ...],
-    "sides": tuple[str, ...],
-    "peer_python": str,
-    "work_folder": str,
-    "time_limit_s": float,
-    "window": int,
-}
 
 
 def main(argv: list[str]) -> int:
     """Run what was asked for, one process at a time, and print the tables."""
-    config, flags = config_from_arguments(argv, FLAGS)
-    require_flags(flags, ["output"])
+    parser = Parser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", default="[1,2,3]")
+    parser.add_argument("--sides", default="[ours,trl]")
+    parser.add_argument("--peer_python")
+    parser.add_argument("--work_folder", type=Path, default=Path("runs/compare_trl"))
+    parser.add_argument("--time_limit_s", type=float, default=1800.0)
+    parser.add_argument("--window", type=int, default=10)
+    config, flags = read_config(argv, parser)
     prepare(num_cpu_devices=1)  # the accelerator is for the processes that are started
-    from jaxrl_llm.benchmarks.compare_trl import Comparison
-    from jaxrl_llm.benchmarks.learning_curves import SIDES, read_curves, reward_table, time_table
+    from benchmarks.against_trl import Comparison, read_curves, reward_table, time_table
 
-    output = Path(flags["output"])
     comparison = Comparison(
         config,
-        output=output,
-        work_folder=Path(flags.get("work_folder", "runs/compare_trl")),
-        peer_python=flags.get("peer_python"),
-        time_limit_s=flags.get("time_limit_s", 1800.0),
+        output=flags.output,
+        work_folder=flags.work_folder,
+        peer_python=flags.peer_python,
+        time_limit_s=flags.time_limit_s,
     )
-    failed = comparison.run(flags.get("seeds", (1, 2, 3)), flags.get("sides", SIDES))
-    curves = read_curves(output)
-    print("\n".join(reward_table(curves, flags.get("window", 10))) + "\n")
+    failed = comparison.run([int(seed) for seed in _list(flags.seeds)], _list(flags.sides))
+    curves = read_curves(flags.output)
+    print("\n".join(reward_table(curves, flags.window)) + "\n")
     print("\n".join(time_table(curves)))
     return 1 if failed else 0
+
+
+def _list(text: str) -> list[str]:
+    """The entries of `[a,b]`."""
+    return [entry.strip() for entry in text.strip("[]").split(",") if entry.strip()]
 
 
 if __name__ == "__main__":

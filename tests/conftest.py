@@ -1,21 +1,30 @@
-"""What every test shares: the CPU, and shapes checked while a function runs."""
+"""What every test shares: eight CPU devices, the compile cache, and checked shapes."""
 
-import atexit
 import functools
 import gc
+import importlib.metadata
 import inspect
 import os
 import re
-import shutil
-import tempfile
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import pytest
+from jaxtyping import AbstractArray, jaxtyped
+from runs import ppo_run, shared
+from timing import CpuReport
 
-import pytest  # noqa: E402
-from jaxtyping import AbstractArray, jaxtyped  # noqa: E402
+# A mesh may be smaller than the machine, so that tests of one device and of several share a
+# process. Processes that tests start have one device, as a user's do.
+NUM_DEVICES = 8
+
+# Fixtures for every folder.
+__all__ = ["ppo_run", "shared"]
+
+# Folders with long files first, so that no worker is left with one at the end.
+LONG = ("learning", "distributed", "trainer", "plan", "kernels", "generation")
 
 # Compiling is most of what the tests cost, and on a CPU this is three times as fast; what it makes
 # is as exact, and two to three times slower. Subprocesses inherit it. `XLA_FLAGS= pytest` leaves
@@ -25,20 +34,51 @@ FAST_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 
+# Compiled programs, of every run of the tests.
+CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
+CACHE_BYTES = 2**30
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Long runs and programs for a GPU are compiled as users have them, the others fast."""
     # Tracing makes many objects that live; looking for cycles among them took a sixth of the time.
     gc.set_threshold(200_000, 50, 100)
-    # What several tests compile is compiled once. Workers and other processes inherit the folder.
+    config.pluginmanager.register(CpuReport(), "cpu-report")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # What one test compiled is there for the others. Workers and other processes inherit it.
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        folder = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        folder = config.rootpath / CACHE
+        folder.mkdir(parents=True, exist_ok=True)
+        shrink(folder, CACHE_BYTES)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     asked_for = re.findall(r"(?<!not )\b(?:slow|h200)\b", config.option.markexpr)
     if not asked_for:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
+    import jax  # reads the environment when it is imported
+
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the files of LONG to the front, in its order; the others keep theirs."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
+
+
+def shrink(folder: Path, limit: int) -> None:
+    """Delete the oldest files of `folder` until the others take at most `limit` bytes."""
+    files = [(file.stat(), file) for file in folder.iterdir()]
+    total = sum(stat.st_size for stat, _ in files)
+    for stat, file in sorted(files, key=lambda entry: entry[0].st_mtime):
+        if total <= limit:
+            return
+        file.unlink(missing_ok=True)
+        total -= stat.st_size
 
 
 @pytest.fixture

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from tiny import MODEL
 
+from jaxrl_llm import config as c
 from jaxrl_llm.config import (
     ActorConfig,
     Config,
     CriticConfig,
     DataConfig,
-    FunctionConfig,
     OptimizerConfig,
     RewardConfig,
     RewardModelConfig,
@@ -23,25 +24,13 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.online import Iteration, plan_iteration
+from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.online import Iteration, plan_iteration
-from jaxrl_llm.trainer.program import States
 from jaxrl_llm.trainer.rewarding import ArrayReward
-from jaxrl_llm.trainer.stages import KL_CONTROLLER
 from jaxrl_llm.types import RolloutBatch
 
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 24,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-}
 PROMPTS, N = 16, 2
 # How many decode steps there are depends on how many slots and samples a replica has.
 OF_THE_DECODE_LOOP = {
@@ -52,7 +41,7 @@ FAST = OptimizerConfig(learning_rate=3e-3)
 
 def tiny_config(*, model_reward: bool = True, algorithm: dict[str, Any] | None = None) -> Config:
     """Two epochs of two mini-batches of two micro-batches; a model or Python gives the reward."""
-    function = FunctionConfig(path="jaxrl_llm.rewards.exact_answer:exact_answer")
+    function = c.ExactAnswer()
     return Config(
         total_steps=8,
         data=DataConfig(
@@ -67,10 +56,7 @@ def tiny_config(*, model_reward: bool = True, algorithm: dict[str, Any] | None =
         reward=RewardConfig(model=RewardModelConfig())
         if model_reward
         else RewardConfig(functions=(function,)),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:ppo",
-            settings={"use_kl_in_reward": True, "kl_coef": 0.05} | (algorithm or {}),
-        ),
+        algorithm=c.PPO(**{"use_kl_in_reward": True, "kl_coef": 0.05} | (algorithm or {})),
     )
 
 

@@ -37,7 +37,6 @@ MODEL = {
     "max_position_embeddings": 16,
     "tie_word_embeddings": True,
 }
-SETTINGS = {"num_terms": 2, "num_digits": 1}
 
 
 def get_config() -> Config:
@@ -47,8 +46,8 @@ def get_config() -> Config:
         save_every=2,
         data=DataConfig(
             tokenizer="char",
-            train_tasks=(TaskConfig(name="chain_sum", settings=SETTINGS, size=64),),
-            val_tasks=(TaskConfig(name="chain_sum", settings=SETTINGS, size=16),),
+            train_tasks=(ChainSum(num_terms=2, num_digits=1, size=64),),
+            val_tasks=(ChainSum(num_terms=2, num_digits=1, size=16),),
             train_batch_size=16,
             max_prompt_length=4,
             max_response_length=4,
@@ -62,16 +61,10 @@ def get_config() -> Config:
         ),
         critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-3, offload=True)),
         rollout=RolloutConfig(n=2, num_slots=3),
-        algorithm=FunctionConfig(
-            path="jaxrl_llm.algorithms.alias:ppo",
-            settings={
-                "use_kl_in_reward": True,
-                "kl_controller": "adaptive",
-                "kl_coef": 0.05,
-                "kl_horizon": 100.0,
-            },
+        algorithm=PPO(
+            use_kl_in_reward=True, kl_controller="adaptive", kl_coef=0.05, kl_horizon=100.0
         ),
-        reward=RewardConfig(functions=(FunctionConfig(path="FOLDER/reward.py:digits"),)),
+        reward=RewardConfig(functions=(Custom(path="FOLDER/reward.py:digits"),)),
         validation=ValidationConfig(every=3),
         warmup=SupervisedConfig(steps=10, batch_size=16),
         checkpoint=CheckpointConfig(best_metric="actor/entropy"),
@@ -104,8 +97,9 @@ class TinyRun:
         self.run_dir = folder / "run"
         self.flags = flags
         config = folder / "tiny.py"
-        config.write_text(CONFIG.replace("FOLDER", str(folder)))
-        (folder / "reward.py").write_text(REWARD)
+        if not config.exists():  # a process may be reading it
+            (folder / "reward.py").write_text(REWARD)
+            config.write_text(CONFIG.replace("FOLDER", str(folder)))
         self.arguments = [f"--config={config}", f"--config.run_dir={self.run_dir}"]
         self._log = folder / "log.txt"
 

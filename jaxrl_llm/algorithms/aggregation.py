@@ -1,14 +1,13 @@
-"""From one value a token to one number.
+"""Aggregation of a loss: from one value a token, [B, R], to one number.
 
-Every function is f(x, mask, *, global_tokens, global_sequences) and returns the CONTRIBUTION of
-these rows to the number of the whole mini-batch: it divides by counts of the mini-batch, not of
-the rows at hand. So the results of micro-batches, of any sizes, just add up, and gradient
-accumulation equals the full batch. `global_counts` gives the counts.
+Every function is f(x, mask, *, global_tokens, global_sequences). It returns the CONTRIBUTION of
+these rows to the number of the whole mini-batch: it divides by the counts of the mini-batch, which
+`global_counts` gives. So the results of micro-batches of any sizes add up, and gradient
+accumulation equals the full batch.
 
-A sequence with no token in the mask adds 0 and is not counted.
+A sequence with an empty mask adds 0 and is not counted.
 """
 
-import difflib
 import functools
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.numerics import masked_count, masked_mean, masked_sum, safe_divide
+from jaxrl_llm.references import nearest
 
 Scalar = Float[Array, ""]
 
@@ -32,7 +32,7 @@ def token_mean(
     global_tokens: Scalar,
     global_sequences: Scalar,
 ) -> Scalar:
-    """Mean over all tokens: long responses weigh more. The default, and DAPO's choice."""
+    """Mean over all tokens: long responses weigh more. The default, and the choice of DAPO."""
     return safe_divide(masked_sum(x, mask), global_tokens)
 
 
@@ -43,7 +43,7 @@ def token_sum(
     global_tokens: Scalar,
     global_sequences: Scalar,
 ) -> Scalar:
-    """Sum over all tokens, not normalised: the step grows with the batch."""
+    """Sum over all tokens without a division: the gradient grows with the batch."""
     return masked_sum(x, mask)
 
 
@@ -54,7 +54,7 @@ def seq_mean_token_sum(
     global_tokens: Scalar,
     global_sequences: Scalar,
 ) -> Scalar:
-    """Mean over sequences of the sum over their tokens: the log-likelihood of whole responses."""
+    """Mean over sequences of the sum over their tokens, as for the likelihood of responses."""
     return safe_divide(masked_sum(x, mask), global_sequences)
 
 
@@ -65,7 +65,7 @@ def seq_mean_token_mean(
     global_tokens: Scalar,
     global_sequences: Scalar,
 ) -> Scalar:
-    """Mean over sequences of the mean over their tokens: every response weighs the same (GRPO)."""
+    """Mean over sequences of the mean over their tokens: all responses weigh the same (GRPO)."""
     return safe_divide(jnp.sum(masked_mean(x, mask, axis=1)), global_sequences)
 
 
@@ -79,13 +79,13 @@ def seq_mean_token_sum_norm(
 ) -> Scalar:
     """Mean over sequences of the sum over their tokens divided by a constant length (Dr.GRPO).
 
-    `scale` is that length in tokens; None takes the padded width R, which must then be the same in
-    every batch for the constant to be one. Liu et al. 2025, arXiv:2503.20783.
+    `scale` is that length in tokens. None takes the padded width R, which must then be equal in all
+    batches. Liu et al. 2025, arXiv:2503.20783.
     """
     return safe_divide(masked_sum(x, mask), global_sequences * (scale or mask.shape[1]))
 
 
-# The names that verl's users write in a config; code refers to the functions.
+# The names of verl's configs. Code uses the functions.
 AGGREGATIONS: dict[str, Callable[..., Scalar]] = {
     "token-mean": token_mean,
     "token-sum": token_sum,
@@ -102,10 +102,9 @@ def aggregation(name: str, *, scale: int | None = None) -> Callable[..., Scalar]
     aggregation does not use.
     """
     if name not in AGGREGATIONS:
-        near = difflib.get_close_matches(name, AGGREGATIONS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ValueError(
-            f"no loss aggregation '{name}'{hint} The names are: {', '.join(AGGREGATIONS)}"
+            f"no loss aggregation '{name}'{nearest(name, AGGREGATIONS)}\nThe names are: "
+            f"{', '.join(AGGREGATIONS)}"
         )
     if scale is None:
         return AGGREGATIONS[name]

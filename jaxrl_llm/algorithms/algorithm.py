@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from jaxrl_llm.algorithms.kl import (
     make_kl_controller,
 )
 from jaxrl_llm.algorithms.rejection import parse_rules, reject
+from jaxrl_llm.config import Composed
 
-# What each stands for when the sampler's policy is also the old one.
+# Bypass mode: the field that replaces each one, since the sampler's policy is the old one.
 TWO_POLICIES = {"old_logprobs": "rollout_logprobs"}
 
 
@@ -34,9 +35,9 @@ TWO_POLICIES = {"old_logprobs": "rollout_logprobs"}
 class Algorithm:
     """What one iteration computes. The positional parameters of each function are batch fields.
 
-    The planner reads them (`fields.field_names`): a function that asks for `values` brings in the
-    critic, one that asks for `reference_logprobs` the reference model, one that asks for
-    `greedy_scores` a greedy rollout and its reward; None brings in nothing.
+    The planner reads them (`fields.field_names`). A function that reads `values` needs the critic,
+    one that reads `reference_logprobs` the reference model, and one that reads `greedy_scores` a
+    greedy rollout and its reward. A function that is None needs nothing.
     """
 
     advantage: Callable[..., Any]  # fields -> (advantages [B, R], returns [B, R])
@@ -50,12 +51,12 @@ class Algorithm:
     kl_loss: Callable[..., Any] | None = None  # (logprobs, reference_logprobs) -> kl [B, R]
     kl_loss_coef: float = 0.0  # of the aggregated kl_loss, added to the policy loss
     entropy_coef: float = 0.0  # of the aggregated entropy, subtracted from the policy loss
-    # fields -> (the field importance_weights [B, R], metrics); the policy loss reads that field
-    # itself, so nobody else multiplies by it
+    # fields -> (the field importance_weights [B, R], metrics); the policy loss multiplies by it
     importance: Callable[..., Any] | None = None
-    # fields -> (the field loss_mask [B, R], metrics), which the update then takes for its `mask`:
-    # what it leaves out is in no loss and no mean
+    # fields -> (the field loss_mask [B, R], metrics); the update takes it as its `mask`, so tokens
+    # outside it are in no loss and no mean
     rejection: Callable[..., Any] | None = None
+    own_fields: tuple[str, ...] = ()  # that the functions read and stages of the user's write
 
     def __post_init__(self) -> None:
         rollout = {"advantage": self.advantage, "kl_reward": self.kl_reward}
@@ -64,10 +65,10 @@ class Algorithm:
         update["kl_loss"] = self.kl_loss
         for role, fn in rollout.items():
             if fn is not None:
-                check_fields(role, fn)
+                check_fields(role, fn, own=self.own_fields)
         for role, fn in update.items():
             if fn is not None:
-                check_fields(role, fn, update=True)
+                check_fields(role, fn, update=True, own=self.own_fields)
         if (self.kl_loss is None) != (self.kl_loss_coef == 0.0):
             raise ValueError(
                 f"kl_loss_coef is {self.kl_loss_coef} and kl_loss {self.kl_loss}: give both, or "
@@ -83,77 +84,38 @@ class Algorithm:
 
 
 def compose(
+    s: Composed,
     advantage: Callable[..., Any],
     policy_loss: Callable[..., Any],
     value_loss: Callable[..., Any] | None = None,
-    *,
-    loss_aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean",
-    loss_scale: int | None = None,
-    entropy_coef: float = 0.0,
-    use_kl_in_reward: bool = False,
-    kl_reward_type: str = "k1",
-    kl_controller: Literal["fixed", "adaptive"] = "fixed",
-    kl_coef: float = 0.001,
-    kl_horizon: float = 10000.0,
-    kl_target: float = 0.1,
-    use_kl_loss: bool = False,
-    kl_loss_type: str = "low_var_kl",
-    kl_loss_coef: float = 0.001,
-    rollout_is: Literal["token", "sequence"] | None = None,
-    rollout_is_threshold: float | str = 2.0,
-    rollout_is_batch_normalize: bool = False,
-    rollout_rs: str | None = None,
-    rollout_rs_threshold: float | str | None = None,
-    bypass_mode: bool = False,
 ) -> Algorithm:
-    """An algorithm of an estimator, a policy loss and these settings, which all have in common.
+    """An algorithm of an estimator, a policy loss and the settings that all have in common.
 
-    Names and defaults are verl's. `loss_scale` is the length that seq-mean-token-sum-norm divides
-    by. The KL goes into the reward (`use_kl_in_reward`; `kl_coef` steered by a `fixed` or
-    `adaptive` controller towards `kl_target` over `kl_horizon` samples), into the loss
-    (`use_kl_loss`), both or neither; a term whose coefficient is 0 is left out, and with both left
-    out no reference model is loaded.
-
-    Rollout correction, for the gap between sampler and trainer: `rollout_is` weighs each token or
-    sequence by its ratio, cut at `rollout_is_threshold` (a number), or 0 outside of a band
-    ("0.5_2.0", IcePop); `rollout_rs` names rejection rules ("token_k1,seq_mean_k3"; `rejection.py`)
-    with `rollout_rs_threshold`, one for all or one each. `bypass_mode` takes the sampler's policy
-    for the old one: no pass computes `old_logprobs`, a ratio of the loss is that to the sampler,
-    and what is given of the above is computed in the update, from the current policy.
-
-    Raises ValueError for an unknown name, a setting out of range, and for weights in bypass mode
-    beside a loss that has that ratio already.
+    Raises ValueError for an unknown name in `rollout_rs`, a setting that a function refuses, and
+    for weights in bypass mode with a loss that has the same ratio already.
     """
     for fn in (advantage, policy_loss, value_loss):
         if fn is not None:
             check_settings(fn)
     correction = _correction(
         policy_loss,
-        _importance(rollout_is, rollout_is_threshold, rollout_is_batch_normalize),
-        _rejection(rollout_rs, rollout_rs_threshold),
-        bypass=bypass_mode,
+        _importance(s.rollout_is, s.rollout_is_threshold, s.rollout_is_batch_normalize),
+        _rejection(s.rollout_rs, s.rollout_rs_threshold),
+        bypass=s.bypass_mode,
     )
-    kl_reward = _kl_in_reward(
-        use_kl_in_reward, kl_reward_type, kl_controller, kl_coef, kl_horizon, kl_target
-    )
-    if bypass_mode:
+    kl_reward = _kl_in_reward(s)
+    if s.bypass_mode:
         advantage = with_renamed_fields(advantage, TWO_POLICIES)
         if kl_reward:
             kl_reward["kl_reward"] = with_renamed_fields(kl_reward["kl_reward"], TWO_POLICIES)
     return Algorithm(
         advantage=advantage,
-        aggregate=aggregation(loss_aggregation, scale=loss_scale),
+        aggregate=aggregation(s.loss_aggregation, scale=s.loss_scale),
         value_loss=value_loss,
-        entropy_coef=entropy_coef,
+        entropy_coef=s.entropy_coef,
         **correction,
         **kl_reward,
-        **_kl_in_loss(use_kl_loss, kl_loss_type, kl_loss_coef),
+        **_kl_in_loss(s.use_kl_loss, s.kl_loss_type, s.kl_loss_coef),
     )
 
 
@@ -214,12 +176,12 @@ def _correction(
     return {"policy_loss": corrected_in_the_update(policy_loss, importance, rejection)}
 
 
-def _kl_in_reward(
-    on: bool, kind: str, controller: str, coef: float, horizon: float, target: float
-) -> dict[str, Any]:
-    made = make_kl_controller(controller, coef=coef, horizon=horizon, target=target)
-    estimator = kl_penalty(kind)
-    if not on or coef == 0.0:
+def _kl_in_reward(s: Composed) -> dict[str, Any]:
+    made = make_kl_controller(
+        s.kl_controller, coef=s.kl_coef, horizon=s.kl_horizon, target=s.kl_target
+    )
+    estimator = kl_penalty(s.kl_reward_type)
+    if not s.use_kl_in_reward or s.kl_coef == 0.0:
         return {}
     return {"kl_reward": partial(kl_in_reward, estimator=estimator), "kl_controller": made}
 

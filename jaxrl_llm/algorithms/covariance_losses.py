@@ -1,11 +1,11 @@
-"""Policy losses that spare the entropy by treating a few tokens apart (Cui et al. 2025).
+"""Policy losses that preserve entropy by treating a few tokens differently.
 
-Entropy falls by the tokens whose log-probability and advantage go together: their covariance
-(A - mean A) (logprobs - mean logprobs) is large. The means and the choice range over the tokens of
-one micro-batch, as in verl: over all rows that a pass holds at once, on every device of the mesh.
-Fewer, larger micro-batches choose more evenly; a micro-batch chooses at least one token.
+Entropy falls mostly through tokens of large covariance (A - mean A) (logprobs - mean logprobs).
+The means and the choice of tokens are over one micro-batch, as in verl: all rows of one pass, on
+every device of the mesh. A micro-batch chooses at least one token, so many small micro-batches
+choose more tokens than a large one. Cui et al. 2025, arXiv:2505.22617.
 
-https://arxiv.org/abs/2505.22617
+Shapes: B samples, R response tokens. Loss and metrics are as in `policy_losses.py`.
 """
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.policy_losses import masked_log_ratio, per_token_metrics
-from jaxrl_llm.numerics import masked_count, masked_mean, mix32
+from jaxrl_llm.numerics import absolute, clip, masked_count, masked_mean, mix32
 
 
 def clip_cov(
@@ -30,10 +30,14 @@ def clip_cov(
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
     """Clip-Cov: PPO's clip, and no gradient for a few tokens of large covariance.
 
-    max(clip_cov_ratio n, 1) of the n tokens are drawn from those whose covariance is between the
-    bounds and which PPO has not clipped; their loss is 0. The draw is a hash of the token's
-    position and log-probability, not a random number: a resumed run draws the same tokens.
-    `actor/pg_clipfrac` counts the drawn ones.
+    loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and 0 on the drawn tokens
+
+    Of n tokens, max(clip_cov_ratio n, 1) are drawn. Eligible are tokens with a covariance between
+    `clip_cov_lb` and `clip_cov_ub` that PPO does not clip. The draw is a hash of position and
+    log-probability, so a resumed run draws the same tokens. There is no dual clip.
+
+    Metric: `actor/pg_clipfrac` counts the drawn tokens. Raises ValueError for a setting that is
+    out of range.
     """
     if not (clip_cov_ratio > 0 and clip_cov_lb < clip_cov_ub) or min(clip_low, clip_high) < 0:
         raise ValueError(
@@ -46,7 +50,7 @@ def clip_cov(
     ratio = jnp.exp(log_ratio)
     advantages = jnp.where(keep, advantages, 0.0)
     unclipped = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    clipped = -advantages * clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     covariance = _covariance(logprobs, advantages, mask)
     eligible = keep & (clipped <= unclipped)
     eligible &= (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
@@ -64,10 +68,14 @@ def kl_cov(
     kl_cov_ratio: float = 0.0002,
     ppo_kl_coef: float = 0.1,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """KL-Cov: no clip, and a penalty |logprobs - old_logprobs| on the tokens of most covariance.
+    """KL-Cov: no clip, and a penalty on the tokens of largest covariance.
 
-    loss = -A ratio, and ppo_kl_coef |logprobs - old_logprobs| more on max(kl_cov_ratio n, 1) of
-    the n tokens. `actor/ppo_kl` is the mean of that absolute value, as in verl.
+    loss = -A ratio, plus ppo_kl_coef |logprobs - old_logprobs| on max(kl_cov_ratio n, 1) of the n
+    tokens
+
+    At equal log-probs the penalty has gradient 0. Metric: `actor/ppo_kl` is the mean of
+    |logprobs - old_logprobs| over all tokens, as in verl. Raises ValueError unless kl_cov_ratio
+    is positive.
     """
     if kl_cov_ratio <= 0:
         raise ValueError(f"kl_cov_ratio is {kl_cov_ratio}; it must be over 0, such as 0.0002")
@@ -76,8 +84,8 @@ def kl_cov(
     covariance = _covariance(logprobs, advantages, mask)
     chosen = _lowest(-covariance, mask != 0, _share(kl_cov_ratio, mask))
     loss = -advantages * jnp.exp(log_ratio)
-    loss += jnp.where(chosen, ppo_kl_coef * jnp.abs(log_ratio), 0.0)
-    return loss, {"actor/ppo_kl": jax.lax.stop_gradient(jnp.abs(log_ratio))}
+    loss += jnp.where(chosen, ppo_kl_coef * absolute(log_ratio), 0.0)
+    return loss, {"actor/ppo_kl": jax.lax.stop_gradient(absolute(log_ratio))}
 
 
 def _covariance(logprobs: Array, advantages: Array, mask: Array) -> Array:
@@ -86,19 +94,19 @@ def _covariance(logprobs: Array, advantages: Array, mask: Array) -> Array:
 
 
 def _share(ratio: float, mask: Array) -> Array:
-    """max(ratio n, 1) of the n tokens, rounded down; a product just under a whole number is it."""
+    """max(ratio n, 1) of n tokens, rounded down; 1e-6 guards against a product just below."""
     return jnp.maximum(jnp.floor(ratio * masked_count(mask) * (1.0 + 1e-6)), 1.0)
 
 
 def _hash(logprobs: Array) -> Array:
-    """A number a token that looks random and is the same in every run, below 2^24."""
+    """A pseudo-random number below 2^24 for each token, the same in every run."""
     bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(logprobs), jnp.uint32)
     position = jnp.arange(logprobs.size, dtype=jnp.uint32).reshape(logprobs.shape)
     return (mix32(bits ^ mix32(position)) >> 8).astype(jnp.float32)
 
 
 def _lowest(x: Array, eligible: Array, count: Array) -> Array:
-    """True for the `count` eligible entries of the smallest x, ties by position."""
+    """True for the `count` eligible entries with the smallest x, ties by position."""
     flat = jnp.where(eligible, x, jnp.inf).reshape(-1)
     rank = jnp.argsort(jnp.argsort(flat, stable=True), stable=True)
     return (rank < count).reshape(x.shape) & eligible

@@ -1,13 +1,15 @@
 """Which batch fields a function of this room reads: its positional parameters say so."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from jaxrl_llm.references import nearest
 from jaxrl_llm.types import ROLLOUT_FIELDS
 
-# What the update computes anew on each mini-batch, beside the fields of the rollout batch.
+# What the update computes on each mini-batch, in addition to the fields of the rollout batch.
 UPDATE_FIELDS = ("logprobs", "entropy", "new_values", "top_logprobs")
 # What a field of the update is computed from: the policy's log-probs of the teacher's candidates.
 COMPUTED_FROM = {"top_logprobs": ("teacher_top_ids",)}
@@ -18,60 +20,57 @@ def field_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 
     Keyword-only parameters are settings. `functools.partial` with keywords keeps the names.
     """
+    if isinstance(fn, FieldFunction):
+        return fn.reads
+    if isinstance(fn, partial) and not fn.args:
+        return field_names(fn.func)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(fn).parameters.values() if p.kind in positional)
 
 
-def check_fields(role: str, fn: Callable[..., Any], *, update: bool = False) -> None:
+def check_fields(
+    role: str, fn: Callable[..., Any], *, update: bool = False, own: Sequence[str] = ()
+) -> None:
     """Refuse a function whose positional parameters are not fields.
 
-    `update` also allows what only the update has (`UPDATE_FIELDS`). Raises
+    `update` also allows what only the update has (`UPDATE_FIELDS`), `own` fields of the user's
+    stages. Raises
     ValueError with the nearest field, so a misspelt parameter is found before any device is
     touched.
     """
-    known = ROLLOUT_FIELDS + (UPDATE_FIELDS if update else ())
+    known = (*ROLLOUT_FIELDS, *(UPDATE_FIELDS if update else ()), *own)
     for name in field_names(fn):
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"{role} asks for the batch field '{name}', which does not exist here: {hint}"
-                f"The fields are {', '.join(known)}. A setting must be keyword-only (after *)."
+                f"{role} asks for the batch field '{name}', which does not exist here"
+                f"{nearest(name, known)}\nThe fields are {', '.join(known)}. A setting must be "
+                "keyword-only (after *)."
             )
 
 
-def function_of_fields(
-    fields: Sequence[str], like: Callable[..., Any], body: Callable[[dict[str, Any]], Any]
-) -> Callable[..., Any]:
-    """A function that reads `fields` and has the settings of `like`; `body` gets both by name.
+@dataclass(frozen=True)
+class FieldFunction:
+    """A function made of another one: `fn` takes the fields `reads`, in this order."""
 
-    For a function that is made of another: its signature declares the fields like a written one.
-    """
-    settings = [
-        parameter
-        for parameter in inspect.signature(like).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    positional = [inspect.Parameter(name, kind) for name in dict.fromkeys(fields)]
-    signature = inspect.Signature([*positional, *settings])
+    fn: Callable[..., Any]
+    reads: tuple[str, ...]
 
-    def made(*args: Any, **kwargs: Any) -> Any:
-        return body(signature.bind(*args, **kwargs).arguments)
-
-    made.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    return made
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        """Call `fn` with fields by position or by name; other names are settings."""
+        rest = tuple(named.pop(name) for name in self.reads[len(values) :])
+        return self.fn(*values, *rest, **named)
 
 
 def with_renamed_fields(fn: Callable[..., Any], names: Mapping[str, str]) -> Callable[..., Any]:
-    """`fn` reading other fields in place of some of its own: {its name: the field}."""
+    """`fn` reading other fields instead of some of its own: {its name: the field}."""
     own = field_names(fn)
     if not set(own) & set(names):
         return fn
+    renamed = [names.get(name, name) for name in own]
+    reads = tuple(dict.fromkeys(renamed))
 
-    def body(given: dict[str, Any]) -> Any:
-        settings = {name: value for name, value in given.items() if name not in read}
-        return fn(*(given[names.get(name, name)] for name in own), **settings)
+    def read_by_other_names(*values: Any, **settings: Any) -> Any:
+        given = dict(zip(reads, values, strict=True))
+        return fn(*(given[name] for name in renamed), **settings)
 
-    read = {names.get(name, name) for name in own}
-    return function_of_fields([names.get(name, name) for name in own], fn, body)
+    return FieldFunction(read_by_other_names, reads)

@@ -1,10 +1,13 @@
 """Advantage estimators that compare the samples of a prompt with each other.
 
-Each asks for `group_ids`, equal for samples that answer the same prompt, in any order. As in
-`advantages.py` an estimator returns (advantages, returns), 0 outside the mask and without gradient;
-here the returns are the advantages unless something else is said. r_i is the sum of a sample's
-rewards. A sample without others in its group is compared with 0, as in verl, unless something else
-is said; where all rewards of a group are equal the advantages are 0.
+Each reads `group_ids`, which are equal for samples of one prompt. Samples may be in any order. An
+estimator returns (advantages, returns), both 0 outside the mask and without a gradient. Unless its
+docstring says otherwise:
+
+- the returns are the advantages,
+- r_i is the sum of a sample's rewards over its tokens,
+- a group of one sample has the baseline 0, as in verl,
+- where all rewards of a group are equal, the advantages are 0.
 
 Shapes: B samples, R response tokens, right-padded, K reward parts.
 """
@@ -16,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.algorithms.advantages import returns_to_go
 from jaxrl_llm.numerics import masked_count, masked_sum, masked_whiten, safe_divide
 
-GROUP_STD_EPS = 1e-6  # added to a group's deviation, as verl does
+GROUP_STD_EPS = 1e-6  # added to the standard deviation of a group, as in verl
 
 Estimate = tuple[Float[Array, "B R"], Float[Array, "B R"]]
 
@@ -28,13 +31,14 @@ def grpo(
     *,
     norm_adv_by_std: bool = True,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """A sample's reward against those of its group, on each of its tokens.
+    """GRPO: a sample's reward relative to its group, the same on each of its tokens.
 
-    A_i = (r_i - mean of the group) / (std of the group + 1e-6), with the unbiased deviation; 1 for
-    a group of one.
+    A_i = (r_i - mean of the group) / (std of the group + 1e-6), with the unbiased std. The std of
+    a group of one is 1.
 
-    Shao et al. 2024, arXiv:2402.03300. `norm_adv_by_std=False` is Dr. GRPO, which does not blow up
-    the groups whose rewards hardly differ (Liu et al. 2025, arXiv:2503.20783).
+    The division amplifies groups whose rewards hardly differ. `norm_adv_by_std=False` omits it:
+    Dr. GRPO, Liu et al. 2025, arXiv:2503.20783. Do not use it with one sample a prompt.
+    Shao et al. 2024, arXiv:2402.03300.
     """
     totals = masked_sum(rewards, mask, axis=1)
     everyone = jnp.ones_like(totals, bool)
@@ -49,12 +53,13 @@ def grpo_passk(
     *,
     norm_adv_by_std: bool = True,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """Pass@k: only the best sample of a group learns, by how much it is better than the second.
+    """Pass@k: only the best sample of a group has an advantage, its lead over the second best.
 
-    A_i = max(r_i - max of r_j over j != i, 0) [/ (std of the group + 1e-6)]. Two that share the
-    first place learn nothing, and neither does a sample without others (verl refuses it).
+    A_i = max(r_i - max of r_j over j != i, 0) [/ (std of the group + 1e-6)]
 
-    Walder and Karkhanis 2025, arXiv:2505.15201; in verl's form, arXiv:2503.19595.
+    If two samples share the first place, the group teaches nothing; a group of one neither (verl
+    refuses it). Use it where the best of k answers counts, not the average one.
+    Walder and Karkhanis 2025, arXiv:2505.15201; verl's form: arXiv:2503.19595.
     """
     totals = masked_sum(rewards, mask, axis=1)
     others = _same_group(group_ids) & ~jnp.eye(totals.shape[0], dtype=bool)
@@ -76,13 +81,14 @@ def gdpo(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """GDPO: each part of the reward is standardised in its group before the parts are added.
 
-    A_i = whiten(sum over k of w_k grpo(part k)_i) over the tokens of the batch. So a part with a
-    large spread does not drown another. `reward_weights` are w_k, 1 each if not given; the
-    weights of `config.reward.weights` do not reach the parts. A part that does not apply to a
-    sample (NaN) adds 0 to it and is in no mean. The rewards of tokens, and so a KL in the reward,
-    are not read.
+    A_i = whiten(sum over k of w_k grpo(part k)_i), whitened over the tokens of the batch
 
-    Liu et al. 2026, arXiv:2601.05242. Raises ValueError unless there is a weight for each part.
+    So a part with a large spread does not hide another. `reward_weights` are w_k, by default 1;
+    `config.reward.weights` do not apply to the parts. A part that does not apply to a sample (NaN)
+    adds 0 and is in no mean. Rewards of tokens are not read: do not combine it with a KL in the
+    reward.
+
+    Liu et al. 2026, arXiv:2601.05242. Raises ValueError unless there is one weight a part.
     """
     weights = reward_weights or (1.0,) * reward_parts.shape[1]
     if len(weights) != reward_parts.shape[1]:
@@ -103,11 +109,12 @@ def gdpo(
 def rloo(
     rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """RLOO: the reward of the sample less the mean reward of the others of its group.
+    """RLOO: the reward of a sample minus the mean reward of the others of its group.
 
-    A_i = r_i - mean of r_j over j != i = n / (n - 1) (r_i - mean of the group).
+    A_i = r_i - mean of r_j over j != i = n / (n - 1) (r_i - mean of the group)
 
-    Ahmadian et al. 2024, arXiv:2402.14740.
+    The baseline is unbiased because it leaves out the sample itself. It needs two or more samples
+    a prompt. Ahmadian et al. 2024, arXiv:2402.14740.
     """
     totals = masked_sum(rewards, mask, axis=1)
     deviation, _, size = _deviation(totals, group_ids, jnp.ones_like(totals, bool))
@@ -118,10 +125,12 @@ def rloo(
 def reinforce_plus_plus_baseline(
     rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """REINFORCE++ with a baseline: less the mean of the group, then whitened over all tokens.
+    """REINFORCE++ with a baseline: minus the mean of the group, then whitened over all tokens.
 
-    A = whiten(r_i - mean of the group). The deviation is that of the batch and not of the group,
-    so a group whose rewards hardly differ stays small. Hu 2025, arXiv:2501.03262.
+    A = whiten(r_i - mean of the group)
+
+    The std is that of the batch and not of the group, so a group whose rewards hardly differ keeps
+    small advantages. Hu 2025, arXiv:2501.03262.
     """
     totals = masked_sum(rewards, mask, axis=1)
     deviation = _standardized(totals, group_ids, jnp.ones_like(totals, bool), by_std=False)
@@ -132,10 +141,12 @@ def reinforce_plus_plus_baseline(
 def opo(
     rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """OPO: less the mean reward of the group, in which a sample counts by its length.
+    """OPO: minus the mean reward of the group, weighted by the lengths of its samples.
 
-    A_i = r_i - sum of l_j r_j / sum of l_j, l_j in tokens: the baseline of least variance where
-    the gradients of tokens are independent and of one size. Hao et al. 2025, arXiv:2505.23585.
+    A_i = r_i - sum of l_j r_j / sum of l_j, l_j in tokens
+
+    This baseline has the least variance if the gradients of tokens are independent and of equal
+    size. Hao et al. 2025, arXiv:2505.23585.
     """
     totals, lengths = masked_sum(rewards, mask, axis=1), masked_count(mask, axis=1)
     same = _same_group(group_ids)
@@ -152,12 +163,13 @@ def gpg(
     *,
     f_norm: float = 1.0,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """GPG: less the mean of the group, larger in a batch where few samples got any reward.
+    """GPG: minus the mean of the group, scaled up where few samples of the batch got any reward.
 
     A_i = alpha (r_i - mean of the group) / f_norm, alpha = B / number of samples whose reward is
-    not 0 (at least 1), as in verl. It supposes rewards of which 0 means nothing achieved.
+    not 0 (at least 1), as in verl
 
-    Chu et al. 2025, arXiv:2504.02546. Raises ValueError unless f_norm is over 0.
+    It assumes that a reward of 0 means failure: do not use it with negative or shifted rewards.
+    Chu et al. 2025, arXiv:2504.02546. Raises ValueError unless f_norm is positive.
     """
     if f_norm <= 0:
         raise ValueError(f"f_norm is {f_norm}; it must be over 0, and 1.0 is usual")
@@ -176,16 +188,18 @@ def optimal_token_baseline(
     *,
     handle_zero_tail: bool = True,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """OTB: the return to go less a baseline of its own at every token.
+    """OTB: the return to go minus a baseline for each token position.
 
-    A_t = G_t - sum over the group of G_t W_t / (sum of W_t + 1e-8), over the samples that have a
-    token t; W_t = sum over j <= t of (1 - 2 pi_j + sum over the vocabulary of pi^2), the squared
-    size of the gradient that a sample's logits have gathered so far. `handle_zero_tail` takes 0
-    for a baseline where a sample is the only one left, or its advantage would be 0 there. The
-    returns are G_t. For responses of one turn: a token t is a position, and holes in the mask
-    shift nothing.
+    A_t = G_t - sum over the group of G_t W_t / (sum of W_t + 1e-8)
+    W_t = sum over j <= t of (1 - 2 pi_j + sum over the vocabulary of pi^2)
 
-    As in verl's `optimal_token_baseline` (Li et al. 2025).
+    Sums are over the samples of the group that have a token t. W_t is the squared norm of the
+    gradient in a sample's logits, accumulated up to t. The returns are G_t. With
+    `handle_zero_tail` the baseline is 0 where one sample is left, whose advantage would be 0.
+    `sum_pi_squared` [B, R] costs a pass over the vocabulary.
+
+    Use it for responses of one turn: t is a position, and holes in the mask shift nothing.
+    As verl's `optimal_token_baseline` (Li et al. 2025).
     """
     weights = jnp.ones_like(mask)
     return _token_baseline(
@@ -203,7 +217,7 @@ def corrected_optimal_token_baseline(
     *,
     handle_zero_tail: bool = True,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """`optimal_token_baseline` of a loss with importance weights: W_t sums them squared."""
+    """`optimal_token_baseline` with importance weights: each term of W_t is times their square."""
     weights = importance_weights
     return _token_baseline(
         rewards, mask, group_ids, old_logprobs, sum_pi_squared, weights, handle_zero_tail
@@ -243,9 +257,9 @@ def _same_group(group_ids: Int[Array, " B"]) -> Array:
 
 
 def _over_group(same: Array, x: Array) -> Array:
-    """Sum of x, [B] or [B, R], over each sample's group."""
+    """Sum of x, [B] or [B, R], over the group of each sample."""
     if x.ndim == 1:
-        # Elementwise and not a matrix product, which a GPU may round to a shorter float.
+        # Not a matmul: a GPU may round its inputs to a shorter float.
         return jnp.where(same, x[None, :], 0.0).sum(axis=1)
     return jnp.matmul(same.astype(jnp.float32), x, precision=jax.lax.Precision.HIGHEST)
 
@@ -253,11 +267,11 @@ def _over_group(same: Array, x: Array) -> Array:
 def _deviation(
     x: Float[Array, " B"], group_ids: Int[Array, " B"], counts: Array
 ) -> tuple[Array, Array, Array]:
-    """(x - mean, unbiased std, size) of each sample's group, over those that `counts` selects.
+    """(x - mean, unbiased std, size) of each sample's group, over the samples in `counts`.
 
-    The order of the samples does not matter. Exactly 0 where all are equal: the mean is taken of
-    differences, since that of three times 0.7 is not 0.7 in float32, and a small deviation divided
-    by a small std is no longer small.
+    Guarantees: the order of samples does not matter; x - mean is exactly 0 where all are equal.
+    For that the mean is taken of differences to the maximum: in float32 the mean of three times
+    0.7 is not 0.7, and a rounding error divided by a tiny std is large.
     """
     same = _same_group(group_ids) & counts[None, :]
     size = same.sum(axis=1, dtype=jnp.float32)
@@ -273,7 +287,7 @@ def _group_maximum(x: Array, same: Array) -> Array:
 
 
 def _standardized(x: Array, group_ids: Array, counts: Array, by_std: bool) -> Array:
-    """(x - mean) [/ (std + eps)] of each sample's group; a group of one has mean 0 and std 1."""
+    """(x - mean) [/ (std + eps)] in each sample's group. A group of one has mean 0 and std 1."""
     deviation, std, size = _deviation(x, group_ids, counts)
     if by_std:
         deviation = deviation / (std + GROUP_STD_EPS)

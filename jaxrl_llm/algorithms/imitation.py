@@ -1,4 +1,4 @@
-"""Learning from examples that the policy itself makes: its best samples, or a teacher's judgement.
+"""Imitation of samples that the policy generates: of the best ones, or of a teacher on them.
 
 Shapes: B samples, R response tokens, right-padded, K candidates a token.
 """
@@ -27,9 +27,10 @@ def best_of_n(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """1 on the tokens of the best sample of each group, 0 elsewhere; no gradient.
 
-    A_i = 1 if r_i = max of the group, and the first of those that share the place, and r_i >
-    `threshold` if there is one; r_i is the sum of the sample's rewards. A group none of whose
-    samples passes teaches nothing. RAFT: Dong et al. 2023, arXiv:2304.06767.
+    A_i = 1 if r_i = max of the group and r_i > threshold, r_i the sum of the sample's rewards
+
+    The first of several best samples is taken. A group without a sample above `threshold` teaches
+    nothing. RAFT: Dong et al. 2023, arXiv:2304.06767.
     """
     some = jnp.any(mask != 0, axis=1)
     totals = jnp.where(some, masked_sum(rewards, mask, axis=1), -jnp.inf)
@@ -48,9 +49,9 @@ def best_of_n(
 def keep_chosen(
     advantages: Float[Array, "B R"], mask: Float[Array, "B R"]
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, ""]]]:
-    """The mask of the samples with a positive advantage: the others are in no loss and no mean.
+    """The mask of the samples with a positive advantage; all others are in no loss and no mean.
 
-    The metric is the share of samples that are kept.
+    Metric: `rejection_sampling/kept_fraction`, the share of samples kept.
     """
     kept = jnp.where((mask != 0) & (advantages > 0), mask, 0.0)
     some = jnp.any(mask != 0, axis=1)
@@ -61,7 +62,7 @@ def keep_chosen(
 def nll(logprobs: Float[Array, "B R"], mask: Float[Array, "B R"]) -> Loss:
     """Negative log-likelihood of the tokens of the mask: loss = -log pi(token).
 
-    Supervised fine-tuning, for samples that something else chose.
+    Supervised fine-tuning on samples that are already selected, as by `keep_chosen`.
     """
     return -jnp.where(mask != 0, logprobs, 0.0), {}
 
@@ -70,7 +71,7 @@ def nll(logprobs: Float[Array, "B R"], mask: Float[Array, "B R"]) -> Loss:
 
 
 def no_advantage(mask: Float[Array, "B R"]) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """0 everywhere: for a loss that reads none, so that nothing has to be computed for one."""
+    """0 everywhere, for a loss that reads no advantage."""
     zeros = jnp.zeros_like(mask)
     return zeros, zeros
 
@@ -80,11 +81,11 @@ def teacher_advantage(
     teacher_logprobs: Float[Array, "B R"],
     mask: Float[Array, "B R"],
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """How much likelier the teacher finds each sampled token: A_t = log pi_T - log pi; no gradient.
+    """On-policy distillation as an advantage: A_t = log pi_teacher - log pi; no gradient.
 
-    The reverse KL by sample, with a minus: its policy gradient is that of -KL(pi || teacher) of
-    each token, given those before it. Agarwal et al. 2024 (GKD), arXiv:2306.13649; as a reward a
-    token, Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+    A_t is minus the sampled reverse KL. Its policy gradient is that of -KL(pi || teacher) for each
+    token given the tokens before it. Agarwal et al. 2024 (GKD), arXiv:2306.13649; as a reward:
+    Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
     """
     advantages = jnp.where(mask != 0, teacher_logprobs - old_logprobs, 0.0)
     return jax.lax.stop_gradient((advantages, advantages))
@@ -99,8 +100,8 @@ def reverse_kl(
 ) -> Loss:
     """Estimate of KL(pi || teacher) at each sampled token, as a loss.
 
-    `estimator` is one of `kl.kl_penalty` whose gradient is that of a divergence: k2, k3, or one
-    that is made straight-through. Metric: `distillation/reverse_kl`, the k1 estimate.
+    `estimator` is one of `kl.kl_penalty` with the gradient of a divergence: k2, k3, or a
+    straight-through one. Do not use k1. Metric: `distillation/reverse_kl`, the k1 estimate.
     """
     keep = mask != 0
     student = jnp.where(keep, logprobs, 0.0)
@@ -114,13 +115,15 @@ def forward_kl_top_k(
     teacher_top_logprobs: Float[Array, "B R K"],
     mask: Float[Array, "B R"],
 ) -> Loss:
-    """KL(teacher || pi) over the K tokens that the teacher finds likeliest, at each position.
+    """KL(teacher || pi) over the K most likely tokens of the teacher, at each position.
 
-    loss_t = sum over k of q_k (log q_k - log pi_k), q the teacher's probabilities as they are, not
-    normalised over the K; `top_logprobs` are the policy's of the same tokens. What the teacher
-    gives to all others is left out, so with a small K the loss may fall below 0, and the policy
-    is not told where to put the rest. Hinton et al. 2015, arXiv:1503.02531; on the student's own
-    samples, Agarwal et al. 2024, arXiv:2306.13649. Metric: `distillation/teacher_mass`, sum of q_k.
+    loss_t = sum over k of q_k (log q_k - log pi_k)
+
+    q_k are the teacher's probabilities, not normalised over the K; `top_logprobs` are the policy's
+    for the same tokens. The teacher's mass on all other tokens is left out: with a small K the
+    loss may be negative and does not constrain that mass. Metric: `distillation/teacher_mass`, the
+    sum of q_k. Hinton et al. 2015, arXiv:1503.02531; on samples of the student: Agarwal et al.
+    2024, arXiv:2306.13649.
     """
     keep = (mask != 0)[..., None]
     teacher = jnp.where(keep, teacher_top_logprobs, 0.0)

@@ -1,9 +1,9 @@
-"""Importance weights for the gap between sampler and trainer.
+"""Importance weights for the mismatch between sampler and trainer.
 
-`rollout_logprobs` come from the sampler, `old_logprobs` from the trainer for the same tokens and
-weights. In exact arithmetic they are equal; in bf16, or with a stale sampler, they are not, and the
-gradient is then that of another policy. How large the gap is says `mismatch.py`; `rejection.py`
-leaves samples out instead of weighing them.
+`rollout_logprobs` come from the sampler, `old_logprobs` from the trainer, both [B, R], for the same
+tokens and weights. In exact arithmetic they are equal. In bf16, or with a stale sampler, they
+differ, and the gradient is then biased. `mismatch.py` measures the difference; `rejection.py`
+leaves samples out instead of weighting them.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.fields import field_names, function_of_fields
+from jaxrl_llm.algorithms.fields import FieldFunction, field_names
 from jaxrl_llm.numerics import masked_mean, masked_sum, masked_var, safe_divide
 
 MAX_LOG_RATIO = 20.0
@@ -22,7 +22,7 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
-    """(lower, upper) of a number, which has no lower bound, or of a band "0.5_2.0", as in verl.
+    """(lower, upper) of a threshold as in verl: a number has no lower bound, "0.5_2.0" is a band.
 
     Raises ValueError unless 0 < lower <= upper.
     """
@@ -34,8 +34,8 @@ def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
         upper, lower = 0.0, None
     if upper <= 0 or (lower is not None and not 0 < lower <= upper):
         raise ValueError(
-            f"an importance threshold of {threshold!r}: expected a number over 0, such as 2.0, "
-            'which cuts weights off, or a band such as "0.5_2.0", outside of which they are 0'
+            f"an importance threshold of {threshold!r}: expected a positive number such as "
+            '2.0, which truncates weights, or a band such as "0.5_2.0", outside of which they are 0'
         )
     return lower, upper
 
@@ -49,14 +49,15 @@ def token_weights(
     lower: float | None = None,
     normalize: bool = False,
 ) -> tuple[Float[Array, "B R"], Metrics]:
-    """Each token's own ratio: w = pi_trainer / pi_sampler, truncated; and metrics.
+    """Truncated ratio of each token, w = pi_trainer / pi_sampler, [B, R]; and metrics.
 
-    Without `lower`, min(w, upper); with it, w inside of [lower, upper] and 0 outside (IcePop).
-    `normalize` divides by the mean weight of a token. 0 outside the mask, no gradient.
+    Without `lower`: min(w, upper). With it: w inside [lower, upper], 0 outside (IcePop).
+    `normalize` divides by the mean weight of a token. Weights are 0 outside the mask and have no
+    gradient.
 
-    It corrects each token by its own ratio and not by those before it: little variance, some bias.
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
-    IcePop: Ling team 2025, arXiv:2510.18855. verl's `rollout_is=token`.
+    A token is not corrected for the tokens before it: low variance, some bias. verl's
+    `rollout_is=token`. Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"; IcePop: Ling team 2025, arXiv:2510.18855.
     """
     log_ratio = jnp.where(mask != 0, old_logprobs - rollout_logprobs, 0.0)
     raw = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -77,11 +78,11 @@ def sequence_weights(
     lower: float | None = None,
     normalize: bool = False,
 ) -> tuple[Float[Array, "B R"], Metrics]:
-    """The ratio of whole responses on each of their tokens: w = prod of the tokens' ratios.
+    """The ratio of a whole response on each of its tokens: w = product of its tokens' ratios.
 
-    Truncated as `token_weights` has it; `normalize` divides by the mean weight of a response.
-    Unbiased before the truncation, of a variance that grows with the length: for short responses.
-    verl's `rollout_is=sequence`.
+    Truncated as in `token_weights`; `normalize` divides by the mean weight of a response. Unbiased
+    before the truncation, but its variance grows with the length: do not use it for long
+    responses. verl's `rollout_is=sequence`.
     """
     log_ratio = masked_sum(old_logprobs - rollout_logprobs, mask, axis=1)[:, None]
     raw = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -106,7 +107,7 @@ def _normalized(weights: Array, mean: Array) -> tuple[Array, Array]:
 
 
 def _metrics(weights: Array, raw: Array, mask: Array, lower: float | None, upper: float) -> Metrics:
-    """Of the weights before they are normalised, and how many ratios lay outside of the bounds."""
+    """Statistics of the weights before normalisation, and shares of ratios out of bounds."""
     keep = mask != 0
     some = jnp.any(keep, axis=1)
     mean = masked_mean(weights, mask)
@@ -117,7 +118,7 @@ def _metrics(weights: Array, raw: Array, mask: Array, lower: float | None, upper
         "max": _largest(weights, keep),
         "min": 0.0 - _largest(0.0 - weights, keep),
         "std": jnp.sqrt(masked_var(weights, mask, unbiased=False)),
-        # Of one token's worth: 1 where all weights are equal, near 0 where one rules.
+        # Relative to the number of tokens: 1 for equal weights, near 0 if one dominates.
         "eff_sample_size": safe_divide(jnp.square(mean), masked_mean(jnp.square(weights), mask)),
         "ratio_fraction_high": masked_mean(above, mask),
         "ratio_fraction_low": masked_mean(below, mask),
@@ -132,7 +133,7 @@ def _metrics(weights: Array, raw: Array, mask: Array, lower: float | None, upper
 
 
 def _largest(x: Array, keep: Array) -> Array:
-    """Maximum over `keep`; 0 where it selects nothing."""
+    """Maximum over `keep`; 0 if it selects nothing."""
     return jnp.where(jnp.any(keep), jnp.max(jnp.where(keep, x, -jnp.inf)), 0.0)
 
 
@@ -140,19 +141,17 @@ def _largest(x: Array, keep: Array) -> Array:
 
 
 def importance_weighted(policy_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`policy_loss` times the field `importance_weights`, which joins the fields that it reads.
+    """Any policy loss times the field `importance_weights`; its metrics are unchanged.
 
-    The metrics stay as they were. Works on any policy loss, since the signature of the result
-    declares the field like a hand-written one.
+    The result reads one more field than the loss.
     """
 
-    def weighted(given: dict[str, Any]) -> Any:
-        weights = given.pop("importance_weights")
-        loss, metrics = policy_loss(**given)
+    def weighted(*values: Any, **settings: Any) -> Any:
+        *own, weights = values
+        loss, metrics = policy_loss(*own, **settings)
         return loss * weights, metrics
 
-    fields = (*field_names(policy_loss), "importance_weights")
-    return function_of_fields(fields, policy_loss, weighted)
+    return FieldFunction(weighted, (*field_names(policy_loss), "importance_weights"))
 
 
 def corrected_in_the_update(
@@ -160,19 +159,21 @@ def corrected_in_the_update(
     importance: Callable[..., Any] | None,
     rejection: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
-    """`policy_loss` corrected from the current policy to the sampler's: no old policy between them.
+    """`policy_loss` with weights and rejection of the current policy against the sampler.
 
-    What is rejected has loss 0 and stays in the count that the loss is divided by, as in verl's
-    bypass mode: how many are rejected is known only after the pass. `normalize` and the metrics
-    are a micro-batch's.
+    There is no old policy between the two (verl's bypass mode). A rejected token has loss 0 and
+    stays in the count that divides the loss, because rejection is known only after the pass.
+    `normalize` and the metrics are over one micro-batch.
     """
     if importance is None and rejection is None:
         return policy_loss
     own = field_names(policy_loss)
+    reads = tuple(dict.fromkeys((*own, "logprobs", "rollout_logprobs", "mask")))
 
-    def corrected(given: dict[str, Any]) -> Any:
+    def corrected(*values: Any) -> Any:
+        given = dict(zip(reads, values, strict=True))
         policies = [jax.lax.stop_gradient(given["logprobs"]), given["rollout_logprobs"]]
-        loss, metrics = policy_loss(**{k: v for k, v in given.items() if k in own or k not in read})
+        loss, metrics = policy_loss(*(given[name] for name in own))
         if importance is not None:
             weights, _ = importance(*policies, given["mask"])
             loss = loss * weights
@@ -186,5 +187,4 @@ def corrected_in_the_update(
             }
         return loss, metrics
 
-    read = dict.fromkeys((*own, "logprobs", "rollout_logprobs", "mask"))
-    return function_of_fields(tuple(read), policy_loss, corrected)
+    return FieldFunction(corrected, reads)

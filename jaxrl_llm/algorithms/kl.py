@@ -1,11 +1,11 @@
-"""The KL divergence from the reference: estimators, its place in the reward, controllers.
+"""The KL divergence to the reference: estimators, the KL in the reward, controllers.
 
-An estimator takes the log-probabilities of the same sampled tokens under two policies and returns
-one value a token, whose mean over samples of the first policy estimates KL(first || second).
-Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
+An estimator reads the log-probabilities [B, R] of the same sampled tokens under two policies. It
+returns one value a token. Their mean over samples of the first policy estimates
+KL(first || second). Schulman, "Approximating KL divergence",
+http://joschu.net/blog/kl-approx.html
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,57 +15,58 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
-from jaxrl_llm.numerics import masked_count, masked_mean, safe_divide
+from jaxrl_llm.numerics import absolute, clip, masked_count, masked_mean, safe_divide
+from jaxrl_llm.references import nearest
 
 Tokens = Float[Array, "B R"]
 Estimator = Callable[[Tokens, Tokens], Tokens]
 
 MAX_LOG_RATIO = 20.0  # before exp
-MAX_K3 = 10.0  # one token must not rule a batch
-MAX_KL_ERROR = 0.2  # of an adaptive controller, relative to its target
+MAX_K3 = 10.0  # so that one token does not dominate a batch
+MAX_KL_ERROR = 0.2  # the largest relative error that moves an adaptive controller
 
 
 def kl_k1(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """logprobs - reference_logprobs: unbiased, of high variance, negative for single tokens.
+    """logprobs - reference_logprobs: unbiased, with high variance; a token's value may be negative.
 
-    Right in the reward. In a loss its gradient has mean 0 and it does not hold the policy back:
-    take k2, k3 or `k1+` there.
+    Use it in the reward. Do not use it in a loss: the mean of its gradient is 0, so it does not
+    restrain the policy. Use k2, k3 or `k1+` there.
     """
     return logprobs - reference_logprobs
 
 
 def kl_abs(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """|logprobs - reference_logprobs|: a distance, not an estimate of the KL."""
-    return jnp.abs(logprobs - reference_logprobs)
+    """|logprobs - reference_logprobs|: a distance, not an estimate of the KL; gradient 0 at 0."""
+    return absolute(logprobs - reference_logprobs)
 
 
 def kl_k2(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """0.5 (logprobs - reference_logprobs)^2: biased, but its gradient is that of the KL."""
+    """0.5 (logprobs - reference_logprobs)^2: biased, with the gradient of the KL. For a loss."""
     return 0.5 * jnp.square(logprobs - reference_logprobs)
 
 
 def kl_k3(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
     """exp(d) - d - 1 with d = reference_logprobs - logprobs: unbiased, never negative.
 
-    d is clamped to ±20 and the result to ±10, as in verl ("low_var_kl"); a token past either clamp
-    has no gradient.
+    d is clamped to ±20 and the result to ±10, as in verl ("low_var_kl"). A token beyond a clamp
+    has no gradient: where the policy drops tokens, `kl_k3_unclamped` restrains it longer.
     """
-    d = jnp.clip(reference_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return jnp.clip(jnp.exp(d) - d - 1.0, -MAX_K3, MAX_K3)
+    d = clip(reference_logprobs - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clip(jnp.exp(d) - d - 1.0, -MAX_K3, MAX_K3)
 
 
 def kl_k3_unclamped(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
-    """k3 as the formula has it, and as TRL computes it.
+    """exp(d) - d - 1 without a clamp, as in TRL.
 
-    Its gradient 1 - exp(d) holds on to a token the more, the less likely the policy has made it;
-    that of `kl_k3` ends at exp(d) = 13. Where d is over 88 it is not finite, and the run stops.
+    Its gradient 1 - exp(d) grows as the policy makes a token less likely; that of `kl_k3` ends at
+    exp(d) = 13. For d over 88 it is not finite, and the run stops.
     """
     d = reference_logprobs - logprobs
     return jnp.exp(d) - d - 1.0
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """The value of `estimator` with the gradient of k2, which is an unbiased gradient of the KL."""
+    """The value of `estimator` with the gradient of k2, an unbiased gradient of the KL."""
 
     def estimate(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
         value = jax.lax.stop_gradient(estimator(logprobs, reference_logprobs))
@@ -75,7 +76,7 @@ def straight_through(estimator: Estimator) -> Estimator:
     return estimate
 
 
-# The names that verl's users write in a config; code refers to the functions.
+# The names of verl's configs. Code uses the functions.
 ESTIMATORS: dict[str, Estimator] = {
     "k1": kl_k1,
     "kl": kl_k1,
@@ -89,17 +90,15 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def kl_penalty(name: str) -> Estimator:
-    """The estimator of that name; a `+` at its end asks for the straight-through gradient.
+    """The estimator of that name. A `+` at its end selects the straight-through gradient.
 
-    Names: k1 (kl), abs, k2 (mse), k3 (low_var_kl), k3_unclamped. Raises ValueError for another.
+    Names: k1 (kl), abs, k2 (mse), k3 (low_var_kl), k3_unclamped. Raises ValueError for others.
     """
     base = name.removesuffix("+")
     if base not in ESTIMATORS:
-        near = difflib.get_close_matches(base, ESTIMATORS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ValueError(
-            f"no KL estimator '{name}'{hint} The names are: {', '.join(ESTIMATORS)}, "
-            "each also with a + (straight-through gradient)"
+            f"no KL estimator '{name}'{nearest(base, ESTIMATORS)}\nThe names are: "
+            f"{', '.join(ESTIMATORS)}, each also with a + (straight-through gradient)"
         )
     return straight_through(ESTIMATORS[base]) if name.endswith("+") else ESTIMATORS[base]
 
@@ -107,9 +106,10 @@ def kl_penalty(name: str) -> Estimator:
 def masked_kl(
     estimator: Estimator, logprobs: Tokens, reference_logprobs: Tokens, mask: Tokens
 ) -> Tokens:
-    """The estimate at each token of the mask; 0 elsewhere, and no gradient whatever stands there.
+    """The estimate at each token of the mask; value and gradient are 0 elsewhere.
 
-    An estimator alone would keep a gradient of 0 times what is not finite.
+    Guarantees: padding may hold any number, also NaN. The inputs are masked first, because 0 times
+    a gradient that is not finite is NaN.
     """
     first, second = (jnp.where(mask != 0, x, 0.0) for x in (logprobs, reference_logprobs))
     return jnp.where(mask != 0, estimator(first, second), 0.0)
@@ -124,22 +124,22 @@ def kl_in_reward(
     coef: Float[Array, ""],
     estimator: Estimator = kl_k1,
 ) -> tuple[Tokens, Tokens]:
-    """(rewards, kl): the score at the last token less coef times the KL at every token.
+    """(rewards, kl), [B, R]: the score at the last token minus coef times the KL of each token.
 
-    `coef` is the state of the KL controller. Both are 0 outside the mask; neither has a gradient.
+    `coef` is the state of the KL controller. Both are 0 outside the mask and have no gradient.
     """
     kl = masked_kl(estimator, old_logprobs, reference_logprobs, mask)
     return jax.lax.stop_gradient((score_to_rewards(scores, mask) - coef * kl, kl))
 
 
 def batch_kl(kl: Tokens, mask: Tokens) -> Float[Array, ""]:
-    """What a controller steers by: mean over sequences of the mean over tokens, as in verl."""
+    """The KL that a controller reads: mean over sequences of their token means, as in verl."""
     per_sequence = masked_mean(kl, mask, axis=1)
     return safe_divide(jnp.sum(per_sequence), masked_count(jnp.max(mask, axis=1, initial=0.0)))
 
 
 class KLController(Protocol):
-    """Chooses the coefficient of the KL in the reward; the state is that coefficient, float32."""
+    """Chooses the coefficient of the KL in the reward. The state is that coefficient, float32."""
 
     def init(self) -> Float[Array, ""]:
         """The state before the first iteration."""
@@ -148,7 +148,7 @@ class KLController(Protocol):
     def update(
         self, state: Float[Array, ""], current_kl: Float[Array, ""], num_samples: int
     ) -> Float[Array, ""]:
-        """The state for the next iteration, from the `batch_kl` of this one's samples."""
+        """The state for the next iteration, from the `batch_kl` of this iteration's samples."""
         ...
 
 
@@ -171,10 +171,11 @@ class FixedKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A coefficient that grows while the KL is over its target and falls while it is under.
+    """A coefficient that grows while the KL is above its target and falls while it is below.
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)
-    Ziegler et al. 2019, arXiv:1909.08593. `horizon` is in samples, `target` in nats a token.
+
+    `horizon` is in samples, `target` in nats a token. Ziegler et al. 2019, arXiv:1909.08593.
     Raises ValueError unless target and horizon are positive.
     """
 
@@ -196,9 +197,9 @@ class AdaptiveKL:
     def update(
         self, state: Float[Array, ""], current_kl: Float[Array, ""], num_samples: int
     ) -> Float[Array, ""]:
-        """One proportional step; `num_samples` is the number of sequences behind current_kl.
+        """One proportional step. `num_samples` is the number of sequences behind `current_kl`.
 
-        Raises ValueError where so many could turn the coefficient's sign.
+        Raises ValueError if that many samples could make the coefficient negative.
         """
         fewest = MAX_KL_ERROR * num_samples
         if fewest >= self.horizon:
@@ -212,7 +213,7 @@ class AdaptiveKL:
 
 
 def make_kl_controller(name: str, *, coef: float, horizon: float, target: float) -> KLController:
-    """The controller of that name, `fixed` or `adaptive`. Raises ValueError for another."""
+    """The controller of that name, `fixed` or `adaptive`. Raises ValueError for others."""
     if name == "fixed":
         return FixedKL(coef)
     if name == "adaptive":

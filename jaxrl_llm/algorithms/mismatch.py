@@ -1,4 +1,4 @@
-"""How far the sampler's policy is from the trainer's, under the names of verl and NeMo-RL."""
+"""Metrics of the mismatch between sampler and trainer, under the names of verl and NeMo-RL."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,17 +14,18 @@ def mismatch_metrics(
     rollout_logprobs: Float[Array, "B R"],
     mask: Float[Array, "B R"],
 ) -> dict[str, Float[Array, ""]]:
-    """The two policies on the same tokens; a sequence's perplexity is exp(-mean log-prob).
+    """Distances of the two policies on the same tokens.
 
-    - `training/rollout_probs_diff_{max,mean,std}`: of |p_trainer - p_sampler| over tokens.
-    - `rollout_corr/{kl,k3_kl}`: KL(sampler || trainer), two estimators.
-    - `rollout_corr/{training,rollout}_{ppl,log_ppl}`, `rollout_corr/ppl_ratio`: perplexities and
-      that of the trainer over the sampler's, mean over sequences.
-    - `rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}`: of the logarithm of that ratio.
-    - `rollout_corr/chi2_{token,seq}`: mean squared ratio less 1, of tokens and of sequences.
+    - `training/rollout_probs_diff_{max,mean,std}`: |p_trainer - p_sampler| over tokens.
+    - `rollout_corr/{kl,k3_kl}`: KL(sampler || trainer) by two estimators.
+    - `rollout_corr/{training,rollout}_{ppl,log_ppl}`: perplexity exp(-mean log-prob) of a sequence
+      and its logarithm, mean over sequences.
+    - `rollout_corr/ppl_ratio`: perplexity of the trainer over that of the sampler.
+    - `rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}`: logarithm of that ratio.
+    - `rollout_corr/chi2_{token,seq}`: mean squared ratio minus 1, over tokens and sequences.
     - `token_mult_prob_error`: mean over tokens of exp(|log-ratio|); 1 is perfect.
 
-    All are 0 when the mask selects nothing; sequences without a token count nowhere.
+    All are 0 for an empty mask. Sequences without a token are not counted.
     """
     keep = mask != 0
     some = jnp.any(keep, axis=1)

@@ -1,31 +1,32 @@
-"""What an offline algorithm is made of, and the batch fields that its functions may name.
+"""The record of an offline algorithm, and the batch fields that its functions may name.
 
-As online, positional parameters are fields and keyword-only parameters are settings. A kind of
-record has groups of rows; each group gives fields of one number a record:
+Positional parameters are fields and keyword-only parameters are settings. A kind of record has
+groups of rows. Each group gives fields with one number a record, [B]:
 
-| field | what |
+| field | meaning |
 |---|---|
 | `<group>_logprobs` | log-prob of the completion, summed over its tokens |
-| `<group>_lengths` | tokens of the completion, its end token included |
+| `<group>_lengths` | tokens of the completion, including its end token |
 | `<group>_row_logprobs`, `<group>_row_lengths` | the same over prompt and completion |
 | `<group>_scores` | score of a scalar model at the last token |
 | `reference_<group>_logprobs` | `<group>_logprobs` under the reference model |
 
-and beside them the numbers of the kind, `weights` (0 for a record that only fills a batch), and
-`baseline`. What nobody names is not computed: without a `reference_...` there is no reference.
+Further fields are the numbers of the kind, `weights` (0 for a record that only fills a batch) and
+`baseline`. A field that no function names is not computed: without a `reference_...` field no
+reference model is loaded.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.references import nearest
 
 REFERENCE = "reference_"
 BASELINE = "baseline"
 LOGPROBS, SCORES = "_logprobs", "_scores"
-LANGUAGE = (LOGPROBS, "_lengths", "_row_logprobs", "_row_lengths")  # fields of a language model
+LANGUAGE = (LOGPROBS, "_lengths", "_row_logprobs", "_row_lengths")  # of a language model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class RecordKind:
 
 PAIR = ("chosen", "rejected")
 
-# Where a function's fields fit several kinds, the first is meant.
+# If the fields of a function fit several kinds, the first is taken.
 RECORD_KINDS = (
     RecordKind(name="examples", groups=("completion",)),
     RecordKind(name="preferences", groups=PAIR, numbers=("margins",)),
@@ -57,21 +58,21 @@ RECORD_KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineAlgorithm:
-    """What one offline step computes: the mean of `loss` over the records of the whole batch, plus
-    `token_loss_coef` times the mean of `token_loss` over their tokens.
+    """The loss of an offline step, and the functions that it needs.
 
-    The positional parameters of each function are fields (see the top of this file).
+    It is the mean of `loss` over the records of the whole batch, plus `token_loss_coef` times the
+    mean of `token_loss` over their tokens. Positional parameters of each function are fields.
     """
 
-    # fields -> (loss [B], metrics); a metric is [B], or ([B], weights [B]) for a weighted mean
+    # fields -> (loss [B], metrics). A metric is [B], or ([B], weights [B]) for a weighted mean
     loss: Callable[..., Any] | None = None
     # (<group>..._logprobs, <group>..._lengths) -> (loss summed over the tokens [B], tokens [B])
     token_loss: Callable[..., Any] | None = None
     token_loss_coef: float = 1.0
-    # fields -> the field `baseline` [B], from the whole batch, without gradient, before the update
+    # fields -> the field `baseline` [B]: over the whole batch, before the update, without gradient
     baseline: Callable[..., Any] | None = None
-    # For a loss on labelled completions, which takes pairs apart: where the held-out data are
-    # pairs, (log-probs of their two completions, and the reference's) -> metrics beside the loss's
+    # For a loss on labelled completions with pairs as held-out data: log-probs of both completions
+    # under policy and reference -> additional metrics
     judge_pairs: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class OfflineAlgorithm:
     def _check_judge(self, judge: Callable[..., Any]) -> None:
         if self.records.name != "unpaired":
             raise ValueError(
-                f"judge_pairs beside a loss on {self.records.name}: it is for one on labelled "
+                f"judge_pairs with a loss on {self.records.name}: it is for one on labelled "
                 "completions (the field labels), which sees no pairs; leave it out"
             )
         own = [group + LOGPROBS for group in PAIR]
@@ -110,53 +111,51 @@ class OfflineAlgorithm:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether some function names a log-prob of the reference model."""
+        """Whether a function names a log-prob of the reference model."""
         return any(name.startswith(REFERENCE) for name in self.reads)
 
     @property
     def update_reads(self) -> tuple[str, ...]:
-        """The fields that the update needs, with their gradient where the learner gives them."""
+        """The fields of the losses; those that the learner computes have a gradient."""
         functions = [fn for fn in (self.loss, self.token_loss) if fn is not None]
         return tuple(dict.fromkeys(name for fn in functions for name in field_names(fn)))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Every field that some function names."""
+        """Every field that a function names."""
         baseline = () if self.baseline is None else field_names(self.baseline)
         return tuple(dict.fromkeys((*self.update_reads, *baseline)))
 
     @property
     def records(self) -> RecordKind:
-        """The records that this algorithm learns from: the first kind that has all fields."""
+        """The kind of records to learn from: the first that has all fields."""
         return _kind_of(self.reads)
 
     @property
     def model_kind(self) -> Literal["causal_lm", "scalar"]:
-        """The model that learns: one that gives scores, or one that gives log-probs."""
+        """The model to train: a scalar model for scores, else a language model."""
         return "scalar" if any(name.endswith(SCORES) for name in self.reads) else "causal_lm"
 
 
 def groups_of(names: tuple[str, ...], kind: RecordKind, *, reference: bool = False) -> list[str]:
-    """The groups whose rows a model must see to give `names`: the learner, or the reference."""
+    """The groups whose rows the learner, or the reference, must read to compute `names`."""
     prefix = REFERENCE if reference else ""
     ends = (LOGPROBS,) if reference else (*LANGUAGE, SCORES)
     return [g for g in kind.groups if any(prefix + g + end in names for end in ends)]
 
 
 def check_offline_fields(names: tuple[str, ...]) -> None:
-    """Refuse names that are no fields, or that no kind of record has together.
+    """Check that `names` are fields, and that one kind of record has all of them.
 
     Raises ValueError with the nearest field, before any device is touched.
     """
     known = list(dict.fromkeys(name for kind in RECORD_KINDS for name in kind.fields))
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
             raise ValueError(
-                f"the algorithm asks for the field '{name}', which offline records do not have: "
-                f"{hint}The fields are {', '.join(known)}. A setting must be keyword-only (after "
-                "*)."
+                f"the algorithm asks for the field '{name}', which offline records do not have"
+                f"{nearest(name, known)}\nThe fields are {', '.join(known)}. A setting must be "
+                "keyword-only (after *)."
             )
     _kind_of(names)
 

@@ -1,18 +1,24 @@
-"""Policy losses, one value a token: aggregation over tokens is `aggregation.py`'s.
+"""Policy losses, one value a token; `aggregation.py` makes one number of them.
 
-Positional parameters are batch fields, keyword-only parameters are settings. A loss returns
-(loss [B, R], metrics), each metric also [B, R], to be averaged over the mask by the caller.
-Metrics of all: `actor/ppo_kl` (old_logprobs - logprobs), `actor/pg_clipfrac` (tokens on which the
-clip acted), `actor/pg_clipfrac_lower` (on which the second one did). Outside the mask loss and
-metrics are 0, and what stands there is not read.
+Positional parameters are batch fields, keyword-only parameters are settings. Shapes: B samples,
+R response tokens. A loss returns (loss [B, R], metrics); each metric is [B, R], and the caller
+averages it over the mask. Metrics that most losses have:
 
-Those that look at whole responses are in `sequence_losses.py`, those that choose tokens by their
-covariance in `covariance_losses.py`.
+- `actor/ppo_kl`: old_logprobs - logprobs
+- `actor/pg_clipfrac`: 1 on tokens that the clip changed
+- `actor/pg_clipfrac_lower`: 1 on tokens that the second clip changed
+
+Guarantees: outside the mask loss, gradient and metrics are 0, and the inputs are not read.
+
+Losses on whole responses are in `sequence_losses.py`; losses that choose tokens by their
+covariance are in `covariance_losses.py`.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from jaxrl_llm.numerics import clip
 
 MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: large, and still finite in float32
 
@@ -30,14 +36,14 @@ def ppo_clip(
     """PPO's clipped surrogate with separate bounds and a dual clip.
 
     ratio = exp(clamp(logprobs - old_logprobs, -20, 20))
-    loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and where A < 0 at most
-    -A clip_c: a token that became far more likely, although it was bad, has a bounded loss.
+    loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); where A < 0, at most
+    -A clip_c: a bad token that became far more likely has a bounded loss
 
     Metrics: `actor/pg_clipfrac` (the clipped side was chosen), `actor/pg_clipfrac_lower` (the dual
-    clip was), `actor/ppo_kl` (old_logprobs - logprobs). On equal log-probabilities the ratio is
-    exactly 1 and ppo_kl exactly 0. Tokens outside the mask have loss and metrics 0.
+    clip was chosen), `actor/ppo_kl`. At equal log-probabilities the ratio is exactly 1, ppo_kl
+    exactly 0, and the gradient -A.
 
-    Schulman et al. 2017, arXiv:1707.06347; dual clip Ye et al. 2020, arXiv:1912.09729;
+    Schulman et al. 2017, arXiv:1707.06347; dual clip: Ye et al. 2020, arXiv:1912.09729;
     clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476. Raises ValueError unless
     clip_c > 1 and the bounds are not negative.
     """
@@ -48,7 +54,7 @@ def ppo_clip(
     advantages = jnp.where(mask != 0, advantages, 0.0)
     ratio = jnp.exp(log_ratio)
     unclipped = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    clipped = -advantages * clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     upper = jnp.maximum(unclipped, clipped)
     bound = -advantages * clip_c
     negative = advantages < 0
@@ -73,14 +79,15 @@ def cispo(
 
     loss = -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprobs
 
-    The paper bounds the weight above only: clip_low 1 is no bound, since a ratio is not negative.
-    The value of the loss means little, its gradient is the point. MiniMax 2025, arXiv:2506.13585.
+    The paper bounds the weight only above: clip_low = 1 is no bound, since a ratio is not negative.
+    The value of the loss has no meaning; its gradient does. MiniMax 2025, arXiv:2506.13585. Raises
+    ValueError for a negative bound.
     """
     _check_clip(clip_low, clip_high)
     keep = mask != 0
     log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
     ratio = jnp.exp(log_ratio)
-    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    weight = jax.lax.stop_gradient(clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
     loss = -weight * jnp.where(keep, advantages, 0.0) * jnp.where(keep, logprobs, 0.0)
     return loss, per_token_metrics(log_ratio, clipfrac=ratio != weight)
 
@@ -94,13 +101,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """SAPO: a soft gate in the place of the clip, so that the gradient fades and never breaks off.
+    """SAPO: a soft gate instead of the clip; the gradient fades and is never cut off.
 
-    loss = -A (4 / tau) sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere.
-    At ratio 1 the gradient is that of REINFORCE; a larger tau fades sooner. The paper averages
-    over a response's tokens first (seq-mean-token-mean).
+    loss = -A (4 / tau) sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0, else tau_neg
 
-    Gao et al. 2025, arXiv:2511.20347. Raises ValueError unless both temperatures are over 0.
+    At ratio 1 the gradient is that of REINFORCE. A larger tau fades faster. The paper averages over
+    the tokens of a response first: use seq-mean-token-mean.
+
+    Gao et al. 2025, arXiv:2511.20347. Raises ValueError unless both temperatures are positive.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos {tau_pos} and tau_neg {tau_neg} must be over 0, such as 1.0")
@@ -116,9 +124,9 @@ def policy_gradient(
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
     """REINFORCE: loss = -A logprobs. verl's `gpg`.
 
-    No ratio and no old policy, whose pass is left out: on-policy for the first optimizer step of
-    an iteration alone, so it wants one mini-batch and one epoch. Williams 1992; GPG: Chu et al.
-    2025, arXiv:2504.02546.
+    It has no ratio and reads no old policy, so that pass is not computed. It is on-policy only in
+    the first optimizer step of an iteration: do not use it with several mini-batches or epochs.
+    Williams 1992; GPG: Chu et al. 2025, arXiv:2504.02546.
     """
     keep = mask != 0
     return -jnp.where(keep, logprobs, 0.0) * jnp.where(keep, advantages, 0.0), {}
@@ -132,15 +140,15 @@ def dro(
     *,
     beta: float,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """DRO: REINFORCE with a quadratic penalty on the log-ratio in the place of a clip.
+    """DRO: REINFORCE with a quadratic penalty on the log-ratio instead of a clip.
 
     loss = -(A logprobs - beta / 2 (logprobs - old_logprobs)^2)
 
-    Richemond et al. 2024, arXiv:2405.19107, a token at a time as in verl. Raises ValueError unless
-    beta is over 0.
+    The paper's loss is one of whole responses; this one is per token, as in verl. Richemond et al.
+    2024, arXiv:2405.19107. Raises ValueError unless beta is positive.
     """
     if beta <= 0:
-        raise ValueError(f"beta is {beta}; the penalty of DRO must be over 0, such as 0.1")
+        raise ValueError(f"beta is {beta}; the penalty of DRO must be positive, such as 0.1")
     keep = mask != 0
     log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
     gain = jnp.where(keep, logprobs, 0.0) * jnp.where(keep, advantages, 0.0)
@@ -157,11 +165,14 @@ def dppo_tv(
     divergence_high: float = 0.2,
     clip_c: float = 20.0,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """DPPO, total variation: a token leaves the update when its probability has moved too far.
+    """DPPO, total variation: no loss on a token whose probability has moved too far.
 
     loss = -A stop(min(ratio, clip_c)) logprobs, and 0 where A > 0 and p - p_old > divergence_high,
-    or A <= 0 and p_old - p > divergence_low. Of a token against all others |p - p_old| is the
-    total variation: unlike a ratio it lets rare tokens move. Qi et al. 2026, arXiv:2602.04879.
+    or A <= 0 and p_old - p > divergence_low
+
+    |p - p_old| is the total variation of a token against all others. Unlike a bound on the ratio
+    it lets rare tokens move. Metrics: `actor/pg_clipfrac` (outside the bounds), `..._lower` (ratio
+    above clip_c). Qi et al. 2026, arXiv:2602.04879. Raises ValueError for bounds out of range.
     """
     _check_divergence(divergence_low, divergence_high, clip_c)
     p, p_old = _probabilities(logprobs, old_logprobs, mask)
@@ -179,10 +190,11 @@ def dppo_kl(
     divergence_high: float = 0.05,
     clip_c: float = 20.0,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """DPPO, KL: as `dppo_tv` with the KL of the old to the current policy, in nats.
+    """DPPO, KL: `dppo_tv` with the KL of the old to the current policy, in nats.
 
-    KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), of a token against all
-    others; a token whose KL is over the bound leaves the update unless A draws it back.
+    KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), a token against all others
+
+    A token whose KL exceeds the bound has no loss, unless its advantage moves it back.
     """
     _check_divergence(divergence_low, divergence_high, clip_c)
     p, p_old = _probabilities(logprobs, old_logprobs, mask)
@@ -231,18 +243,18 @@ def _check_clip(low: float, high: float) -> None:
 
 
 def masked_log_ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> Array:
-    """logprobs - old_logprobs within 20, 0 outside the mask.
+    """logprobs - old_logprobs clamped to ±20, 0 outside the mask.
 
-    Padding is 0 before exp: a value there must not become inf * 0 in the gradient.
+    Padding becomes 0 before exp, so that the gradient has no inf * 0.
     """
     log_ratio = jnp.where(mask != 0, logprobs - old_logprobs, 0.0)
-    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def per_token_metrics(
     log_ratio: Array, *, clipfrac: Array | None = None, clipfrac_lower: Array | None = None
 ) -> dict[str, Array]:
-    """`actor/ppo_kl` of a log-ratio that is 0 outside the mask, and what was clipped."""
+    """`actor/ppo_kl` of a log-ratio that is 0 outside the mask, and the given clip fractions."""
     metrics = {"actor/ppo_kl": 0.0 - log_ratio}  # not -log_ratio: that prints a zero as -0.0
     if clipfrac is not None:
         metrics["actor/pg_clipfrac"] = clipfrac

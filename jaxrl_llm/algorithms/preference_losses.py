@@ -1,9 +1,9 @@
 """Losses on fixed data: preference pairs, labelled or rated completions, examples.
 
-One value a record, averaged by the caller over the whole batch; log-probs are sums over a
-completion's tokens. Metrics bear TRL's names: one value a record, or a pair (values, weights).
-`rewards` are the implicit ones of the policy, beta times the log-ratio to the reference (where
-there is no reference, beta times the log-prob).
+Shapes: B records. A loss returns one value a record, [B]; the caller averages it over the whole
+batch. Log-probs are sums over the tokens of a completion. Metrics have TRL's names: [B], or a pair
+(values, weights). `rewards` are implicit rewards: beta times the log-ratio to the reference, or
+beta times the log-prob without a reference.
 """
 
 from typing import Literal
@@ -23,14 +23,14 @@ CPOForm = Literal["sigmoid", "ipo", "hinge", "simpo"]
 def completion_nll(
     completion_logprobs: Float[Array, " B"], completion_lengths: Float[Array, " B"]
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Negative log-likelihood of the completion: its sum over tokens, and their number."""
+    """Negative log-likelihood of the completion: sum over its tokens, and their number."""
     return -completion_logprobs, completion_lengths
 
 
 def chosen_nll(
     chosen_logprobs: Float[Array, " B"], chosen_lengths: Float[Array, " B"]
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Negative log-likelihood of the chosen completion: its sum over tokens, and their number."""
+    """Negative log-likelihood of the chosen completion: sum over its tokens, and their number."""
     return -chosen_logprobs, chosen_lengths
 
 
@@ -39,7 +39,7 @@ def chosen_row_nll(
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
     """Negative log-likelihood of prompt and chosen completion: sum over tokens, and their number.
 
-    ORPO's likelihood term as its authors' code and TRL have it; the prompt counts too.
+    The likelihood term of ORPO; it includes the prompt, as in the authors' code and in TRL.
     """
     return -chosen_row_logprobs, chosen_row_lengths
 
@@ -54,14 +54,14 @@ def bradley_terry(
     *,
     center: float = 0.0,
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
-    """The loss of a reward model on pairs, after Bradley and Terry 1952.
+    """The Bradley-Terry loss of a reward model on pairs.
 
     loss = -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2
 
-    The margin is 0 where the data give none (Llama 2, arXiv:2307.09288). Scores are known only up
-    to a constant, which `center` draws to 0 (Eisenstein et al. 2023, arXiv:2312.09244; 0.01 there).
-    Metrics: `accuracy` (chosen over rejected; a tie is 0), `margin` (chosen - rejected),
-    `mean_reward` (mean of the two).
+    Requires: a margin of 0 where the data have none (margins: Llama 2, arXiv:2307.09288). The loss
+    fixes scores only up to a constant; `center` pulls it to 0 (Eisenstein et al. 2023,
+    arXiv:2312.09244, with 0.01). Metrics: `accuracy` (chosen above rejected; a tie is 0), `margin`
+    (chosen - rejected), `mean_reward` (mean of both). Bradley and Terry 1952.
     """
     gap = chosen_scores - rejected_scores
     total = chosen_scores + rejected_scores
@@ -77,10 +77,10 @@ def bradley_terry(
 def rating_error(
     completion_scores: Float[Array, " B"], ratings: Float[Array, " B"]
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
-    """Squared difference of score and rating: a reward model on the ratings' own scale.
+    """Squared error of a reward model: loss = (score - rating)^2.
 
-    For ratings that mean the same everywhere; where only their order within a prompt does, make
-    pairs and use `bradley_terry`. Metrics: `absolute_error`, `mean_reward`.
+    It assumes that ratings have one scale for all prompts. Where only their order within a prompt
+    counts, make pairs and use `bradley_terry`. Metrics: `absolute_error`, `mean_reward`.
     """
     error = completion_scores - ratings
     metrics = {"absolute_error": jnp.abs(error), "mean_reward": completion_scores}
@@ -106,11 +106,12 @@ def dpo(
 
     sigmoid  -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d); e > 0 is conservative DPO, for
              labels wrong with probability e (Mitchell 2023)
-    robust   (-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e): unbiased under
-             such labels (Chowdhury et al. 2024, arXiv:2403.00409)
+    robust   (-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e): unbiased for such
+             labels (Chowdhury et al. 2024, arXiv:2403.00409)
     hinge    max(0, 1 - beta d) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
 
-    The forms over a completion's mean, ipo and sigmoid_norm, also need lengths: `dpo_normalised`.
+    Sums favour long completions where the chosen ones are longer; the forms ipo and sigmoid_norm
+    of `dpo_normalised` use means over tokens.
     """
     chosen = chosen_logprobs - reference_chosen_logprobs
     rejected = rejected_logprobs - reference_rejected_logprobs
@@ -140,13 +141,13 @@ def dpo_normalised(
     form: DPOForm = "sigmoid_norm",
     label_smoothing: float = 0.0,
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
-    """DPO on log-ratios averaged over a completion's tokens; with d of those averages:
+    """DPO on log-ratios averaged over the tokens of a completion. With d of those averages:
 
-    sigmoid_norm  as `dpo`'s sigmoid (Meng et al. 2024, arXiv:2405.14734, appendix)
-    ipo           (d - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17; its authors'
-                  results are those of the averaged form)
+    sigmoid_norm  the sigmoid form of `dpo` (Meng et al. 2024, arXiv:2405.14734, appendix)
+    ipo           (d - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17; the authors'
+                  results use averages)
 
-    The reported rewards stay sums, as TRL's.
+    The reported rewards are sums, as in TRL.
     """
     chosen = chosen_logprobs - reference_chosen_logprobs
     rejected = rejected_logprobs - reference_rejected_logprobs
@@ -165,10 +166,11 @@ def mismatched_kl(
     reference_mismatched_logprobs: Float[Array, " B"],
     weights: Float[Array, " B"],
 ) -> Float[Array, " B"]:
-    """KTO's estimate of the policy's distance from its reference, the same for every record.
+    """KTO's estimate of KL(policy || reference), the same for every record; no gradient.
 
-    max(0, mean of log-ratio over prompts with the completion of another record of the batch)
-    (Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1). No gradient passes.
+    max(0, mean of the log-ratio over prompts with the completion of another record of the batch)
+
+    Requires: two or more records a batch. Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """
     ratio = weights * (mismatched_logprobs - reference_mismatched_logprobs)
     mean = ratio.sum() / jnp.maximum(weights.sum(), 1.0)
@@ -191,8 +193,9 @@ def kto(
     desirable    desirable_weight (1 - sigmoid(beta (r - z)))
     undesirable  undesirable_weight (1 - sigmoid(beta (z - r)))
 
-    The paper wants desirable_weight n_desirable / (undesirable_weight n_undesirable) from 1 to 4/3.
-    The metric `accuracy` asks on which side of z the ratio lies.
+    The paper recommends 1 to 4/3 for desirable_weight n_desirable / (undesirable_weight
+    n_undesirable). Do not use it for pairs; `dpo` compares their completions. The metric
+    `accuracy` is 1 where the ratio is on the right side of z.
     """
     ratio = completion_logprobs - reference_completion_logprobs
     sign = 2.0 * labels - 1.0
@@ -224,8 +227,10 @@ def orpo(
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
     """The odds-ratio term of ORPO (Hong et al. 2024, arXiv:2403.07691, eqs. 4 and 7).
 
-    loss = -beta log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p), where
-    log p is the mean log-prob of a completion's tokens. The likelihood term is `chosen_row_nll`.
+    loss = -beta log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p)
+
+    log p is the mean log-prob over the tokens of a completion. Requires the likelihood term
+    `chosen_row_nll`: without it and without a reference nothing restrains the policy.
     """
     chosen = chosen_logprobs / jnp.maximum(chosen_lengths, 1.0)
     rejected = rejected_logprobs / jnp.maximum(rejected_lengths, 1.0)
@@ -246,10 +251,10 @@ def cpo(
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
     """The preference term of CPO: DPO with a uniform reference (Xu et al. 2024, arXiv:2401.08417).
 
-    sigmoid  as `dpo`'s, on d = chosen_logprobs - rejected_logprobs
+    sigmoid  the sigmoid form of `dpo` on d = chosen_logprobs - rejected_logprobs
     hinge    max(0, 1 - beta d)
 
-    The likelihood term is `chosen_nll`. The form over means, ipo, is in `cpo_normalised`.
+    Its likelihood term is `chosen_nll`. The form ipo, on means, is in `cpo_normalised`.
     """
     scaled = beta * (chosen_logprobs - rejected_logprobs)
     loss = jax.nn.relu(1.0 - scaled) if form == "hinge" else _smoothed(scaled, label_smoothing)
@@ -268,11 +273,13 @@ def cpo_normalised(
     form: CPOForm = "simpo",
     label_smoothing: float = 0.0,
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
-    """Forms of CPO on the mean log-prob of a completion's tokens; with d their difference:
+    """Forms of CPO on the mean log-prob over the tokens of a completion. With d their difference:
 
-    simpo  -log sigmoid(beta d - gamma), smoothed as `dpo` (SimPO, Meng et al. 2024,
+    simpo  -log sigmoid(beta d - gamma), with label smoothing as in `dpo` (SimPO, Meng et al. 2024,
            arXiv:2405.14734, eq. 6)
     ipo    (d - 1 / (2 beta))^2
+
+    The paper's SimPO uses beta 2.0 to 2.5, much larger than for sums.
     """
     chosen = chosen_logprobs / jnp.maximum(chosen_lengths, 1.0)
     rejected = rejected_logprobs / jnp.maximum(rejected_lengths, 1.0)
@@ -295,9 +302,9 @@ def judged_pairs(
     *,
     beta: float = 0.1,
 ) -> dict[str, Float[Array, " B"]]:
-    """What a policy makes of pairs by its implicit reward, beta times the log-ratio.
+    """Metrics of pairs by the implicit reward, beta times the log-ratio to the reference.
 
-    Of DPO's family, and of a loss on single completions whose held-out data are pairs.
+    For losses of DPO's family, and for a loss on single completions whose held-out data are pairs.
     """
     chosen = beta * (chosen_logprobs - reference_chosen_logprobs)
     rejected = beta * (rejected_logprobs - reference_rejected_logprobs)
@@ -310,10 +317,10 @@ def pair_metrics(
     chosen_logprobs: Float[Array, " B"],
     rejected_logprobs: Float[Array, " B"],
 ) -> dict[str, Float[Array, " B"]]:
-    """TRL's metrics of preference training; an accuracy counts a tie as wrong.
+    """TRL's metrics of preference training. An accuracy counts a tie as wrong.
 
-    `logps/accuracies` is ours: what the policy itself finds likelier, which a model that is still
-    its own reference answers too.
+    `logps/accuracies` is ours: how often the policy finds the chosen completion more likely. It has
+    a meaning before the first step, when policy and reference are equal and all rewards tie.
     """
     metrics = {
         "rewards/chosen": chosen_rewards,
@@ -328,7 +335,7 @@ def pair_metrics(
 
 
 def _smoothed(x: Array, label_smoothing: float) -> Array:
-    """-log sigmoid(x), mixed with that of a label turned round."""
+    """-log sigmoid(x), mixed with the loss of the flipped label."""
     right = -(1.0 - label_smoothing) * jax.nn.log_sigmoid(x)
     if label_smoothing == 0.0:  # 0 times an overflow would be NaN
         return right
@@ -338,11 +345,11 @@ def _smoothed(x: Array, label_smoothing: float) -> Array:
 def _log1mexp(x: Array) -> Array:
     """log(1 - exp(x)) for x < 0, accurate at both ends (Maechler 2012).
 
-    A completion of probability 1 has infinite odds; x is kept below 0 so that none is NaN.
+    x is at most -1e-7: a completion of probability 1 would have infinite odds and give NaN.
     """
     x = jnp.minimum(x, -1e-7)
     near = x > -0.6931472
-    # Each branch gets an argument that is safe for it, or the other's gradient would be NaN.
+    # Each branch gets a safe argument; otherwise the branch not taken has a NaN gradient.
     small = jnp.log(-jnp.expm1(jnp.where(near, x, -1.0)))
     large = jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x)))
     return jnp.where(near, small, large)

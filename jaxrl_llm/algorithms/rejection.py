@@ -1,12 +1,10 @@
-"""Rejection: leave out of the update what the sampler and the trainer do not agree on.
+"""Rejection: leave out tokens or responses on which sampler and trainer differ too much.
 
-A rule measures the distance of the two policies a token, or over a response (its sum, mean or
-largest), by one of Schulman's estimators of the KL of the sampler to the trainer. With
-d = old_logprobs - rollout_logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
-http://joschu.net/blog/kl-approx.html
+A rule measures the distance of the two policies for each token, or over a response (sum, mean or
+maximum), by an estimator of KL(sampler || trainer). With d = old_logprobs - rollout_logprobs:
+k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. Schulman, http://joschu.net/blog/kl-approx.html
 """
 
-import difflib
 import math
 from dataclasses import dataclass
 
@@ -15,19 +13,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.numerics import masked_mean, masked_sum
+from jaxrl_llm.references import nearest
 
 MAX_LOG_RATIO = 20.0
 RULES = (
     *(f"token_k{i}" for i in (1, 2, 3)),
     *(f"seq_sum_k{i}" for i in (1, 2, 3)),
     *(f"seq_mean_k{i}" for i in (1, 2, 3)),
-    *(f"seq_max_k{i}" for i in (2, 3)),  # a largest k1 would have a sign and no meaning
+    *(f"seq_max_k{i}" for i in (2, 3)),  # k1 has a sign: its maximum means nothing
 )
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is kept: lower <= distance <= upper."""
+    """Keeps what has lower <= distance <= upper."""
 
     name: str
     lower: float
@@ -37,17 +36,18 @@ class Rule:
 def parse_rules(names: str | None, thresholds: float | str | None) -> tuple[Rule, ...]:
     """The rules of verl's `rollout_rs` and `rollout_rs_threshold`.
 
-    Names separated by commas, and one threshold for all of them or one each. That of a k1 rule is
-    a band of exp(k1), the ratio of sampler to trainer, "0.5_2.0"; a single number u stands for
-    "1/u_u". That of another is the largest distance. Raises ValueError for what is none of this.
+    `names` are separated by commas; there is one threshold for all of them or one each. The
+    threshold of a k1 rule is a band "0.5_2.0" of exp(k1), the ratio of sampler to trainer; a
+    number u means "1/u_u". All others have the largest distance. Raises ValueError for other text.
     """
     chosen = list(dict.fromkeys(name.strip() for name in (names or "").split(",") if name.strip()))
     given = [part.strip() for part in str(thresholds).split(",")] if thresholds is not None else []
     for name in chosen:
         if name not in RULES:
-            near = difflib.get_close_matches(name, RULES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"no rejection rule {name!r}{hint} The rules are: {', '.join(RULES)}")
+            raise ValueError(
+                f"no rejection rule {name!r}{nearest(name, RULES)}\nThe rules are: "
+                f"{', '.join(RULES)}"
+            )
     if not chosen or len(given) not in (1, len(chosen)):
         raise ValueError(
             f"rollout_rs={names!r} with rollout_rs_threshold={thresholds!r}: give rules, and one "
@@ -80,11 +80,11 @@ def reject(
     *,
     rules: tuple[Rule, ...],
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, ""]]]:
-    """The mask without what some rule rejects, and metrics; no gradient.
+    """The mask without the tokens that any rule rejects, [B, R], and metrics; no gradient.
 
-    A rule of tokens rejects tokens, one of sequences whole responses. Metrics, over the mask:
-    `rollout_corr/rollout_rs_masked_fraction` of tokens, `..._seq_masked_fraction` of responses
-    with a token that is rejected, and the same and the mean distance of each rule by its name.
+    A token rule rejects tokens, a sequence rule whole responses. A distance on its bound is kept.
+    Metrics: `rollout_corr/rollout_rs_masked_fraction` (share of tokens), `..._seq_masked_fraction`
+    (share of responses with a rejected token); both again for each rule, with its mean distance.
     """
     keep = mask != 0
     d = jnp.where(keep, old_logprobs - rollout_logprobs, 0.0)

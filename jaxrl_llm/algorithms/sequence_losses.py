@@ -1,7 +1,7 @@
-"""Policy losses whose ratio is that of a whole response.
+"""Policy losses whose ratio is that of a whole response; one value a token, [B, R].
 
-As in `policy_losses.py` one value a token. A row of the arrays holds all tokens of a response, in
-every micro-batch, padded or packed.
+Requires: a row holds all tokens of its response, in every micro-batch, padded or packed. Loss and
+metrics are as in `policy_losses.py`.
 """
 
 import jax
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.policy_losses import per_token_metrics
-from jaxrl_llm.numerics import masked_mean
+from jaxrl_llm.numerics import clip, masked_mean
 
-MAX_SEQUENCE_LOG_RATIO = 10.0  # of a mean over tokens, as in verl
+MAX_SEQUENCE_LOG_RATIO = 10.0  # bound of the mean over tokens, as in verl
 
 
 def gspo(
@@ -25,12 +25,13 @@ def gspo(
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
     """GSPO: PPO's clip on the length-normalised ratio of the response.
 
-    s = exp(mean over its tokens of logprobs - old_logprobs); at token t the ratio has the value s
-    and the gradient of s logprobs_t, so that an advantage may differ from token to token.
+    s = exp(mean over its tokens of logprobs - old_logprobs)
     loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))
 
-    s stays near 1, so the bounds are small: the defaults are the paper's. The paper averages over
-    a response's tokens first (seq-mean-token-mean). Zheng et al. 2025, arXiv:2507.18071.
+    At token t the ratio has the value s and the gradient of s logprobs_t, so advantages may differ
+    between tokens. s stays near 1, so the bounds are small: the defaults are the paper's. The
+    paper averages over the tokens of a response first: use seq-mean-token-mean. Zheng et al. 2025,
+    arXiv:2507.18071. Raises ValueError for a negative bound.
     """
     if clip_low < 0.0 or clip_high < 0.0:
         raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
@@ -38,11 +39,11 @@ def gspo(
     log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
     mean = jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
     own = jnp.where(keep, logprobs, 0.0)
-    log_s = jnp.minimum(mean + own - jax.lax.stop_gradient(own), MAX_SEQUENCE_LOG_RATIO)
+    log_s = clip(mean + own - jax.lax.stop_gradient(own), -jnp.inf, MAX_SEQUENCE_LOG_RATIO)
     s = jnp.exp(log_s)
     advantages = jnp.where(keep, advantages, 0.0)
     unclipped = -advantages * s
-    clipped = -advantages * jnp.clip(s, 1.0 - clip_low, 1.0 + clip_high)
+    clipped = -advantages * clip(s, 1.0 - clip_low, 1.0 + clip_high)
     loss = jnp.maximum(unclipped, clipped)
     return loss, per_token_metrics(log_ratio, clipfrac=clipped > unclipped)
 
@@ -56,23 +57,24 @@ def geo_mean(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
-    """GMPO: the geometric mean of a response's ratios, each clipped before it is taken.
+    """GMPO: the geometric mean of the clipped ratios of a response.
 
-    d_t = logprobs_t - old_logprobs_t, held at clip_high where A > 0 and at -clip_low where A < 0;
+    d_t = logprobs_t - old_logprobs_t, at most clip_high where A > 0, at least -clip_low where A < 0
     loss = -mean(A) exp(mean d_t), the same on every token of the response
 
-    The bounds are of the log-ratio: 0.4 is a ratio of 0.67 to 1.5, wide because the mean is robust.
-    One value a response: seq-mean-token-mean averages over responses, as the paper and verl do.
-    Zhao et al. 2025, arXiv:2507.20673. Metrics: clipped with A > 0, and with A < 0 (`_lower`).
+    The bounds are on the log-ratio: 0.4 is a ratio from 0.67 to 1.5. They are wide because the mean
+    is robust. Use seq-mean-token-mean, which averages over responses as the paper and verl do.
+    Requires: one advantage a response. Metrics: clipped with A > 0; `_lower`: clipped with A < 0.
+    Zhao et al. 2025, arXiv:2507.20673. Raises ValueError for a negative bound.
     """
     if clip_low < 0.0 or clip_high < 0.0:
         raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
     keep = mask != 0
     log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
     advantages = jnp.where(keep, advantages, 0.0)
-    within = jnp.clip(log_ratio, -clip_low, clip_high)
+    within = clip(log_ratio, -clip_low, clip_high)
     held = jnp.where(advantages > 0, jnp.minimum(log_ratio, within), jnp.maximum(log_ratio, within))
-    held = jnp.where(advantages == 0, 0.0, held)  # it has no side to be held at
+    held = jnp.where(advantages == 0, 0.0, held)  # no side is clipped
     ratio = jnp.exp(masked_mean(held, mask, axis=1))
     loss = -masked_mean(advantages, mask, axis=1) * ratio
     out = log_ratio != within

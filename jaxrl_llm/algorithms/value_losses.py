@@ -1,4 +1,4 @@
-"""Value losses, one value a token: aggregation over tokens is `aggregation.py`'s."""
+"""Value losses, one value a token, [B, R]; `aggregation.py` makes one number of them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ def clipped_value_loss(
 ) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
     """PPO's value loss: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
 
-    The clip keeps the critic near what it said at the time of the rollout; its size is in units of
-    the return, so a reward of another scale wants another `cliprange`. Tokens outside the mask have
-    loss and metric 0. Metric: `critic/vf_clipfrac`, where the clipped side was the larger.
+    The clip keeps the critic near its values V_old at the time of the rollout. `cliprange` is in
+    units of the return: adapt it to the scale of the reward. Loss and metric are 0 outside the
+    mask. Metric: `critic/vf_clipfrac`, 1 where the clipped side is larger.
 
-    As in verl and OpenAI's baselines. Raises ValueError unless cliprange is over 0.
+    As in verl and OpenAI's baselines. Raises ValueError unless cliprange is positive.
     """
     if cliprange <= 0.0:
         raise ValueError(f"cliprange is {cliprange}; it must be over 0 (inf turns the clip off)")
@@ -27,6 +27,7 @@ def clipped_value_loss(
     new_values, values = jnp.where(keep, new_values, 0.0), jnp.where(keep, values, 0.0)
     returns = jnp.where(keep, returns, 0.0)
     unclipped = jnp.square(new_values - returns)
+    # jnp.clip: on a bound verl splits the gradient in halves too, unlike torch.clamp.
     clipped = jnp.square(jnp.clip(new_values, values - cliprange, values + cliprange) - returns)
     clipfrac = jax.lax.stop_gradient((clipped > unclipped).astype(jnp.float32))
     return 0.5 * jnp.maximum(unclipped, clipped), {"critic/vf_clipfrac": clipfrac}

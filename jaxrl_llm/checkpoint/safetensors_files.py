@@ -1,8 +1,8 @@
-"""Reading and writing the weights of a model directory one tensor at a time.
+"""Reads and writes the weights of a model directory, one tensor at a time.
 
-The safetensors library writes a file from a dictionary that holds all of it, so writing is done
-here: the format is an eight-byte length, a JSON header with the place of each tensor, and the raw
-little-endian data (https://huggingface.co/docs/safetensors).
+The safetensors library writes a file from a dictionary of all its arrays. To save memory, writing
+is done here. A file is an eight-byte length, a JSON header with the place of each tensor, and the
+raw little-endian data (https://huggingface.co/docs/safetensors).
 """
 
 import json
@@ -24,6 +24,14 @@ _FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+# The bits of the exponent: all are 1 in NaN and infinity, and in no other number.
+_EXPONENTS = {
+    "float64": (np.uint64, 0x7FF0_0000_0000_0000),
+    "float32": (np.uint32, 0x7F80_0000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
+_CHECKED_AT_ONCE = 1 << 20  # elements; a few MB stay in the processor's cache
 
 
 def float_dtype(name: str) -> np.dtype:
@@ -35,7 +43,7 @@ def float_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is fetched only when it is written: `fetch()` returns an array of `shape`."""
+    """A tensor that is fetched when it is written. `fetch()` returns an array of `shape`."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +80,7 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], dtype: np.dtype
 def split_into_shards(
     tensors: Sequence[LazyTensor], dtype: np.dtype, max_shard_bytes: int
 ) -> list[list[LazyTensor]]:
-    """Fill shards in order up to `max_shard_bytes`; a tensor above the limit gets its own shard."""
+    """Fill shards in order up to `max_shard_bytes`. A larger tensor gets its own shard."""
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; give a positive number of bytes")
     shards: list[list[LazyTensor]] = []
@@ -90,9 +98,9 @@ def split_into_shards(
 def write_model_files(
     directory: Path, tensors: Sequence[LazyTensor], dtype: np.dtype, max_shard_bytes: int
 ) -> list[str]:
-    """Write model.safetensors, or shards with an index above the limit; returns the file names.
+    """Write model.safetensors, or several shards and their index. Returns the file names.
 
-    Weights that an earlier export left in `directory` are removed: a reader must never mix two.
+    Weights of an earlier export in `directory` are removed, so that no reader mixes the two.
     """
     for old in [*directory.glob("model*.safetensors"), *directory.glob("model*.index.json")]:
         old.unlink()
@@ -115,7 +123,7 @@ def write_model_files(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a model directory, known by the header of its file."""
+    """A tensor of a model directory, as the header of its file describes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,10 +132,11 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a model directory by name; reads headers only.
+    """Every tensor of a model directory by name. Reads headers only.
 
-    ValueError when there are no safetensors, a shard that the index names is missing, a file is
-    damaged, or two shards hold the same tensor.
+    Raises:
+        ValueError: there are no safetensors, the index names a file that is missing or outside of
+            the directory, a file is damaged, or two shards hold the same tensor.
     """
     found: dict[str, StoredTensor] = {}
     for path in _weight_files(directory):
@@ -148,21 +157,49 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensors(tensors: Iterable[StoredTensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and values of each tensor, with one file open and one tensor in memory at a time."""
+    """Name and values of each tensor, with one file open and one tensor in memory at a time.
+
+    Raises:
+        ValueError: a tensor holds NaN or infinity; names file and tensor.
+    """
     by_file: dict[Path, list[str]] = {}
     for tensor in tensors:
         by_file.setdefault(tensor.path, []).append(tensor.name)
     for path, names in by_file.items():
         with safe_open(path, framework="numpy") as file:
             for name in names:
-                yield name, file.get_tensor(name)
+                value = file.get_tensor(name)
+                if not is_finite(value):
+                    raise ValueError(
+                        f"tensor {name!r} of {path} holds NaN or infinity: the weights are of a "
+                        "run that diverged, or damaged; take another checkpoint or fetch it again"
+                    )
+                yield name, value
+
+
+def is_finite(value: np.ndarray) -> bool:
+    """Whether no element is NaN or infinite.
+
+    Looks at the exponents' bits in pieces, which is several times faster than np.isfinite.
+    """
+    kind, exponent = _EXPONENTS[value.dtype.name]
+    bits = np.ascontiguousarray(value).view(kind).reshape(-1)
+    pieces = (bits[i : i + _CHECKED_AT_ONCE] for i in range(0, bits.size, _CHECKED_AT_ONCE))
+    return all((piece & kind(exponent)).max() != exponent for piece in pieces)
 
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX_FILE
     if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        paths = [directory / name for name in sorted(set(weight_map.values()))]
+        names = _shard_names(index)
+        for name in names:
+            # Not `resolve`: in a hub's cache the files are links to another folder.
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(
+                    f"{index} names the weight file {name!r}, which is outside of its folder; "
+                    "fetch the model again from a source that you trust"
+                )
+        paths = [directory / name for name in names]
     else:
         paths = [directory / _SINGLE_FILE]
     for path in paths:
@@ -172,3 +209,16 @@ def _weight_files(directory: Path) -> list[Path]:
                 f"save_pretrained) and complete"
             )
     return paths
+
+
+def _shard_names(index: Path) -> list[str]:
+    try:
+        names = list(json.loads(index.read_text())["weight_map"].values())
+        if all(isinstance(name, str) for name in names):
+            return sorted(set(names))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError(
+        f"{index} is not an index of weights (a JSON object whose 'weight_map' has a file name for "
+        "each tensor); fetch it again"
+    )

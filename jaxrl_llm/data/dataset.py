@@ -1,18 +1,20 @@
-"""Whole data sets of prompts, supervised examples or preference pairs, with bad rows set aside.
+"""Data sets of prompts, supervised examples or preference pairs. Bad rows are set aside.
 
-Rows are read and tokenised once, before the first step: a bad row is found then, not hours later.
+All rows are read and tokenised before the first step, so that a bad row is found at once.
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from jaxrl_llm.config import TaskConfig
+from jaxrl_llm.config import Task
 from jaxrl_llm.data.formats import (
+    CONTENT,
+    LENGTH_KEYS,
     SERVES,
     TRUNCATIONS,
     LabelledExample,
@@ -27,50 +29,77 @@ from jaxrl_llm.data.formats import (
     rated_of,
     unpaired_of,
 )
-from jaxrl_llm.data.sources import BadRow, RawRow, custom_rows, resolve_files
+from jaxrl_llm.data.sources import (
+    BadRow,
+    RawRow,
+    custom_rows,
+    read_rows,
+    takes_split,
+)
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
+from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.references import load
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
 
 T = TypeVar("T")
-DETECTION_ROWS = 100  # rows of a source whose majority tells its format
+DETECTION_ROWS = 100  # the format of a source is that of most of its first rows
 SHOWN_REASONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where rows come from; files come first, then tasks, in order.
+    """Where rows come from: files first, then tasks, in order.
 
-    With `dataset_class` ("module:Class" or "file.py:Class") the files are handed to that class
-    instead of being read here.
+    `dataset_class` ("module:Class" or "file.py:Class") gives the rows instead of the files, which
+    are passed to it. If it takes a keyword `split`, it gives both splits. Otherwise it gives the
+    training rows, and held-out rows come from files and tasks as if there were no class.
     """
 
     files: tuple[str, ...] = ()
-    tasks: tuple[TaskConfig, ...] = ()
-    split: str = "train"  # of the tasks: train | held_out
+    tasks: tuple[Task, ...] = ()
+    split: str = "train"  # of tasks and dataset_class: train | held_out
     prompt_style: str = "plain"  # of the tasks: plain | chat
     dataset_class: str = ""
+    train_files: tuple[str, ...] = ()  # what dataset_class gets for training, to find a leak
+    key: str = ""  # the config key of the files and tasks, for messages; "" follows `split`
+
+    def are_empty(self) -> bool:
+        """Whether nothing gives rows. Loads `dataset_class` where the answer depends on it."""
+        if self.files or self.tasks:
+            return False
+        return not self.dataset_class or (
+            self.split != "train" and not takes_split(load(self.dataset_class))
+        )
+
+    @property
+    def keys(self) -> str:
+        """The config keys that say where the rows come from."""
+        if self.key:
+            return f"{self.key}.files or {self.key}.tasks"
+        part = "train" if self.split == "train" else "val"
+        return f"config.data.{part}_files or config.data.{part}_tasks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded(Generic[T]):
-    """The records of a data set and what became of the other rows."""
+    """The records of a data set, and the rows that are not among them."""
 
     items: list[T]
-    num_rows: int  # read, bad and overlong ones included
+    num_rows: int  # all rows that were read, bad and overlong ones included
     bad_rows: list[BadRow]
     num_overlong: int  # left out by filter_overlong
-    formats: dict[str, str]  # source -> the format that was detected
+    formats: dict[str, str]  # source -> detected format
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRules:
-    """What becomes of rows that are too long or bad. ValueError for values that make no sense."""
+    """How rows are handled that are too long or bad. ValueError for impossible values."""
 
-    max_length: int  # tokens; of a prompt, or of prompt and completion together
+    max_length: int  # tokens of a prompt, or of prompt and completion together
     truncation: str = "error"  # of longer rows: error | left | right | middle
     filter_overlong: bool = False  # leave longer rows out instead, and count them
-    max_bad_fraction: float = 0.0  # share of rows that may be set aside
+    max_bad_fraction: float = 0.0  # fraction of rows that may be set aside
     bad_rows_file: str | Path | None = None  # JSON lines; each bad row is added once
 
     def __post_init__(self) -> None:
@@ -85,17 +114,18 @@ class RowRules:
 
 
 def load_prompts(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loaded[Prompt]:
-    """Prompts for RL and validation. Text and messages of a truncated prompt stay whole.
+    """Prompts for RL and validation. Truncation shortens the token ids only, not the text.
 
     Raises:
-        ValueError: too many bad rows, nothing left, an unknown format, an overlong prompt under
-            truncation="error", or sources that do not exist.
+        ValueError: too many rows are bad, no row is left, a format is unknown, a prompt is
+            overlong under truncation="error", a source does not exist, or `dataset_class` gives
+            the same row for training and for validation.
     """
     return _load(sources, "prompts", _alone(prompt_of, tokenizer), _fit_prompt, rules)
 
 
 def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loaded[TokenExample]:
-    """Rows for supervised training; one left without a token to learn from is a bad row.
+    """Rows for supervised training. A row with no token in its loss is a bad row.
 
     Raises ValueError as `load_prompts` does.
     """
@@ -105,7 +135,7 @@ def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Lo
 def load_preferences(
     sources: Sources, tokenizer: Tokenizer, rules: RowRules
 ) -> Loaded[PreferencePair]:
-    """Preference pairs; the length limit holds for each of the two rows of a pair.
+    """Preference pairs. The length limit applies to each of the two rows of a pair.
 
     Raises ValueError as `load_prompts` does.
     """
@@ -115,7 +145,7 @@ def load_preferences(
 def load_unpaired(
     sources: Sources, tokenizer: Tokenizer, rules: RowRules
 ) -> Loaded[LabelledExample]:
-    """Completions labelled good (1) or bad (0); pairs are taken apart.
+    """Completions labelled good (1) or bad (0). A pair gives two.
 
     Raises ValueError as `load_prompts` does.
     """
@@ -132,7 +162,7 @@ def load_ratings(
 
 
 def _alone(convert: Callable[..., T], tokenizer: Tokenizer) -> Callable[..., list[T]]:
-    """A converter of rows that give one record each, as one of rows that may give several."""
+    """A converter from a row to one record, as a converter from a row to a list of records."""
     return lambda *row, **named: [convert(*row, tokenizer=tokenizer, **named)]
 
 
@@ -153,14 +183,14 @@ def _load(
         bad.extend(row for row in rows if isinstance(row, BadRow))
         good = [row for row in rows if isinstance(row, RawRow)]
         if good:
-            formats[name] = _source_format(name, good, purpose)
+            formats[name] = _source_format(name, good, purpose, sources.keys)
         for row in good:
             try:
                 found = convert(
                     row.data, formats[name], data_source=_default_source(name), index=row.row
                 )
                 items += [fit(item, rules.max_length, truncation) for item in found]
-            except Overlong as error:  # the limit is the user's: such a row is not bad
+            except Overlong as error:  # the user set the limit: such a row is not bad
                 if not rules.filter_overlong:
                     raise ValueError(f"{row.source} row {row.row}: {error}") from None
                 num_overlong += 1
@@ -171,8 +201,8 @@ def _load(
     _check_bad(bad, num_rows, rules)
     if not items:
         raise ValueError(
-            f"no rows are left of {num_rows} ({num_overlong} of them overlong): check the files "
-            "and tasks, and the length limit"
+            f"no rows are left of {num_rows} ({num_overlong} of them overlong): check "
+            f"{sources.keys}, and {LENGTH_KEYS}"
         )
     return Loaded(
         items=items, num_rows=num_rows, bad_rows=bad, num_overlong=num_overlong, formats=formats
@@ -181,19 +211,27 @@ def _load(
 
 def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, list[RawRow | BadRow]]]:
     """(name, rows) of each source. Names and settings are checked before any file is read."""
-    if not sources.files and not sources.tasks and not sources.dataset_class:
-        raise ValueError("no data: give files or tasks")
-    spaces = [problem_space(task.name, task.settings) for task in sources.tasks]
-    if sources.dataset_class:
-        yield sources.dataset_class, list(custom_rows(sources.dataset_class, sources.files))
+    spaces = [problem_space(task.kind, task.settings) for task in sources.tasks]
+    dataset_class = load(sources.dataset_class) if sources.dataset_class else None
+    if dataset_class and (sources.split == "train" or takes_split(dataset_class)):
+        yield sources.dataset_class, _class_rows(dataset_class, sources)
+    elif not sources.files and not sources.tasks:
+        only = (
+            f"config.data.dataset_class={sources.dataset_class} takes no keyword `split`, so its "
+            "rows are for training: add it to the class, or "
+            if dataset_class
+            else ""
+        )
+        raise ValueError(f"no data: {only}set {sources.keys}")
     else:
-        for file in resolve_files(sources.files):  # finds every file before the first is read
-            yield file.path, list(file.rows())
+        files = [file for pattern in sources.files for file in resolve_files(pattern)]
+        for file in files:  # all were found before the first is read
+            yield file.path, list(read_rows(file))
     paired = {"preferences": task_pairs, "unpaired": task_pairs, "ratings": task_ratings}
     rows_of = paired.get(purpose, task_rows)
     for task, space in zip(sources.tasks, spaces, strict=True):
         rows = rows_of(
-            task.name,
+            task.kind,
             split=sources.split,
             size=task.size,
             prompt_style=sources.prompt_style,
@@ -202,32 +240,60 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, list[RawRow | B
         yield space.name, [RawRow(space.name, i, row) for i, row in enumerate(rows)]
 
 
+def _class_rows(
+    dataset_class: Callable[..., Iterable[Any]], sources: Sources
+) -> list[RawRow | BadRow]:
+    """The rows of a user's class. ValueError if held-out rows are training rows too."""
+    name = sources.dataset_class
+    rows = custom_rows(dataset_class, name, sources.files, sources.split)
+    if sources.split == "train":
+        return rows
+    trained = {
+        _content(row) for row in custom_rows(dataset_class, name, sources.train_files, "train")
+    }
+    leaked = [row for row in rows if isinstance(row, RawRow) and _content(row) in trained]
+    if leaked:
+        raise ValueError(
+            f"config.data.dataset_class={name} gives {len(leaked)} of its {len(rows)} held-out "
+            f"rows for training too, the first of them row {leaked[0].row}: give other rows for "
+            f"split={sources.split!r}, or remove the keyword `split` and set config.data.val_files"
+        )
+    return rows
+
+
+def _content(row: RawRow | BadRow) -> str | None:
+    """What a model sees of a row, as text. Ids and other columns do not make rows different."""
+    if isinstance(row, BadRow):
+        return None
+    content = {name: row.data[name] for name in CONTENT if row.data.get(name) is not None}
+    return json.dumps(content, sort_keys=True, default=repr)
+
+
 def _default_source(name: str) -> str:
     """The data_source of rows that name none: the file's name without folder and ending."""
     return Path(name.rpartition(":")[2]).stem
 
 
-def _source_format(name: str, rows: Sequence[RawRow], purpose: str) -> str:
-    """The format of most of the first rows; ValueError where it does not serve the purpose."""
+def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:
+    """The format of most of the first rows. ValueError if it does not serve the purpose."""
     votes = Counter(detect_format(row.data) for row in rows[:DETECTION_ROWS])
     kind = max(votes, key=lambda found: (found is not None, votes[found]))
-    wanted = [other for other, purposes in SERVES.items() if purpose in purposes]
+    wanted = ", ".join(other for other, purposes in SERVES.items() if purpose in purposes)
+    if kind is not None and purpose in SERVES[kind]:
+        return kind
     if kind is None:
-        raise ValueError(
-            f"{name} holds no rows of a known format: its columns are "
-            f"{', '.join(map(repr, rows[0].data)) or 'none'}; {purpose} are read from "
-            f"{', '.join(wanted)} rows (docs/data.md lists their columns)"
-        )
-    if purpose not in SERVES[kind]:
-        raise ValueError(
-            f"{name} holds {kind} rows, which give no {purpose}: those are read from "
-            f"{', '.join(wanted)} rows (docs/data.md lists their columns)"
-        )
-    return kind
+        columns = ", ".join(map(repr, rows[0].data)) or "none"
+        problem = f"holds no rows of a known format: its columns are {columns}"
+    else:
+        problem = f"holds {kind} rows, which give no {purpose}"
+    raise ValueError(
+        f"{name} {problem}. Set {keys} to data with {wanted} rows, which give {purpose} "
+        "(docs/data.md lists their columns)"
+    )
 
 
 def _set_aside(bad: Sequence[BadRow], file: Path) -> None:
-    """Adds the rows that the file does not name yet, so that a resumed run repeats none."""
+    """Add the rows that the file does not list yet: a resumed run finds the same rows again."""
     known = set(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else set()
     lines = dict.fromkeys(_line(row) for row in bad)
     new = [line for line in lines if line not in known]
@@ -239,7 +305,7 @@ def _set_aside(bad: Sequence[BadRow], file: Path) -> None:
 
 def _line(row: BadRow) -> str:
     record: dict[str, Any] = {"source": row.source, "row": row.row, "reason": row.reason}
-    return json.dumps(record)  # ASCII: a reason may quote what is not valid Unicode
+    return json.dumps(record)  # ASCII: a reason may quote text that is not valid Unicode
 
 
 def _check_bad(bad: Sequence[BadRow], num_rows: int, rules: RowRules) -> None:
@@ -250,8 +316,9 @@ def _check_bad(bad: Sequence[BadRow], num_rows: int, rules: RowRules) -> None:
     where = f" (all are listed in {rules.bad_rows_file})" if rules.bad_rows_file else ""
     raise ValueError(
         f"{len(bad)} of {num_rows} rows ({len(bad) / num_rows:.1%}) are bad, more than "
-        f"max_bad_fraction={rules.max_bad_fraction} allows:{shown}{more}\n"
-        f"Repair or remove these rows{where}, or raise max_bad_fraction to leave them out."
+        f"config.data.max_bad_fraction={rules.max_bad_fraction} allows:{shown}{more}\n"
+        f"Repair or remove these rows{where}, or raise config.data.max_bad_fraction to leave them "
+        "out."
     )
 
 
@@ -266,10 +333,14 @@ def _fit_example(example: TokenExample, limit: int, truncation: str) -> TokenExa
     kept = kept_positions(len(example.token_ids), limit, truncation)
     ids = tuple(example.token_ids[i] for i in kept)
     mask = tuple(example.loss_mask[i] for i in kept)
-    # The first token of a row is predicted by nothing, also when truncation made it the first.
+    # Nothing predicts the first token of a row, also if truncation made it the first.
     mask = (0, *mask[1:])
     if not any(mask):
-        raise ValueError(f"truncation leaves no token to learn from: {len(ids)} tokens are kept")
+        raise ValueError(
+            f"config.data.truncation={truncation} leaves no token to learn from: {len(ids)} of "
+            f"{len(example.token_ids)} tokens are kept. Raise {LENGTH_KEYS}, or set "
+            "config.data.filter_overlong_prompts=true"
+        )
     return replace(example, token_ids=ids, loss_mask=mask)
 
 

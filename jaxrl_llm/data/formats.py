@@ -1,4 +1,4 @@
-"""One row to one record: verl and TRL columns, told apart by which of them are filled.
+"""Rows to records. The format of a row, verl's or one of TRL's, follows from its filled columns.
 
 | format | columns | serves |
 |---|---|---|
@@ -9,19 +9,21 @@
 | rated | prompt, completion, rating (a number) | prompts, ratings |
 | stepwise | prompt, completions (steps), labels (true or false each) | prompts, ratings, unpaired |
 | preference | prompt, chosen, rejected | prompts, preferences, unpaired |
-| implicit_preference | chosen, rejected, which begin alike | preferences, unpaired |
+| implicit_preference | chosen, rejected, with a common beginning | preferences, unpaired |
 | messages | messages | examples |
 | text | text | examples |
 
 prompt, completion, chosen and rejected are strings or lists of messages. Every function here raises
-ValueError with the reason for which a row is set aside.
+ValueError with the reason why a row is set aside.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm.data.sources import parse_json
 from jaxrl_llm.tokenizer import Message, Tokenizer
 from jaxrl_llm.types import Prompt
 
@@ -49,13 +51,17 @@ COLUMNS = {
     "messages": ("messages",),
     "text": ("text",),
 }
+# The columns of all formats that a model sees or learns from.
+CONTENT = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in names))
 TRUNCATIONS = ("error", "left", "right", "middle")
 STEP_SEPARATOR = "\n"  # between the steps of a stepwise row, as in TRL
+# What limits the length of a row. Completions count only in supervised and preference training.
+LENGTH_KEYS = "config.data.max_prompt_length (or max_response_length, of rows with completions)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenExample:
-    """A row for supervised training. `loss_mask[i]` is 1 where token i is to be predicted."""
+    """A row for supervised training. `loss_mask[i]` is 1 where the loss counts token i."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -65,7 +71,7 @@ class TokenExample:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePair:
-    """Two answers to one prompt, of which `chosen` was preferred, by `margin` where it is known."""
+    """Two answers to one prompt. `chosen` was preferred, by `margin` (0 where it is not known)."""
 
     chosen: TokenExample
     rejected: TokenExample
@@ -74,18 +80,18 @@ class PreferencePair:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledExample:
-    """A completion that was judged good (1) or bad (0), or rated by any number."""
+    """A completion with a label: 1 is good and 0 is bad, or a rating, which is any number."""
 
     completion: TokenExample
     label: float
 
 
 class Overlong(ValueError):
-    """A row is longer than its limit and may not be truncated. The row itself is not bad."""
+    """A row is longer than its limit and must not be truncated. The row itself is not bad."""
 
 
 def detect_format(row: Mapping[str, Any]) -> str | None:
-    """The format whose columns this row fills; None for none of them. A null is not filled."""
+    """The format whose columns this row fills, or None. A null column is not filled."""
     filled = {name for name, value in row.items() if value is not None}
     if {"chosen", "rejected"} <= filled:
         return "preference" if "prompt" in filled else "implicit_preference"
@@ -96,15 +102,16 @@ def detect_format(row: Mapping[str, Any]) -> str | None:
             return "unpaired_preference"
         return "rated" if _is_number(row.get("rating")) else "prompt_completion"
     if "prompt" in filled:
-        return "verl" if isinstance(row.get("reward_model"), dict) else "prompt"
+        return "verl" if _looks_like_object(row.get("reward_model")) else "prompt"
     return next((name for name in ("messages", "text") if name in filled), None)
 
 
 def prompt_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> Prompt:
-    """A prompt for RL. `data_source` is used where the row names none."""
+    """A prompt for RL. `data_source` is the default for rows that name none."""
     _require(row, kind)
+    row = _with_parsed_reward_model(row)
     value = _text_or_messages(row["prompt"], "prompt")
     text, ids = _render_prompt(value, tokenizer, _tools(row))
     if not ids:
@@ -123,9 +130,9 @@ def prompt_of(
 def example_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> TokenExample:
-    """A row for supervised training: the loss is on completions, the end token included.
+    """A row for supervised training. The loss is on the completion and its end token.
 
-    For `messages` it is on the assistant's turns, for `text` on everything after the first token.
+    For `messages` it is on the assistant's turns. For `text` it is on all but the first token.
     """
     _require(row, kind)
     if kind == "text":
@@ -144,9 +151,9 @@ def example_of(
 def pair_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> PreferencePair:
-    """A preference pair; the masks cover the answers. `margin` is read where the row has it.
+    """A preference pair. The loss masks cover the answers.
 
-    The rejected answer may be empty: a model that ends at once gives just that.
+    The rejected answer may be empty: a model that ends at once gives such an answer.
     """
     _require(row, kind)
     chosen = _text_or_messages(row["chosen"], "chosen")
@@ -168,7 +175,7 @@ def pair_of(
 def unpaired_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> list[LabelledExample]:
-    """Completions labelled 1 or 0. A pair gives two, a stepwise row one a step."""
+    """Completions labelled 1 or 0: two for a pair, one for each step of a stepwise row."""
     named: dict[str, Any] = {"data_source": data_source, "index": index}
     if kind == "stepwise":
         return _steps(row, tokenizer, **named)
@@ -181,7 +188,7 @@ def unpaired_of(
     _require(row, kind)
     if not isinstance(row["label"], bool):
         raise ValueError(f"column 'label' holds {row['label']!r}, not true or false")
-    # As in a pair, what was judged bad may be empty: a model that ends at once gives just that.
+    # As in a pair, a bad completion may be empty: a model that ends at once gives such an answer.
     completion = _answer(row, tokenizer, **named, may_be_empty=not row["label"])
     return [LabelledExample(completion=completion, label=float(row["label"]))]
 
@@ -189,7 +196,7 @@ def unpaired_of(
 def rated_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> list[LabelledExample]:
-    """Completions with their rating; the steps of a stepwise row are rated 1 or 0."""
+    """Completions with their rating. The steps of a stepwise row are rated 1 or 0."""
     named: dict[str, Any] = {"data_source": data_source, "index": index}
     if kind == "stepwise":
         return _steps(row, tokenizer, **named)
@@ -218,7 +225,7 @@ def _answer(
 def _steps(
     row: Mapping[str, Any], tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> list[LabelledExample]:
-    """Each step as a completion of the prompt and the steps before it, without an end token."""
+    """Each step as a completion of the prompt and of the earlier steps, without an end token."""
     _require(row, "stepwise")
     prompt = _text(row["prompt"], "prompt")
     steps, labels = row["completions"], row["labels"]
@@ -239,9 +246,9 @@ def _steps(
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> range | list[int]:
-    """Which positions of a row of `length` tokens stay within `limit`: verl's four modes.
+    """The positions of a row of `length` tokens that are kept: verl's four truncation modes.
 
-    left drops the beginning, right the end, middle keeps both ends; error raises Overlong.
+    "left" drops the beginning, "right" the end, "middle" keeps both ends; "error" raises Overlong.
     """
     if length <= limit:
         return range(length)
@@ -253,8 +260,9 @@ def kept_positions(length: int, limit: int, truncation: str) -> range | list[int
         head = limit // 2
         return [*range(head), *range(length - (limit - head), length)]
     raise Overlong(
-        f"{length} tokens are more than the limit of {limit}: raise the limit, set truncation to "
-        "left, right or middle, or filter overlong rows"
+        f"{length} tokens are more than the limit of {limit}: raise {LENGTH_KEYS}, set "
+        "config.data.truncation to left, right or middle, or set "
+        "config.data.filter_overlong_prompts=true"
     )
 
 
@@ -304,10 +312,10 @@ def _messages(
             raise ValueError(f"{where} holds {type(message).__name__}, not a message")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where} has no role")
-        # Arrow fills the keys that only other messages have with nulls; templates test for keys.
+        # Arrow adds a null for each key that only other messages have. Templates test for keys.
         message = {key: part for key, part in message.items() if part is not None}
         if "content" in message or "tool_calls" not in message:
-            # An empty system message is how a template's default one is switched off.
+            # An empty system message switches the template's default system message off.
             may_be_empty = message["role"] == "system" or "tool_calls" in message
             may_be_empty |= answer_may_be_empty and message["role"] == "assistant"
             message["content"] = _text(
@@ -321,10 +329,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     """The column `tools`: a list of JSON schemas, or that list as JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"column 'tools' is not JSON: {error.msg}") from None
+        tools = _json_text(tools, "tools")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"column 'tools' holds {type(tools).__name__}, not a list")
     return tools
@@ -333,7 +338,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 def _render_prompt(
     value: str | list[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Any] | None
 ) -> tuple[str, list[int]]:
-    """The text that the model continues, and its ids."""
+    """The text that the model continues, and its token ids."""
     if isinstance(value, str):
         start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         return value, start + tokenizer.encode(value)
@@ -353,7 +358,7 @@ def _prompt_and_completion(
     tokenizer: Tokenizer,
     tools: Sequence[Any] | None,
 ) -> list[tuple[list[int], int]]:
-    """(ids, loss mask) of the prompt exactly as RL gives it, then of the completion."""
+    """(ids, loss mask) of the prompt, tokenised as for RL, then of the completion."""
     text, ids = _render_prompt(prompt, tokenizer, tools)
     if isinstance(prompt, str):
         if not isinstance(completion, str):
@@ -374,7 +379,7 @@ def _prompt_and_completion(
 def _turns(
     messages: list[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Any] | None
 ) -> list[tuple[list[int], int]]:
-    """(ids, loss mask) of a conversation, piece by piece: 1 on the assistant's turns."""
+    """(ids, loss mask) of each part of a conversation. The mask is 1 on the assistant's turns."""
     parts: list[tuple[list[int], int]] = []
     done = ""
     for i, message in enumerate(messages):
@@ -398,20 +403,20 @@ def _after(whole: str, start: str) -> str:
     if not whole.startswith(start):
         raise ValueError(
             "the chat template rewrites earlier turns when a turn is added, so the completion's "
-            "tokens cannot be told apart: give prompt and completion, with one assistant turn"
+            "tokens cannot be separated: give prompt and completion, with one assistant turn"
         )
     return whole[len(start) :]
 
 
 def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids with an end token behind them."""
+    """The ids followed by an end token."""
     return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.eos_id]
 
 
 def _cut_at_end(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids of a rendered turn through its last end token; one is added where there is none.
+    """The ids of a rendered turn up to its last end token, which is added if it is missing.
 
-    Templates write a newline behind the end token, where generation has already stopped.
+    Templates write a newline after the end token, where generation has already stopped.
     """
     ends = [i for i, token in enumerate(ids) if token in tokenizer.stop_ids]
     return ids[: ends[-1] + 1] if ends else [*ids, tokenizer.eos_id]
@@ -427,13 +432,13 @@ def _example(parts: list[tuple[list[int], int]], data_source: str, index: int) -
 
 
 def _split_common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """The prompt that two whole texts or conversations share, and what follows it in each."""
+    """The common beginning of two texts or conversations, and the rest of each."""
     if type(chosen) is not type(rejected):
         raise ValueError("chosen and rejected are not both strings or both lists of messages")
     pairs = zip(chosen, rejected, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
-        shared -= 1  # a space belongs to the word behind it, as TRL has it
+        shared -= 1  # a space belongs to the word after it, as in TRL
     parts = chosen[:shared], chosen[shared:], rejected[shared:]
     for name, part in zip(("common beginning", "chosen", "rejected"), parts, strict=True):
         if not part:
@@ -441,15 +446,50 @@ def _split_common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     return parts
 
 
+def _looks_like_object(value: Any) -> bool:
+    """Whether a column holds an object, or text that begins like a JSON object."""
+    if isinstance(value, bytes):
+        return value.lstrip().startswith(b"{")
+    return isinstance(value, dict) or isinstance(value, str) and value.lstrip().startswith("{")
+
+
+def _with_parsed_reward_model(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with its `reward_model` as an object: some writers store it as JSON text."""
+    value = row.get("reward_model")
+    if isinstance(value, dict) or not _looks_like_object(value):
+        return row
+    return {**row, "reward_model": _json_text(_text(value, "reward_model"), "reward_model")}
+
+
+def _json_text(text: str, column: str) -> Any:
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"column {column!r} is not JSON: {error.msg}") from None
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from None
+
+
 def _ground_truth(row: Mapping[str, Any], kind: str) -> Any:
     """verl's reward_model.ground_truth, else the column ground_truth, answer or solution."""
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None:
-        return reward_model["ground_truth"]
+        return _finite(reward_model["ground_truth"], "reward_model.ground_truth")
     if kind == "verl":
         raise ValueError("column 'reward_model' has no ground_truth")
     names = ("ground_truth", "answer", "solution")
-    return next((row[name] for name in names if row.get(name) is not None), None)
+    return next((_finite(row[name], name) for name in names if row.get(name) is not None), None)
+
+
+def _finite(value: Any, column: str) -> Any:
+    """`value`, if no number in it is NaN or infinite: no answer is equal to such a number."""
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        for part in parts:
+            _finite(part, column)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"column {column!r} holds {value}, which is not a right answer")
+    return value
 
 
 def _data_source(row: Mapping[str, Any], default: str) -> str:
@@ -469,5 +509,5 @@ def _number(value: Any, column: str) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number; neither true nor false is one here."""
+    """Whether `value` is a finite number. True and false do not count as numbers."""
     return not isinstance(value, bool) and isinstance(value, int | float) and value - value == 0

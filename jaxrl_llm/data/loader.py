@@ -1,26 +1,24 @@
-"""Endless batches of records, by grain, with a position that fits in a checkpoint.
+"""Endless batches of records, made by grain, with a position for the checkpoint.
 
-Rows are reshuffled every epoch. A batch that reaches the end of an epoch is filled from the next
-one, so no row is ever dropped: over n epochs each row is drawn n times. A row can therefore stand
-twice in one batch, once from each epoch; always so where a batch is larger than the data.
+Rows are shuffled again in every epoch. A batch at the end of an epoch is filled from the next
+epoch, so no row is dropped: over n epochs each row is drawn n times. A batch can therefore hold a
+row twice, and always does if it is larger than the data.
 
-grain finds batch i of this stream without reading those before it, so the position is one number.
-It does not depend on `num_workers` or `prefetch`, which a resumed run may change.
+grain computes batch i without reading the batches before it, so the position is one number. It does
+not depend on `num_workers` or `prefetch`: a resumed run may change them.
 """
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import grain
 import numpy as np
-from absl import flags
 
 from jaxrl_llm.types import Prompt
 
 
 class Tokens(Protocol):
-    """What the loader must know of a record, to tell whether a checkpoint is of the same data."""
+    """What the loader reads of a record, to check that a checkpoint belongs to the same data."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -28,7 +26,7 @@ class Tokens(Protocol):
         ...
 
 
-NEXT_BATCH = "next_batch"  # the one entry of a position that moves
+NEXT_BATCH = "next_batch"  # the only entry of a position that changes
 
 T = TypeVar("T", bound=Tokens)
 B = TypeVar("B")
@@ -38,14 +36,14 @@ class Loader(Generic[T, B]):
     """An endless iterator of `collate(records)`, `batch_size` records at a time.
 
     Args:
-        items: the records, held in memory.
-        collate: makes the batch, e.g. `functools.partial(collate_records, length=256, pad_id=0)`;
-            with `num_workers` it is pickled.
-        seed: of the shuffle, with the epoch; any integer.
-        num_workers: processes that make batches; 0 makes them in a thread of this process. They
-            start anew (spawn), so a script needs its `if __name__ == "__main__"`.
-        prefetch: batches made ahead, for each worker; 0 makes each when it is asked for.
-        unchanged: more that a position is only good with, in JSON's types.
+        items: the records, kept in memory.
+        collate: makes the batch, e.g. `functools.partial(collate_records, length=256, pad_id=0)`.
+            It is pickled if there are workers.
+        seed: any integer. Seed and epoch determine the shuffle.
+        num_workers: processes that make batches; 0 uses a thread of this process. Processes are
+            spawned, so a script needs its `if __name__ == "__main__"`.
+        prefetch: batches that each worker makes ahead; 0 makes each batch when it is requested.
+        unchanged: other facts, in JSON's types, that must be equal when a position is restored.
 
     Raises:
         ValueError: no records, or a batch size below 1.
@@ -78,6 +76,8 @@ class Loader(Generic[T, B]):
         self._prefetch = prefetch
         self._fingerprint: int | None = None
         self._items = items
+        import grain  # takes 0.3 CPU-seconds to import
+
         dataset = grain.MapDataset.source(items).seed(self._order["seed"])
         dataset = dataset.shuffle() if shuffle else dataset
         self._batches = dataset.repeat().batch(batch_size, batch_fn=collate)
@@ -96,11 +96,11 @@ class Loader(Generic[T, B]):
 
     @property
     def epoch(self) -> int:
-        """Whole passes over the data that lie behind the next batch's first row."""
+        """Number of complete passes over the data before the next batch's first row."""
         return self._next_batch * self._batch_size // self._num_items
 
     def get_state(self) -> dict[str, Any]:
-        """The position, in JSON's types, and what must be unchanged for it to mean the same."""
+        """The position, in JSON's types, and the facts that must be equal to restore it."""
         return {
             NEXT_BATCH: self._next_batch,
             "batch_size": self._batch_size,
@@ -111,22 +111,24 @@ class Loader(Generic[T, B]):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues with the batch that `get_state` had ahead of it.
+        """Continue with the batch that came next when `get_state` was called.
 
         Raises:
-            ValueError: the state is of other data, another order or another batch size.
+            ValueError: the state belongs to other data, another order or another batch size.
         """
         check_position(state, self.get_state())
         self.close()
         self._next_batch = int(state[NEXT_BATCH])
 
     def close(self) -> None:
-        """Stops workers and threads; the next batch starts them again."""
+        """Stop workers and threads. The next batch starts them again."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
 
     def _open(self) -> Any:
+        import grain
+
         ahead = self._batches.slice(slice(self._next_batch, None))
         threads = 1 if self._prefetch and not self._num_workers else 0
         dataset = ahead.to_iter_dataset(
@@ -148,7 +150,10 @@ class Loader(Generic[T, B]):
 
 
 class PromptLoader(Loader[Prompt, list[Prompt]]):
-    """Endless lists of `batch_size` prompts; arguments as `Loader`."""
+    """Endless lists of `batch_size` prompts. Arguments as for `Loader`.
+
+    There are no workers: the prompts are tokenised already, and a process could only copy them.
+    """
 
     def __init__(
         self,
@@ -157,7 +162,6 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
         batch_size: int,
         seed: int,
         shuffle: bool = True,
-        num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
         super().__init__(
@@ -166,13 +170,12 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
             batch_size=batch_size,
             seed=seed,
             shuffle=shuffle,
-            num_workers=num_workers,
             prefetch=prefetch,
         )
 
 
 def fingerprint(items: Sequence[Tokens]) -> int:
-    """CRC-32 of the tokens of all records, in their order."""
+    """CRC-32 of the tokens of all records, in order."""
     crc = 0
     for item in items:
         crc = zlib.crc32(np.asarray(item.token_ids, np.int32).tobytes(), crc)
@@ -182,13 +185,11 @@ def fingerprint(items: Sequence[Tokens]) -> int:
 def check_position(
     state: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str] = ()
 ) -> None:
-    """Refuse a loader's `state` that does not fit the loader of this run.
-
-    It must have every name of `here` and of `also`, and but for the batch number the values of
-    `here`.
+    """Refuse a loader's `state` that does not belong to the loader of this run.
 
     Raises:
-        ValueError: what differs, and what would work.
+        ValueError: `state` lacks a name of `here` or `also`, or has another value than `here`
+            for anything but the batch number.
     """
     for name in (*here, *also):
         if name not in state:
@@ -201,13 +202,15 @@ def check_position(
     for name, value in here.items():
         if name != NEXT_BATCH and state[name] != value:
             raise ValueError(
-                f"the checkpoint stands in other data: its {name} is {state[name]}, here it is "
-                f"{value}. Resume with the same data, seed and batch size, or start a new "
+                f"the checkpoint's position is in other data: its {name} is {state[name]}, here "
+                f"it is {value}. Resume with the same data, seed and batch size, or start a new "
                 "run from the checkpoint's weights"
             )
 
 
 def _accept_flag_defaults() -> None:
-    """grain's workers read absl flags, which only absl.app parses."""
+    """Mark absl's flags as parsed: grain's workers read them, and only absl.app parses them."""
+    from absl import flags
+
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()

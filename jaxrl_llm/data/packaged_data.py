@@ -1,4 +1,4 @@
-"""Real human judgements that a package index carries, for users who cannot reach a data hub."""
+"""Real human judgements from a package index, for users who cannot reach a data hub."""
 
 import ast
 import io
@@ -18,18 +18,18 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-REQUIREMENT = "vaderSentiment==3.3.2"  # MIT; its source archive holds the ratings
+REQUIREMENT = "vaderSentiment==3.3.2"  # MIT; its source archive has the ratings
 INNER = "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
 FOLDER = "hutto_ICWSM_2014/movieReviewSnippets"
 PROMPT = "Write one sentence of a movie review."
 SPLITS = {"test": 1000, "valid": 600}  # sentences; the others are for training
 PAIRS_A_SENTENCE = 2
-LEAST_AGREEMENT = 0.6  # of the raters, that one sentence of a pair is the better one
-LEAST_RATING = 1.0  # distance from 0 of a mean rating that makes a label
+LEAST_AGREEMENT = 0.6  # share of pairs of raters who prefer the chosen sentence of a pair
+LEAST_RATING = 1.0  # a label needs a mean rating at least this far from 0
 VOCABULARY = 2048
 END, PAD = "<|end|>", "<|pad|>"
 
-README = """# Preferences of people between sentences of movie reviews
+README = """# Human preferences between sentences of movie reviews
 
 Made from the ratings in the source archive of vaderSentiment 3.3.2 (MIT): sentences of reviews from
 rotten tomatoes, each rated by 20 people from -4 to 4. Cite Hutto, C.J. and Gilbert, E.E. (2014),
@@ -44,7 +44,7 @@ No sentence is in two of train, valid and test. tokenizer/: 2048 tokens made fro
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence and what each person gave it, from -4 to 4."""
+    """One sentence and each person's rating of it, from -4 to 4."""
 
     text: str
     ratings: tuple[int, ...]
@@ -56,10 +56,10 @@ class Sentence:
 
 
 def prepare_movie_preferences(output: str | Path, *, archive: str | Path | None = None) -> Path:
-    """Write pairs, labels, ratings and a small tokenizer to `output`; returns its path.
+    """Write pairs, labels, ratings and a small tokenizer to `output`. Returns its path.
 
-    Downloads the source archive with pip unless `archive` names it on disk. A pure function of the
-    archive. ValueError with the remedy for a failed download or another archive.
+    Downloads the source archive with pip unless `archive` names it on disk. The output depends on
+    the archive alone. ValueError with the remedy for a failed download or another archive.
     """
     output = Path(output)
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm-") as temporary:
@@ -71,7 +71,7 @@ def prepare_movie_preferences(output: str | Path, *, archive: str | Path | None 
         parts[split] = sentences[start : start + count]
         start += count
     parts["train"] = sentences[start:]
-    # A few sentences are in the archive twice: one that is held out must not be trained on.
+    # A few sentences are in the archive twice. A held-out sentence must not be in training.
     trained = {sentence.text for sentence in parts["train"]}
     for split in SPLITS:
         parts[split] = [sentence for sentence in parts[split] if sentence.text not in trained]
@@ -103,7 +103,7 @@ def download(directory: Path) -> Path:
 
 
 def read_sentences(archive: Path) -> list[Sentence]:
-    """The rated sentences of the archive, in its order."""
+    """The rated sentences of the archive, in their order there."""
     if not archive.is_file():
         raise ValueError(f"there is no archive at {archive}; give --archive a .tar.gz file")
     try:
@@ -125,7 +125,7 @@ def read_sentences(archive: Path) -> list[Sentence]:
 
 
 def pairs(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[dict[str, Any]]:
-    """Two pairs a sentence, near ties left out; the better sentence is `chosen`."""
+    """Two pairs for each sentence, without near ties. The better sentence is `chosen`."""
     wanted = PAIRS_A_SENTENCE * len(sentences)
     while wanted:
         better, worse = draw.sample(sentences, 2)
@@ -144,7 +144,7 @@ def pairs(sentences: Sequence[Sentence], draw: random.Random) -> Iterator[dict[s
 
 
 def labels(sentences: Sequence[Sentence]) -> Iterator[dict[str, Any]]:
-    """Sentences that people liked (true) or disliked (false); those in between are left out."""
+    """Sentences that people liked (true) or disliked (false). Others are left out."""
     for sentence in sentences:
         if abs(sentence.mean) >= LEAST_RATING:
             yield {"prompt": PROMPT, "completion": sentence.text, "label": sentence.mean > 0}
@@ -180,7 +180,7 @@ def write_tokenizer(directory: Path, texts: Sequence[str]) -> None:
 
 
 def _agreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Share of all pairs of raters of which the first's is higher; a tie counts half."""
+    """Share of all pairs of raters in which the first rating is higher. A tie counts half."""
     wins = sum((a > b) + 0.5 * (a == b) for a in first for b in second)
     return wins / (len(first) * len(second))
 
@@ -195,7 +195,7 @@ def _rows(archive: tarfile.TarFile, name: str, columns: int) -> Iterator[list[st
 
 
 def _plain(text: str) -> str:
-    """ASCII that the character tokenizer knows too: accents are dropped, quotes straightened."""
+    """ASCII for the character tokenizer: accents are dropped, quotes are straightened."""
     straight = text.translate(str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014`|", "''\"\"--'/"))
     ascii_only = unicodedata.normalize("NFKD", straight).encode("ascii", "ignore").decode()
     return " ".join(ascii_only.split())

@@ -1,4 +1,4 @@
-"""Records to padded numpy arrays. Rows are padded on the right, one example a row."""
+"""Records to padded numpy arrays. Each row has one example and is padded on the right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jaxrl_llm.types import OfflineBatch, Prompt, TokenBatch
 def pad_rows(
     rows: Sequence[Sequence[int | float]], length: int, fill: int | float, dtype: Any = np.int32
 ) -> np.ndarray:
-    """[B, length]: each row followed by `fill`. ValueError for a row that is longer."""
+    """[B, length]: each row followed by `fill`. ValueError for a longer row."""
     padded = np.full((len(rows), length), fill, dtype)
     for i, row in enumerate(rows):
         if len(row) > length:
@@ -31,7 +31,7 @@ def collate_prompts(
 
 
 def collate_tokens(examples: Sequence[TokenExample], *, length: int, pad_id: int) -> TokenBatch:
-    """A TokenBatch of numpy arrays, [B, length]; the loss mask is 0 at position 0."""
+    """A TokenBatch of numpy arrays [B, length]. The loss mask is 0 at position 0."""
     rows = [example.token_ids for example in examples]
     mask = pad_rows([example.loss_mask for example in examples], length, 0, np.float32)
     mask[:, 0] = 0
@@ -45,7 +45,7 @@ def collate_tokens(examples: Sequence[TokenExample], *, length: int, pad_id: int
 
 @dataclass(frozen=True)
 class OfflineRecord:
-    """What one record of offline training is made of, by the names of OfflineBatch's fields."""
+    """One record of offline training. Rows and numbers are named as in OfflineBatch."""
 
     index: int  # in its data set
     rows: dict[str, TokenExample]
@@ -53,7 +53,7 @@ class OfflineRecord:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of all rows, one after the other."""
+        """The tokens of all rows, concatenated."""
         return tuple(token for row in self.rows.values() for token in row.token_ids)
 
 
@@ -61,7 +61,7 @@ def offline_records(
     items: Sequence[TokenExample] | Sequence[PreferencePair] | Sequence[LabelledExample],
     number: str = "labels",
 ) -> list[OfflineRecord]:
-    """Records of a data set; `number` is the field that a LabelledExample's label goes to."""
+    """Records of a data set. `number` is the OfflineBatch field for a LabelledExample's label."""
     return [_record(i, item, number) for i, item in enumerate(items)]
 
 
@@ -85,27 +85,29 @@ def collate_records(
     before: OfflineRecord | None = None,
     size: int = 0,
 ) -> OfflineBatch:
-    """An OfflineBatch of numpy arrays; rows are [B, length].
+    """An OfflineBatch of numpy arrays. Rows are [B, length].
 
-    `mismatched` adds the rows of that name: record i's prompt with the completion of record i - 1,
-    cut where it does not fit; the first gets that of `before`, or of the last where there is none.
-    `size` fills the batch up with copies of weight 0. Raises ValueError where a record would be
-    mismatched with its own completion.
+    `mismatched` adds rows with the prompt of record i and the completion of record i - 1, truncated
+    to `length`. The first record gets the completion of `before`, or of the last record if `before`
+    is None. `size` pads the batch with copies of weight 0.
+
+    Raises:
+        ValueError: a record would get its own completion.
     """
     num = len(records)
     if mismatched and num == 1 and before is None:
         raise ValueError(
-            "one record alone, whose prompt no other completion can be given to: "
+            "there is one record, so no other completion can follow its prompt: "
             "held-out data need 2 records or more"
         )
     records = [*records, *[records[0]] * (size - num)]
     groups = {name: [record.rows[name] for record in records] for name in records[0].rows}
     if mismatched:
         own = groups["completion"][:num]
-        lent = own[-1] if before is None else before.rows["completion"]
+        first = own[-1] if before is None else before.rows["completion"]
         swapped = [
             mismatch(prompt, answer, length)
-            for prompt, answer in zip(own, [lent, *own[:-1]], strict=True)
+            for prompt, answer in zip(own, [first, *own[:-1]], strict=True)
         ]
         groups["mismatched"] = [*swapped, *groups["completion"][num:]]
     numbers: dict[str, Any] = {
@@ -126,7 +128,7 @@ def collate_records(
 
 
 def mismatch(prompt: TokenExample, answer: TokenExample, length: int) -> TokenExample:
-    """The prompt of one example, up to its first token to learn, with the completion of another."""
+    """The prompt of one example (up to its first token in the loss) and another's completion."""
     given = prompt.token_ids[: prompt.loss_mask.index(1)]
     start = answer.loss_mask.index(1)
     ids = (*given, *answer.token_ids[start:])[:length]

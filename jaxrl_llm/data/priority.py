@@ -1,36 +1,39 @@
-"""Prompts drawn by what the policy got on them before, in place of shuffled epochs.
+"""Prioritised sampling: prompts are drawn by their earlier scores, not in shuffled epochs.
 
-A weight function says how much each prompt is wanted. Its positional parameters name what it reads
-(`FIELDS`), its keyword-only ones are settings; it takes and returns one number a visited prompt.
-A prompt that was never visited has nothing to read, so such prompts come first, in random order.
+A weight function gives each visited prompt a weight. Its positional parameters are names of
+`FIELDS`, its keyword-only parameters are settings. It takes and returns one number for each visited
+prompt. Prompts that were never visited have no scores: they are drawn first, in random order.
 
-V counts visited prompts, B the prompts of a batch, N all prompts.
+V is the number of visited prompts, B of prompts in a batch, N of all prompts.
 """
 
 import base64
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from dataclasses import asdict
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.data.loader import NEXT_BATCH, check_position, fingerprint
 from jaxrl_llm.distributed.multihost import gather_rows
+from jaxrl_llm.references import check_settings, load, nearest
 from jaxrl_llm.types import Prompt
 
-# What a weight function may ask for, of each visited prompt. The config is checked against it.
+# What a weight function may read of each visited prompt. The config is checked against it.
 FIELDS: dict[str, str] = {
-    "mean": "mean score over the samples of its last visit",
+    "mean": "mean score of the samples at its last visit",
     "std": "their unbiased standard deviation, 0 for a single sample",
     "visits": "how often it was drawn, 1 or more",
-    "since": "steps from its last visit to the step that is drawn for",
+    "since": "steps from its last visit to the current step",
 }
-STATE = {"mean": "<f4", "std": "<f4", "visits": "<i4", "last_step": "<i4"}  # of each prompt
+STATE = {"mean": "<f4", "std": "<f4", "visits": "<i4", "last_step": "<i4"}  # for each prompt
 
-# Who is drawn before whom; within a class by chance.
+# The classes of prompts, in the order in which they are drawn; random order within a class.
 UNVISITED, WEIGHTED, UNWANTED, THIS_STEP = range(4)
 
 Values = Float[np.ndarray, " V"]
@@ -40,32 +43,69 @@ Values = Float[np.ndarray, " V"]
 
 
 def failure_rate(mean: Values, *, low: float = 0.0, high: float = 1.0) -> Values:
-    """1 - p, p the success rate: prioritised sampling of Kimi k1.5 (arXiv:2501.12599).
+    """1 - p, where p is the success rate: Kimi k1.5's prioritised sampling (arXiv:2501.12599).
 
-    p = (mean - low) / (high - low), held within 0 and 1: `low` and `high` are the scores of a wrong
-    and of a right answer. It keeps prompts that the policy never solves: where the data hold
-    many that cannot be solved, `learnability` wastes less.
+    p = (mean - low) / (high - low), clipped to [0, 1]. `low` and `high` are the scores of a wrong
+    and of a right answer. Prompts that the policy never solves get the largest weight: if many
+    prompts cannot be solved, use `learnability`.
     """
     return 1.0 - _success(mean, low, high)
 
 
 def learnability(mean: Values, *, low: float = 0.0, high: float = 1.0) -> Values:
-    """p (1 - p), p as in `failure_rate`: the variance of a right-or-wrong score, most at p = 1/2.
+    """p (1 - p), p as in `failure_rate`: the variance of a right-or-wrong score, largest at 1/2.
 
-    Foster et al. 2025, arXiv:2502.12272, who draw from the prompts that have most of it; here it
-    is the weight. A prompt whose last group was all right or all wrong has 0, and returns by the
-    share of uniform draws alone.
+    Foster et al. 2025 (arXiv:2502.12272) draw from the prompts with the largest values; here the
+    value is the weight. It is 0 for a prompt whose last group was all right or all wrong. Only the
+    uniform draws return such a prompt.
     """
     success = _success(mean, low, high)
     return success * (1.0 - success)
 
 
 def spread(std: Values) -> Values:
-    """The variance of the last group's scores: learnability for scores of any kind.
+    """The variance of the last group's scores: `learnability` for scores of any kind.
 
-    Needs several samples a prompt; with few of them it is rough.
+    Needs several samples for each prompt. With few samples the estimate is rough.
     """
     return np.square(std)
+
+
+WEIGHTS: dict[type[c.Priority], Callable[..., Any]] = {
+    c.FailureRate: failure_rate,
+    c.Learnability: learnability,
+    c.Spread: spread,
+}
+
+
+def weight_function(settings: c.PrioritySettings, *, samples: int) -> Callable[..., Any]:
+    """The function that `settings` name, with its settings; `samples` is those of a prompt.
+
+    Raises ValueError for a user's function that cannot be loaded, has no such setting, or reads
+    what is not in FIELDS or is 0 for one sample.
+    """
+    if not isinstance(settings, c.Custom):
+        return partial(WEIGHTS[type(settings)], **asdict(settings))
+    function = load(settings.path)
+    check_settings(settings.path, function, settings.settings)
+    for name in field_names(function):
+        if name not in FIELDS:
+            raise ValueError(
+                f"config.data.priority={settings.path}: its parameter {name!r} is nothing that is "
+                f"known of a prompt{nearest(name, FIELDS)}; there are {', '.join(FIELDS)}. A "
+                "setting must be keyword-only (after *)"
+            )
+    if not field_names(function):
+        raise ValueError(
+            f"config.data.priority={settings.path} reads nothing; its parameters may be "
+            f"{', '.join(FIELDS)}"
+        )
+    if "std" in field_names(function) and samples == 1:
+        raise ValueError(
+            f"config.data.priority={settings.path} reads the std of a prompt's samples, and "
+            "config.rollout.n=1 makes one; config.rollout.n=8 is usual"
+        )
+    return partial(function, **settings.settings)
 
 
 def _success(mean: Values, low: float, high: float) -> Values:
@@ -81,17 +121,16 @@ def _success(mean: Values, low: float, high: float) -> Values:
 
 
 class PriorityLoader:
-    """Batches of prompts drawn with probability by weight, and the memory that the weights read.
+    """Batches of prompts, drawn with weights that depend on earlier scores.
 
     Each draw takes a visited prompt with probability q = uniform / V + (1 - uniform) weight / sum
-    of weights, without replacement within a step. So once all are visited, a batch holds each with
-    a probability of at least 1 - (1 - uniform / N)^B, whatever its weight. Unvisited prompts come
-    before all others; those that an earlier batch of the same step held (dynamic sampling) come
-    last. Weights that are all 0 are equal weights.
+    of weights, without replacement within a step. So once all prompts are visited, a batch holds a
+    given prompt with a probability of at least 1 - (1 - uniform / N)^B. Unvisited prompts come
+    first. Prompts in an earlier batch of the same step (dynamic sampling) come last. If all weights
+    are 0, they count as equal.
 
-    A batch depends on the seed, its number and the scores given to `update` before; the state,
-    an array of each of `STATE`, is in `get_state`. Processes draw alike: the first one's draw is
-    what all of them take.
+    A batch depends on the seed, its number and the scores passed to `update` so far. `get_state`
+    has the state: one array for each entry of `STATE`. All processes take process 0's draw.
     """
 
     def __init__(
@@ -103,10 +142,10 @@ class PriorityLoader:
         seed: int,
         uniform: float,
     ) -> None:
-        """`weigh` reads FIELDS; it is tried once, so that one that cannot work fails here.
+        """`weigh` reads FIELDS. It is called once here, so that an error is found early.
 
         Raises:
-            ValueError: a batch would hold every prompt anyway.
+            ValueError: a batch would hold every prompt, or `weigh` gives wrong shapes.
         """
         if batch_size >= len(prompts):
             raise ValueError(
@@ -122,19 +161,19 @@ class PriorityLoader:
         self._uniform = uniform
         self._next_batch = 0
         self._memory = {name: np.zeros(len(prompts), kind) for name, kind in STATE.items()}
-        self._drawn: np.ndarray | None = None  # the batch whose scores are awaited
+        self._drawn: np.ndarray | None = None  # the batch whose scores `update` expects
         self._weights({name: np.ones(2) for name in FIELDS})
 
     @property
     def epoch(self) -> int:
-        """Prompts drawn, in whole numbers of times all prompts."""
+        """Number of prompts drawn, divided by the number of prompts and rounded down."""
         return self._next_batch * self._batch_size // len(self._prompts)
 
     def draw(self, step: int) -> list[Prompt]:
-        """The next batch, for `step` (1-based). `update` must follow before another."""
-        assert self._drawn is None, "the scores of the batch before are missing"
+        """The next batch, for `step` (1-based). Requires: `update` was called for the last one."""
+        assert self._drawn is None, "the scores of the last batch are missing"
         rng = np.random.default_rng([self._seed, self._next_batch])
-        # An exponential race: who arrives first at rates q is who successive draws by q take.
+        # An exponential race: the first arrivals at rates q are successive draws with weights q.
         arrival = rng.exponential(size=len(self._prompts))
         rank = np.full(len(self._prompts), UNVISITED)
         visited = self._visited()
@@ -149,7 +188,7 @@ class PriorityLoader:
         return [self._prompts[i] for i in drawn]
 
     def update(self, step: int, scores: np.ndarray) -> None:
-        """Take in the scores [B * samples] of the batch that was drawn last, group after group."""
+        """Record the scores [B * samples] of the last batch; a prompt's samples are adjacent."""
         assert self._drawn is not None, "no batch was drawn"
         groups = np.asarray(scores, np.float64).reshape(self._batch_size, -1)
         memory, drawn = self._memory, self._drawn
@@ -160,7 +199,7 @@ class PriorityLoader:
         self._drawn = None
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What the draws of the step after `step` will go by."""
+        """Metrics of the state from which the step after `step` draws."""
         memory, visited = self._memory, self._visited()
         probabilities = self._probabilities(step + 1)
         return {
@@ -171,15 +210,15 @@ class PriorityLoader:
         }
 
     def get_state(self) -> dict[str, Any]:
-        """The memory, bit for bit in JSON's types, and what must be unchanged to go on with it."""
+        """The exact state in JSON's types, and the facts that must be equal to restore it."""
         assert self._drawn is None, "the scores of the last batch are missing"
         return self._position() | {name: _pack(array) for name, array in self._memory.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues with the batch that `get_state` had ahead of it.
+        """Continue with the batch that came next when `get_state` was called.
 
         Raises:
-            ValueError: the state is of other data, another seed or another batch size, or of a run
+            ValueError: the state belongs to other data, another seed or batch size, or to a run
                 without priorities.
         """
         check_position(state, self._position(), also=STATE)
@@ -204,7 +243,7 @@ class PriorityLoader:
         return np.flatnonzero(self._memory["visits"])
 
     def _probabilities(self, step: int) -> np.ndarray:
-        """Of each visited prompt to be the next one drawn, were there no others: [V], float64."""
+        """The probability q of each visited prompt, as if no other prompts existed: [V] float64."""
         visited = self._visited()
         known = {name: array[visited] for name, array in self._memory.items()}
         values = {
@@ -218,12 +257,12 @@ class PriorityLoader:
         if bad.size:
             raise self._refused(weights, bad, visited, values)
         largest = weights.max()
-        # Divided by the largest first: a sum of finite weights need not be finite.
+        # Divided by the largest first, because the sum of finite weights can be infinite.
         shares = weights / largest if largest > 0 else np.ones_like(weights)
         return self._uniform / visited.size + (1.0 - self._uniform) * shares / shares.sum()
 
     def _weights(self, values: dict[str, np.ndarray]) -> np.ndarray:
-        """What the function gives prompts of which `values` are known"""
+        """The function's weights of prompts with these values of FIELDS."""
         weights = np.asarray(self._weigh(*(values[name] for name in self._reads)), np.float64)
         shape = next(iter(values.values())).shape
         if weights.shape != shape:
@@ -246,13 +285,13 @@ class PriorityLoader:
         return ValueError(
             f"config.data.priority gave {bad.size} of {visited.size} prompts a weight that is "
             f"negative or not finite, the first of them {weights[first]:g} to row {prompt.row} "
-            f"of {prompt.data_source} ({known}). Weights must be 0 or more: for scores that "
-            "leave 0 to 1, give the function's low and high, or clip"
+            f"of {prompt.data_source} ({known}). Weights must be 0 or more: for scores outside "
+            "of 0 to 1, set the function's low and high, or clip"
         )
 
 
 def _pack(array: np.ndarray) -> str:
-    """The bytes of an array as text; decimals of JSON would be longer."""
+    """The bytes of an array as text, which is shorter than JSON's decimals."""
     return base64.b64encode(zlib.compress(array.tobytes())).decode("ascii")
 
 

@@ -1,10 +1,10 @@
-"""Procedural tasks: problems by index, with the right answer, and a split that cannot leak.
+"""Procedural tasks: problems by index, with the right answer, and a split without leaks.
 
-A problem is held out when a hash of its own text says so, whatever the task's settings, seed or
-size. So no text is ever both a training and a held-out problem, also across two configurations.
-(`2+7=` may be held out while `7+2=` is not: they are two texts.)
+A hash of a problem's text decides whether it is held out. The task's settings, seed and size do not
+matter, so no text is both a training and a held-out problem, also across two configurations.
+(`2+7=` and `7+2=` are two texts: one may be held out and the other not.)
 
-`task_rows` gives problems with their answers, `task_pairs` right answers beside wrong ones.
+`task_rows` gives problems with their answers, `task_pairs` pairs of a right and a wrong answer.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from random import Random
 from typing import Any
 
 HELD_OUT_SHARE = 10  # one problem in this many is held out
-MAX_WHOLE_SPACE = 200_000  # problems; a larger space must be given a size
+MAX_WHOLE_SPACE = 200_000  # problems; a larger space needs a size
 PROMPT_STYLES = ("plain", "chat")
 SPLITS = ("train", "held_out")
-# A problem gives one pair for each. Answers that look right come more often than broken ones,
-# because they are what a policy that knows the format gets wrong.
+# A problem gives one pair for each entry. Answers of the right form are more frequent than broken
+# ones, because these are the mistakes of a policy that knows the format.
 WRONG_ANSWERS = (
     "near",
     "near",
@@ -35,7 +35,7 @@ WRONG_ANSWERS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """`plain` is what a character model continues; `question` is what a chat model is asked."""
+    """A character model continues `plain`. A chat model is asked `question`."""
 
     plain: str
     question: str
@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class ProblemSpace:
-    """Every problem of a task: `problem(i)` for i in [0, size) gives distinct texts."""
+    """All problems of a task. `problem(i)` gives a distinct text for each i in [0, size)."""
 
     name: str
     size: int
@@ -52,10 +52,10 @@ class ProblemSpace:
 
 
 def chain_sum(*, num_terms: int = 3, num_digits: int = 1, operators: str = "+-") -> ProblemSpace:
-    """Sums and differences in a row, as reasoning-gym's chain_sum: `7+2-5=`.
+    """Sums and differences of several terms, as in reasoning-gym's chain_sum: `7+2-5=`.
 
-    Terms have exactly num_digits digits, no leading zero (0 to 9 for one digit). 2 terms of 1 digit
-    are 200 problems, 3 terms 4,000; with operators="+" 100 and 1,000.
+    Terms have exactly num_digits digits and no leading zero (one digit: 0 to 9). 2 terms of 1 digit
+    give 200 problems, 3 terms 4,000. With operators="+" these are 100 and 1,000.
     """
     _check_range("num_terms", num_terms, 2, 100)
     _check_range("num_digits", num_digits, 1, 18)
@@ -98,7 +98,7 @@ def products(*, first_digits: int = 1, second_digits: int = 1) -> ProblemSpace:
 
 
 def spell_backward(*, num_letters: int = 4) -> ProblemSpace:
-    """Strings of lower-case letters to be reversed: `abcd=` gives `dcba`."""
+    """Reversing a string of lower-case letters: `abcd=` gives `dcba`."""
     _check_range("num_letters", num_letters, 1, 100)
 
     def problem(index: int) -> Problem:
@@ -112,7 +112,7 @@ def spell_backward(*, num_letters: int = 4) -> ProblemSpace:
     return ProblemSpace(f"spell_backward_{num_letters}", 26**num_letters, problem)
 
 
-# Names come from outside (config files), so this is a table.
+# A table, because the names come from config files.
 TASKS: dict[str, Callable[..., ProblemSpace]] = {
     "chain_sum": chain_sum,
     "products": products,
@@ -121,7 +121,7 @@ TASKS: dict[str, Callable[..., ProblemSpace]] = {
 
 
 def problem_space(name: str, settings: dict[str, Any] | None = None) -> ProblemSpace:
-    """The task of that name; ValueError for an unknown task or setting, with the known ones."""
+    """The task of that name. ValueError for an unknown task or setting lists the known ones."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: it is one of {', '.join(TASKS)}")
     legal = list(inspect.signature(TASKS[name]).parameters)
@@ -132,7 +132,7 @@ def problem_space(name: str, settings: dict[str, Any] | None = None) -> ProblemS
 
 
 def is_held_out(problem: Problem) -> bool:
-    """The split of a problem, from its text alone."""
+    """Whether a problem is held out. Depends on its text only."""
     digest = hashlib.blake2b(problem.plain.encode(), digest_size=8).digest()
     return int.from_bytes(digest) % HELD_OUT_SHARE == 0
 
@@ -149,14 +149,14 @@ def task_rows(
     """Rows of a task: data_source, prompt, completion, ground_truth, extra_info.
 
     Args:
-        split: "train" or "held_out"; the two never share a problem.
-        size: rows, drawn in the order of a seeded permutation of the space; 0 takes every problem.
-            Training rows start over where the space has fewer, so that a small task can be
-            weighted up; held-out rows never repeat.
+        split: "train" or "held_out". The two never share a problem.
+        size: number of rows, in the order of a seeded permutation of the space; 0 takes every
+            problem. Training rows repeat if the space is smaller, to give a small task more
+            weight in a mixture. Held-out rows never repeat.
         prompt_style: "plain" gives strings, "chat" lists of messages.
 
     Raises:
-        ValueError: unknown names, or a size that the space does not allow.
+        ValueError: an unknown name, or a size that the space does not allow.
     """
     _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
     space = problem_space(name, settings)
@@ -175,9 +175,9 @@ def task_pairs(
 ) -> list[dict[str, Any]]:
     """Preference rows of a task: data_source, prompt, chosen, rejected, extra_info.
 
-    The problems are those that `task_rows` gives for the same arguments. Each comes with its right
-    answer and one wrong answer of each of `WRONG_ANSWERS`, drawn by a hash of the problem's text:
-    another run, split or size never changes a pair. `extra_info["wrong"]` names the kind.
+    The problems are those of `task_rows` with the same arguments. Each gives one pair for each kind
+    of `WRONG_ANSWERS`. A hash of the problem's text seeds the wrong answers, so a pair does not
+    depend on run, split or size. `extra_info["wrong"]` names the kind.
 
     Raises:
         ValueError: as `task_rows`.
@@ -201,9 +201,9 @@ def task_ratings(
     seed: int = 0,
     settings: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Rated rows of a task: the answers of `task_pairs`, 1 for the right one and 0 for a wrong one.
+    """Rated rows of a task: both answers of each pair of `task_pairs`.
 
-    Both answers of each pair are there, so that as many are right as wrong.
+    The rating is 1 for the right answer and 0 for the wrong one.
     """
     pairs = task_pairs(
         name, split=split, size=size, prompt_style=prompt_style, seed=seed, settings=settings
@@ -222,7 +222,7 @@ def task_ratings(
 
 
 def wrong_answers(problem: Problem, space: ProblemSpace) -> list[str]:
-    """A wrong answer of each of `WRONG_ANSWERS`; none equals the right one."""
+    """One wrong answer for each kind of `WRONG_ANSWERS`. None equals the right answer."""
     draw = Random(hashlib.blake2b(problem.plain.encode(), digest_size=8).digest())
     wrong = {
         "near": lambda: _near(problem.answer, draw),
@@ -235,7 +235,7 @@ def wrong_answers(problem: Problem, space: ProblemSpace) -> list[str]:
 
 
 def _near(answer: str, draw: Random) -> str:
-    """A number a little off, mostly by one; of other text, one letter changed."""
+    """A number that is off by one to four, mostly by one. In other text, one letter is changed."""
     if _is_integer(answer):
         return str(int(answer) + draw.choice((-1, 1)) * draw.choice((1, 1, 1, 2, 3, 4)))
     place = draw.randrange(len(answer))
@@ -244,7 +244,7 @@ def _near(answer: str, draw: Random) -> str:
 
 
 def _of_another(problem: Problem, space: ProblemSpace, draw: Random) -> str:
-    """The answer of another problem; one near the right answer where all tried are the same."""
+    """The answer of another problem, or a near answer if 100 problems have the same answer."""
     for _ in range(100):
         answer = space.problem(draw.randrange(space.size)).answer
         if answer != problem.answer:
@@ -253,7 +253,7 @@ def _of_another(problem: Problem, space: ProblemSpace, draw: Random) -> str:
 
 
 def _malformed(answer: str, draw: Random) -> str:
-    """The right characters in a form that does not count: a stray mark, or a wrong sign."""
+    """The right answer in a wrong form: with a stray mark or a wrong sign."""
     flipped = answer[1:] if answer.startswith("-") else "-" + answer
     return draw.choice((flipped, "=" + answer, "+" + answer, answer + "=", answer + "."))
 
@@ -271,7 +271,7 @@ def _is_integer(text: str) -> bool:
 def _problems(
     space: ProblemSpace, *, split: str, size: int, seed: int
 ) -> list[tuple[int, Problem]]:
-    """`size` problems of a split, each with its place in the split's order.
+    """`size` problems of a split, each with its index in the split.
 
     ValueError for a size that the space does not allow.
     """
@@ -297,7 +297,7 @@ def _problems(
 
 
 def _drawn(space: ProblemSpace, split: str, seed: int) -> Iterator[Problem]:
-    """The problems of a split, each once, in a seeded order."""
+    """The problems of a split, each once, in seeded random order."""
     for i in range(space.size):
         problem = space.problem(_permute(i, space.size, seed))
         if is_held_out(problem) == (split == "held_out"):
@@ -305,10 +305,10 @@ def _drawn(space: ProblemSpace, split: str, seed: int) -> Iterator[Problem]:
 
 
 def _permute(index: int, size: int, seed: int) -> int:
-    """A bijection of [0, size) for any size: a four-round Feistel network, walked back into range.
+    """A bijection of [0, size) for any size: a four-round Feistel network with cycle walking.
 
-    Luby and Rackoff (1988). The walk ends because the network permutes a power of 4 that is less
-    than 4 * size, and `index` itself is in range.
+    Luby and Rackoff (1988). The network permutes a range of a power of 4 below 4 * size. It is
+    applied until the result is below `size`, which happens because `index` is.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -356,7 +356,7 @@ def _answered(answer: str, style: str) -> str | list[dict[str, str]]:
 
 
 def _numbers(digits: int) -> tuple[int, int]:
-    """The smallest number with that many digits, and how many there are; 0 has one digit."""
+    """The smallest number with that many digits, and how many there are. 0 has one digit."""
     return (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
 
 

@@ -1,1 +1,1 @@
-"""The mesh, the sharding rules, the layout switch and several hosts."""
+"""The device mesh, sharding rules, the layout switch, and several hosts."""

@@ -1,17 +1,18 @@
-"""Several processes, one program: joining, bounded barriers, and values that all of them hold.
+"""Several processes, one program: joining, barriers with a time limit, and shared values.
 
-Every function also works in a lone process that never joined anything.
+Every function also works in a single process that never joined anything.
 """
 
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-# jax has no public bounded barrier: multihost_utils.sync_global_devices waits for ever.
+# jax has no public barrier with a time limit: multihost_utils.sync_global_devices waits for ever.
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
@@ -21,7 +22,7 @@ _barrier_uses: Counter[str] = Counter()
 
 
 class BarrierTimeout(RuntimeError):
-    """Some processes did not reach a barrier in time; `missing` are their ids as far as known."""
+    """Some processes did not reach a barrier in time; `missing` holds their ids if known."""
 
     def __init__(self, name: str, timeout_s: float, missing: tuple[int, ...], detail: str):
         who = f"process {', '.join(map(str, missing))}" if missing else "at least one process"
@@ -38,35 +39,57 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
+    local_device_ids: Sequence[int] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Join the other processes; call it before anything touches a device.
+    """Join the other processes.
 
-    With no address, jax detects Slurm and Open MPI. Raises within about `timeout_s` seconds when
-    the coordinator (process 0 listens on `coordinator_address`, "host:port") is not reached.
+    Process 0 runs the coordination service at `coordinator_address`, "host:port". With no address,
+    jax detects Slurm and Open MPI. `local_device_ids` are the GPUs of this process, counted among
+    the visible ones; None takes all of them, or what the detected cluster says.
+
+    Requires: nothing has touched a device yet.
+    Guarantees: with a loopback address, other machines cannot reach the service.
+    Raises: within about `timeout_s` seconds when the coordinator is not reached.
     """
+    bind_address = detection = None
+    if coordinator_address is not None:
+        # jax binds to all network interfaces by default.
+        bind_address = coordinator_address if _is_loopback(coordinator_address) else None
+        # Inside a Slurm allocation jax would otherwise give this process one GPU, by SLURM_LOCALID.
+        detection = "deactivate"
     jax.distributed.initialize(
         coordinator_address=coordinator_address,
         num_processes=num_processes,
         process_id=process_id,
+        local_device_ids=local_device_ids,
+        cluster_detection_method=detection,
         initialization_timeout=max(1, round(timeout_s)),
+        coordinator_bind_address=bind_address,
     )
 
 
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def is_main() -> bool:
-    """True in the one process that writes files and talks to the user."""
+    """True in the process that writes files and prints: process 0."""
     return jax.process_index() == 0
 
 
 def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Wait until every process calls this with the same `name`; BarrierTimeout names who did not.
+    """Wait until every process calls this with the same `name`.
 
-    It uses the coordination service, not the devices: pending computations are not waited for.
+    It uses the coordination service, not the devices, so it does not wait for computations.
+
+    Raises: BarrierTimeout that names the processes that did not come.
     """
     client = distributed.global_state.client
     if client is None:
         return
-    # Each use has its own id, so a late process never meets the next use of the same name.
+    # Each use has its own id, so a late process cannot join the next use of the same name.
     _barrier_uses[name] += 1
     try:
         client.wait_at_barrier(f"{name}#{_barrier_uses[name]}", round(timeout_s * 1000))
@@ -78,16 +101,18 @@ def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 
 
 def _task_ids(message: str) -> tuple[int, ...]:
-    """The process ids that the coordination service lists, one a line; of many, the first few."""
+    """The process ids that the coordination service lists, one a line. It cuts long lists."""
     listed = message.partition("timed out task names:")[2].partition("\n\n")[0]
     return tuple(sorted(int(number) for number in re.findall(r"(\d+)\s*$", listed, re.MULTILINE)))
 
 
 def make_global(tree: Any, shardings: Any) -> Any:
-    """Device arrays of the whole `tree` of numpy arrays, which every process holds alike.
+    """Global device arrays from a `tree` of numpy arrays.
 
-    `shardings` is one Sharding or a tree of them that is a prefix of `tree`. A process copies only
+    `shardings` is one Sharding, or a tree of them that is a prefix of `tree`. A process copies only
     the parts that its own devices hold.
+
+    Requires: every process has the same values.
     """
 
     def put(sharding: Any, array: Any) -> jax.Array:
@@ -98,11 +123,12 @@ def make_global(tree: Any, shardings: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """numpy arrays of the whole global value of every leaf, on every process.
+    """The whole global value of every leaf as numpy arrays, on every process.
 
-    A collective when a leaf lies on other processes' devices too: all of them must call it, with
-    the same tree. What is fetched is first replicated on the devices, so fetch large trees leaf by
-    leaf.
+    A leaf is first replicated on the devices, so fetch large trees leaf by leaf.
+
+    Requires: when a leaf also lies on other processes' devices, all processes call this with the
+        same tree.
     """
 
     def leaf(x: Any) -> np.ndarray:
@@ -116,9 +142,9 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_rows(array: np.ndarray) -> np.ndarray:
-    """The rows of every process's `array`, one after the other in the order of the processes.
+    """The rows of every process's `array`, concatenated in the order of the processes.
 
-    All processes must call it, with the same shape. The dtype is kept.
+    Requires: all processes call it, with the same shape and dtype.
     """
     if jax.process_count() == 1:
         return array
@@ -126,7 +152,10 @@ def gather_rows(array: np.ndarray) -> np.ndarray:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every process's `value` (JSON's types), in the order of the processes."""
+    """Every process's `value` (of JSON types), in the order of the processes.
+
+    Requires: all processes call it.
+    """
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -1,4 +1,4 @@
-"""The layout switch: the same parameters under other sharding rules, inside the program."""
+"""The layout switch: the same parameters under other sharding rules."""
 
 import math
 import statistics
@@ -10,15 +10,17 @@ from jax.sharding import Sharding
 
 
 def to_layout(params: Any, shardings: Any) -> Any:
-    """`params` laid out by `shardings` (a pytree of the same structure). For use inside jit."""
+    """`params` laid out by `shardings`, a pytree of the same structure. Call it inside jit."""
     return jax.lax.with_sharding_constraint(params, shardings)
 
 
 def switch_bytes(shapes: Any, source: Any, target: Any) -> int:
-    """Bytes that the busiest device receives when `shapes` go from `source` to `target`.
+    """Bytes that the busiest device receives when `shapes` move from `source` to `target`.
 
-    All three are pytrees of one structure: arrays (or ShapeDtypeStructs), and Shardings over the
-    same devices. What a device already holds is not counted.
+    Bytes that a device already holds do not count. `shapes` holds arrays or ShapeDtypeStructs, the
+    other two hold Shardings.
+
+    Requires: all three are pytrees of one structure, over the same devices.
     """
     received: dict[Any, int] = {}
     leaves = zip(
@@ -52,9 +54,9 @@ def _span(part: slice, size: int) -> tuple[int, int]:
 
 
 def time_switch(params: Any, shardings: Any, *, repeats: int = 3) -> float:
-    """Median seconds of the switch alone, compiled and warmed up; needs room for both layouts.
+    """Median seconds of the switch alone, after compilation and one warm-up run.
 
-    Every process of the mesh must call it.
+    Requires: memory for both layouts; every process of the mesh calls it.
     """
     switch = jax.jit(lambda tree: tree, out_shardings=shardings)
     jax.block_until_ready(switch(params))

@@ -1,70 +1,81 @@
-"""Logical axes of parameters to mesh axes: one frozen rules object a role and phase.
+"""Sharding rules: which mesh axes split each logical axis.
 
-A parameter names its dims (`("embed", "q_heads", "head_dim")`); rules say on which mesh axis each
-name lies. Training and generation differ only in the rules.
+A parameter names its dims by logical axes, for example ("embed", "q_heads", "head_dim"). One rules
+object says where each of them lies. Training and generation differ only in their rules.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES
+from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES, MeshAxis
 
-MeshAxes = str | tuple[str, ...] | None
+LogicalAxis = Literal[
+    "batch", "embed", "vocab", "q_heads", "kv_heads", "mlp", "head_dim", "norm", "value"
+]
+# One mesh axis, several (outermost first), or None: the dim is not split.
+MeshAxes = MeshAxis | tuple[MeshAxis, ...] | None
 
-HOST_MEMORY = "pinned_host"  # memory kind: the host's, between which and its own a device copies
+HOST_MEMORY = "pinned_host"  # memory kind of the host, from and to which a device can copy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Pairs (logical axis, mesh axis | tuple of mesh axes | None). None: not split."""
+    """The mesh axes of each logical axis; the field names are `LogicalAxis`."""
 
-    pairs: tuple[tuple[str, MeshAxes], ...]
+    batch: MeshAxes = None
+    embed: MeshAxes = None
+    vocab: MeshAxes = None
+    q_heads: MeshAxes = None
+    kv_heads: MeshAxes = None
+    mlp: MeshAxes = None
+    head_dim: MeshAxes = None
+    norm: MeshAxes = None  # norm scales and other vectors of the hidden size
+    value: MeshAxes = None  # the output of a scalar head
 
-    def mesh_axes(self, logical: str) -> tuple[str, ...]:
-        """The mesh axes that split `logical`, outermost first. ValueError on an unknown name."""
-        table = dict(self.pairs)
-        if logical not in table:
+    def mesh_axes(self, logical: LogicalAxis) -> tuple[MeshAxis, ...]:
+        """The mesh axes that split `logical`, outermost first.
+
+        Raises: ValueError for an unknown name.
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        if logical not in names:
             raise ValueError(
-                f"no rule for the logical axis {logical!r}; the rules know {sorted(table)}. "
-                f"Add it with rules.replace({logical}=None) or name the parameter's axis anew."
+                f"no rule for the logical axis {logical!r}; the rules know {sorted(names)}. "
+                "Give the parameter one of these axes, or add a field to ShardingRules."
             )
-        target = table[logical]
+        target: MeshAxes = getattr(self, logical)
         if target is None:
             return ()
         return (target,) if isinstance(target, str) else tuple(target)
 
     def replace(self, **changes: MeshAxes) -> "ShardingRules":
-        """A copy with some rules changed or added."""
-        return ShardingRules(tuple((dict(self.pairs) | changes).items()))
+        """A copy with other mesh axes for some logical axes. TypeError for an unknown name."""
+        return dataclasses.replace(self, **changes)
 
 
 TRAIN_RULES = ShardingRules(
-    (
-        ("batch", REPLICA_AXES),
-        ("embed", "fsdp"),
-        ("vocab", "tensor"),
-        ("q_heads", "tensor"),
-        ("kv_heads", "tensor"),
-        ("mlp", "tensor"),
-        ("head_dim", None),
-        # Norms and biases are small: gathering them would cost a collective each and save nothing.
-        ("norm", None),
-        ("value", None),
-    )
+    batch=REPLICA_AXES,
+    embed="fsdp",
+    vocab="tensor",
+    q_heads="tensor",
+    kv_heads="tensor",
+    mlp="tensor",
+    # Norms and biases are small. To split them would save nothing and cost a collective each.
 )
-# Dropping `fsdp` from a dim that nothing else splits makes the switch one plain all-gather.
+# Only `fsdp` is dropped, from a dim that nothing else splits: the switch is a plain all-gather.
 GENERATION_RULES = TRAIN_RULES.replace(embed=None)
 
 
-def partition_spec(axes: tuple[str, ...], rules: ShardingRules) -> PartitionSpec:
-    """The PartitionSpec of an array whose dims have these logical names, one entry a dim.
+def partition_spec(axes: tuple[LogicalAxis, ...], rules: ShardingRules) -> PartitionSpec:
+    """The PartitionSpec of an array whose dims have these logical axes, one entry a dim.
 
-    ValueError when two dims would lie on one mesh axis.
+    Raises: ValueError when two dims would lie on one mesh axis.
     """
     owner: dict[str, str] = {}
     entries: list[MeshAxes] = []
@@ -84,12 +95,14 @@ def partition_spec(axes: tuple[str, ...], rules: ShardingRules) -> PartitionSpec
 def shardings(axes_tree: Any, shapes_tree: Any, mesh: Mesh, rules: ShardingRules) -> Any:
     """A pytree of NamedSharding for parameters.
 
-    `axes_tree` has tuples of logical names as leaves, `shapes_tree` (same structure) anything with
-    a `.shape`. ValueError, with the parameter's path and a remedy, on an unknown logical or mesh
-    axis, on two dims on one mesh axis, and on a dim that its mesh axes do not divide.
+    The leaves of `axes_tree` are tuples of logical axes; those of `shapes_tree` (same structure)
+    have a `.shape`.
+
+    Raises: ValueError with the parameter's path and a remedy, for an unknown logical or mesh axis,
+        for two dims on one mesh axis, and for a dim that its mesh axes do not divide.
     """
 
-    def leaf(path: Any, axes: tuple[str, ...], array: Any) -> NamedSharding:
+    def leaf(path: Any, axes: tuple[LogicalAxis, ...], array: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         try:
             return _named_sharding(axes, tuple(array.shape), mesh, rules)
@@ -102,7 +115,7 @@ def shardings(axes_tree: Any, shapes_tree: Any, mesh: Mesh, rules: ShardingRules
 
 
 def _named_sharding(
-    axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules
+    axes: tuple[LogicalAxis, ...], shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules
 ) -> NamedSharding:
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} logical axes {axes} for the shape {shape}; name every dim.")
@@ -123,9 +136,9 @@ def _named_sharding(
 
 
 def _indivisible(
-    axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules
+    axes: tuple[LogicalAxis, ...], shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules
 ) -> str:
-    """Words for the first dim that its mesh axes do not divide."""
+    """The error message for the first dim that its mesh axes do not divide."""
     for logical, size in zip(axes, shape, strict=True):
         targets = rules.mesh_axes(logical)
         parts = math.prod(mesh.shape[target] for target in targets)
@@ -150,14 +163,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def in_host_memory(x: Any) -> bool:
-    """Whether an array, or its place in a traced program, is in the host's memory."""
+    """Whether an array, concrete or traced, is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def check_host_memory(device: Any) -> None:
-    """ConfigError where a program on `device` cannot keep arrays in the host's memory.
+    """Raises: ConfigError when a program on `device` cannot keep arrays in host memory.
 
-    A device that exists for the compiler only has no memories to ask about; it passes.
+    A device of the compiler alone (no hardware) reports no memories and passes.
     """
     kinds = [memory.kind for memory in device.addressable_memories()]
     if kinds and HOST_MEMORY not in kinds:

@@ -1,1 +1,1 @@
-"""In-graph continuous batching and the sampler."""
+"""The generation engine: queue, slots, prefill, decode, tail, KV cache, pages and sampler."""

@@ -1,11 +1,10 @@
-"""The key-value cache of generation: prompts in one part, what each slot adds in the other.
+"""The key-value cache of generation: prompts in one part, responses in the other.
 
-A prompt's keys and values lie in a row of their own, and every slot that answers the prompt reads
-them there: a group of n samples stores and computes its prompt once. What a slot's sample added
-lies in pages, taken one by one as the sample grows, so that many short samples need no room for
-the longest (arXiv:2309.06180). Keys and values share an array, so that one kernel writes a step's
-both. Each layer has its own leaves, never stacked: a stacked cache is copied whole in every decode
-step.
+Each prompt has one row, which all slots of its group read, so a group of n samples computes and
+stores its prompt once. The responses lie in pages, which a slot takes one by one as its sample
+grows (arXiv:2309.06180). So short samples do not reserve memory for the longest. Keys and values
+share an array, because one kernel writes both. Each layer has its own leaves: XLA would copy a
+stacked cache in every decode step.
 
 Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P prompt entries,
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
@@ -18,12 +17,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
-    MOST_GROUP_ROWS,
+    MAX_GROUP_SIZE,
     DecodeImplementation,
-    DecodePlan,
+    DecodeInputs,
+    DecodeSchedule,
     block_entries,
     cache_length,
-    decode_plan,
+    decode_schedule,
     default_tuning,
     prefix_decode_attention,
 )
@@ -32,7 +32,11 @@ from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
 
-# Lowered once for all layers: to lower one kernel takes 0.2 s of one core, to compile it as long.
+# The dtype of the residual stream. A bf16 stream would add about half of the difference between
+# the sampler's log-probs and the trainer's. In generation float32 costs nothing.
+RESIDUAL_DTYPE = "float32"
+
+# A jitted function of its own, so that all layers share one lowering (0.2 s of one core each).
 _prefix_decode_attention = jax.jit(
     prefix_decode_attention, static_argnames=("window", "implementation")
 )
@@ -46,9 +50,9 @@ class LayerCache(NamedTuple):
 
 
 def stored(keys: jax.Array, values: jax.Array, cache: jax.Array) -> jax.Array:
-    """[..., H] and [..., H] as the cache keeps them, [..., 2, H].
+    """Keys and values [..., H] in the layout and dtype of the cache, [..., 2, H].
 
-    A float8 has no infinity: what is too large would become NaN.
+    Values are clipped for float8, which has no infinity: larger ones would become NaN.
     """
     x = jnp.stack([keys, values], axis=-2)
     if cache.dtype == FLOAT8:
@@ -57,14 +61,17 @@ def stored(keys: jax.Array, values: jax.Array, cache: jax.Array) -> jax.Array:
 
 
 class Context(NamedTuple):
-    """What each slot sees of the cache in one decode step."""
+    """The part of the cache that each slot sees in one decode step.
+
+    Indices of prompt rows and pages that a slot does not read may have any value.
+    """
 
     prompt_rows_B: jax.Array
     prompt_lengths_B: jax.Array  # entries of the prompt row; 0 in a free slot
-    pages_BT: jax.Array  # the slot's pages, in order; those it does not reach may be any number
-    own_lengths_B: jax.Array  # own entries, the new one included; 0 in a free slot
-    # Of the kernel, where it takes so many heads; XLA takes no notice of it.
-    plan: DecodePlan | None
+    pages_BT: jax.Array  # the slot's pages, in order
+    own_lengths_B: jax.Array  # response entries, including the new one; 0 in a free slot
+    # The kernel's schedule; None when it does not support so many heads. XLA ignores it.
+    schedule: DecodeSchedule | None
 
 
 def decode_context(
@@ -78,28 +85,29 @@ def decode_context(
     slots_per_prompt: int,
     heads_axis: str | None,
 ) -> Context:
-    """What all layers of a step share, computed once; `cache` is any layer's."""
+    """What all layers of a step share, computed once. `cache` is the cache of any layer."""
     heads_split = jax.sharding.get_abstract_mesh().shape[heads_axis] if heads_axis else 1
-    group_rows, plan = config.num_heads // config.num_kv_heads, None
-    if group_rows <= MOST_GROUP_ROWS:
-        plan = decode_plan(
+    group_size, schedule = config.num_heads // config.num_kv_heads, None
+    if group_size <= MAX_GROUP_SIZE:
+        schedule = decode_schedule(
             prompt_rows_B,
             prompt_lengths_B,
             own_lengths_B,
-            group_rows=group_rows,
+            group_size=group_size,
             num_kv_heads=max(1, config.num_kv_heads // heads_split),
-            prefix_entries=cache.prompts.shape[3],
-            own_entries=pages_BT.shape[1] * cache.own.shape[3],
+            prefix_capacity=cache.prompts.shape[3],
+            own_capacity=pages_BT.shape[1] * cache.own.shape[3],
             slots_per_prompt=slots_per_prompt,
             tuning=default_tuning(config.head_dim, cache.own.dtype),
         )
-    return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, plan)
+    return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, schedule)
 
 
 def page_entries(config: ModelConfig, dtype: jnp.dtype, own_length: int) -> int:
-    """Entries of a page: a block of the kernel.
+    """Entries of a page: one block of the decode kernel.
 
-    It reads no float32, so such a cache has pages that hold a whole response and XLA less to copy.
+    The kernel does not read float32. With float32 a page holds a whole response, so XLA copies
+    less.
     """
     return max(own_length, 1) if dtype == jnp.float32 else block_entries(config.head_dim)
 
@@ -113,7 +121,7 @@ def init_cache(
     page_entries: int,
     dtype: jnp.dtype,
 ) -> tuple[LayerCache, ...]:
-    """Zeroed caches, one a layer. The prompts' length is rounded up to the blocks of the kernel."""
+    """Zeroed caches, one a layer. The prompt length is rounded up to the kernel's blocks."""
     K, H = config.num_kv_heads, config.head_dim
     if dtype != jnp.float32:
         prompt_length = cache_length(prompt_length, H)
@@ -133,10 +141,11 @@ def prefill_attend(
 ) -> Attend:
     """Attention over rows of prompts that also writes keys and values into the cache.
 
-    Token by token: the prompt row of the cache, one out of range (another for each) where nothing
-    is to be written, the place in it, and the prompt, from 1 on, 0 for padding. Without
-    `prompts_AL` a row holds one prompt, padded on the right. For `heads_axis` see
-    `_attention_by_heads`.
+    For each token, `rows_AL` is the row of the cache and `positions_AL` the entry in it.
+    `prompts_AL` numbers the prompts of a row from 1 on, with 0 for padding; None means that a row
+    holds one prompt, padded on the right. For `heads_axis` see `_attention_by_heads`.
+
+    Requires: padding has distinct rows out of range. It is not written.
     """
 
     def attend(
@@ -168,10 +177,10 @@ def _attention_by_heads(
     implementation: Implementation,
     heads_axis: str | None,
 ) -> jax.Array:
-    """Causal attention, each device of the mesh axis `heads_axis` (if given) on its own heads.
+    """Causal attention; each device of the mesh axis `heads_axis` (if given) has its own heads.
 
-    cuDNN's attention cannot be split by the partitioner inside a shard_map that leaves an axis
-    automatic, so here that axis becomes manual too.
+    Inside a shard_map that leaves an axis automatic, the partitioner cannot split cuDNN's
+    attention. So that axis becomes manual here too.
     """
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, prompts: jax.Array | None) -> jax.Array:
@@ -188,7 +197,8 @@ def _attention_by_heads(
     if num_heads % num_parts:
         by_heads = PartitionSpec()  # every device computes all heads
     elif num_kv_heads % num_parts:
-        # Fewer KV heads than devices, so they are whole everywhere: give every query head its own.
+        # The devices do not divide the KV heads, so each device holds all of them. Every query head
+        # gets its own copy.
         repeats = num_heads // num_kv_heads
         k_ALKH, v_ALKH = (jnp.repeat(x, repeats, axis=2) for x in (k_ALKH, v_ALKH))
     return jax.shard_map(
@@ -203,7 +213,7 @@ def _attention_by_heads(
 def decode_attend(
     context: Context, implementation: Implementation, heads_axis: str | None
 ) -> Attend:
-    """Attention of one new token a slot, whose key and value go into the slot's page on the way."""
+    """Attention of one new token a slot. It also writes the token's key and value to its page."""
 
     def attend(
         q_B1NH: jax.Array,
@@ -232,7 +242,7 @@ def _decode_by_heads(
     implementation: Implementation,
     heads_axis: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Decode attention and the new pages, each device of `heads_axis` (if any) on its KV heads."""
+    """Decode attention and the new pages; each device of `heads_axis` has its own KV heads."""
     chosen: DecodeImplementation = "auto"
     if implementation == "pallas" or implementation == "xla":
         chosen = implementation
@@ -240,7 +250,7 @@ def _decode_by_heads(
     def local(
         q_BNH: jax.Array, new_BK2H: jax.Array, cache: LayerCache, context: Context
     ) -> tuple[jax.Array, jax.Array]:
-        return _prefix_decode_attention(
+        inputs = DecodeInputs(
             q_BNH,
             new_BK2H,
             cache.prompts,
@@ -249,16 +259,16 @@ def _decode_by_heads(
             cache.own,
             context.pages_BT,
             context.own_lengths_B,
-            window=window,
-            implementation=chosen,
-            plan=context.plan,
+        )
+        return _prefix_decode_attention(
+            inputs, window=window, implementation=chosen, schedule=context.schedule
         )
 
     if heads_axis is None:
         return local(q_BNH, new_BK2H, cache, context)
     if cache.own.shape[1] % jax.sharding.get_abstract_mesh().shape[heads_axis]:
-        # The KV heads are whole on every device while q may be split: the partitioner can do that
-        # with XLA's products, not with a kernel.
+        # The KV heads are whole on every device, while q may be split. The partitioner can do that
+        # with XLA's matmuls, but not with a kernel.
         chosen = "xla"
         return local(q_BNH, new_BK2H, cache, context)
     by_heads = PartitionSpec(None, heads_axis)

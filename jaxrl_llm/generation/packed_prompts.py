@@ -1,7 +1,7 @@
-"""Prompts one after the other in rows of equal length, so that a prefill computes no padding.
+"""Packing of prompts into rows of equal length, so that a prefill computes little padding.
 
-A row takes the next prompts of the queue's order as long as they fit. All of it is known before the
-first prefill and computed there at once, without a loop over prompts.
+A row takes the next prompts of the queue while they fit. The packing is computed once, before the
+first prefill and without a loop over prompts.
 
 Shape letters: G prompts in the queue's order, A rows of a prefill, L tokens of a row, S prompts of
 a row at most.
@@ -15,40 +15,41 @@ import jax.numpy as jnp
 
 from jaxrl_llm.kernels.flash_attention import Implementation
 
-# Tokens that a prefill computes at once unless told otherwise: enough to keep a GPU's matrix units
-# busy. Prompts are prefilled ahead, so a large prefill starves no slot.
+# Default tokens of a prefill: enough to keep a GPU's tensor cores busy. Prompts are prefilled ahead
+# of need, so a large prefill leaves no slot idle.
 PREFILL_TOKENS = 8192
-# Of a packed row at least, where attention skips blocks: little stays empty at the ends of rows.
+# Least tokens of a packed row where attention skips hidden blocks: long rows waste little at their
+# ends.
 ROW_TOKENS = 2048
-# So many prompts take the room of one of the longest at most. More would have to be shorter still,
-# and every prompt of a prefill needs a row of the cache, which is as long as the longest.
+# Most prompts in the space of one prompt of full width. Each prompt of a prefill needs a row of the
+# cache of full width, so more short prompts would cost memory.
 SHORT_PROMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSizes:
-    """Rows that a prefill computes at once."""
+    """The shape of one prefill."""
 
     rows: int  # A
-    tokens: int  # L, no less than the longest prompt
+    tokens: int  # L, at least the longest prompt
     prompts: int  # S
 
 
 class PackedPrompts(NamedTuple):
-    """Where the prompts lie; the queue's order numbers them."""
+    """Where the prompts lie, in the queue's order."""
 
-    first_G1: jax.Array  # each row's first prompt; past the last row, the number of prompts
-    start_G: jax.Array  # where in its row a prompt begins
-    lengths_G: jax.Array  # tokens that a prefill computes of it
+    first_G1: jax.Array  # each row's first prompt; after the last row, the number of prompts
+    start_G: jax.Array  # where a prompt begins in its row
+    lengths_G: jax.Array  # tokens that a prefill computes
 
 
 class PrefillRows(NamedTuple):
     """The tokens of one prefill."""
 
     prompt_AL: jax.Array  # the prompt of each token
-    position_AL: jax.Array  # in its prompt
-    real_AL: jax.Array  # False: padding
-    place_AL: jax.Array  # of its prompt among those of the prefill
+    position_AL: jax.Array  # the token's position in its prompt
+    real_AL: jax.Array  # False for padding
+    place_AL: jax.Array  # number of its prompt within this prefill
     num_prompts: jax.Array
 
 
@@ -59,24 +60,26 @@ def row_sizes(
     most: int,
     attention: Implementation,
 ) -> RowSizes:
-    """Rows for prompts of `width` tokens at most, `num_prompts` of which are wanted at once.
+    """The shape of a prefill that holds `num_prompts` prompts of `width` tokens.
 
-    As many prompts of the longest as are wanted, and about PREFILL_TOKENS tokens, in long rows
-    where `attention` skips what no token of a block sees (pallas), in rows of the longest prompt
-    where it does not, with one prompt in each where it takes no packed ones (cudnn). There is room
-    for `most` shorter prompts, or more.
+    It has about PREFILL_TOKENS tokens at most, and room for `most` prompts if they are shorter.
+    With "pallas", which skips hidden blocks, rows are long. With "xla" a row has `width` tokens.
+    With "cudnn", which takes no packed rows, a row also holds only one prompt.
     """
     width = max(width, 1)
-    # Prompts of a row where all are of the longest.
+    # Prompts of full width in one row.
     full = max(1, min(ROW_TOKENS // width, num_prompts)) if attention == "pallas" else 1
     rows = max(1, min(PREFILL_TOKENS // (full * width), -(-num_prompts // full)))
-    full = min(full, -(-num_prompts // rows))  # no row less full than the others
+    full = min(full, -(-num_prompts // rows))  # no row is much emptier than the others
     prompts = max(min(SHORT_PROMPTS * full, -(-most // rows)), full)
     return RowSizes(rows=rows, tokens=full * width, prompts=1 if attention == "cudnn" else prompts)
 
 
 def pack_prompts(lengths_G: jax.Array, num_prompts: jax.Array, sizes: RowSizes) -> PackedPrompts:
-    """`lengths_G` are the tokens to compute, 0 to L, of the first `num_prompts`; the rest is 0."""
+    """Pack the first `num_prompts` prompts.
+
+    Requires: `lengths_G`, the tokens to compute, are from 0 to L, and 0 after `num_prompts`.
+    """
     G = lengths_G.shape[0]
     prompts_G = jnp.arange(G, dtype=jnp.int32)
     ends_G = jnp.cumsum(lengths_G, dtype=jnp.int32)
@@ -84,7 +87,7 @@ def pack_prompts(lengths_G: jax.Array, num_prompts: jax.Array, sizes: RowSizes) 
     # The first prompt of the next row, if a row began with this one.
     next_G = jnp.searchsorted(ends_G, before_G + sizes.tokens, side="right").astype(jnp.int32)
     next_G = jnp.minimum(jnp.minimum(next_G, prompts_G + sizes.prompts), num_prompts)
-    # Which of them are met from the first one on: by steps of 1, 2, 4, ... rows.
+    # Mark the prompts that begin a row, starting from the first one: jumps of 1, 2, 4, ... rows.
     jump_G1 = jnp.append(next_G, G)
     begins_G1 = jnp.zeros((G + 1,), bool).at[0].set(True)
     for _ in range(G.bit_length()):
@@ -98,7 +101,7 @@ def pack_prompts(lengths_G: jax.Array, num_prompts: jax.Array, sizes: RowSizes) 
 
 
 def prefill_rows(packed: PackedPrompts, sizes: RowSizes, prefills: jax.Array) -> PrefillRows:
-    """The rows of the prefill after the first `prefills`."""
+    """The rows of the prefill that follows the first `prefills` ones."""
     G = packed.start_G.shape[0]
     rows_A = prefills * sizes.rows + jnp.arange(sizes.rows)
     first_A = packed.first_G1[jnp.minimum(rows_A, G)]

@@ -1,13 +1,13 @@
-"""Pages of the cache: which sample has which, and who gets the next ones.
+"""Pages of the cache: which sample owns which page, and who gets the next ones.
 
-Where all slots can be full at once, each has pages of its own. Where there are fewer, a slot takes
-a page when its sample outgrows those it has. A page is free when the sample that took it last is
-not live any more, so nobody gives pages back. A slot that gets none waits: it computes along for
-that step and leaves no trace. That can never come to a standstill: as many pages as one response
-may need are held back for the oldest live sample alone, which therefore ends, leaves at least as
-many, and makes another the oldest.
+If memory suffices for all slots at full length, each slot has fixed pages. Otherwise a slot takes a
+page when its sample outgrows the pages it has. A page is free when its last owner is not live any
+more, so nobody returns pages. A slot that gets no page waits: it is computed in that step, but
+writes nothing.
 
-Which page a sample gets changes nothing in its result.
+Guarantees: no deadlock. Enough pages for one whole response are held back for the oldest live
+sample. So that sample ends and frees at least as many pages, and the next one becomes the oldest.
+The pages that a sample gets do not change its result.
 
 Shape letters: B slots, N samples, O pages, T pages a slot at most.
 """
@@ -21,29 +21,29 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class PageSizes:
-    """Sizes of the pages; the three numbers of pages are of one device, or replica."""
+    """Sizes of the pages of one device or replica."""
 
     entries: int  # tokens of a page
     num_pages: int
     per_slot: int  # T
-    held_back: int  # for the oldest sample; 0 where each slot has pages of its own
-    watermark: int  # no new sample starts when fewer pages are free than these
+    held_back: int  # pages for the oldest sample; 0 when each slot has fixed pages
+    watermark: int  # no new sample starts when fewer pages are free
 
 
 class PageTable(NamedTuple):
-    """Who has which page."""
+    """Which page belongs to whom."""
 
-    pages_BT: jax.Array  # each slot's, in order
-    owner_O: jax.Array  # the sample that took a page last; N before anyone did
-    num_free: jax.Array  # not taken by a live sample; all, where nobody takes any
+    pages_BT: jax.Array  # each slot's pages, in order
+    owner_O: jax.Array  # the sample that took a page last; N if none did
+    num_free: jax.Array  # pages without a live owner; all of them when slots have fixed pages
 
 
 def page_sizes(
     *, num_slots: int, own_length: int, page_entries: int, cache_tokens: int
 ) -> PageSizes:
-    """Room for `cache_tokens` own tokens of all slots together; 0: for all that they may hold.
+    """Pages for `cache_tokens` response tokens of all slots together; 0 is enough for all slots.
 
-    Raises ValueError where one response of `own_length` tokens would not fit.
+    Raises: ValueError when one response of `own_length` tokens would not fit.
     """
     per_slot = max(1, -(-own_length // page_entries))
     most = num_slots * per_slot
@@ -64,7 +64,7 @@ def page_sizes(
 
 
 def empty_table(sizes: PageSizes, num_slots: int, num_samples: int) -> PageTable:
-    """Nobody has taken a page."""
+    """A table in which no sample has taken a page."""
     pages_BT = jnp.zeros((num_slots, sizes.per_slot), jnp.int32)
     if not sizes.held_back:
         pages_BT = jnp.arange(sizes.num_pages, dtype=jnp.int32).reshape(pages_BT.shape)
@@ -76,7 +76,7 @@ def empty_table(sizes: PageSizes, num_slots: int, num_samples: int) -> PageTable
 
 
 def num_admissible(table: PageTable, sizes: PageSizes, live_B: jax.Array) -> jax.Array:
-    """How many samples may start now. The first one always may."""
+    """How many samples may start now; at least one when no slot is live."""
     if not sizes.held_back:
         return jnp.int32(live_B.shape[0])
     left = table.num_free - sizes.held_back - sizes.watermark
@@ -92,10 +92,10 @@ def take_pages(
     count_B: jax.Array,
     num_samples: int,
 ) -> tuple[PageTable, jax.Array]:
-    """A page for each live slot whose next entry, number `count_B`, begins one.
+    """Give a page to each live slot whose next entry, number `count_B`, begins a new one.
 
-    `sample_B` are the slots' samples, 0 to N - 1, a smaller number being the older. Returns the new
-    table, and bool [B]: the live slots that have where to put the entry.
+    `sample_B` are the slots' samples from 0 to N - 1; a smaller number is older. Returns the new
+    table and bool [B], the live slots that can store their next entry.
     """
     if not sizes.held_back:
         return table, live_B
@@ -106,7 +106,7 @@ def take_pages(
     live_N = live_N.at[jnp.where(live_B, sample_B, num_samples)].set(True, mode="drop")
     free_O = ~live_N.at[table.owner_O].get(mode="fill", fill_value=False)
     num_free = jnp.sum(free_O, dtype=jnp.int32)
-    # The first free pages, B at most, by their turn; what is past the last of them is not used.
+    # The first B free pages, in order. Entries past the last free page are not used.
     turn_O = jnp.cumsum(free_O, dtype=jnp.int32) - 1
     place_O = jnp.where(free_O, turn_O, B)
     free_B = jnp.zeros((B,), jnp.int32).at[place_O].set(pages_O, mode="drop")
@@ -114,7 +114,7 @@ def take_pages(
     wants_B = live_B & (count_B % sizes.entries == 0)
     oldest = jnp.min(jnp.where(live_B, sample_B, num_samples))
     oldest_B = live_B & (sample_B == oldest)
-    # The oldest takes the last free page, which nobody else is given: see `held_back`.
+    # The oldest sample takes the last free page, which no other sample can get; see `held_back`.
     turn_B = jnp.cumsum(wants_B & ~oldest_B, dtype=jnp.int32) - 1
     last = jnp.max(jnp.where(free_O, pages_O, 0))
     page_B = jnp.where(oldest_B, last, free_B[jnp.clip(turn_B, 0, B - 1)])

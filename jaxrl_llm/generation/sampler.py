@@ -1,13 +1,13 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, without a sort.
+"""Sampling of the next token: greedy, temperature, top-k, top-p and min-p, without a sort.
 
-Shape letters: B rows, V = F M vocabulary in F rows of M columns.
+Sampling takes the argmax of logits plus Gumbel noise. A large vocabulary is sampled in two steps:
+first a column, by the sum of its F probabilities, then a token in that column. The distribution is
+the same, and noise is needed for M + F numbers instead of F * M. The noise is a hash of (seed,
+step, sample, token index, place), so a sample's tokens do not depend on its slot, its batch or the
+number of devices. Bisection on the bits of the floats finds the thresholds of top-k and top-p. A
+filter that is off adds nothing to the program.
 
-Sampling is an argmax of logits plus Gumbel noise. A large vocabulary is drawn from in two steps,
-first a column, by the sum of its F probabilities, then the token in it: the same distribution, with
-noise for M + F numbers instead of F M. The noise is a hash of (seed, step, sample, token index,
-place of the number) and nothing else, so a sample's tokens do not depend on its slot, its batch or
-the number of devices. Thresholds of top-k and top-p come from
-bisection on the bits of the float; a setting that is off adds nothing to the program.
+Shape letters: B rows, V = F * M vocabulary in F rows of M columns.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from jaxrl_llm.numerics import mix32
 
 MOST_ROWS = 128  # F
 FEWEST_COLUMNS = 256
-ROWS_AT_ONCE = 16  # so that up to 8 devices hold whole parts of 128 rows
+ROWS_AT_ONCE = 16  # so that each of up to 8 devices holds whole parts of 128 rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How responses are drawn; the filters apply in the order top-k, top-p, min-p.
+    """How responses are sampled. Filters apply in the order top-k, top-p, min-p.
 
-    Each filter works on the softmax at `temperature` and keeps every token that ties with the last
-    one kept. top-p counts mass within what top-k left, as in transformers. Log-probs are those of
-    the full softmax, which is what a trainer recomputes: with a filter on, the policy that was
-    sampled is narrower than the one reported.
+    Each filter works on the softmax at `temperature` and keeps all tokens that tie with the last
+    one kept. As in transformers, top-p counts the mass of the tokens that top-k left. Log-probs are
+    those of the full softmax, because the trainer recomputes these. So with a filter, the sampled
+    policy is narrower than the reported log-probs say.
     """
 
     max_new_tokens: int
@@ -38,7 +38,7 @@ class SamplingParams:
     top_k: int = 0  # keep the k most likely; 0 is off
     top_p: float = 1.0  # keep the smallest set of most likely tokens with this mass; 1 is off
     min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest; 0 is off
-    stop_token_ids: tuple[int, ...] = ()  # any of them ends a response, and belongs to it
+    stop_token_ids: tuple[int, ...] = ()  # each of them ends a response, as its last token
 
     def __post_init__(self) -> None:
         checks = (
@@ -59,24 +59,25 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the likeliest token is always taken; the filters then change nothing."""
+        """True when the likeliest token is always taken. The filters then have no effect."""
         return self.temperature == 0
 
     def is_stop(self, tokens: jax.Array) -> jax.Array:
         """Whether each token ends its response; bool, the shape of `tokens`."""
         if not self.stop_token_ids:
-            # Not an array of none: in a shard_map it becomes an argument that nothing uses, at
-            # which Shardy of jax 0.11.2 crashes.
+            # Not an empty array: in a shard_map it becomes an unused argument, on which Shardy of
+            # jax 0.11.2 crashes.
             return jnp.zeros(tokens.shape, bool)
         stops = jnp.asarray(self.stop_token_ids, tokens.dtype)
         return jnp.any(tokens[..., None] == stops, axis=-1)
 
 
 def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.Array) -> jax.Array:
-    """uint32 [B, 2]: the key of each row's draw, fold_in(fold_in(seed_key, sample), token).
+    """The key of each row's draw, fold_in(fold_in(seed_key, sample), token), uint32 [B, 2].
 
-    `seed_key` is fold_in(key(seed), step), a threefry key; `token_index_B` counts the tokens of
-    the response from 0.
+    `seed_key` is fold_in(key(seed), step). `token_index_B` counts the response's tokens from 0.
+
+    Raises: ValueError unless `seed_key` is a single threefry key.
     """
     if jax.random.key_data(seed_key).shape != (2,):
         raise ValueError(
@@ -94,10 +95,10 @@ def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.
 def sample(
     logits_BV: jax.Array, keys_B2: jax.Array, params: SamplingParams
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token a row; returns (tokens int32 [B], log-probs float32 [B]).
+    """Sample one token a row; returns (tokens int32 [B], log-probs float32 [B]).
 
-    The log-prob is taken under the full softmax at the sampling temperature, 1 when greedy.
-    `keys_B2` comes from `token_keys`; greedy does not read it.
+    Log-probs are those of the full softmax at the sampling temperature (1 when greedy). `keys_B2`
+    comes from `token_keys`; greedy sampling does not read it.
     """
     z_BV = logits_BV.astype(jnp.float32)
     if params.greedy:
@@ -115,10 +116,10 @@ def sample(
 
 
 def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(tokens drawn from the softmax of z, its log-normalisers), each [B].
+    """(tokens sampled from the softmax of z, its log-normalisers), each [B].
 
-    Token f M + m is in row f and column m: columns are far apart in the vocabulary, so a device
-    that holds a slice of it holds whole rows, and adds its part to every column.
+    Token f * M + m is in row f and column m. So a device that holds a slice of the vocabulary holds
+    whole rows, and adds its part to every column.
     """
     B, V = z_BV.shape
     rows = _num_rows(V)
@@ -135,18 +136,18 @@ def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _logsumexp_of_rows(z_BFM: jax.Array) -> jax.Array:
-    """logsumexp over the rows, [B, M], reading the logits once: they are the largest array here.
+    """logsumexp over the rows, [B, M], which reads the logits, the largest array here, once.
 
-    `jax.nn.logsumexp` reads them for the maximum and again for the sum. Here both come of one
-    reduction over some rows at a time; what is left is small, and its maximum and its sum are
-    reductions that a partitioner knows, for devices that hold other rows.
+    `jax.nn.logsumexp` reads them twice, for the maximum and for the sum. Here one reduction over
+    ROWS_AT_ONCE rows gives both. The rest is small; its maximum and sum are plain reductions, which
+    the partitioner can split over devices that hold different rows.
     """
     B, F, M = z_BFM.shape
     z_BCRM = z_BFM.reshape(B, -1, min(F, ROWS_AT_ONCE), M)
 
     def join(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         (peak, total), (other_peak, other_total) = one, other
-        # Equal peaks, two of -inf among them, have a difference of 0 and not NaN.
+        # Equal peaks have a difference of 0, also two of -inf, whose difference would be NaN.
         gap = jnp.where(peak == other_peak, 0.0, -jnp.abs(peak - other_peak))
         rest = jnp.exp(gap)
         higher = peak >= other_peak
@@ -162,7 +163,7 @@ def _logsumexp_of_rows(z_BFM: jax.Array) -> jax.Array:
 
 
 def _num_rows(vocab_size: int) -> int:
-    """The largest power of two that divides the vocabulary and leaves enough columns."""
+    """The largest power of two, up to MOST_ROWS, that divides V and leaves FEWEST_COLUMNS."""
     rows = 1
     while rows < MOST_ROWS and vocab_size % (2 * rows) == 0:
         if vocab_size // (2 * rows) < FEWEST_COLUMNS:
@@ -172,7 +173,7 @@ def _num_rows(vocab_size: int) -> int:
 
 
 def filter_logits(z_BV: jax.Array, params: SamplingParams) -> jax.Array:
-    """`z_BV` (logits over the temperature) with -inf where a filter removes the token."""
+    """`z_BV` (logits divided by the temperature), with -inf for tokens that a filter removes."""
     if 0 < params.top_k < z_BV.shape[-1]:
         z_BV = _keep_above(z_BV, _top_k_threshold(z_BV, params.top_k))
     if params.top_p < 1:
@@ -184,23 +185,24 @@ def filter_logits(z_BV: jax.Array, params: SamplingParams) -> jax.Array:
 
 
 def _gumbel(keys_B2: jax.Array, size: int, first: int = 0) -> jax.Array:
-    """Standard Gumbel noise [B, size] from a hash of (key, place), places from `first` on.
+    """Standard Gumbel noise [B, size] from a hash of (key, place); places count from `first`.
 
-    Two rounds of a 32-bit finaliser, one key word before each: about a fifth of the arithmetic of
-    threefry, elementwise, so it fuses into the argmax and needs no communication when V is split.
+    The hash is two rounds of a 32-bit finaliser with one key word each, about a fifth of threefry's
+    arithmetic. It is elementwise, so it fuses into the argmax and needs no communication when V is
+    split.
     """
     index_V = lax.iota(jnp.uint32, size) + jnp.uint32(first)
     first_B1, second_B1 = keys_B2[:, :1], keys_B2[:, 1:]
     bits_BV = mix32(mix32(index_V[None, :] + first_B1) ^ second_B1)
-    # -log(-log1p(-v)) keeps full relative precision where v is small, which is where the largest
-    # noise comes from: the tail reaches 22, not the 16 of a 24-bit uniform.
+    # -log(-log1p(-v)) has full relative precision for small v, which gives the largest noise: the
+    # tail reaches 22, instead of 16 with a 24-bit uniform.
     v_BV = (bits_BV.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     v_BV = jnp.minimum(v_BV, jnp.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-v_BV))
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """uint32 in the order of the float32 values; -0 and 0 are one value."""
+    """uint32 numbers in the order of the float32 values; -0 equals 0."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -210,7 +212,7 @@ def _keep_above(z_BV: jax.Array, threshold_B: jax.Array) -> jax.Array:
 
 
 def _largest_threshold(ordered_BV: jax.Array, weight_BV: jax.Array, need_B: jax.Array) -> jax.Array:
-    """The largest uint32 t [B] whose tokens at or above it weigh at least `need_B`: 32 passes."""
+    """The largest uint32 t [B] such that tokens >= t weigh at least `need_B`; takes 32 passes."""
 
     def step(i: jax.Array, t_B: jax.Array) -> jax.Array:
         candidate_B = t_B | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

@@ -1,1 +1,1 @@
-"""Hot operations: one dispatching function a file, each beside its plain reference."""
+"""Hot operations. Each has one dispatching function and a plain reference: see docs/kernels.md."""

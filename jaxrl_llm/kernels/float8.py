@@ -1,7 +1,7 @@
-"""Activations in float8_e4m3fn, each row with a scale of its own, found and applied in one pass.
+"""Conversion of activations to float8_e4m3fn with a scale per row, fused with what comes before.
 
-XLA reads what it converts twice, once for a row's largest value and once to convert it, and
-computes what comes before it twice as well. The kernels keep a row in shared memory.
+XLA reads and computes its input twice: for a row's largest value, and to convert it. The kernels
+keep a row in shared memory.
 
 Shape letters: B rows, D or F features.
 """
@@ -9,7 +9,7 @@ Shape letters: B rows, D or F features.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,28 +18,31 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.hopper import on_hopper
+from jaxrl_llm.kernels.hopper import Interpret, Ref, on_hopper
 from jaxrl_llm.numerics import rms_norm
 
 FLOAT8 = jnp.float8_e4m3fn
 FLOAT8_MAX = 448.0
 Float8Implementation = Literal["auto", "pallas", "xla"]
-_LANE = 128  # threads of a program, and features of a line
-_MOST_LINES = 8  # that a thread has a part of at a time
+_LANE = 128  # threads of a CTA, and features of a line
+_MAX_LINES = 8  # of a step
 _STEPS_TOGETHER = 6
-_FEWEST_GATED_ROWS = 256  # measured on an H200: 21 us for 64 rows of 7B, where XLA takes 13
+_MIN_GATED_ROWS = 256  # measured on an H200: 64 rows of 7B take 21 us, and 13 us with XLA
 _MAX_SMEM = 226 * 1024
+
+Carry = TypeVar("Carry")
+Index = jax.Array | int
 
 
 class Scaled(NamedTuple):
-    """An array as float8_e4m3fn values times float32 scales, one a row, [..., D] and [..., 1]."""
+    """An array as float8_e4m3fn values [..., D] times float32 scales [..., 1], one per row."""
 
     values: jax.Array
     scale: jax.Array
 
 
 def to_float8(x: jax.Array, axis: int | tuple[int, ...]) -> Scaled:
-    """x / scale in float8_e4m3fn, and the scale with `axis` kept: the largest becomes 448."""
+    """x / scale in float8_e4m3fn, and the scale with `axis` kept. The largest value becomes 448."""
     x32 = x.astype(jnp.float32)
     scale = _scale_of(jnp.max(jnp.abs(x32), axis=axis, keepdims=True))
     return Scaled((x32 / scale).astype(FLOAT8), scale)
@@ -51,14 +54,15 @@ def rms_norm_float8(
     *,
     eps: float,
     implementation: Float8Implementation = "auto",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Scaled:
     """x / rms(x) * weight (arXiv:1910.07467) in float8_e4m3fn, and the scales of the rows.
 
-    Statistics and roundings are those of `numerics.rms_norm`. "auto" takes the Pallas kernel on a
-    Hopper GPU for float32 x and bfloat16 weights with D a multiple of 128, XLA elsewhere;
-    `interpret` runs the kernel on the CPU. Raises ValueError for what the kernel was asked for and
-    cannot take.
+    "auto" takes the Pallas kernel on a Hopper GPU for float32 x and bfloat16 weights with D a
+    multiple of 128, XLA elsewhere. `interpret` runs the kernel on a CPU.
+
+    Guarantees: statistics and roundings are those of `numerics.rms_norm`.
+    Raises: ValueError if the implementation is "pallas" and the kernel cannot take the input.
     """
     B, D = x_BD.shape
     fits = x_BD.dtype == jnp.float32 and weight_D.dtype == jnp.bfloat16 and B > 0
@@ -81,19 +85,19 @@ def gated_float8(
     column_scale_2F: Float[Array, " 2F"],
     *,
     implementation: Float8Implementation = "auto",
-    interpret: Any = None,
+    interpret: Interpret = None,
 ) -> Scaled:
-    """silu(gate) * up in float8_e4m3fn, and the scales of the rows, from a float8 product's result.
+    """silu(gate) * up in float8_e4m3fn, and the scales of the rows, from a float8 matmul's result.
 
-    The first F columns are the gate's. Both scales are float32 and multiply the result first; what
-    follows is float32 (the kernel rounds the activation to bfloat16 once). "auto" takes the Pallas
-    kernel on a Hopper GPU for 256 rows or more of bfloat16 with F a multiple of 128, XLA elsewhere;
-    `interpret` and errors are those of `rms_norm_float8`.
+    The first F columns are the gate's. Both float32 scales multiply the input first. All that
+    follows is float32, but the kernel rounds the activation to bfloat16 once. "auto" takes the
+    Pallas kernel on a Hopper GPU for 256 rows or more of bfloat16 with F a multiple of 128, XLA
+    elsewhere. `interpret` and errors are those of `rms_norm_float8`.
     """
     B, F2 = gate_up_B2F.shape
     F = F2 // 2
     fits = gate_up_B2F.dtype == jnp.bfloat16 and B > 0
-    if implementation == "auto" and B < _FEWEST_GATED_ROWS:
+    if implementation == "auto" and B < _MIN_GATED_ROWS:
         implementation = "xla"
     if not _take_kernel(implementation, fits, F, 4 * F, gate_up_B2F):
         scaled = gate_up_B2F.astype(jnp.float32) * row_scale_B1 * column_scale_2F
@@ -119,8 +123,8 @@ def _take_kernel(
         return fits and on_hopper()
     if implementation == "pallas" and not fits:
         raise ValueError(
-            f"{x.dtype} of shape {x.shape}: the kernel takes the dtypes of its docstring, a row or "
-            f"more, and features in multiples of {_LANE} that fit {_MAX_SMEM} bytes; use 'xla'"
+            f"{x.dtype} of shape {x.shape}: the kernel takes the dtypes of its docstring, at least "
+            f"one row, and features in multiples of {_LANE} that fit {_MAX_SMEM} bytes; use 'xla'"
         )
     return implementation == "pallas"
 
@@ -130,12 +134,12 @@ def _call(
     *arguments: jax.Array,
     eps: float | None,
     row_shape: tuple[int, ...],
-    row_dtype: Any,
-    interpret: Any,
+    row_dtype: jax.typing.DTypeLike,
+    interpret: Interpret,
 ) -> Scaled:
-    """The norm (with `eps`) or the gate: a program for each row, which it takes to shared memory.
+    """The norm (with `eps`) or the gate, with a CTA per row.
 
-    Jitted, so that a kernel is lowered once for all layers.
+    The jit lowers a kernel once for all layers.
     """
     B, lines = arguments[0].shape[0], row_shape[-2]
     settings = {"lines": lines, "interpreted": interpret is not None}
@@ -162,19 +166,19 @@ def _call(
 
 
 class _Row:
-    """A row of `lines` lines, a few at a time."""
+    """A row of `lines` lines of 128 features, processed a few lines per step."""
 
     def __init__(self, lines: int, interpreted: bool) -> None:
-        self.at_once = max(n for n in range(1, _MOST_LINES + 1) if lines % n == 0)
+        self.at_once = max(n for n in range(1, _MAX_LINES + 1) if lines % n == 0)
         self.steps = lines // self.at_once
         self.interpreted = interpreted
 
-    def at(self, step: Any) -> Any:
+    def at(self, step: Index) -> slice | pl.Slice:
         """The lines of a step."""
         return pl.ds(step * self.at_once, self.at_once)
 
     def held(self, x: jax.Array) -> jax.Array:
-        """In registers, with so many neighbours in each thread as it can read at once."""
+        """x in registers: each thread holds as many neighbours as it can read at once."""
         if self.interpreted:
             return x
         return plgpu.layout_cast(x, plgpu.Layout.WG_STRIDED(x.shape, math.gcd(self.at_once, 4)))
@@ -182,10 +186,10 @@ class _Row:
     def zeros(self) -> jax.Array:
         return self.held(jnp.zeros((self.at_once, _LANE), jnp.float32))
 
-    def over(self, fn: Callable[[list[Any], Any], Any], carry: Any) -> Any:
-        """carry = fn(steps, carry) over all steps, some at a time.
+    def over(self, fn: Callable[[list[Index], Carry], Carry], carry: Carry) -> Carry:
+        """carry = fn(steps, carry) over all steps, several per call.
 
-        A step waits for its loads, so those of several come before what is computed and stored.
+        A step waits for its loads. With several steps all loads are issued before the arithmetic.
         """
         together = min(self.steps, _STEPS_TOGETHER)
         whole = self.steps // together
@@ -199,15 +203,15 @@ class _Row:
         return fn([jnp.int32(i) for i in rest], carry) if rest else carry
 
     def convert(
-        self, peak: jax.Array, value: Callable[[Any], jax.Array], out_ref: Any, scale_ref: Any
+        self, peak: jax.Array, value: Callable[[Index], jax.Array], out_ref: Ref, scale_ref: Ref
     ) -> None:
-        """Writes the row's values over the scale that its largest asks for."""
+        """Write the scale that follows from the row's largest value, and the values over it."""
         row = lax.axis_index("row")
         scale = _scale_of(peak)
         scale_ref[row] = scale
         factor = 1.0 / scale
 
-        def write(steps: list[Any], _: None) -> None:
+        def write(steps: list[Index], _: None) -> None:
             for i, x in [(i, value(i)) for i in steps]:
                 out_ref[row, self.at(i)] = (x * factor).astype(FLOAT8)
 
@@ -215,13 +219,13 @@ class _Row:
 
 
 def _norm(
-    x_ref: Any,
-    weight_ref: Any,
-    out_ref: Any,
-    scale_ref: Any,
+    x_ref: Ref,
+    weight_ref: Ref,
+    out_ref: Ref,
+    scale_ref: Ref,
     *,
-    row_ref: Any,
-    barrier: Any,
+    row_ref: Ref,
+    barrier: Ref,
     lines: int,
     eps: float,
     interpreted: bool,
@@ -230,18 +234,18 @@ def _norm(
     plgpu.copy_gmem_to_smem(x_ref.at[lax.axis_index("row")], row_ref, barrier)
     plgpu.barrier_wait(barrier)
 
-    def square(steps: list[Any], total: jax.Array) -> jax.Array:
+    def square(steps: list[Index], total: jax.Array) -> jax.Array:
         for x in [row.held(row_ref[row.at(i)]) for i in steps]:
             total += x * x
         return total
 
     factor = lax.rsqrt(jnp.sum(row.over(square, row.zeros())) / (lines * _LANE) + eps)
 
-    def value(i: Any) -> jax.Array:
+    def value(i: Index) -> jax.Array:
         normed = (row.held(row_ref[row.at(i)]) * factor).astype(jnp.bfloat16)
         return (normed * row.held(weight_ref[row.at(i)])).astype(jnp.float32)
 
-    def higher(steps: list[Any], peaks: jax.Array) -> jax.Array:
+    def higher(steps: list[Index], peaks: jax.Array) -> jax.Array:
         for x in [value(i) for i in steps]:
             peaks = jnp.maximum(peaks, jnp.abs(x))
         return peaks
@@ -250,14 +254,14 @@ def _norm(
 
 
 def _gated(
-    gate_up_ref: Any,
-    row_scale_ref: Any,
-    column_scale_ref: Any,
-    out_ref: Any,
-    scale_ref: Any,
+    gate_up_ref: Ref,
+    row_scale_ref: Ref,
+    column_scale_ref: Ref,
+    out_ref: Ref,
+    scale_ref: Ref,
     *,
-    row_ref: Any,
-    barrier: Any,
+    row_ref: Ref,
+    barrier: Ref,
     lines: int,
     interpreted: bool,
 ) -> None:
@@ -266,7 +270,7 @@ def _gated(
     row_scale = row_scale_ref[index]
     plgpu.barrier_wait(barrier)
 
-    def activate(steps: list[Any], peaks: jax.Array) -> jax.Array:
+    def activate(steps: list[Index], peaks: jax.Array) -> jax.Array:
         both = [
             [row.held(ref[part, row.at(i)]) for ref in (row_ref, column_scale_ref)]
             for i in steps
@@ -279,12 +283,12 @@ def _gated(
             peaks = jnp.maximum(peaks, jnp.abs(activation))
         return peaks
 
-    def value(i: Any) -> jax.Array:
+    def value(i: Index) -> jax.Array:
         return row.held(row_ref[0, row.at(i)]).astype(jnp.float32)
 
     row.convert(jnp.max(row.over(activate, row.zeros())), value, out_ref, scale_ref)
 
 
 def _scale_of(peak: jax.Array) -> jax.Array:
-    # Never so small that its inverse is infinite.
+    # The lower bound keeps the inverse finite.
     return jnp.where(peak > 0, jnp.maximum(peak / FLOAT8_MAX, 2.0**-120), 1.0)

@@ -1,26 +1,27 @@
-"""Log-probabilities of chosen tokens straight from hidden states: the logits never exist whole.
+"""Log-probabilities of chosen tokens from hidden states, without materialising the logits.
+
+For 16k tokens and a vocabulary of 152k, float32 logits take 10 GB, and so does their gradient.
+Here only one chunk of them exists at a time, forward and backward. The backward pass is a
+`jax.custom_vjp` for two reasons. It accumulates the weight's gradient in float32 also for a bf16
+weight, and it reuses the log-sum-exp, so that recomputing a chunk takes one matmul.
 
 Shape letters: N tokens (possibly several axes), D model width, V vocabulary, K chunks, C tokens of
-a chunk. For 16k tokens and a vocabulary of 152k, float32 logits are 10 GB, and their gradient as
-much again; here only one chunk of them exists at a time, forward and backward.
-
-The backward pass is written by hand (`jax.custom_vjp`) instead of left to `jax.checkpoint`, for two
-reasons: it accumulates the weight's gradient over chunks in float32 also when the weight is bf16,
-and it reuses the saved log-sum-exp, so a chunk costs one matmul to recompute and nothing else.
+a chunk.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Logits of a default chunk: 1 GiB in float32, over all devices. 1766 tokens of a vocabulary of 152k
-# keep a GPU busy; a tiny vocabulary is never split.
+# Logits of a default chunk: 1 GiB in float32, over all devices. With a vocabulary of 152k these are
+# 1766 tokens, which keep a GPU busy.
 DEFAULT_CHUNK_LOGITS = 2**28
 
+Carry = TypeVar("Carry")
 Saved = tuple[Array, Array, Array, Array | None, Array, Array | None]
 
 
@@ -75,22 +76,19 @@ def linear_logprob(
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]:
     """(log p(target), entropy or None) under softmax(hidden @ weight.T / temperature), in float32.
 
-    Accepts [N, D] with [N], and [B, T, D] with [B, T]. `chunk` is the number of tokens whose logits
-    exist at once, over all devices; None takes what fits 1 GiB.
+    `chunk` is the number of tokens whose logits exist at once, over all devices. None takes what
+    fits 1 GiB. `lengths` ([] or [B]) is the number of tokens wanted per row, from its first. Chunks
+    past the longest row are not computed. The entropy, in nats, costs one more sum over the logits.
 
-    `lengths` ([] or [B]) says how many tokens of a row are wanted, its first ones; chunks behind
-    the longest of them are not computed: 0, without a gradient. What the other tokens of a chunk
-    that is get means nothing.
+    Chunks split the last axis before D. Under a mesh pass [B, T, D] with B sharded: every device
+    then works on its rows of every chunk, and no hidden state moves. The weight may be sharded over
+    V, not over D. Its gradient is reduced across devices once per chunk, so prefer few, large
+    chunks on many devices.
 
-    The last axis before D is what gets split, so under a mesh give [B, T, D] with B sharded: each
-    chunk then holds tokens of every row, every device works on every chunk and no hidden state
-    moves. The weight may be sharded over V; gather it over D first. Its gradient is reduced across
-    devices once a chunk, so over many devices prefer few, large chunks.
-
-    The entropy, in nats, costs one more sum over the logits, and nothing unless asked for. Its
-    gradient flows too. The weight's gradient is accumulated in float32 whatever its dtype.
-
-    Raises ValueError for a temperature or chunk that is not positive, and for shapes that differ.
+    Guarantees: gradients flow through both results, and the weight's is accumulated in float32.
+    Tokens of chunks that are not computed get 0 and no gradient. Other unwanted tokens get
+    unspecified numbers.
+    Raises: ValueError for a temperature or chunk that is not positive, and for shapes that differ.
     """
     if chunk is None:
         chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
@@ -131,8 +129,7 @@ def sum_squared_probs(
 ) -> Float[Array, " *N"]:
     """Sum over the vocabulary of p^2, p = softmax(hidden @ weight.T / temperature), in float32.
 
-    In chunks, as `linear_logprob`, whose notes on shapes and `chunk` hold here. No gradient: a pass
-    that wants the log-probabilities too computes the logits twice.
+    Shapes and `chunk` are those of `linear_logprob`. The result has no gradient.
     """
     if chunk is None:
         chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
@@ -156,7 +153,7 @@ def linear_logprob_reference(
     *,
     temperature: float = 1.0,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]:
-    """The same two numbers with whole logits, in plain float32: what the tests compare with."""
+    """`linear_logprob` with entropy from whole logits, in float32: what the tests compare with."""
     hidden_ND, weight_VD = hidden_ND.astype(jnp.float32), weight_VD.astype(jnp.float32)
     logits_NV = jnp.einsum("...d,vd->...v", hidden_ND, weight_VD) / temperature
     logprobs_NV = jax.nn.log_softmax(logits_NV)
@@ -165,17 +162,17 @@ def linear_logprob_reference(
 
 
 def _num_chunks(tokens: int, per_chunk: int) -> int:
-    """Chunks of at most per_chunk tokens; up to twice as many if that avoids a padded remainder."""
+    """Number of chunks of at most per_chunk tokens, up to twice as many if that avoids padding."""
     fewest = max(1, -(-tokens // per_chunk))
     exact = (k for k in range(fewest, 2 * fewest) if tokens % k == 0)
     return next(exact, fewest)
 
 
 def _split(x: Array, axis: int, num_chunks: int, dealt: bool = True) -> Array:
-    """x with `axis` dealt out over a new first axis: chunk k gets tokens k, k + K, k + 2K, ...
+    """x with `axis` split over a new first axis of K = `num_chunks` chunks.
 
-    Dealt, not cut: if the axis is sharded, each chunk still has an equal part on every device. Cut,
-    chunk k gets the tokens from k * C on.
+    If `dealt`, chunk k gets tokens k, k + K, k + 2K, ...: if the axis is sharded, every device has
+    an equal share of each chunk. Otherwise chunk k gets the C tokens from k * C on.
     """
     size = x.shape[axis]
     padding = [(0, 0)] * x.ndim
@@ -188,7 +185,7 @@ def _split(x: Array, axis: int, num_chunks: int, dealt: bool = True) -> Array:
 
 
 def _join(x_KC: Array, tokens: int, dealt: bool = True) -> Array:
-    """The inverse of _split on the last axis, without the padding."""
+    """The inverse of `_split` on the last axis, without the padding."""
     x = jnp.moveaxis(x_KC, 0, -1 if dealt else -2)
     return x.reshape(*x.shape[:-2], -1)[..., :tokens]
 
@@ -199,19 +196,19 @@ def _chunk_logits(hidden_CD: Array, weight_VD: Array, temperature: float) -> Arr
 
 
 def _is_target(targets_C: Array, vocab: int) -> Array:
-    # A comparison, not a gather: on logits sharded over the vocabulary a gather moves them all.
+    # A comparison: a gather from logits that are sharded over the vocabulary would move them all.
     return targets_C[..., None] == jnp.arange(vocab, dtype=targets_C.dtype)
 
 
 def _chunk_by_chunk(
-    body: Callable[..., tuple[Any, Any]], carry: Any, chunks: Any, stop: Array | None
-) -> tuple[Any, Any]:
-    """`jax.lax.scan` that ends before chunk `stop`: what lies behind it stays 0."""
+    body: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, chunks: Any, stop: Array | None
+) -> tuple[Carry, Any]:
+    """`jax.lax.scan` over pytrees that ends before chunk `stop`: results from there on stay 0."""
     num_chunks = jax.tree.leaves(chunks)[0].shape[0]
     _, results = jax.eval_shape(body, carry, jax.tree.map(lambda x: x[0], chunks))
     results = jax.tree.map(lambda x: jnp.zeros((num_chunks, *x.shape), x.dtype), results)
 
-    def step(k: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(k: Array, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
         carry, found = body(state[0], jax.tree.map(lambda x: x[k], chunks))
         return carry, jax.tree.map(lambda all_, x: all_.at[k].set(x), state[1], found)
 
@@ -231,7 +228,7 @@ def _forward(
     def body(carry, chunk):
         hidden_CD, targets_C = chunk
         logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
-        # Sums that share the logits relative to their maximum are one reading of them.
+        # All sums are of logits relative to their maximum, so that XLA reads the logits once.
         top_C = jnp.max(logits_CV, axis=-1)
         relative_CV = logits_CV - top_C[..., None]
         weights_CV = jnp.exp(relative_CV)
@@ -241,7 +238,7 @@ def _forward(
         log_total_C = jnp.log(total_C)
         entropy_C = None
         if with_entropy:
-            # Of relative logits, not lse - sum(p * logits), a small difference of large numbers.
+            # Not lse - sum(p * logits), a small difference of large numbers.
             mean_C = jnp.sum(weights_CV * relative_CV, axis=-1) / total_C
             entropy_C = log_total_C - mean_C
         return carry, (chosen_C - log_total_C, top_C + log_total_C, entropy_C)
@@ -249,8 +246,16 @@ def _forward(
     return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
 
 
-def _primal(*arguments: Any) -> tuple[Array, Array | None]:
-    return _scan_fwd(*arguments)[0]
+def _primal(
+    hidden_KCD: Array,
+    weight_VD: Array,
+    targets_KC: Array,
+    stop: Array | None,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Array, Array | None]:
+    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
+    return out[0], out[2]
 
 
 def _scan_fwd(

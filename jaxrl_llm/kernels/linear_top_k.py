@@ -1,10 +1,9 @@
-"""Log-probabilities of several tokens a position straight from hidden states, in chunks.
+"""Log-probabilities of K tokens per position from hidden states, without materialising logits.
 
-`linear_logprob` for K tokens a position instead of one; its notes on chunks, dtypes and meshes hold
-here. Nothing of the size [tokens, vocabulary] exists, forward or backward.
+`linear_logprob` explains chunks, dtypes and meshes.
 
-Shape letters: N positions (possibly several axes), D model width, V vocabulary, K tokens a
-position; inside, G chunks and C positions of a chunk.
+Shape letters: N positions (possibly several axes), D model width, V vocabulary, K tokens of a
+position, G chunks, C positions of a chunk.
 """
 
 import jax
@@ -30,7 +29,9 @@ def linear_logprobs_at(
 ) -> Float[Array, "*N K"]:
     """log p(id) of K given tokens under softmax(hidden @ weight.T / temperature), in float32.
 
-    The K ids of a position must differ. The gradient flows to hidden and weight.
+    The gradient flows to hidden and weight.
+
+    Requires: the K ids of a position differ.
     """
     axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
     num_chunks = _chunks(hidden_ND, weight_VD, chunk)
@@ -49,7 +50,7 @@ def linear_top_k(
 ) -> tuple[Int[Array, "*N K"], Float[Array, "*N K"]]:
     """The k likeliest tokens of each position, best first, and their log-probs; no gradient.
 
-    ValueError for a k that is not from 1 to the vocabulary's size.
+    Raises: ValueError for a k that is not from 1 to the vocabulary's size.
     """
     if not 1 <= k <= weight_VD.shape[0]:
         raise ValueError(
@@ -120,7 +121,7 @@ def _scan_bwd(
         hidden_CD, ids_CK, lse_C, grad_CK = chunk
         logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
         grad_logits_CV = -jnp.exp(logits_CV - lse_C[..., None]) * grad_CK.sum(-1, keepdims=True)
-        # Comparisons instead of a scatter, which adds up in no fixed order on a GPU.
+        # Comparisons: a scatter on a GPU adds in no fixed order.
         for k in range(ids_CK.shape[-1]):
             is_chosen_CV = ids_CK[..., k, None] == vocabulary
             grad_logits_CV += jnp.where(is_chosen_CV, grad_CK[..., k, None], 0.0)

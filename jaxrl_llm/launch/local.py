@@ -2,10 +2,11 @@
 
     python -m jaxrl_llm.launch.local --processes=2 -- scripts/train.py --config=configs/ppo.py
 
-Each line of output carries the number of its process. When one process fails, the others are
-ended and its exit code is returned. Ctrl-C and SIGTERM reach every process; a second one kills.
-On a machine with GPUs each process gets an equal share of them (or --devices-per-process); on a
-CPU it gets one device, or as many as --devices-per-process says.
+Each line of output begins with the number of its process. When one process fails, the launcher
+ends the others and returns its exit code. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are passed on to
+every process; a second signal kills them. On a machine with GPUs each process gets an equal share
+of them, or as many as --devices-per-process says. On a CPU each process gets one device, or as
+many as --devices-per-process says.
 """
 
 import argparse
@@ -23,16 +24,17 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID, visible_gpus
+from jaxrl_llm.trainer.signals import STOP_SIGNALS, leave_closed_terminals
 
-GRACE_S = 10.0  # between asking the others to end, after a failure, and killing them
+GRACE_S = 10.0  # after a failure: time for the other processes to end before they are killed
 POLL_S = 0.05
 
-_PR_SET_PDEATHSIG = 1  # Linux prctl: a signal to the child when its parent is gone
+_PR_SET_PDEATHSIG = 1  # Linux prctl: send a signal to the child when its parent dies
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the arguments, run the gang, and return the exit code."""
+    """Read the arguments, run the processes, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.launch.local",
         description=__doc__,
@@ -61,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def process_environments(
     processes: int, devices_per_process: int, environment: dict[str, str], gpus: Sequence[str]
 ) -> list[dict[str, str]]:
-    """The environment of each process; `gpus` are the ids to share out, empty on a CPU machine."""
+    """The environment of each process; `gpus` are the ids to share, empty on a CPU machine.
+
+    Raises: ValueError when there are fewer GPUs than the processes need.
+    """
     use_gpus = bool(gpus) and environment.get("JAX_PLATFORMS", "").lower() != "cpu"
     each = devices_per_process or (max(1, len(gpus) // processes) if use_gpus else 1)
     if use_gpus and each * processes > len(gpus):
@@ -69,7 +74,7 @@ def process_environments(
             f"{processes} processes with {each} GPUs each need {each * processes}, but there are "
             f"{len(gpus)}; use --processes={max(1, len(gpus) // each)}, or JAX_PLATFORMS=cpu"
         )
-    # A forced number of CPU devices in XLA_FLAGS would win over ours.
+    # A number of CPU devices in XLA_FLAGS would override ours.
     flags = environment.get("XLA_FLAGS", "")
     flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", flags).strip()
     shared = {
@@ -90,26 +95,17 @@ def process_environments(
     return result
 
 
-def visible_gpus() -> list[str]:
-    """The ids of the NVIDIA GPUs that a program started from here would see."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu and gpu != "-1"]
-    numbers = [re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*")]
-    return sorted((match[1] for match in numbers if match), key=int)
-
-
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
+    """A free TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> int:
-    """Run `command` once in each environment; 0, or the exit code of the first that failed.
+    """Run `command` once in each environment; returns 0, or the exit code of the first failure.
 
-    A process ended by signal n counts as 128 + n, as in a shell.
+    A process that signal n ended counts as 128 + n, as in a shell.
     """
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
@@ -117,12 +113,13 @@ def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> 
     lock = threading.Lock()
 
     def forward(number: int, _: FrameType | None) -> None:
+        leave_closed_terminals(terminals)
         received.append(number)
         signal_all(processes, number if len(received) == 1 else signal.SIGKILL)
 
-    previous = {
-        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+    ignored = [s for s in STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN]  # nohup
+    previous = {s: signal.signal(s, forward) for s in STOP_SIGNALS if s not in ignored}
     try:
         for environment in environments:
             process = subprocess.Popen(
@@ -131,12 +128,12 @@ def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> 
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Its own group: the terminal's Ctrl-C comes once, from `forward`.
+                # A group of its own: Ctrl-C arrives once, through `forward`.
                 start_new_session=True,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
             processes.append(process)
-        # Threads only after the last fork.
+        # Threads start after the last fork: a fork copies no thread, but it copies their locks.
         for rank, process in enumerate(processes):
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert source is not None
@@ -153,14 +150,14 @@ def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
-    """Wait for all; after the first failure, end the others and return its code."""
+    """Wait for all processes. After the first failure, end the others and return its code."""
     first_failure = 0
     deadline = float("inf")
     while True:
         codes = [process.poll() for process in processes]
         if not first_failure and any(codes):
             first_failure = next(code for code in codes if code)
-            if not received:  # after Ctrl-C the others are already ending, perhaps saving
+            if not received:  # after a signal the others are already ending and may be saving
                 signal_all(processes, signal.SIGTERM)
                 deadline = time.monotonic() + GRACE_S
         if None not in codes:
@@ -171,7 +168,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int])
 
 
 def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to every process that still runs, and to what it started."""
+    """Send a signal to the group of every process that still runs."""
     for process in processes:
         if process.poll() is None:
             try:
@@ -188,7 +185,7 @@ def _copy_lines(rank: int, source: IO[bytes], target: IO[str], lock: threading.L
 
 
 def _die_with_parent() -> None:
-    # In the child, before it runs: a killed launcher must not leave its gang behind.
+    # Runs in the child before its program: a killed launcher must not leave processes behind.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

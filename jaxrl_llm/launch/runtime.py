@@ -1,52 +1,53 @@
-"""What a script does around its work: arguments, errors, devices, processes, the compile cache.
+"""What a script does around its work: arguments, errors, devices, processes, compile cache.
 
-jax is imported inside the functions that need it, so that a mistake in the arguments is answered
-at once.
+Functions import jax only where they need it, so a mistake in the arguments is reported at once.
 """
 
+import inspect
 import linecache
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from jaxrl_llm.config import Config, ConfigError, MeshConfig
-from jaxrl_llm.validation import validate
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, check
 
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
 
-# Set by launch/local.py, or by hand on a cluster without Slurm or Open MPI.
+# Set by launch/local.py, or by hand on a cluster that has neither Slurm nor Open MPI.
 COORDINATOR = "JAXRL_COORDINATOR"  # host:port where process 0 listens
 NUM_PROCESSES = "JAXRL_NUM_PROCESSES"
 PROCESS_ID = "JAXRL_PROCESS_ID"
 
-# Of a GPU's memory; jax's own default leaves a quarter unused. NCCL and cuDNN need the rest.
+# Fraction of a GPU's memory that jax takes. Its default is 0.75. NCCL and cuDNN need the rest.
 GPU_MEMORY_FRACTION = "0.92"
 
-# Most of the host's memory that XLA takes for arrays there, in GB: checkpoints pass through it, and
-# moments that are kept there fill it. XLA's own limit is 64; 7B parameters have 61 GB of moments.
+# XLA's limit for arrays in host memory, in GB. Checkpoints pass through it, and the offloaded
+# optimizer state lies in it: 61 GB for 7B parameters. XLA's default is 64.
 HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 XLA_HOST_MEMORY_GB = 64
 HOST_MEMORY_FRACTION = 0.75
-# Where Linux says what a container is given: version 2 of its control groups, and version 1.
+# Memory limit of a container: control groups version 2, and version 1.
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
-# jax's own variable: a folder of compiled programs that several runs share.
+# jax's variable for a folder of compiled programs that several runs share.
 COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
-# On a GPU, gradients of the embedding and of attention otherwise add up in the order in which
-# threads happen to arrive, and a resumed run would drift away from one that was never stopped.
+# Without it, a GPU adds gradients of the embedding and of attention in the order in which threads
+# finish, and a resumed run would differ from one that was never stopped.
 EXACT = "xla_gpu_exclude_nondeterministic_ops"
 
-# (variable that holds the number of processes, what sets it) for jax's own detection.
+# (variable with the number of processes, variable that only a step of them has), for clusters that
+# jax detects.
 _CLUSTERS = (("SLURM_NTASKS", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
 
 
@@ -54,22 +55,25 @@ _CLUSTERS = (("SLURM_NTASKS", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_C
 
 
 def run_script(
-    main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None
+    main: Callable[[list[str]], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    help_text: str | None = None,
 ) -> NoReturn:
     """Run `main(arguments)` and exit with its code (None is 0).
 
-    A user's mistake (ConfigError, or a ValueError that this package raised on purpose) becomes one
-    message on stderr and exit code 2; Ctrl-C exits with 130; any other error keeps its traceback.
-    `--help` prints the docstring of the script.
+    A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
+    message on stderr and exit code 2. Ctrl-C exits with 130. Other errors keep their traceback.
+    `--help` prints `help_text`, or else the docstring of the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
-        print((sys.modules["__main__"].__doc__ or "").strip())
+        print(inspect.cleandoc(help_text or sys.modules["__main__"].__doc__ or ""))
         sys.exit(0)
     try:
         code = main(arguments) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(str(error) or "interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except ValueError as error:
         if not is_for_user(error):
@@ -80,10 +84,10 @@ def run_script(
 
 
 def is_for_user(error: ValueError) -> bool:
-    """Whether the message alone tells the user what to do, so that a traceback would only hide it.
+    """Whether the message alone tells the user what to do, without a traceback.
 
-    True for a ConfigError, and for a ValueError from a `raise` statement of this package: those
-    name the remedy. One that numpy or jax raised below us keeps its traceback.
+    True for a ConfigError, and for a ValueError from a `raise` statement of this package, because
+    these name the remedy. False for one that numpy or jax raised.
     """
     if isinstance(error, ConfigError):
         return True
@@ -103,19 +107,21 @@ def is_for_user(error: ValueError) -> bool:
 
 
 def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
-    """Make the process ready for `config`; call it before anything else touches jax's devices.
+    """Prepare the process for `config`; returns the config with the mesh that is used.
 
-    Joins the other processes when a launcher started several, splits the CPU into
-    `num_cpu_devices` (the flag --devices) when that is not 0, switches the compile cache on, and
-    checks that the mesh fits the devices. Returns the config with the mesh that is used: several
-    processes and a mesh of one device put every device on the `data` axis.
+    It joins the other processes if a launcher started several, splits the CPU into
+    `num_cpu_devices` (the flag --devices) unless that is 0, checks that the mesh fits the devices,
+    and enables the compile cache. Several processes with a mesh of one device put every device on
+    the `data` axis.
+
+    Requires: nothing has touched jax's devices yet.
     """
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
     mesh = fit_mesh(config.mesh)
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
-        validate(config)  # more replicas may not divide the batch
+        check(config)  # more replicas may not divide the batch
     if config.compile_cache:
         enable_compile_cache(config.compile_cache)
     elif not os.environ.get(COMPILE_CACHE):
@@ -125,11 +131,11 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
 
 
 def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
-    """Environment and jax settings that must be there before the first device is touched."""
+    """Set what jax and XLA read when the first device is touched."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     limit = max(XLA_HOST_MEMORY_GB, int(HOST_MEMORY_FRACTION * host_memory() / 2**30))
     os.environ.setdefault(HOST_MEMORY_LIMIT, str(limit))
-    # XLA's C++ notes (autotuning, slow compile alarms) would drown the console.
+    # Hides XLA's C++ notes (autotuning, slow compile alarms).
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     flags = os.environ.get("XLA_FLAGS", "")
     if exact and EXACT not in flags:
@@ -145,17 +151,23 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    from jaxrl_llm.kernels.hopper import cache_ptxas_version
+
+    cache_ptxas_version()  # lowering a step's kernels asks jax for it hundreds of times
 
 
 def host_memory(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
-    """Bytes of memory that this process may have: the machine's, or what its container is given."""
+    """Bytes of memory that this process may use: the machine's, or its container's limit."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     given = [path.read_text().strip() for path in limits if path.exists()]
     return min(found + [int(value) for value in given if value.isdigit()])
 
 
 def join_processes(environment: dict[str, str] | None = None) -> None:
-    """Join jax.distributed when the environment says that this process is one of several."""
+    """Join jax.distributed if the environment says that this process is one of several.
+
+    Raises: ConfigError when only some of our three variables are set, or one is out of range.
+    """
     from jaxrl_llm.distributed import multihost
 
     env = dict(os.environ) if environment is None else environment
@@ -174,20 +186,72 @@ def join_processes(environment: dict[str, str] | None = None) -> None:
             multihost.initialize(env[COORDINATOR], count, number)
         return
     for size, step in _CLUSTERS:
-        # An interactive Slurm shell has NTASKS but is no step of several processes.
+        # An interactive Slurm shell has NTASKS but is not a step of several processes.
         if int(env.get(size) or 1) > 1 and env.get(step):
-            multihost.initialize()
+            multihost.initialize(local_device_ids=slurm_gpus(env, visible_gpus(env)))
             return
+
+
+def slurm_gpus(environment: Mapping[str, str], gpus: Sequence[str]) -> list[int] | None:
+    """The GPUs of this Slurm task, as indices into `gpus`; None leaves the choice to jax.
+
+    jax gives each task one GPU, by the task's number on its node. A task that has several GPUs,
+    such as the only task of a node, would lose the others. `gpus` are those that the task can see.
+
+    Raises: ConfigError when the tasks of a node cannot share its GPUs equally.
+    """
+    tasks = _tasks_on_this_node(environment)
+    if not gpus or tasks is None:
+        return None
+    # With --gpus-per-task each task sees only its own GPUs.
+    on_node = int(environment.get("SLURM_GPUS_ON_NODE") or len(gpus))
+    if tasks == 1 or len(gpus) < on_node:
+        return list(range(len(gpus)))
+    if len(gpus) % tasks:
+        raise ConfigError(
+            f"{tasks} Slurm tasks on this node cannot share its {len(gpus)} GPUs equally; use "
+            f"--ntasks-per-node=1 (one process with all GPUs) or {len(gpus)} (one GPU each)"
+        )
+    each, number = len(gpus) // tasks, int(environment["SLURM_LOCALID"])
+    return list(range(number * each, (number + 1) * each))
+
+
+def _tasks_on_this_node(environment: Mapping[str, str]) -> int | None:
+    """How many tasks of the Slurm step this node runs; None outside of Slurm.
+
+    Slurm writes the tasks of all nodes as "2(x3),1": 2 on each of three nodes, then 1.
+    """
+    if "SLURM_LOCALID" not in environment:
+        return None
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = int(environment.get("SLURM_NODEID") or 0)
+    return counts[node] if node < len(counts) else None
+
+
+def visible_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
+    """The ids of the NVIDIA GPUs that a program with this environment can see."""
+    chosen = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu and gpu != "-1"]
+    numbers = [re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*")]
+    return sorted((match[1] for match in numbers if match), key=int)
 
 
 def fit_mesh(mesh: MeshConfig) -> MeshConfig:
     """`mesh`, or all devices on `data` when several processes share a mesh of one device.
 
-    ConfigError when it does not fit, with the flag that gives a CPU more devices.
+    Prints one line when the mesh leaves devices idle.
+
+    Raises: ConfigError when it does not fit, with the flag that gives a CPU more devices.
     """
     import jax
 
-    from jaxrl_llm.distributed.mesh import check_mesh
+    from jaxrl_llm.distributed.mesh import check_mesh, larger_mesh
 
     count, processes = jax.device_count(), jax.process_count()
     if processes > 1 and mesh.num_devices == 1:
@@ -202,6 +266,13 @@ def fit_mesh(mesh: MeshConfig) -> MeshConfig:
                 f"same as XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices})."
             ) from None
         raise ConfigError(str(error)) from None
+    if mesh.num_devices < count:
+        print(
+            f"the mesh uses {mesh.num_devices} of {count} devices, {count - mesh.num_devices} are "
+            f"idle; {larger_mesh(sizes, count)} uses all",
+            file=sys.stderr,
+            flush=True,
+        )
     return mesh
 
 
@@ -209,6 +280,12 @@ def enable_compile_cache(folder: str) -> None:
     """Keep compiled programs in `folder`, so that a resumed run does not compile again."""
     import jax
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of compiled programs {folder} cannot be made: {error.strerror}; give "
+            "another one with --config.run_dir or --config.compile_cache"
+        ) from None
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -32,16 +32,16 @@ class ForwardSettings:
     attention: Implementation = "auto"
     remat: Remat = "none"
     scan_layers: bool = False
-    residual_dtype: str = "float32"  # of the sum that the layers add to; the sampler's is float32
+    residual_dtype: str = "float32"  # of the residual stream; the sampler's is float32
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
-    mesh: Mesh | None = None  # of several devices; a kernel has to be told, XLA's parts need not
+    mesh: Mesh | None = None  # of several devices; kernels need it, XLA's operations do not
 
     @property
     def cast_ahead(self) -> CastAhead | None:
         """How weights are cast once an optimizer step; None: in each micro-batch.
 
-        They live as long as the step then. Where layers are computed again, memory is short and
-        its peak late in the backward pass: at 7B that would take 9 GiB of a device, otherwise 4.
+        The copies live as long as the step. With rematerialisation memory is short, and its peak
+        is late in the backward pass: at 7B the copies would take 9 GiB of a device, otherwise 4.
         """
         if self.remat not in ("none", "projections"):
             return None
@@ -51,7 +51,7 @@ class ForwardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Of the policy at each response token; None for what was not asked for."""
+    """Statistics of the policy at each response token; None where one was not requested."""
 
     logprobs: Float[Array, "B R"]  # of the token itself
     entropy: Float[Array, "B R"] | None  # nats
@@ -64,7 +64,7 @@ class Statistics:
 def hidden_states(
     model: Any, tokens: Int[Array, "B T"], settings: ForwardSettings, rows: Rows | None = None
 ) -> Array:
-    """Final hidden states [B, T, D] of a bound model; causal attention, or what `rows` say."""
+    """Final hidden states [B, T, D] of a bound model. Attention is causal, or as `rows` say."""
 
     def attend(q: Array, k: Array, v: Array, cache: None, *, window: int | None):
         visibility = None if rows is None else rows.visibility(window)
@@ -98,7 +98,7 @@ def _in_scope(mesh: Mesh | None) -> Any:
 
 
 def prepare(spec: ModelSpec, params: Params, settings: ForwardSettings) -> Any:
-    """The module to compute with: cast first, so that a gather moves the smaller dtype."""
+    """The module to compute with. Casting comes first, so that a gather moves the smaller dtype."""
     return bind(spec, settings.gather(cast(params, settings.dtype)))
 
 
@@ -111,10 +111,10 @@ def response_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"] | None]:
-    """Log-prob of each response token, and the entropy there (nats) when it is asked for.
+    """Log-prob of each response token, and `with_entropy` the entropy there (nats).
 
-    `temperature` must be the sampler's, or the ratio of the two log-probs is not a ratio of
-    the same policy. A greedy rollout (0) is scored at 1.
+    Requires: `temperature` is the sampler's. Otherwise the ratio of the two log-probs compares
+    different policies. A greedy rollout (0) is scored at 1.
     """
     found = response_statistics(
         params,
@@ -139,7 +139,7 @@ def response_statistics(
     candidates: Int[Array, "B R K"] | None = None,
     top_k: int = 0,
 ) -> "Statistics":
-    """What is asked for of the distribution that each response token was drawn from."""
+    """The requested statistics of the distribution that each response token was drawn from."""
     model = prepare(spec, params, settings)
     hidden = rows.predicting(hidden_states(model, rows.tokens, settings, rows))
     weight, temperature = model.unembedding(), temperature or 1.0
@@ -188,7 +188,7 @@ def response_scores(
     spec: ModelSpec,
     settings: ForwardSettings,
 ) -> Float[Array, " B"]:
-    """Reward model's score, read at the last token of the response, float32; 0 without one."""
+    """Reward model's score at the last token of the response, float32; 0 for an empty response."""
     model = prepare(spec, params, settings)
     scores = model.scores(hidden_states(model, rows.tokens, settings, rows))
     last = mask.sum(axis=1).astype(jnp.int32) - 1
@@ -218,7 +218,7 @@ def row_logprobs(
     spec: ModelSpec,
     settings: ForwardSettings,
 ) -> Float[Array, "B T"]:
-    """Log-prob of each token given those before it; 0 at position 0, which nothing predicts."""
+    """Log-prob of each token given the tokens before it; 0 at position 0."""
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)[:, :-1]
     logprobs, _ = head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.mesh)
@@ -237,8 +237,8 @@ def head_logprobs(
 ) -> tuple[Array, Array | None]:
     """`linear_logprob`, each replica on its own rows.
 
-    Left to the partitioner, the weight's gradient would be reduced over the replicas once a chunk;
-    here each sums its own, and they meet once.
+    The partitioner would reduce the weight's gradient over the replicas once a chunk. Here each
+    replica sums its own, and one reduction follows.
     """
 
     def run(hidden: Array, weight: Array, targets: Array, lengths: Array | None) -> Any:
@@ -260,8 +260,8 @@ def _by_replica(
     if mesh is None or hidden.shape[0] % num_replicas(mesh):
         return run(hidden, weight, *of_rows)
     by_row = PartitionSpec(REPLICA_AXES)
-    # Its copy for each replica, where it is already: handed in as one array for all, its gradient
-    # would be summed in here, and XLA's CPU compiler dies of such a sum in bfloat16.
+    # One copy for each replica, on its own devices. Of one array for all, the gradient would be
+    # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
     copies = jnp.broadcast_to(weight, (num_replicas(mesh), *weight.shape))
     return jax.shard_map(
         lambda hidden, weight, *of_rows: run(hidden, weight[0], *of_rows),

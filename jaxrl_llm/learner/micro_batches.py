@@ -1,8 +1,8 @@
-"""A batch of samples in parts that fit into memory: a pass for each part, and their results joined.
+"""A batch of samples in parts that fit into memory: how it is cut, and how results are joined.
 
 `Padded` cuts the samples into equal parts of one row a sample. `Packed` fills rows with samples up
-to a number of tokens, so that the number of parts depends on the lengths and padding costs nothing.
-One program serves every mix of lengths: the loop's trip count is data.
+to a number of tokens: the number of parts depends on the lengths, and padding costs nothing. One
+program serves every mix of lengths, because the trip count of the loop is data.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jaxrl_llm.learner.rows import ROWS, Fields, PackingPlan, packed_rows, plan_packing
 
@@ -20,15 +20,37 @@ Pass = Callable[[Fields], Any]  # of one part
 Shard = Callable[[Any], Any]
 
 
-class MicroBatches(ABC):
-    """How a batch, a dict of arrays with one entry a sample, is walked through."""
+class Parts(ABC):
+    """A batch that was cut. Results of one entry a sample are collected over the parts."""
+
+    @property
+    @abstractmethod
+    def num(self) -> int | Array:
+        """How many there are; the int 1 needs no loop."""
 
     @abstractmethod
-    def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
-        """fn gives a pair: what to add up over the parts, and arrays with one entry a sample.
+    def at(self, index: int | Array) -> Fields:
+        """The fields of part `index`."""
 
-        Returns the sums, e.g. of gradients, and the arrays of all samples in their order.
-        """
+    @abstractmethod
+    def empty(self, shapes: Any) -> Any:
+        """What is collected before the first part; `shapes` are the results of one part."""
+
+    @abstractmethod
+    def put(self, collected: Any, found: Any, index: int | Array) -> Any:
+        """`collected` with the results of part `index`."""
+
+    @abstractmethod
+    def samples(self, collected: Any) -> Any:
+        """The results of all samples, in the order of the batch."""
+
+
+class MicroBatches(ABC):
+    """How a batch, a dict of arrays with one entry a sample, is cut into parts."""
+
+    @abstractmethod
+    def split(self, fields: Fields) -> Parts:
+        """The parts of `fields`."""
 
     @property
     @abstractmethod
@@ -37,15 +59,31 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def row_use(self, fields: Fields) -> Array:
-        """The share of the tokens that are computed which are of samples and not padding."""
+        """The share of the computed tokens that belong to samples, not to padding."""
 
     def sum(self, fn: Pass, fields: Fields) -> Any:
         """The sum of fn's results over the parts."""
-        return self.walk(lambda part: (fn(part), ()), fields)[0]
+        parts = self.split(fields)
+        if isinstance(parts.num, int) and parts.num == 1:
+            return fn(parts.at(0))
+
+        def add(index: Array, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, fn(parts.at(index)))
+
+        first = zeros_of(jax.eval_shape(lambda i: fn(parts.at(i)), jnp.int32(0)))
+        return jax.lax.fori_loop(0, parts.num, add, first)
 
     def join(self, fn: Pass, fields: Fields) -> Any:
         """fn's results, arrays with one entry a sample, for all samples in their order."""
-        return self.walk(lambda part: ((), fn(part)), fields)[1]
+        parts = self.split(fields)
+        if isinstance(parts.num, int) and parts.num == 1:
+            return fn(parts.at(0))
+
+        def collect(index: Array, collected: Any) -> Any:
+            return parts.put(collected, fn(parts.at(index)), index)
+
+        first = parts.empty(jax.eval_shape(lambda i: fn(parts.at(i)), jnp.int32(0)))
+        return parts.samples(jax.lax.fori_loop(0, parts.num, collect, first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +93,15 @@ class Padded(MicroBatches):
     num: int = 1
     shard: Shard = lambda tree: tree
 
+    def split(self, fields: Fields) -> "_EqualParts":
+        if self.num == 1:
+            return _EqualParts(count=1, fields=fields)
+        stacked = self.shard(split_micro_batches(fields, self.num))
+        return _EqualParts(count=self.num, fields=stacked)
+
     @property
     def adds_up(self) -> bool:
         return self.num > 1
-
-    def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
-        if self.num == 1:
-            return fn(fields)
-        stacked = self.shard(split_micro_batches(fields, self.num))
-
-        def add(total: Any, part: Fields) -> tuple[Any, Any]:
-            added, joined = fn(part)
-            return _add(total, added), joined
-
-        first = jax.tree.map(lambda x: x[0], stacked)
-        zeros = _zeros(jax.eval_shape(fn, first)[0])
-        total, parts = jax.lax.scan(add, zeros, stacked)
-        return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
 
     def row_use(self, fields: Fields) -> Array:
         lengths = (fields["prompt_lengths"] + _response_lengths(fields)).astype(jnp.float32)
@@ -80,11 +110,41 @@ class Padded(MicroBatches):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed(MicroBatches):
-    """Rows of `row_tokens` tokens, one a replica and part; see `rows.plan_packing`.
+class _EqualParts(Parts):
+    """`fields` are the batch itself where it is one part, else [count, B / count, ...]."""
 
-    A part's fields are those of all samples, the values of tokens being 0 outside of the part, and
-    its rows under ROWS. What a pass computes for samples outside of its part must be 0.
+    count: int
+    fields: Fields
+
+    @property
+    def num(self) -> int:
+        return self.count
+
+    def at(self, index: int | Array) -> Fields:
+        return self.fields if self.count == 1 else nth(self.fields, index)
+
+    def empty(self, shapes: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros((self.count, *x.shape), x.dtype), shapes)
+
+    def put(self, collected: Any, found: Any, index: int | Array) -> Any:
+        def one(x: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(x, part, index, axis=0)
+
+        return jax.tree.map(one, collected, found)
+
+    def samples(self, collected: Any) -> Any:
+        if self.count == 1:
+            return collected
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), collected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed(MicroBatches):
+    """Rows of `row_tokens` tokens, one row a replica and part; see `rows.plan_packing`.
+
+    The fields of a part are those of all samples. The values of tokens are 0 outside of the part,
+    and its rows stand under ROWS.
+    Requires: what a pass computes for samples outside of its part is 0.
     """
 
     row_tokens: int
@@ -92,15 +152,13 @@ class Packed(MicroBatches):
     num_replicas: int = 1
     shard: Shard = lambda tree: tree
 
+    def split(self, fields: Fields) -> "_PackedParts":
+        plan, samples = self._plan(fields)
+        return _PackedParts(fields=fields, plan=plan, rows=samples, shard=self.shard)
+
     @property
     def adds_up(self) -> bool:
         return True
-
-    def walk(self, fn: Pass, fields: Fields) -> tuple[Any, Any]:
-        num_rows, run = self._parts(fn, fields)
-        zeros = _zeros(jax.eval_shape(run, jnp.int32(0)))
-        # What is joined is 0 outside of its part, so it is added up as well.
-        return jax.lax.fori_loop(0, num_rows, lambda i, total: _add(total, run(i)), zeros)
 
     def row_use(self, fields: Fields) -> Array:
         plan, _ = self._plan(fields)
@@ -118,17 +176,35 @@ class Packed(MicroBatches):
         )
         return plan, samples
 
-    def _parts(self, fn: Pass, fields: Fields) -> tuple[Array, Callable[[Array], Any]]:
-        plan, samples = self._plan(fields)
 
-        def run(row: Array) -> Any:
-            rows = self.shard(packed_rows(plan, row, *samples))
-            # All of a sample's values and not the mask alone: a ratio of log-probs of which one is
-            # 0 may overflow, and its gradient then outlives the mask.
-            part = {name: _where_included(x, rows.included) for name, x in fields.items()}
-            return fn(part | {ROWS: rows})
+@dataclass(frozen=True, kw_only=True)
+class _PackedParts(Parts):
+    """Part i is row i of every replica. Results are 0 outside of their part, so they add up."""
 
-        return plan.num_rows, run
+    fields: Fields
+    plan: PackingPlan
+    rows: tuple[Array, ...]  # arguments of `packed_rows`
+    shard: Shard
+
+    @property
+    def num(self) -> Int[Array, ""]:
+        return self.plan.num_rows
+
+    def at(self, index: int | Array) -> Fields:
+        rows = self.shard(packed_rows(self.plan, jnp.asarray(index), *self.rows))
+        # All values of a sample are set to 0, not the mask alone: a ratio of log-probs of which
+        # one is 0 may overflow, and its gradient would survive the mask.
+        part = {name: _where_included(x, rows.included) for name, x in self.fields.items()}
+        return part | {ROWS: rows}
+
+    def empty(self, shapes: Any) -> Any:
+        return zeros_of(shapes)
+
+    def put(self, collected: Any, found: Any, index: int | Array) -> Any:
+        return jax.tree.map(jnp.add, collected, found)
+
+    def samples(self, collected: Any) -> Any:
+        return collected
 
 
 def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:
@@ -142,7 +218,7 @@ def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:
 
 
 def _response_lengths(fields: Fields) -> Array:
-    lengths = fields.get("response_lengths")  # given where the mask leaves tokens out
+    lengths = fields.get("response_lengths")  # given where the mask excludes tokens
     return fields["mask"].sum(axis=-1).astype(jnp.int32) if lengths is None else lengths
 
 
@@ -152,9 +228,13 @@ def _where_included(x: Array, included_B: Array) -> Array:
     return x
 
 
-def _add(total: Any, part: Any) -> Any:
-    return jax.tree.map(jnp.add, total, part)
+def nth(stacked: Any, index: int | Array) -> Any:
+    """Entry `index` of the leading axis of every array of a pytree."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), stacked
+    )
 
 
-def _zeros(shapes: Any) -> Any:
+def zeros_of(shapes: Any) -> Any:
+    """Zeros of the shapes and dtypes of a pytree."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -1,9 +1,10 @@
-"""The loss of an offline algorithm over parameters: rows forward, one number a record, a mean.
+"""The loss of an offline algorithm: a forward pass over rows, one number a record, a mean.
 
 Shape letters: B records, G groups of rows of a record, R predicted tokens of a row.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,26 +15,95 @@ from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.offline import REFERENCE, OfflineAlgorithm, groups_of
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_scores
 from jaxrl_llm.learner.rows import ROWS, Fields, Rows, padded_rows
-from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.learner.train_step import Loss, Metrics
+from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
-from jaxrl_llm.types import OfflineBatch, TokenBatch
+from jaxrl_llm.types import OFFLINE_FIELDS, TokenBatch
 
 WEIGHT = "weight of "  # metric names that begin so hold what the metric of that name is divided by
 NUM_RECORDS, NUM_TOKENS = "num_records", "num_tokens"
 LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # of the sums; the second is also a metric's name
 
 
-def row_fields(batch: OfflineBatch, groups: Sequence[str]) -> Fields:
-    """The rows of `groups` as fields of a forward pass, [B, G, ...]; [B, ...] of a single group."""
-    stacked = [group_fields(getattr(batch, group)) for group in groups]
+@dataclass(frozen=True, kw_only=True)
+class RecordLoss:
+    """The loss of a train step on records.
+
+    Its metrics are sums with their weights; `means` divides them once all micro-batches are added.
+    """
+
+    algorithm: OfflineAlgorithm
+    spec: ModelSpec
+    settings: ForwardSettings
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups of rows that the learner sees."""
+        return groups_of(self.algorithm.update_reads, self.algorithm.records)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the batch that the loss needs."""
+        given = (name for name in self.algorithm.update_reads if name in OFFLINE_FIELDS)
+        return tuple(dict.fromkeys((*self.groups, "weights", "index", *given)))
+
+    def inputs(self, mini_batch: Any, first: bool | Array = True) -> Fields:
+        """Rows, numbers, and the counts of the whole mini-batch, an `OfflineBatch` or its fields.
+
+        `first` changes nothing: no loss on records compares with the parameters before the step.
+        """
+        fields = row_fields(mini_batch, self.groups)
+        for name in ("weights", *self.algorithm.update_reads):
+            if name in OFFLINE_FIELDS:
+                fields[name] = mini_batch[name]
+        return with_record_counts(fields, self.algorithm, self.groups)
+
+    def __call__(self, params: Params, part: Fields) -> tuple[Array, Metrics]:
+        """The part's contribution to the loss, and sums of metrics."""
+        sums = self.sums(params, part)
+        total = jnp.float32(0)
+        if self.algorithm.loss is not None:
+            total += sums[LOSS] / jnp.maximum(part[NUM_RECORDS][0], 1.0)
+        if self.algorithm.token_loss is not None:
+            mean = sums[TOKEN_LOSS] / jnp.maximum(part[NUM_TOKENS][0], 1.0)
+            total += self.algorithm.token_loss_coef * mean
+        return total, jax.lax.stop_gradient(sums)
+
+    def sums(self, params: Params, part: Fields) -> Metrics:
+        """Sums over the records of a part: losses, metrics, and their weights (`WEIGHT`)."""
+        algorithm = self.algorithm
+        current = part | record_fields(
+            params,
+            part,
+            self.groups,
+            algorithm.update_reads,
+            spec=self.spec,
+            settings=self.settings,
+        )
+        weights = part["weights"]
+        if ROWS in part:
+            weights = weights * part[ROWS].included
+        sums: Metrics = {}
+        if algorithm.loss is not None:
+            values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
+            sums |= weighted_sums({LOSS: values} | metrics, weights)
+        if algorithm.token_loss is not None:
+            named = field_names(algorithm.token_loss)
+            values, counts = algorithm.token_loss(*(current[n] for n in named))
+            sums[TOKEN_LOSS] = (values * weights).sum()
+            sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
+        return sums
+
+
+def row_fields(batch: Any, groups: Sequence[str]) -> Fields:
+    """The rows of `groups` as fields of a forward pass: [B, ...], or [B, G, ...] of several."""
+    stacked = [group_fields(batch[group]) for group in groups]
     if len(stacked) == 1:
         return stacked[0]
     return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *stacked)
 
 
 def group_fields(rows: TokenBatch) -> Fields:
-    """The rows of one group: the first token of each is its prompt, all others are predicted."""
+    """The rows of one group: the first token of a row is its prompt, all others are predicted."""
     return {
         "prompts": rows.tokens[:, :1],
         "prompt_lengths": jnp.minimum(rows.lengths, 1),
@@ -46,7 +116,7 @@ def group_fields(rows: TokenBatch) -> Fields:
 def with_record_counts(
     fields: Fields, algorithm: OfflineAlgorithm, groups: Sequence[str]
 ) -> Fields:
-    """`fields` of a whole batch with its counts beside every record, for its micro-batches."""
+    """The fields of a whole batch with its counts, one entry a record, for its micro-batches."""
     weights = fields["weights"]
     tokens = jnp.float32(0)
     if algorithm.token_loss is not None:
@@ -69,10 +139,10 @@ def record_fields(
     spec: ModelSpec,
     settings: ForwardSettings,
 ) -> Fields:
-    """What a model makes of the rows of `groups`: `<group>_logprobs` and the like, [B] each.
+    """What a model computes of the rows of `groups`: `<group>_logprobs` and the like, [B] each.
 
-    Scores of a scalar model; of a language model sums of log-probs. Only of the `names` that are
-    asked for is more than the completion computed.
+    A scalar model gives scores, a language model sums of log-probs. Sums over whole rows are
+    computed only where `names` ask for them.
     """
     rows, flat = _rows(fields, len(groups))
     if spec.kind == "scalar":
@@ -84,34 +154,6 @@ def record_fields(
     if any(name.endswith("_row_logprobs") for name in names):
         found |= _by_group((logprobs * _row_mask(flat)).sum(axis=1), groups, "_row_logprobs")
     return found | _lengths(fields, groups)
-
-
-def record_sums(
-    algorithm: OfflineAlgorithm,
-    params: Params,
-    fields: Fields,
-    *,
-    spec: ModelSpec,
-    settings: ForwardSettings,
-) -> Metrics:
-    """Sums over the records at hand of the losses and metrics, and of their weights (`WEIGHT`)."""
-    groups = groups_of(algorithm.update_reads, algorithm.records)
-    current = fields | record_fields(
-        params, fields, groups, algorithm.update_reads, spec=spec, settings=settings
-    )
-    weights = fields["weights"]
-    if ROWS in fields:
-        weights = weights * fields[ROWS].included
-    sums: Metrics = {}
-    if algorithm.loss is not None:
-        values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
-        sums |= weighted_sums({LOSS: values} | metrics, weights)
-    if algorithm.token_loss is not None:
-        named = field_names(algorithm.token_loss)
-        values, counts = algorithm.token_loss(*(current[n] for n in named))
-        sums[TOKEN_LOSS] = (values * weights).sum()
-        sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
-    return sums
 
 
 def weighted_sums(metrics: dict[str, Any], weights: Float[Array, " B"]) -> Metrics:
@@ -126,29 +168,8 @@ def weighted_sums(metrics: dict[str, Any], weights: Float[Array, " B"]) -> Metri
     return sums
 
 
-def offline_loss(
-    algorithm: OfflineAlgorithm, *, spec: ModelSpec, settings: ForwardSettings
-) -> Loss:
-    """The loss of a train step. Its fields have the counts of the whole batch.
-
-    Metrics are sums with their weights; `means` divides them once all micro-batches are added.
-    """
-
-    def loss(params: Params, fields: Fields) -> tuple[Array, Metrics]:
-        sums = record_sums(algorithm, params, fields, spec=spec, settings=settings)
-        total = jnp.float32(0)
-        if algorithm.loss is not None:
-            total += sums[LOSS] / jnp.maximum(fields[NUM_RECORDS][0], 1.0)
-        if algorithm.token_loss is not None:
-            mean = sums[TOKEN_LOSS] / jnp.maximum(fields[NUM_TOKENS][0], 1.0)
-            total += algorithm.token_loss_coef * mean
-        return total, jax.lax.stop_gradient(sums)
-
-    return loss
-
-
 def means(algorithm: OfflineAlgorithm, sums: dict[str, Any]) -> dict[str, Any]:
-    """`weighted_means` of `record_sums` that were added up, `loss` first."""
+    """`weighted_means` of `RecordLoss.sums` that were added up; `loss` comes first."""
     out: dict[str, Any] = {"loss": 0.0} | weighted_means(sums)
     coefs = {LOSS: 1.0, TOKEN_LOSS: algorithm.token_loss_coef}
     out["loss"] = sum(coef * out[name] for name, coef in coefs.items() if name in out)
@@ -163,7 +184,7 @@ def means(algorithm: OfflineAlgorithm, sums: dict[str, Any]) -> dict[str, Any]:
 def weighted_means(sums: dict[str, Any]) -> dict[str, Any]:
     """Weighted means of `weighted_sums` that were added up; other entries stay.
 
-    A metric without any weight (the desirable records of a batch that has none) is 0.
+    A metric whose weights sum to 0 is 0, e.g. of the desirable records of a batch without any.
     """
     out: dict[str, Any] = {}
     for name, value in sums.items():
@@ -174,7 +195,7 @@ def weighted_means(sums: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference_fields(logprobs: Fields) -> Fields:
-    """`<group>_logprobs` under their names as the reference's."""
+    """`<group>_logprobs` renamed to the reference's fields."""
     return {REFERENCE + name: x for name, x in logprobs.items() if name.endswith("_logprobs")}
 
 
@@ -190,7 +211,7 @@ def _rows(fields: Fields, num_groups: int) -> tuple[Rows, Fields]:
 
 
 def _row_mask(flat: Fields) -> Float[Array, "B R"]:
-    """1 for every predicted token of the row, that of the prompt included."""
+    """1 for every predicted token of the row; tokens of the prompt are included."""
     position = jnp.arange(flat["responses"].shape[1])
     return (position < flat["response_lengths"][:, None]).astype(jnp.float32)
 

@@ -13,7 +13,7 @@ from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.numerics import round_by_chance
 
-AT_ONCE = 2  # parameters whose moments are on the device, of those that the host keeps
+AT_ONCE = 2  # parameters whose offloaded moments are on the device at the same time
 
 Step = Callable[[list[Array]], tuple[Array, list[Array]]]  # both moments -> update, both moments
 
@@ -21,8 +21,8 @@ Step = Callable[[list[Array]], tuple[Array, list[Array]]]  # both moments -> upd
 def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Learning rate of an optimizer step (0-based): linear warm-up, then the named decay.
 
-    `total_steps` is where linear and cosine end unless the config says. The warm-up counts
-    from 1/warmup_steps, so the first step is never wasted on a rate of 0.
+    Linear and cosine end at `total_steps`, unless the config gives another number. The warm-up
+    begins at 1/warmup_steps, so that the first step has a rate above 0.
     """
     peak, end = config.learning_rate, config.learning_rate * config.min_learning_rate_ratio
     decay_steps = max((config.total_steps or total_steps) - config.warmup_steps, 1)
@@ -46,9 +46,9 @@ def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 def make_optimizer(
     config: OptimizerConfig, total_steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW (Loshchilov & Hutter 2019). Weight decay falls on every parameter, as in verl.
+    """AdamW (Loshchilov & Hutter 2019). Weight decay applies to every parameter, as in verl.
 
-    Its `update` also takes `finite`, whether the step counts; see `_adam`.
+    `update` also takes `finite`: whether the step counts; see `_adam`.
     """
     return optax.chain(
         _adam(config),
@@ -60,8 +60,9 @@ def make_optimizer(
 def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """m / (sqrt(v) + eps) of the bias-corrected moments (Kingma & Ba 2015), a parameter at a time.
 
-    The moments stay where they lie, those of the host in the host's memory. Where the step is not
-    `finite`, these also stay as they were; those of the device are for the caller to choose.
+    Moments stay in their memory, on the device or offloaded.
+    Guarantees: a step that is not `finite` leaves offloaded moments as they were. For moments on
+    the device the caller selects.
     """
     narrow = config.moment_dtype == "bfloat16"
 
@@ -71,7 +72,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
 
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 
-    # Traced and lowered once a shape, not once a parameter: XLA puts it in line again.
+    # Traced and lowered once a shape, not once a parameter. XLA inlines it again.
     @jax.jit
     def step(
         count: Array, streams: tuple[Array, Array], gradient: Array, moments: list[Array]
@@ -112,17 +113,17 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
 
 
 def _unbiased(moment: Array, decay: float, count: Array) -> Array:
-    """moment / (1 - decay^count): it begins at 0 and would be too small in the first steps."""
-    # As a factor: how the compiler divides differs from program to program, and results would
-    # depend on where the moments lie.
+    """moment / (1 - decay^count): moments begin at 0 and are too small in the first steps."""
+    # A factor, not a division: programs divide differently, and results would depend on whether
+    # moments are offloaded.
     return moment * (1 / (1 - jnp.float32(decay) ** count)).astype(moment.dtype)
 
 
 def _visit(step: Step, finite: Array, *, after: Any) -> Step:
-    """`step` for moments of the host, which are on the device for it and then put back.
+    """`step` for offloaded moments: they are fetched to the device for it and then put back.
 
-    They are fetched when `after` is there. Without an order the compiler fetches the moments of all
-    parameters first, and they would be on the device at once.
+    They are fetched once `after` is computed. Without an order the compiler fetches the moments of
+    all parameters first, and all would be on the device at once.
     """
 
     def visit(stored: list[Array]) -> tuple[Array, list[Array]]:

@@ -1,9 +1,9 @@
-"""Samples as rows of tokens: how a forward pass sees prompts and responses, and the way back.
+"""Samples as rows of tokens for a forward pass, and its results back as samples.
 
-Padded, a row is one sample: its prompt followed at once by its response. Packed, a row holds as
-many samples as fit into its tokens, and a prompt that several of them answer is in it once; each
-response then sees the prompt and itself. Either way what a pass computes for each response token
-comes back as [B, R], in the order of the samples, so that no loss knows which it was.
+A padded row is one sample: its prompt, then at once its response. A packed row holds as many
+samples as fit into its tokens. A prompt that several of them answer is in it once, and each
+response sees the prompt and itself. Results of response tokens come back as [B, R], in the order of
+the samples, in both cases. So no loss depends on the kind of row.
 
 Shape letters: B samples, P prompt, R response, T tokens of a row, X predicted tokens of a row,
 D replicas of the mesh, S samples of a replica (B = D * S).
@@ -16,24 +16,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxrl_llm.kernels.visibility import Visibility
+from jaxrl_llm.kernels.flash_attention.visibility import Visibility
 
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
+SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "mask")  # what rows are made of
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """What visibility in a packed row is made of, all int32 [D, T]."""
+    """What attention in a packed row depends on, all int32 [D, T]."""
 
     start: Int[Array, "D T"]  # first token of the run of tokens that a token belongs to
     position: Int[Array, "D T"]  # in its sample's sequence
-    prefix_start: Int[Array, "D T"]  # of the prompt, where it is not part of the run
+    prefix_start: Int[Array, "D T"]  # first token of a prompt that is not part of the run
     prefix_end: Int[Array, "D T"]
 
     def visibility(self, window: int | None, *, shared: bool) -> Visibility:
-        """Causal within the run and over the prompt; a window counts positions of the sequence."""
+        """Causal within the run and over the prompt. A window counts positions of the sequence."""
         if window is None:
             start, prefix_start = self.start, self.prefix_start
         else:
@@ -58,7 +59,7 @@ class Rows:
     predictors: Int[Array, "B X"]  # the token of the row whose hidden state predicts the target
     targets: Int[Array, "B X"]
     included: Bool[Array, " B"]  # the samples that are in these rows
-    # The rest is of packed rows only, whose targets are as many as their tokens: responses' first.
+    # For packed rows only. They have as many targets as tokens; those of responses come first.
     num_targets: Int[Array, " B"] | None = None  # of responses
     target_tokens: Int[Array, "B X"] | None = None  # the token of the row that the target is
     ranges: Ranges | None = None
@@ -68,7 +69,7 @@ class Rows:
     shared: bool = field(default=False, metadata={"static": True})
 
     def visibility(self, window: int | None) -> Visibility | None:
-        """What attention may see; None for plain causal rows, to which a window is given apart."""
+        """What attention may see; None for causal rows, where the window is an argument."""
         return None if self.ranges is None else self.ranges.visibility(window, shared=self.shared)
 
     def predicting(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B X D"]:
@@ -88,7 +89,7 @@ class Rows:
         return jax.vmap(self._scatter, in_axes=-1, out_axes=-1)(x)
 
     def at_targets(self, x: Shaped[Array, "B R K"]) -> Shaped[Array, "B X K"]:
-        """Values of response tokens, in the order of the targets; any, where there is none."""
+        """Values of response tokens in the order of the targets; any value elsewhere."""
         if self.sample is None:
             return x
         assert self.column is not None
@@ -116,13 +117,22 @@ class Rows:
         return jax.vmap(one)(x, self.sample, self.column).reshape(-1, self.response_length)
 
 
+def sample_fields(
+    prompts: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"],
+    responses: Int[Array, "B R"],
+    mask: Float[Array, "B R"],
+) -> Fields:
+    """The fields that rows are made of, by name."""
+    return dict(zip(SAMPLE_ROWS, (prompts, prompt_lengths, responses, mask), strict=True))
+
+
 def padded_rows(
     prompts: Int[Array, "B P"], prompt_lengths: Int[Array, " B"], responses: Int[Array, "B R"]
 ) -> Rows:
     """One row a sample, prompt + response without a gap, padded on the right.
 
-    What follows a response is its own padding, so causal attention alone keeps it out of every
-    real token.
+    Padding follows the response, so causal attention hides it from every real token.
     """
     num_prompt, num_response = prompts.shape[1], responses.shape[1]
     position = jnp.arange(num_prompt + num_response)
@@ -147,7 +157,7 @@ def padded_rows(
 
 
 def rows_of(fields: Fields) -> Rows:
-    """The rows of a part of a batch: those that it was packed into, or one a sample."""
+    """The rows of a part of a batch: its packed rows, or one row a sample."""
     if ROWS in fields:
         return fields[ROWS]
     return padded_rows(fields["prompts"], fields["prompt_lengths"], fields["responses"])
@@ -156,27 +166,28 @@ def rows_of(fields: Fields) -> Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PackingPlan:
-    """Where each sample lies, for every replica: row after row, samples in their order.
+    """Where each sample is, for every replica: row after row, samples in their order.
 
-    A sample's block is its response, after its prompt if it leads: `starts` is the block's first
-    token, counted over all rows of the replica. Samples without a response take no room.
+    The block of a sample is its response. The block of a leader begins with the prompt. `starts` is
+    the first token of a block, counted over all rows of the replica. Samples without a response
+    have no tokens.
     """
 
     starts: Int[Array, "D S"]
     leaders: Int[Array, "D S"]  # the sample whose block holds the prompt; its own if it leads
     row: Int[Array, "D S"]
-    num_rows: Int[Array, ""]  # most of any replica; the others' last rows are empty
+    num_rows: Int[Array, ""]  # the maximum over replicas; last rows of the others are empty
     row_tokens: int = field(metadata={"static": True})
     shared: bool = field(metadata={"static": True})
 
     def use(
         self, prompt_lengths: Int[Array, " B"], response_lengths: Int[Array, " B"]
     ) -> Float[Array, ""]:
-        """The share of the rows' tokens, of all replicas, in which a sample or a prompt lies."""
+        """The share of tokens, over the rows of all replicas, that belong to a sample."""
         size = self.leaders.shape
         prompt_DS, response_DS = prompt_lengths.reshape(size), response_lengths.reshape(size)
         leads_DS = (self.leaders == jnp.arange(size[1])) & (response_DS > 0)
-        # Of a large batch all tokens are more than an int32 holds.
+        # A large batch has more tokens than an int32 holds.
         used_DS = (response_DS + jnp.where(leads_DS, prompt_DS, 0)).astype(jnp.float32)
         return used_DS.sum() / (float(size[0] * self.row_tokens) * self.num_rows)
 
@@ -191,9 +202,9 @@ def plan_packing(
 ) -> PackingPlan:
     """Fill rows of `row_tokens` tokens with samples in their order, each whole.
 
-    `group` consecutive samples answer one prompt, which is then put into a row once; 1 gives every
-    sample its own. The longest prompt and response together must fit a row (a caller checks that
-    of its settings).
+    `group` consecutive samples answer one prompt, which is in a row once; 1 gives every sample its
+    own prompt.
+    Requires: the longest prompt and the longest response together fit a row.
     """
     samples = prompt_lengths.shape[0] // num_replicas
     prompt_DS = prompt_lengths.reshape(num_replicas, samples)
@@ -289,7 +300,7 @@ def _packed_row(
 ) -> dict[str, Any]:
     token_T = jnp.arange(row_tokens)
     base = row * row_tokens
-    # The last of equal starts: samples without a response share theirs with the next.
+    # The last of equal starts: a sample without a response has the same start as the next.
     sample_T = jnp.searchsorted(starts_S, base + token_T, side="right") - 1
     sample_T = jnp.maximum(sample_T, 0)
     leads_T = leaders_S[sample_T] == sample_T
@@ -317,9 +328,9 @@ def _packed_row(
     none = jnp.zeros_like(token_T)
     num_samples = starts_S.shape[0]
     predictors_T = jnp.where(column_T == 0, prompt_end_T, token_T) - 1
-    # Out of range and each another: a scatter drops them and stays free of duplicates.
+    # Out of range and all different: a scatter drops them and has no duplicates.
     target_of_T = jnp.where(in_response_T, sample_T, num_samples + token_T)
-    # The head leaves out what comes behind the responses' tokens.
+    # The head computes only the targets of responses, which come first.
     target_X = jnp.argsort(~in_response_T, stable=True)
     return {
         "tokens": tokens_T,

@@ -13,12 +13,13 @@ from jaxrl_llm.distributed.sharding import HOST_MEMORY
 from jaxrl_llm.models.layers import Weight
 
 Params = Any  # nested dict of arrays
+Metrics = dict[str, Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """A trained role. `step` counts optimizer steps, those that were skipped excluded."""
+    """A trained role. `step` counts optimizer steps without those that were skipped."""
 
     params: Params
     opt_state: optax.OptState
@@ -44,9 +45,9 @@ def state_shardings(
     *,
     offload: bool = False,
 ) -> TrainState:
-    """Shardings of a TrainState: moments lie as their parameters do, scalars are replicated.
+    """Shardings of a TrainState: moments have those of their parameters, scalars are replicated.
 
-    With `offload` the moments lie in the memory of the devices' hosts.
+    `offload` places the moments in the memory of the devices' hosts.
     """
     # Any: the same record, with a sharding where a state has an array.
     replicated: Any = NamedSharding(mesh, PartitionSpec())
@@ -63,12 +64,11 @@ def state_shardings(
 
 @dataclass(frozen=True, kw_only=True)
 class CastAhead:
-    """Weights are cast to `dtype`, that of computation, once and not in each micro-batch.
+    """Weights are cast to `dtype`, that of computation, once an optimizer step.
 
-    With `float32_gradients` those of projections' kernels are not rounded to it before they are
-    added up: see `Weight`. That is for one device, since several send each other gradients in
-    `dtype`, and for layers with weights of their own; those of a scan would all wait in float32
-    for its end.
+    `float32_gradients` keeps the gradients of projection kernels in float32 until they are added
+    up; see `Weight`. It is for one device, because several devices send gradients in `dtype`. It is
+    for layers that are not scanned: a scan would hold all its gradients in float32 until its end.
     """
 
     dtype: str
@@ -78,7 +78,7 @@ class CastAhead:
 def cast(params: Params, dtype: str) -> Params:
     """Parameters in the dtype of computation; gradients flow back in the stored dtype.
 
-    Those that are a `Weight` were cast to it before.
+    Requires: a leaf that is a `Weight` was cast to `dtype` before.
     """
 
     def one(x: Array | Weight) -> Array | Weight:

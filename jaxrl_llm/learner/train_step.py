@@ -1,11 +1,13 @@
-"""The one train step: gradients accumulated over micro-batches, clipped, applied.
+"""The one train step: gradients are accumulated over micro-batches, clipped and applied.
 
-SFT, reward modelling and RL differ only in the loss that they give. A loss returns its
-contribution to the mean over the whole global mini-batch (it is given that batch's counts), so
-contributions add and accumulation equals the full batch to rounding.
+SFT, reward modelling and RL differ only in the loss. A loss returns its contribution to the mean
+over the whole global mini-batch, whose counts it is given. So contributions add up, and
+accumulation equals the full batch to rounding.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,108 +16,66 @@ import optax
 from jaxtyping import Array
 
 from jaxrl_llm.distributed.sharding import in_host_memory
-from jaxrl_llm.learner.micro_batches import MicroBatches, split_micro_batches
+from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
+from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.rows import Fields
-from jaxrl_llm.learner.train_state import CastAhead, Params, TrainState, cast
+from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
 
-Metrics = dict[str, Array]
-# (parameters, part) -> (value, Metrics; see `accumulate`). A leaf may be a `Weight`, so a loss
-# reads parameters by `forward.prepare`, or a leaf by `[...]`.
-Loss = Callable[[Params, Any], tuple[Array, Any]]
+Loss = PolicyLoss | ValueLoss | RecordLoss
+# (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
+# `Weight`: a loss reads parameters by `forward.prepare`, or a leaf by `[...]`.
+PartLoss = Callable[[Params, Any], tuple[Array, Any]]
 Measure = Callable[[Any, Fields], Metrics]
-NONFINITE = "nonfinite_gradients"  # bool a parameter; the loop turns it into names
+# What a step measures of itself; its loss has metrics of its own.
+STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use")
+NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
 
 
-def accumulate(
-    loss: Loss,
-    params: Params,
-    batch: Fields,
+@dataclass(frozen=True, kw_only=True)
+class MiniBatches:
+    """The samples of an iteration in the order in which optimizer steps take them."""
+
+    fields: Fields  # the batch itself, or stacked: [num, B / num_mini_batches, ...]
+    num: int  # distinct mini-batches: steps after the last begin again with the first
+
+    def at(self, position: int | Array) -> Fields:
+        """The mini-batch of optimizer step `position`, counted from 0."""
+        return self.fields if self.num == 1 else nth(self.fields, position % self.num)
+
+
+def mini_batches(
+    fields: Fields,
     *,
-    cast_ahead: CastAhead | None,
-    micro_batches: MicroBatches,
-    measure: Measure | None = None,
-) -> tuple[Params, Metrics]:
-    """Sum of gradients and of metrics over the micro-batches of `batch`.
+    num_mini_batches: int,
+    num_epochs: int,
+    shard: Callable[[Any], Any],
+    shuffle_key: Array | None = None,
+) -> MiniBatches:
+    """Cut `fields` into consecutive mini-batches of equal size.
 
-    Gradients are summed in float32. The loss gets parameters as they are stored, or in the dtype
-    of `cast_ahead` (see `ForwardSettings`). The metric `micro_batches` counts the parts, `row_use`
-    says how full their rows are. With `measure` the loss gives a pair: its metrics, and arrays with
-    one entry a sample, of which, once they are there for the whole batch, `measure` makes more
-    metrics.
+    `shuffle_key` first puts the samples in a random order, another one in each epoch. `shard`
+    spreads each mini-batch of the stacked arrays over the mesh.
     """
-    computed, of_computed = params, loss
-    if cast_ahead is not None:
-        copies = cast(params, cast_ahead.dtype)
-        if cast_ahead.float32_gradients and micro_batches.adds_up:
-            of_computed = _of_weights(loss, copies)
-        else:
-            computed = copies
-    grad = jax.value_and_grad(of_computed, has_aux=True)
-
-    def run(part: Fields) -> tuple[Any, Any]:
-        (value, metrics), grads = grad(computed, part)
-        metrics, samples = (metrics, ()) if measure is None else metrics
-        metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
-        return (jax.tree.map(lambda x: x.astype(jnp.float32), grads), metrics), samples
-
-    (grads, metrics), samples = micro_batches.walk(run, batch)
-    metrics["row_use"] = micro_batches.row_use(batch)
-    return grads, metrics if measure is None else metrics | measure(samples, batch)
-
-
-def _of_weights(loss: Loss, copies: Params) -> Loss:
-    """The loss by the stored parameters, computed with their copies in another dtype."""
-
-    def weight(stored: Array, computed: Array) -> Any:
-        wider = stored.dtype == jnp.float32 and computed.dtype != jnp.float32
-        return Weight(stored, computed) if wider else stored
-
-    return lambda params, part: loss(jax.tree.map(weight, params, copies), part)
-
-
-def apply_gradients(
-    state: TrainState,
-    grads: Params,
-    *,
-    optimizer: optax.GradientTransformationExtraArgs,
-    learning_rate: optax.Schedule,
-    max_grad_norm: float,
-) -> tuple[TrainState, Metrics]:
-    """Clip by the global norm and apply. A gradient that is not finite leaves the state as it was.
-
-    The metrics name the guilty parameters (one flag a leaf, in tree order), so that the run
-    stops with the last good state in hand.
-    """
-    squares = jnp.stack([jnp.square(g).sum() for g in jax.tree.leaves(grads)])
-    norm = jnp.sqrt(squares.sum())
-    finite = jnp.isfinite(norm)
-    scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
-    scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
-    updates, opt_state = optimizer.update(scaled, state.opt_state, state.params, finite=finite)
-    updated = TrainState(
-        params=optax.apply_updates(state.params, updates),
-        opt_state=opt_state,
-        step=state.step + 1,
-    )
-    # What the host keeps was chosen when it was on the device.
-    kept = jax.tree.map(
-        lambda new, old: new if in_host_memory(new) else jnp.where(finite, new, old),
-        updated,
-        state,
-    )
-    # Finite gradients whose squares overflow count too; where only their sum does, all are named.
-    flags = ~jnp.isfinite(squares)
-    flags |= ~finite & ~flags.any()
-    lr = jnp.asarray(learning_rate(state.step), jnp.float32)
-    metrics = {"grad_norm": norm, "lr": lr, NONFINITE: flags}
-    return kept, metrics
+    if num_mini_batches == 1 and num_epochs == 1:
+        return MiniBatches(fields=fields, num=1)
+    num = num_mini_batches
+    if shuffle_key is not None:
+        num_samples = jax.tree.leaves(fields)[0].shape[0]
+        keys = jax.random.split(shuffle_key, num_epochs)
+        orders = [jax.random.permutation(key, num_samples) for key in keys]
+        fields = jax.tree.map(lambda x: x[jnp.concatenate(orders)], fields)
+        num *= num_epochs
+    stacked = split_micro_batches(fields, num)
+    return MiniBatches(fields=shard(stacked) if num > 1 else nth(shard(stacked), 0), num=num)
 
 
 def train_step(
     state: TrainState,
-    batch: Any,
+    position: int | Array,
     *,
+    batches: MiniBatches,
     loss: Loss,
     optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
@@ -124,10 +84,8 @@ def train_step(
     micro_batches: MicroBatches,
     measure: Measure | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step on a global mini-batch whose rows are the leading axis of every array.
-
-    For `cast_ahead` and `measure` see `accumulate`.
-    """
+    """One optimizer step, on mini-batch `position`. For `cast_ahead`, `measure`: `accumulate`."""
+    batch = loss.inputs(batches.at(position), position == 0)
     grads, metrics = accumulate(
         loss,
         state.params,
@@ -146,36 +104,101 @@ def train_step(
     return state, metrics | norms
 
 
-def over_mini_batches(
-    state: TrainState,
-    batch: Any,
+def accumulate(
+    loss: PartLoss,
+    params: Params,
+    batch: Fields,
     *,
-    step: Callable[[TrainState, Any, Array], tuple[TrainState, Metrics]],
-    num_mini_batches: int,
-    num_epochs: int,
-    shard: Callable[[Any], Any],
-    shuffle_key: Array | None = None,
-) -> tuple[TrainState, Metrics]:
-    """`num_epochs` passes over consecutive mini-batches; metrics [epochs * mini-batches] each.
+    cast_ahead: CastAhead | None,
+    micro_batches: MicroBatches,
+    measure: Measure | None = None,
+) -> tuple[Params, Metrics]:
+    """Sum of gradients and of metrics over the micro-batches of `batch`.
 
-    `step(state, mini_batch, first)` is told with a bool array whether the parameters are still
-    those that the iteration began with. `shuffle_key` puts the samples in a random order, another
-    in each epoch, before they are divided.
+    Gradients are summed in float32. The loss gets parameters as they are stored, or in the dtype of
+    `cast_ahead` (see `ForwardSettings`). The metric `micro_batches` counts the parts, `row_use`
+    says how full their rows are. With `measure` the loss returns a pair in place of its metrics:
+    the metrics, and arrays with one entry a sample. `measure` makes more metrics of these arrays
+    once they are complete.
     """
-    if num_mini_batches == 1 and num_epochs == 1:
-        state, metrics = step(state, batch, jnp.bool_(True))
-        return state, jax.tree.map(lambda x: x[None], metrics)
-    num_stacked = num_mini_batches
-    if shuffle_key is not None:
-        num_samples = jax.tree.leaves(batch)[0].shape[0]
-        keys = jax.random.split(shuffle_key, num_epochs)
-        orders = [jax.random.permutation(key, num_samples) for key in keys]
-        batch = jax.tree.map(lambda x: x[jnp.concatenate(orders)], batch)
-        num_stacked *= num_epochs
-    stacked = shard(split_micro_batches(batch, num_stacked))
+    computed = params
+    if cast_ahead is not None:
+        computed = cast(params, cast_ahead.dtype)
+        if cast_ahead.float32_gradients and micro_batches.adds_up:
+            computed = jax.tree.map(_with_stored, params, computed)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    parts = micro_batches.split(batch)
 
-    def body(state: TrainState, position: Array):
-        mini_batch = jax.tree.map(lambda x: x[position % num_stacked], stacked)
-        return step(state, mini_batch, position == 0)
+    def add(index: int | Array, total: Any) -> Any:
+        """One micro-batch, added to the total of those before; None where it is the first."""
+        (value, found), grads = gradient(computed, parts.at(index))
+        metrics, samples = (found, ()) if measure is None else found
+        metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
+        sums = (_in_float32(grads), metrics)
+        if total is None:
+            return sums, samples
+        return jax.tree.map(jnp.add, total[0], sums), parts.put(total[1], samples, index)
 
-    return jax.lax.scan(body, state, jnp.arange(num_mini_batches * num_epochs))
+    if isinstance(parts.num, int) and parts.num == 1:
+        (grads, metrics), samples = add(0, None)
+    else:
+        shapes, of_samples = jax.eval_shape(partial(add, total=None), jnp.int32(0))
+        first = zeros_of(shapes), parts.empty(of_samples)
+        (grads, metrics), collected = jax.lax.fori_loop(0, parts.num, add, first)
+        samples = parts.samples(collected)
+    metrics["row_use"] = micro_batches.row_use(batch)
+    return grads, metrics if measure is None else metrics | measure(samples, batch)
+
+
+def _with_stored(stored: Array, computed: Array) -> Any:
+    """The copy to compute with, joined to its parameter where the gradient is to be float32."""
+    wider = stored.dtype == jnp.float32 and computed.dtype != jnp.float32
+    return Weight(stored, computed) if wider else stored
+
+
+def _in_float32(grads: Any) -> Params:
+    """The gradients of the stored parameters, float32."""
+
+    def one(gradient: Any) -> Array:
+        own = gradient.stored if isinstance(gradient, Weight) else gradient
+        return own.astype(jnp.float32)
+
+    return jax.tree.map(one, grads, is_leaf=lambda x: isinstance(x, Weight))
+
+
+def apply_gradients(
+    state: TrainState,
+    grads: Params,
+    *,
+    optimizer: optax.GradientTransformationExtraArgs,
+    learning_rate: optax.Schedule,
+    max_grad_norm: float,
+) -> tuple[TrainState, Metrics]:
+    """Clip by the global norm and apply.
+
+    Guarantees: a gradient that is not finite leaves the state as it was. The metric NONFINITE then
+    flags its parameters (one flag a leaf, in tree order).
+    """
+    squares = jnp.stack([jnp.square(g).sum() for g in jax.tree.leaves(grads)])
+    norm = jnp.sqrt(squares.sum())
+    finite = jnp.isfinite(norm)
+    scale = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
+    scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
+    updates, opt_state = optimizer.update(scaled, state.opt_state, state.params, finite=finite)
+    updated = TrainState(
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        step=state.step + 1,
+    )
+    # Optimizer state in host memory was selected while it was on the device.
+    kept = jax.tree.map(
+        lambda new, old: new if in_host_memory(new) else jnp.where(finite, new, old),
+        updated,
+        state,
+    )
+    # Finite gradients whose squares overflow count too. If only their sum overflows, all are named.
+    flags = ~jnp.isfinite(squares)
+    flags |= ~finite & ~flags.any()
+    lr = jnp.asarray(learning_rate(state.step), jnp.float32)
+    metrics = {"grad_norm": norm, "lr": lr, NONFINITE: flags}
+    return kept, metrics

@@ -1,1 +1,1 @@
-"""Metrics, trackers, timing and the console."""
+"""Metrics, trackers, timing, the trace and the console."""

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live view on a terminal, plain lines elsewhere."""
+"""The progress that a user sees: a live view on a terminal, plain lines elsewhere."""
 
 import fnmatch
 import sys
@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-# The metrics that matter, in this order, under the names that fit on a line.
+# (metric, short name) of the metrics that are shown, in this order.
 HEADLINES = (
     ("critic/score/mean", "reward"),
     ("val-core/*/acc/mean@*", "held-out"),
+    ("val-core/*/reward/mean@*", "held-out reward"),
     ("sft/loss", "loss"),
     ("sft/eval_accuracy", "held-out"),
     ("teacher/loss", "loss"),
@@ -43,15 +44,17 @@ HEADLINES = (
     ("perf/time_per_step", "s/step"),
 )
 PLAIN_WIDTH = 160  # characters of a text in a plain line
-SMOOTHING = 0.2  # weight of the latest step in the time a step takes
+SMOOTHING = 0.2  # weight of the latest step in the moving mean of a step's time
 
 
 class Console:
-    """A `Tracker` that shows progress, time left, the metrics that matter, and samples.
+    """A `Tracker` that shows progress, time left, the main metrics, and samples.
 
-    On a terminal the view is redrawn in place and ordinary output scrolls above it; elsewhere
-    every step is one line without control codes. `every` and `samples_every` are in steps, and a
-    `samples_every` of 0 shows none. Close it, or use it in a `with`: a live view hides the cursor.
+    On a terminal the view is redrawn in place, and other output scrolls above it. Elsewhere every
+    step is one line without control codes. `every` and `samples_every` count steps; with
+    `samples_every` 0 no samples are shown.
+
+    Requires: the caller closes it, or uses `with`. A live view hides the cursor.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Console:
         self._seconds_per_step, self._num_timed = 0.0, 0
 
     def begin(self, phase: str, total_steps: int, first_step: int = 0) -> None:
-        """Start a phase, such as the warm-up; `first_step` steps of it were done before."""
+        """Start a phase, such as the warm-up, of which `first_step` steps are done."""
         self._phase = phase
         self._total_steps, self._last_step = total_steps, first_step
         self._last_time = self._clock()
@@ -83,7 +86,7 @@ class Console:
         self._display.begin(phase, total_steps, first_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show a step of the phase that has begun."""
+        """Show a step of the current phase."""
         left = self._time_left(step)
         if step % self._every == 0 or step >= self._total_steps:
             self._display.step(self._phase, step, self._total_steps, left, headlines(metrics))
@@ -95,7 +98,7 @@ class Console:
         responses: Sequence[str],
         scores: Sequence[float],
     ) -> None:
-        """Show the first few samples, when the step is one to show samples at."""
+        """Show the first `num_samples` samples, every `samples_every` steps."""
         if self._samples_every and step % self._samples_every == 0:
             rows = [
                 (printable(prompt), printable(response), f"{float(score):.3g}")
@@ -104,11 +107,11 @@ class Console:
             self._display.samples(step, rows[: self._num_samples])
 
     def message(self, text: str) -> None:
-        """A line that stays, such as a warning or the summary's."""
+        """Show a line that stays, such as a warning."""
         self._display.message(text)
 
     def close(self) -> None:
-        """Leave the last view standing and give the terminal back."""
+        """Keep the last view on the screen and release the terminal."""
         self._display.close()
 
     def __enter__(self) -> "Console":
@@ -123,11 +126,11 @@ class Console:
         self.close()
 
     def _time_left(self, step: int) -> float | None:
-        """Seconds to the end of the phase, by a moving mean; None before anything was timed."""
+        """Seconds to the end of the phase, from a moving mean; None before the first step."""
         now, done = self._clock(), step - self._last_step
         if done > 0:
             latest = (now - self._last_time) / done
-            # The first step compiles: it says nothing of those after it, so the second replaces it.
+            # The first step includes compilation, so the second one replaces its time.
             weight = SMOOTHING if self._num_timed > 1 else 1.0
             self._seconds_per_step += weight * (latest - self._seconds_per_step)
             self._num_timed += 1
@@ -138,7 +141,7 @@ class Console:
 
 
 class _Display(Protocol):
-    """How the console shows things."""
+    """The output of the console."""
 
     def begin(self, phase: str, total_steps: int, first_step: int) -> None: ...
 
@@ -212,7 +215,7 @@ class _LiveDisplay:
         )
         self._shown = {}
         self._live.update(self._view())
-        self._live.start()  # a second start changes nothing
+        self._live.start()  # a second start has no effect
 
     def step(
         self, phase: str, step: int, total: int, left: float | None, shown: dict[str, float]
@@ -220,7 +223,7 @@ class _LiveDisplay:
         assert self._task is not None, "begin a phase first"
         eta = "" if left is None else f"{duration(left)} left"
         self._progress.update(self._task, completed=step, left=eta)
-        self._shown |= shown  # a metric that not every step has stays in view
+        self._shown |= shown  # keeps metrics that not every step has
         self._live.update(self._view())
 
     def _view(self) -> RenderableType:
@@ -236,7 +239,7 @@ class _LiveDisplay:
     def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None:
         table = Table("prompt", "response", "reward", title=f"samples of step {step}")
         for row in rows:
-            table.add_row(*(Text(clip(cell)) for cell in row))  # Text: nothing in it is markup
+            table.add_row(*(Text(clip(cell)) for cell in row))  # Text has no markup
         self._console.print(table)
 
     def message(self, text: str) -> None:
@@ -247,12 +250,14 @@ class _LiveDisplay:
 
 
 def headlines(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that matter of those given, by their short names."""
+    """The main metrics among those given, by their short names."""
     found: dict[str, float] = {}
     for pattern, label in HEADLINES:
         names = fnmatch.filter(metrics, pattern)
+        if label == "held-out reward":  # of grades of 0 and 1 it is the accuracy
+            names = [n for n in names if metrics[n] != metrics.get(n.replace("/reward/", "/acc/"))]
         for name in names:
-            # With several validation sources each keeps its name.
+            # With several validation sources, the name of each is added.
             short = label if len(names) == 1 else f"{label} {name.split('/')[1]}"
             found[short] = float(metrics[name])
     if found.get("reward failures") == 0.0:
@@ -266,19 +271,19 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, or 2:03 under an hour."""
+    """Seconds as 1:02:03, or as 2:03 below one hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def printable(text: str) -> str:
-    """Line breaks and control codes made visible: a response must not drive the terminal."""
+    """`text` with line breaks and control codes escaped: a response must not control a terminal."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
 
 
 def clip(text: str) -> str:
-    """The start of a long text."""
+    """The first PLAIN_WIDTH characters of a text."""
     return text if len(text) <= PLAIN_WIDTH else text[: PLAIN_WIDTH - 3] + "..."

@@ -1,6 +1,7 @@
 """A file of JSON objects, one a line, that survives `kill -9` and can be cut back for a resume."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,11 +13,11 @@ CHUNK = 1 << 16  # bytes read at a time when looking for a line from the end
 class JsonlFile:
     """Appends objects that carry a step, in the order of the steps.
 
-    Each object is one write of one whole line, handed to the operating system at once: when the
-    process is killed, at most the last line is torn, and opening the file again removes it. With
-    `fsync` a line also survives the loss of power. Floats are written with the digits that read
-    back as the same float64; NaN and infinities as Python's `json` reads them.
-    Raises ValueError when a whole line of the file is no object with a step.
+    Guarantees: every line is valid JSON; NaN and infinity, which JSON lacks, are written as null.
+        Floats have the digits that read back as the same float64. After `kill -9` at most the last
+        line is torn, because a line is one write; opening the file again removes it. With `fsync`
+        a line also survives a loss of power.
+    Raises: ValueError when a whole line of an existing file is not an object with a step.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, key: str, fsync: bool = False):
@@ -24,18 +25,18 @@ class JsonlFile:
         self._key = key
         self._fsync = fsync
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: a line is with the operating system when `append` returns.
+        # Unbuffered: the operating system has the line when `append` returns.
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)
         self._cut(end_of_whole_lines(self.path))
         self.last_step = last_step(self.path, key)
 
     def append(self, *objects: Mapping[str, Any]) -> None:
-        """Write objects, whose steps must not go back."""
+        """Write objects. Requires: steps do not decrease."""
         for entry in objects:
             step = entry[self._key]
             assert self.last_step is None or step >= self.last_step, (step, self.last_step)
             self.last_step = step
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in objects)
+        lines = "".join(to_line(entry) for entry in objects)
         remaining = memoryview(lines.encode("utf-8", errors="backslashreplace"))
         while remaining:  # a raw write may take only a part
             remaining = remaining[self._file.write(remaining) :]
@@ -43,7 +44,7 @@ class JsonlFile:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Remove the lines of later steps, in one operation that is done wholly or not at all."""
+        """Remove the lines of later steps, in one atomic operation."""
         if self.last_step is None or self.last_step <= step:
             return
         offset = 0
@@ -55,7 +56,7 @@ class JsonlFile:
         self.last_step = last_step(self.path, self._key)
 
     def _cut(self, size: int) -> None:
-        # Steps never go back, so what is to go is at the end: no second copy of the file is made.
+        # Steps never decrease, so the lines to remove are at the end and no copy is needed.
         if size < os.fstat(self._file.fileno()).st_size:
             self._file.truncate(size)
             os.fsync(self._file.fileno())
@@ -65,8 +66,24 @@ class JsonlFile:
         self._file.close()
 
 
+def to_line(entry: Mapping[str, Any]) -> str:
+    """One line of valid JSON, with null for NaN and infinity."""
+    try:
+        return json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
+
+
 def read_jsonl(paths: Iterable[str | os.PathLike[str]]) -> Iterator[dict[str, Any]]:
-    """The objects of files, in order; a torn last line is left out."""
+    """The objects of files, in order, without a torn last line."""
     for path in paths:
         with open(path, "rb") as file:
             for line in file:
@@ -75,7 +92,7 @@ def read_jsonl(paths: Iterable[str | os.PathLike[str]]) -> Iterator[dict[str, An
 
 
 def end_of_whole_lines(path: Path) -> int:
-    """The offset after the last line break: what follows it was torn by a kill."""
+    """The offset after the last line break. A kill has torn what follows it."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:

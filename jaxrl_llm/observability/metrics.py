@@ -1,7 +1,7 @@
-"""Metrics under the names that dashboards already use (verl's).
+"""Metrics of a batch and of a step, under verl's names.
 
-`batch_metrics` is traced with the rest of an iteration; the functions below it run on the host.
-Rows whose prompt has length 0 are padding of the batch and count nowhere.
+`batch_metrics` is traced as a part of an iteration. `performance_metrics` and `memory_metrics` run
+on the host. Rows with a prompt of length 0 are padding and do not count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.numerics import masked_count, masked_mean, masked_var, safe_divide
 
-GIB = 1024**3  # verl's gigabyte
+GIB = 1024**3  # what verl calls a gigabyte
 EXPLAINED_EPS = 1e-5  # added to the variance of the returns, as verl does
 
 Metrics = dict[str, Array]
@@ -36,9 +36,9 @@ def batch_metrics(
 ) -> Metrics:
     """critic/*, response_length/* and prompt_length/* of a batch, as float32 scalars.
 
-    Scores and rewards are a sample's (rewards summed over its tokens), the others a token's. The
-    fields have the names of `RolloutBatch`; those that are not named here are not looked at.
-    `max_prompt_length` None leaves out prompt_length/clip_ratio.
+    Statistics of scores and rewards are over samples (rewards are summed over a sample's tokens),
+    the others are over tokens. Fields have the names of `RolloutBatch`; other fields are ignored.
+    Without `max_prompt_length` there is no prompt_length/clip_ratio.
     """
     valid = prompt_lengths > 0
     token_rewards = jnp.where(mask != 0, rewards, 0.0)
@@ -58,7 +58,7 @@ def batch_metrics(
 
 
 def statistics(name: str, x: Array, mask: Array) -> Metrics:
-    """name/{mean,max,min} of x over the mask, in float32; all 0 where the mask is empty."""
+    """name/{mean,max,min} of x over the mask, in float32; 0 for an empty mask."""
     x = x.astype(jnp.float32)
     any_selected = jnp.any(mask != 0)
     highest = jnp.max(jnp.where(mask != 0, x, -jnp.inf))
@@ -73,7 +73,7 @@ def statistics(name: str, x: Array, mask: Array) -> Metrics:
 def frac_zero_std(
     scores: Float[Array, " B"], group_ids: Int[Array, " B"], valid: Array
 ) -> Float[Array, ""]:
-    """Share of the groups whose samples all got one score: they teach nothing to GRPO."""
+    """Share of the groups whose samples all have the same score. GRPO learns nothing from them."""
     same = (group_ids[:, None] == group_ids[None, :]) & valid[None, :]
     highest = jnp.max(jnp.where(same, scores[None, :], -jnp.inf), axis=1)
     lowest = jnp.min(jnp.where(same, scores[None, :], jnp.inf), axis=1)
@@ -82,9 +82,9 @@ def frac_zero_std(
 
 
 def length_statistics(name: str, lengths: Array, valid: Array, maximum: int | None) -> Metrics:
-    """name/{mean,max,min} of lengths in tokens, and name/clip_ratio: the share at the maximum.
+    """name/{mean,max,min} of lengths in tokens, and name/clip_ratio, the share at the maximum.
 
-    As in verl, a response that ends by itself on its last possible token counts as clipped.
+    As in verl, a response whose stop token is its last possible token counts as clipped.
     """
     metrics = statistics(name, lengths, valid)
     if maximum is not None:
@@ -96,9 +96,9 @@ def length_statistics(name: str, lengths: Array, valid: Array, maximum: int | No
 def explained_variance(
     returns: Float[Array, "B R"], values: Float[Array, "B R"], mask: Float[Array, "B R"]
 ) -> Float[Array, ""]:
-    """1 - var(returns - values) / (var(returns) + 1e-5) over the mask, as verl has it.
+    """1 - var(returns - values) / (var(returns) + 1e-5) over the mask, as in verl.
 
-    1 is a perfect critic, 0 one that predicts a constant, negative one that is worse than that.
+    1 means a perfect critic, 0 one as good as a constant, a negative value one that is worse.
     """
     unexplained = masked_var(returns - values, mask)
     return 1.0 - safe_divide(unexplained, masked_var(returns, mask) + EXPLAINED_EPS)
@@ -111,11 +111,11 @@ def performance_metrics(
     num_response_tokens: int,
     num_devices: int,
 ) -> dict[str, float]:
-    """timing_s/*, timing_per_token_ms/* and perf/* of a step, memory included.
+    """timing_s/*, timing_per_token_ms/* and perf/* of a step, including memory.
 
-    `timings` has the seconds of each stage by its verl name, and of the whole step as "step".
-    Generation is divided by the response tokens, the other stages that walk over rows by all
-    tokens. perf/throughput is tokens per second and device, over the whole step.
+    `timings` has the seconds of each stage by its verl name, and those of the whole step as "step".
+    The time per token of generation counts response tokens; that of other stages counts all tokens.
+    perf/throughput is tokens per second and device over the whole step.
     """
     num_tokens = num_prompt_tokens + num_response_tokens
     tokens_of: dict[str, int] = dict.fromkeys(
@@ -135,10 +135,10 @@ def performance_metrics(
 
 
 def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
-    """perf/max_memory_allocated_gb and perf/cpu_memory_used_gb, where the platform tells.
+    """perf/max_memory_allocated_gb and perf/cpu_memory_used_gb, as far as they are known.
 
-    The first is the highest peak of this process's devices since it started, the second what the
-    whole host uses now. A CPU device has no statistics and leaves the first one out.
+    The first is the highest peak of this process's devices since its start; a CPU device does not
+    report it. The second is what the whole host uses now; only Linux reports it.
     """
     metrics = {}
     devices = jax.local_devices() if devices is None else devices
@@ -153,7 +153,7 @@ def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
 
 
 def _host_memory_used(meminfo: Path) -> int | None:
-    """Bytes in use on the host; None where there is no such file (not Linux)."""
+    """Bytes in use on the host; None without /proc/meminfo."""
     if not meminfo.is_file():
         return None
     kilobytes = {}

@@ -1,4 +1,4 @@
-"""Wall-clock time of the stages of a step."""
+"""Wall-clock times of the stages of a step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,11 +6,10 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """Adds up seconds by name; one object a step.
+    """Adds up seconds by name, for one step.
 
-    jax dispatches asynchronously: what is measured is when the host went on, so a caller that
-    wants a device time stops the clock after `jax.block_until_ready`. Names may overlap, and one
-    that is timed several times adds up.
+    jax dispatches asynchronously, so a clock measures the host. To measure a device, stop the clock
+    after `jax.block_until_ready`. Clocks may overlap. The times of a name are summed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -24,14 +23,14 @@ class Timer:
         self._started[name] = self._clock()
 
     def stop(self, name: str) -> float:
-        """Stop the clock of `name`; the seconds since its start."""
+        """Stop the clock of `name`; returns the seconds since its start."""
         elapsed = self._clock() - self._started.pop(name)
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         return elapsed
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """`with timer("gen"): ...`; the time counts also when the block raises."""
+        """Time a block: `with timer("gen"): ...`. The time also counts when the block raises."""
         self.start(name)
         try:
             yield
@@ -39,5 +38,5 @@ class Timer:
             self.stop(name)
 
     def timings(self) -> dict[str, float]:
-        """Seconds by name, of everything that was timed so far."""
+        """The seconds of each name so far."""
         return dict(self._seconds)

@@ -1,4 +1,4 @@
-"""The append-only trace of every sample of a run, for audits and for looking at answers."""
+"""The trace: an append-only record of every sample of a run."""
 
 import math
 import os
@@ -15,12 +15,12 @@ STEP = "step"
 
 
 class TraceWriter:
-    """Writes one object a sample into DIR/<kind>-<first step>.jsonl, so many steps a file.
+    """Writes one object a sample to FOLDER/<kind>-<first step>.jsonl, `steps_per_file` steps each.
 
-    Keys: step, policy_version (of the policy that sampled), index (in its batch), data_source,
-    row, prompt, prompt_ids, response, tokens, logprobs (the sampler's), finished, score, parts
-    (reward by function, null where it did not apply), extras (what reward functions logged),
-    failures. Log-probs have the digits that make the same float32.
+    Keys: step, policy_version (of the sampling policy), index (in its batch), data_source, row,
+    prompt, prompt_ids, response, tokens, logprobs (the sampler's), finished, score, parts (reward
+    of each function, null where it did not apply), extras (what reward functions logged), failures.
+    Log-probs have enough digits for the same float32.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class TraceWriter:
     ) -> None:
         """Append the samples of one step; `kind` is "train" or "validation".
 
-        prompts[i] belongs to completions[i]; `failures` maps such an i to messages. A process that
-        writes a part of the batch adds its number to `kind` ("train-p1") and gives the index in
-        the batch of its first sample as `first_index`.
+        prompts[i] belongs to completions[i]. `failures` maps such an i to messages. A process that
+        writes a part of the batch adds its number to `kind` ("train.process1"), and passes the
+        batch index of its first sample as `first_index`.
         """
         records = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -76,7 +76,7 @@ class TraceWriter:
         self._file(kind, step).append(*records)
 
     def truncate_after(self, step: int) -> None:
-        """Remove the samples of later steps, before a resume from `step`."""
+        """Remove the samples of later steps. Call it before a resume from `step`."""
         self.close()
         for path in sorted(self.folder.glob("*.jsonl"), reverse=True):
             file = JsonlFile(path, key=STEP, fsync=self._fsync)
@@ -103,7 +103,7 @@ class TraceWriter:
 
 
 def short_floats(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Floats with the fewest digits that read back as the same float32: half the space."""
+    """Floats with the fewest digits that read back as the same float32. This halves the space."""
     return [float(text) for text in np.asarray(values, np.float32).astype(str)]
 
 

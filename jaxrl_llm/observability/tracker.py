@@ -1,11 +1,10 @@
 """Where the metrics of a run go: a file of JSON lines, TensorBoard, the console."""
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
-
-from tensorboardX import SummaryWriter
 
 from jaxrl_llm.observability.jsonl import JsonlFile
 
@@ -13,7 +12,7 @@ GLOBAL_STEP = "training/global_step"
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each step. Values are host numbers: nothing is fetched here."""
+    """Takes the metrics of each step. Requires: values are host numbers, not device arrays."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a step; called once a step, in order."""
@@ -27,8 +26,10 @@ class Tracker(Protocol):
 class JsonlTracker:
     """metrics.jsonl: one object a step, each step once.
 
-    Opening an existing file removes a line that a kill has torn. Before a resume from step N call
-    `truncate_after(N)`; logging a step that the file has already raises ValueError.
+    Opening an existing file removes a line that a kill has torn.
+
+    Requires: `truncate_after(N)` is called before a resume from step N.
+    Raises: ValueError when the file already has the step that is logged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False):
@@ -61,11 +62,15 @@ class JsonlTracker:
 class TensorBoardTracker:
     """Scalars for TensorBoard.
 
-    `resume_step` is the step that a resumed run goes on from: what an earlier process wrote after
-    it is hidden.
+    `resume_step` is the step from which a run resumes; TensorBoard hides later steps that an
+    earlier process wrote.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None):
+        # tensorboardX imports torch where it is installed. That takes 3 CPU-seconds and serves only
+        # torch tensors, which are never logged here.
+        with _hidden("torch"):
+            from tensorboardX import SummaryWriter
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
@@ -77,6 +82,19 @@ class TensorBoardTracker:
     def close(self) -> None:
         """Write what is left to disk."""
         self._writer.close()
+
+
+@contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Imports of `module` inside the block fail with ImportError, unless it was imported before."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 class MultiTracker:

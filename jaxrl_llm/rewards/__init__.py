@@ -1,1 +1,1 @@
-"""Graders, and the user's own reward functions."""
+"""Graders, and the machinery that runs reward functions of users."""

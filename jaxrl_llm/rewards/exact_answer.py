@@ -9,7 +9,7 @@ NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, thousands commas removed; None when there is none."""
+    """The last number in `text` without thousands commas; None if there is none."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -21,11 +21,13 @@ def exact_answer(
     extract: Literal["whole", "last_number"] = "last_number",
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """`score` when the completion's answer equals `ground_truth`, else 0 and the reason.
+    """`score` if the answer of the completion equals `ground_truth`, else 0 and the reason.
 
-    extract="whole" compares the whole completion as text, spaces at its ends aside;
-    "last_number" compares the last number in it by value, so "= 12" and "12.0" answer 12.
-    Raises ValueError for a row whose ground truth is missing or, by number, is no number.
+    `pred` is the answer that was read; validation votes with it (`maj@n`).
+
+    extract="whole" compares the stripped completion as text. "last_number" compares the last number
+    in it by value, so "= 12" and "12.0" both answer 12. Raises ValueError for a row without ground
+    truth, or for "last_number" with one that has no number.
     """
     if ground_truth is None:
         raise ValueError("the row has no ground truth: exact_answer needs one in every row")
@@ -46,5 +48,6 @@ def exact_answer(
 
 def _result(correct: bool, answer: str, expected: str, score: float) -> dict[str, Any]:
     if correct:
-        return {"score": score}
-    return {"score": 0.0, "reason": f"answered {answer[:40]!r}, not {expected[:40]!r}"}
+        return {"score": score, "pred": answer}
+    reason = f"answered {answer[:40]!r}, not {expected[:40]!r}"
+    return {"score": 0.0, "pred": answer, "reason": reason}

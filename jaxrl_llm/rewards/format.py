@@ -1,9 +1,9 @@
-"""Reward for a completion that has a given form."""
+"""Reward for a completion that matches a regular expression."""
 
 import re
 
-# A pattern of the user's over text of the model's can take for ever (catastrophic backtracking),
-# so this grader runs in the process pool under the time limit.
+# A regular expression may never end on some text (catastrophic backtracking), so this grader runs
+# in the process pool under the time limit.
 RUNS_IN_POOL = True
 
 
@@ -15,11 +15,10 @@ def format_match(
     reward: float = 1.0,
     otherwise: float = 0.0,
 ) -> float:
-    """`reward` when the regular expression matches the completion, else `otherwise`.
+    """`reward` if the regular expression matches the completion, else `otherwise`.
 
-    whole=True: the pattern must match from the first character to the last, spaces at the ends
-    aside; False: anywhere. "." matches a line break too. A think-then-answer form is
-    r"<think>.*?</think>.*".
+    With whole=True the pattern must match the whole stripped completion, else any part of it. "."
+    also matches a line break. A pattern for think-then-answer is r"<think>.*?</think>.*".
     """
     compiled = re.compile(pattern, re.DOTALL)
     matched = compiled.fullmatch(solution_str.strip()) if whole else compiled.search(solution_str)

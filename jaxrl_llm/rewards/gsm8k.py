@@ -3,14 +3,14 @@
 import re
 from typing import Any, Literal
 
-TAIL = 300  # characters: verl looks at the end only, where the answer is
+TAIL = 300  # characters at the end: verl reads no more
 
 
 def extract_answer(solution_str: str, method: str) -> str | None:
     """The answer as text, or None.
 
-    strict: the number after the last "#### ", commas removed. flexible: the last run of digits,
-    dots and commas, as it stands (verl keeps its commas).
+    strict: the number after the last "#### ", without commas. flexible: the last run of digits,
+    dots and commas, unchanged (verl keeps its commas).
     """
     tail = solution_str[-TAIL:]
     if method == "strict":
@@ -18,7 +18,7 @@ def extract_answer(solution_str: str, method: str) -> str | None:
         return found[-1].replace(",", "") if found else None
     found = re.findall(r"(-?[0-9.,]+)", tail)
     numbers = [text for text in found if text not in ("", ".")]
-    # Where every run is a lone dot, verl ends on the first one: a wrong answer, but an answer.
+    # If every run is a lone dot, verl takes the first one: a wrong answer, but an answer.
     return (numbers or found[:1] or [None])[-1]
 
 
@@ -30,10 +30,10 @@ def gsm8k(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """`score` for the right answer, `format_score` for a wrong one, 0 when there is none.
+    """`score` for the right answer, `format_score` for a wrong one, 0 without an answer.
 
-    The comparison is of text, as in verl: "18." is not "18". `ground_truth` is the number after
-    "#### " in the data set, commas removed.
+    Answers are compared as text, as in verl: "18." is not "18". `ground_truth` is the number after
+    "#### " in the data set, without commas.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r}: choose 'strict' or 'flexible'")

@@ -11,10 +11,10 @@ def length_range(
     width: int = 0,
     reward: float = 1.0,
 ) -> list[float]:
-    """`reward` from `minimum` to `maximum` tokens, falling linearly to 0 over `width` outside.
+    """`reward` from `minimum` to `maximum` tokens; it falls linearly to 0 over `width` outside.
 
-    Lengths count the stop token. width=0 is a hard edge. Adds to a task reward; alone it is
-    learned by writing anything of that length.
+    Lengths include the stop token. width=0 is a hard edge. Use it with a task reward: alone, any
+    text of that length is best.
     """
     if not 0 <= minimum <= maximum or width < 0:
         raise ValueError(
@@ -24,6 +24,6 @@ def length_range(
     rewards = []
     for tokens in completion_ids:
         outside = max(minimum - len(tokens), len(tokens) - maximum, 0)
-        # One token beyond a hard edge is already worth nothing: width 0 acts as width 1.
+        # One token beyond a hard edge has reward 0: width 0 acts as width 1.
         rewards.append(reward * max(0.0, 1.0 - outside / max(width, 1)))
     return rewards

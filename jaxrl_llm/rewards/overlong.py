@@ -1,4 +1,4 @@
-"""DAPO's soft penalty for responses that come near the maximum length."""
+"""DAPO's soft penalty for responses near the maximum length."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def overlong_penalty(
 ) -> list[float]:
     """0 up to max_length - buffer tokens, then linearly down to -penalty at max_length.
 
-    Lengths count the stop token. `max_length` is the run's maximum response length. Source: DAPO
-    (Yu et al. 2025, eq. 13), with the linear form of verl's `DAPORewardManager`: a response longer
-    than `max_length` goes on falling.
+    Lengths include the stop token. `max_length` is the maximum response length of the run. DAPO: Yu
+    et al. 2025, eq. 13, in the linear form of verl's `DAPORewardManager`: beyond `max_length` the
+    value falls further.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"buffer={buffer}, max_length={max_length}: need 0 < buffer <= max_length")

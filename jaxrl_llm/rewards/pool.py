@@ -1,7 +1,10 @@
 """The process pool in which user reward functions run.
 
 Every call has a time limit. A worker that runs past it, or dies, is replaced, and the caller gets
-a `Reply` with the error: nothing that a user function does can stop or hang the trainer.
+a `Reply` with the error. Nothing that a user function does can stop or hang the trainer.
+
+A library's process pool does not do: a kill must reach the processes that a user function started,
+and a worker must end when the trainer is killed, also while it holds the interpreter lock.
 """
 
 import os
@@ -18,27 +21,27 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrl_llm.rewards.function import FunctionInfo
-from jaxrl_llm.rewards.invoke import CallError, Reply, timeout_error
+from jaxrl_llm.rewards.calling import CallError, Reply, timeout_error
+from jaxrl_llm.rewards.loading import FunctionInfo
 
-LOAD_LIMIT = 120.0  # seconds for importing a user's module; libraries such as torch are slow
-GRACE = 1.0  # seconds an async call may take to notice its own limit before its worker is killed
+LOAD_LIMIT = 120.0  # seconds to import a user's module; libraries such as torch are slow
+GRACE = 1.0  # seconds for an async call to end at its own limit before its worker is killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Calls of one function that one worker makes."""
+    """Calls of one function for one worker."""
 
     function: int
     calls: Sequence[Any]  # BatchCall or SampleCall
-    # "run": one after the other, each answered at once; "gather": awaited together.
+    # "run": one after the other, each answered at once. "gather": awaited together.
     operation: Literal["run", "gather"] = "run"
 
 
 class Hopeless:
-    """Counts lost calls, so that a function that always hangs costs minutes and not hours.
+    """Counts lost calls: after `limit` of them without a good one, no more calls are made.
 
-    After `limit` crashes and time-outs with no good call, the calls left are not made.
+    So a function that always hangs costs minutes and not hours.
     """
 
     def __init__(self, limit: int) -> None:
@@ -55,7 +58,7 @@ class Hopeless:
             self._worked |= not lost
 
     def error(self) -> CallError | None:
-        """The error of a call that is not to be made, or None."""
+        """The error that replaces a further call, or None while calls go on."""
         with self._lock:
             if self._worked or self._lost < self._limit:
                 return None
@@ -66,7 +69,7 @@ class Hopeless:
 class WorkerPool:
     """Worker processes, started when first needed and replaced when lost.
 
-    `references` are (path, settings) of the functions; tasks name them by index.
+    `references` are (path, settings) of the functions. Tasks name them by index.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     def load(self, function: int) -> FunctionInfo:
-        """Import a function in a worker and describe it; ValueError when that fails."""
+        """Import a function in a worker and describe it. Raises ValueError when that fails."""
         worker = self._idle.get()
         try:
             return worker.load(function)
@@ -96,7 +99,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def submit(self, task: Task, hopeless: Hopeless) -> "Future[list[Reply]]":
-        """Make the calls of a task in a free worker: one `Reply` a call, in order."""
+        """Make the calls of a task in a free worker. Guarantees: one `Reply` a call, in order."""
         return self._threads.submit(self._perform, task, hopeless)
 
     def _perform(self, task: Task, hopeless: Hopeless) -> list[Reply]:
@@ -109,7 +112,7 @@ class WorkerPool:
                 error = hopeless.error()
                 if error is not None:
                     return replies + [Reply(error=error)] * (len(task.calls) - len(replies))
-                # A lost call ends the stream; the next turn goes on after it with a new worker.
+                # A lost call ends the stream. The next turn starts after it with a new worker.
                 rest = task.calls[len(replies) :]
                 for reply in worker.stream(task.function, rest, self._timeout):
                     hopeless.note(reply)
@@ -128,7 +131,7 @@ class WorkerPool:
         return result
 
     def close(self) -> None:
-        """End the workers, also those in the middle of a call."""
+        """End the workers, including those in the middle of a call."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -177,7 +180,7 @@ class _Worker:
             raise _Lost(self._crash()) from None
 
     def _receive(self, limit: float, timeout: CallError) -> Any:
-        """The next message; on a crash or after `limit` seconds the worker is gone."""
+        """The next message. Raises _Lost on a crash and after `limit` seconds."""
         assert self._connection is not None
         try:
             if self._connection.poll(limit):
@@ -188,9 +191,9 @@ class _Worker:
         raise _Lost(timeout)
 
     def load(self, function: int) -> FunctionInfo:
-        """Start the process if need be, and import the function in it; ValueError if it fails."""
+        """Start the process if there is none, and import the function in it. Raises ValueError."""
         if self._process is not None and self._process.poll() is not None:
-            self._kill()  # lost while idle, to the memory killer perhaps: no sample is to blame
+            self._kill()  # it died while idle, perhaps out of memory: no sample is to blame
         if self._process is not None and function in self._infos:
             return self._infos[function]
         path = self._greeting[0][function][0]
@@ -209,7 +212,7 @@ class _Worker:
         return answer
 
     def stream(self, function: int, calls: Sequence[Any], timeout: float) -> list[Reply]:
-        """Make calls one by one; the list ends early, with the error, when one is lost."""
+        """Make calls one by one. The list ends early, with the error, when a call is lost."""
         replies: list[Reply] = []
         try:
             info = self._ready(function)
@@ -224,7 +227,7 @@ class _Worker:
     def gather(
         self, function: int, calls: Sequence[Any], timeout: float, turns: int
     ) -> list[Reply] | CallError:
-        """Await calls together, in so many turns; an error when the whole is lost."""
+        """Await calls together, in `turns` of the concurrency; an error when all are lost."""
         try:
             info = self._ready(function)
             limit = timeout * turns + GRACE
@@ -240,7 +243,7 @@ class _Worker:
             raise _Lost(CallError(kind="crash", message=str(error))) from None
 
     def _crash(self) -> CallError:
-        """Say how the process ended, and forget it."""
+        """How the process ended; the worker is removed."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=GRACE)
@@ -258,13 +261,13 @@ class _Worker:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # ended by itself, and nothing of its session is left
+                pass  # it has ended, and nothing of its session is left
             process.wait()
         if connection is not None:
             connection.close()
 
     def close(self) -> None:
-        """End the process; a thread that waits for its answer sees the end of the connection."""
+        """End the process. A thread that waits for its answer sees the connection close."""
         with self._lock:
             self._closed = True
             process = self._process

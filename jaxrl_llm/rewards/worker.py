@@ -1,7 +1,7 @@
 """A worker process of the reward pool. Started as a script by `pool.py`, never imported.
 
-It is a plain subprocess and not a `multiprocessing` one because those import the main script
-again, and with it jax: a worker starts in the time of a bare Python and never sees an accelerator.
+It is a plain subprocess. One of `multiprocessing` would import the main script again, and jax with
+it. So a worker starts as fast as a bare Python and never sees an accelerator.
 """
 
 import os
@@ -16,9 +16,9 @@ MARGIN = 5.0  # seconds
 
 
 def _listen(connection: Connection, inbox: "queue.SimpleQueue[Any]") -> None:
-    """Take requests in. When the trainer is gone, even by kill -9, end the whole session.
+    """Receive requests. When the trainer is gone, also by kill -9, end the whole session.
 
-    A thread of its own, so that a user function that hangs is ended too.
+    This is a thread of its own, so that a user function that hangs ends too.
     """
     while True:
         try:
@@ -28,10 +28,10 @@ def _listen(connection: Connection, inbox: "queue.SimpleQueue[Any]") -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Have the kernel end this process well after its limit; 0 calls that off.
+    """Have the kernel end this process `MARGIN` after its limit; 0 cancels that.
 
-    The trainer kills a worker that is late. This is for the trainer that was itself killed while
-    a user function holds the interpreter lock (a regular expression), where no thread can run.
+    The trainer kills a worker that is late. If the trainer was killed while a user function holds
+    the interpreter lock (a regular expression), no thread can run, and this alarm ends the worker.
     """
     signal.setitimer(signal.ITIMER_REAL, seconds + MARGIN if seconds else 0.0)
 
@@ -39,18 +39,17 @@ def _end_after(seconds: float) -> None:
 def serve(connection: Connection) -> None:
     """Answer requests for ever.
 
-    The first message is sys.path, the second (functions, max_concurrency); then come requests
-    (operation, function index, calls, limit of a call, limit of an answer), with seconds for the
-    limits, and for an index always "load" first.
+    The first message is sys.path, the second (functions, max_concurrency). Each further one is a
+    request (operation, function index, calls, limit of a call, limit of an answer), limits in
+    seconds. Requires: the first request of an index is "load".
     """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     sys.path[:] = inbox.get()
-    # Importable only now that the path is the trainer's.
+    # These are importable only now that the path is the trainer's.
     import asyncio
 
-    from jaxrl_llm.rewards import function as loader
-    from jaxrl_llm.rewards import invoke
+    from jaxrl_llm.rewards import calling, loading
 
     references, max_concurrency = inbox.get()
     runner = asyncio.Runner()  # one event loop for all calls: user sessions and locks live on it
@@ -60,7 +59,7 @@ def serve(connection: Connection) -> None:
         _end_after(allowed)
         if operation == "load":
             try:
-                functions[index] = loader.load_bound(*references[index])
+                functions[index] = loading.load_bound(*references[index])
             except ValueError as error:
                 connection.send(str(error))
             else:
@@ -69,16 +68,16 @@ def serve(connection: Connection) -> None:
             continue
         function, info = functions[index]
         if operation == "gather":
-            calls = invoke.call_concurrently(function, info, requests, limit, max_concurrency)
+            calls = calling.call_concurrently(function, info, requests, limit, max_concurrency)
             connection.send(runner.run(calls))
             _end_after(0.0)
             continue
         for request in requests:
             _end_after(allowed)
             if info.is_async:
-                reply = runner.run(invoke.call_async(function, info, request, limit))
+                reply = runner.run(calling.call_async(function, info, request, limit))
             else:
-                reply = invoke.call(function, info, request)
+                reply = calling.call(function, info, request)
             connection.send(reply)
         _end_after(0.0)
 

@@ -1,1 +1,1 @@
-"""The dataflow, its planner, the compiled programs and the loop."""
+"""The one loop of a run, and what it needs: data, batches, states, evaluation, output."""

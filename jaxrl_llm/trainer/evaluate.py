@@ -1,16 +1,18 @@
 """Held-out evaluation: generate (greedy by default), grade, report under verl's names."""
 
 import copy
-from collections import defaultdict
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.mesh import num_replicas
@@ -18,17 +20,26 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params, cast
-from jaxrl_llm.rewards.combine import RewardManager
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.guards import memory_guard
+from jaxrl_llm.plan.online import stop_ids
+from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.guards import VALIDATION, memory_guard
-from jaxrl_llm.trainer.online import stop_ids
-from jaxrl_llm.trainer.roles import Role
-from jaxrl_llm.trainer.run_data import held_out_sources, load_run_prompts
-from jaxrl_llm.trainer.samples import completions_of, prompt_batch
-from jaxrl_llm.types import Completion, Prompt
+from jaxrl_llm.trainer.data import (
+    completions_of,
+    held_out_sources,
+    load_run_prompts,
+    prompt_batch,
+)
+from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.signals import host_work
+from jaxrl_llm.types import Completion, OfflineBatch, Prompt
 
 CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy
+NUM_DRAWS = 1000  # of a prompt's samples, to estimate maj@n
 SEED_STREAM = 1  # validation draws from another stream than training
 
 
@@ -57,11 +68,8 @@ class Validator:
         role: Role,
         tokenizer: Tokenizer,
         grader: RewardManager,
-        sampling: SamplingParams,
-        n: int,
+        settings: GenerationSettings,
         batch_size: int,
-        num_slots: int,
-        cache_tokens: int,
         max_prompt_length: int,
         dtype: str,
         seed: int,
@@ -69,18 +77,12 @@ class Validator:
         self._prompts = list(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
-        self._stop_ids = sampling.stop_token_ids
-        self._n = n
+        self._stop_ids = settings.sampling.stop_token_ids
+        self._n = settings.group
         self._batch_size = min(batch_size, _up_to(len(prompts), role.mesh.size))
         self._max_prompt_length = max_prompt_length
         self._mesh = role.mesh
-        self._settings = {
-            "sampling": sampling,
-            "group": n,
-            "num_slots": num_slots,
-            "cache_tokens": cache_tokens,
-            "pad_id": tokenizer.pad_id,
-        }
+        self._settings = settings
         self._dtype, self._seed = dtype, seed
         self._answer = self._compile(role)
 
@@ -92,6 +94,7 @@ class Validator:
 
     def _compile(self, role: Role) -> Callable[..., Any]:
         dtype, seed = self._dtype, self._seed
+        settings = replace(self._settings, attention=role.forward.attention)
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
@@ -102,13 +105,12 @@ class Validator:
                 lengths,
                 sample_ids,
                 key,
+                settings,
                 mesh=role.mesh,
-                attention=role.forward.attention,
-                **self._settings,
             )
 
         samples = self._batch_size * self._n // num_replicas(self._mesh)
-        options = compiler_options(samples, self._settings["num_slots"])
+        options = compiler_options(samples, settings.num_slots)
         return jax.jit(answer, compiler_options=options)
 
     def run(self, params: Params, step: int) -> Validation:
@@ -128,7 +130,7 @@ class Validator:
             sample_ids = batch.sample_ids + np.uint32(start * self._n)
             arrays = (batch.prompts, batch.prompt_lengths, sample_ids)
             rows = len(chunk) * self._n
-            with memory_guard(VALIDATION):
+            with memory_guard(None):
                 arguments = *make_global(arrays, batch_sharding(self._mesh)), device_step
                 out = self._answer(params, *arguments)
                 tokens, mask, logprobs = fetch((out.tokens, out.mask, out.logprobs))
@@ -136,9 +138,12 @@ class Validator:
                 self._tokenizer, self._stop_ids, tokens[:rows], mask[:rows], logprobs[:rows]
             )
             prompts += [p for p in chunk for _ in range(self._n)]
-        grades = self._grader.score(prompts, completions, step).scores
+        with host_work():
+            graded = self._grader.score(prompts, completions, step)
+        grades, sources = graded.scores, [p.data_source for p in prompts]
+        answers = [_answer(extras) for extras in graded.extras]
         return Validation(
-            metrics=accuracy_metrics([p.data_source for p in prompts], grades, self._n),
+            metrics=accuracy_metrics(sources, grades, self._n, answers),
             prompts=prompts,
             completions=completions,
             grades=grades,
@@ -157,34 +162,137 @@ def open_validator(
         role=actor,
         tokenizer=tokenizer,
         grader=stack.enter_context(grader),
-        sampling=SamplingParams(
-            max_new_tokens=config.data.max_response_length,
-            temperature=validation.temperature,
-            top_p=validation.top_p,
-            stop_token_ids=stop_ids(config, tokenizer),
+        settings=GenerationSettings(
+            sampling=SamplingParams(
+                max_new_tokens=config.data.max_response_length,
+                temperature=validation.temperature,
+                top_p=validation.top_p,
+                stop_token_ids=stop_ids(config, tokenizer),
+            ),
+            group=validation.n,
+            num_slots=config.rollout.num_slots,
+            cache_tokens=config.rollout.cache_tokens,
+            pad_id=tokenizer.pad_id,
         ),
-        n=validation.n,
         batch_size=config.data.val_batch_size,
-        num_slots=config.rollout.num_slots,
-        cache_tokens=config.rollout.cache_tokens,
         max_prompt_length=config.data.max_prompt_length,
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,
     )
 
 
-def accuracy_metrics(sources: Sequence[str], grades: np.ndarray, n: int) -> dict[str, float]:
-    """val-core/<source>/acc/mean@n, and best@n/mean when there are several samples a prompt."""
-    right: dict[str, list[bool]] = defaultdict(list)
-    for source, grade in zip(sources, grades, strict=True):
-        right[source].append(bool(grade >= CORRECT))
+def accuracy_metrics(
+    sources: Sequence[str], grades: np.ndarray, n: int, answers: Sequence[Any] = ()
+) -> dict[str, float]:
+    """Metrics of each data source under `val-core/<source>/`, over `n` samples a prompt.
+
+    `acc/mean@n` is the share of right samples, `reward/mean@n` the mean grade. With several
+    samples a prompt there are also `acc/best@n/mean` and `acc/maj@n/mean`.
+
+    maj@n is verl's: the grade of the answer that most samples of a prompt give, averaged over
+    draws of n samples with replacement. `answers` has what the grader read in each sample, which it
+    returns as `pred`; a prompt with a sample without an answer is left out.
+    """
+    rows: dict[str, list[int]] = defaultdict(list)
+    for i, source in enumerate(sources):
+        rows[source].append(i)
+    right = grades >= CORRECT
     metrics = {}
-    for source, values in right.items():
-        groups = np.asarray(values).reshape(-1, n)
+    for source, chosen in rows.items():
+        groups = right[chosen].reshape(-1, n)
         metrics[f"val-core/{source}/acc/mean@{n}"] = float(groups.mean())
-        if n > 1:
-            metrics[f"val-core/{source}/acc/best@{n}/mean"] = float(groups.any(axis=1).mean())
+        mean = float(grades[chosen].astype(np.float64).mean())
+        metrics[f"val-core/{source}/reward/mean@{n}"] = mean
+        if n == 1:
+            continue
+        metrics[f"val-core/{source}/acc/best@{n}/mean"] = float(groups.any(axis=1).mean())
+        voted = [
+            _majority([answers[i] for i in prompt], right[prompt])
+            for prompt in np.reshape(chosen, (-1, n))
+            if answers and all(answers[i] is not None for i in prompt)
+        ]
+        if voted:
+            metrics[f"val-core/{source}/acc/maj@{n}/mean"] = float(np.mean(voted))
     return metrics
+
+
+def _majority(answers: Sequence[Any], right: np.ndarray) -> float:
+    """Mean over draws of whether the answer that is most frequent in a draw is right.
+
+    As in verl: 1000 draws of the seed 42; of equally frequent answers, the first one drawn counts.
+    """
+    draws = np.random.RandomState(42).choice(len(answers), (NUM_DRAWS, len(answers)), replace=True)
+    return float(np.mean([right[_most_frequent(draw, answers)] for draw in draws.tolist()]))
+
+
+def _most_frequent(draw: Sequence[int], answers: Sequence[Any]) -> int:
+    """The first sample in a draw that gives the most frequent answer of the draw."""
+    ((answer, _),) = Counter(str(answers[i]) for i in draw).most_common(1)
+    return next(i for i in draw if str(answers[i]) == answer)
+
+
+def _answer(extras: dict[str, Any]) -> Any:
+    """What a grader says that it read in a sample: `pred`, or `<function>/pred`."""
+    found = [value for name, value in extras.items() if name.rpartition("/")[2] == "pred"]
+    return found[0] if found else None
+
+
+# ------------------------------------------------------------------------- of a training
+
+
+class Evaluation(ABC):
+    """Something that is measured on held-out data while a training goes on."""
+
+    @abstractmethod
+    def run(self, states: States, step: int) -> dict[str, float]:
+        """Metrics of `states` after `step` steps. Every process must call it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerEvaluation(Evaluation):
+    """Answers to held-out prompts: all metrics of them, or their accuracy under one name."""
+
+    validator: Validator
+    role: str
+    accuracy_name: str = ""  # empty reports all metrics
+    output: RunOutput | None = None  # where the answers are traced
+
+    def run(self, states: States, step: int) -> dict[str, float]:
+        found = self.validator.run(params_of(states[self.role]), step)
+        if self.output is not None:
+            self.output.validation(step, found.prompts, found.completions, found.grades)
+        return {self.accuracy_name: found.accuracy} if self.accuracy_name else found.metrics
+
+
+class RecordEvaluation(Evaluation):
+    """Losses and metrics over held-out records, by a program that sums each batch of them."""
+
+    def __init__(
+        self,
+        sums: Callable[[States, OfflineBatch], dict[str, Any]],
+        means: Callable[[dict[str, Any]], dict[str, Any]],
+        batches: Sequence[OfflineBatch],
+        mesh: Mesh,
+        *,
+        prefix: str,
+    ):
+        """`sums` is compiled; `means` divides its results, added up over the batches.
+
+        `prefix` begins the names of the metrics.
+        """
+        self._means = means
+        self._sums = jax.jit(sums, out_shardings=replicated(mesh))
+        self._batches = batches
+        self._sharding = batch_sharding(mesh)
+        self._prefix = prefix
+
+    def run(self, states: States, step: int) -> dict[str, float]:
+        """Means over all held-out records."""
+        total: dict[str, Any] = {}
+        for batch in self._batches:
+            found = fetch(self._sums(states, make_global(batch, self._sharding)))
+            total = {name: total.get(name, 0.0) + np.float64(x) for name, x in found.items()}
+        return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}
 
 
 def _up_to(number: int, multiple: int) -> int:

@@ -1,7 +1,9 @@
 """Everything that a run writes or shows; process 0 alone writes metrics."""
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -19,15 +21,26 @@ from jaxrl_llm.observability.tracker import (
     Tracker,
 )
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.evaluate import Validation
+from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.rewarding import StepContext, group_share
-from jaxrl_llm.trainer.samples import completions_of
-from jaxrl_llm.types import RolloutBatch
+from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 GLOBAL_STEP = "training/global_step"
 
 
-class RunOutput:
+class MetricsLog(ABC):
+    """Where a training reports."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step, once, on the main process."""
+
+    @abstractmethod
+    def message(self, text: str) -> None:
+        """A line for the user."""
+
+
+class RunOutput(MetricsLog):
     """metrics.jsonl, TensorBoard, the trace and the console of one run directory."""
 
     def __init__(
@@ -39,7 +52,7 @@ class RunOutput:
         stop_ids: tuple[int, ...],
         resume_step: int | None,
     ):
-        """Open everything; what was written after `resume_step` (None: at all) is cut off."""
+        """Open everything. Cut off what was written after `resume_step`; None cuts off all."""
         self._config = config
         self.run_dir = run_dir
         self._tokenizer = tokenizer
@@ -102,22 +115,15 @@ class RunOutput:
         if self._console is not None:
             self._console.message(text)
 
-    def supervised(self, name: str, steps: int) -> Callable[[int, dict[str, float]], None]:
+    def supervised(self, name: str, steps: int) -> "SupervisedOutput":
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
-        if not is_main():
-            return lambda step, metrics: None
+        if self._console is None:
+            return SupervisedOutput(tracker=None, console=None)
         tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
         tracker.truncate_after(-1)
         self._stack.callback(tracker.close)
-        console = self._console
-        assert console is not None
-        console.begin(name.replace("_", " "), steps)
-
-        def report(step: int, metrics: dict[str, float]) -> None:
-            tracker.log(step, {GLOBAL_STEP: step, **metrics})
-            console.log(step, metrics)
-
-        return report
+        self._console.begin(name.replace("_", " "), steps)
+        return SupervisedOutput(tracker=tracker, console=self._console)
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
         """Trace this process's samples, and show some of them every so many steps."""
@@ -155,19 +161,25 @@ class RunOutput:
         if self._console is not None:
             first = slice(0, None, context.n)  # one sample of each group
             texts = [completion.text for completion in context.completions[first]]
-            asked = [prompt.text for prompt in prompts[first]]
-            self._console.samples(step, asked, texts, scores[first].tolist())
+            questions = [prompt.text for prompt in prompts[first]]
+            self._console.samples(step, questions, texts, scores[first].tolist())
 
-    def validation(self, step: int, found: Validation) -> None:
+    def validation(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        grades: np.ndarray,
+    ) -> None:
         """Trace the answers to the held-out prompts."""
         if self._trace is not None and is_main():
             self._trace.write(
                 "validation",
                 step,
                 policy_version=step,
-                prompts=found.prompts,
-                completions=found.completions,
-                scores=found.grades,
+                prompts=prompts,
+                completions=completions,
+                scores=grades,
             )
 
     def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
@@ -181,3 +193,21 @@ class RunOutput:
             self._tokenizer, self._stop_ids, responses[rows], mask[rows], logprobs[rows]
         )
         return scores[rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedOutput(MetricsLog):
+    """The metrics of a supervised training that a run begins with; None on other processes."""
+
+    tracker: JsonlTracker | None
+    console: Console | None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(step, {GLOBAL_STEP: step, **metrics})
+        if self.console is not None:
+            self.console.log(step, metrics)
+
+    def message(self, text: str) -> None:
+        if self.console is not None:
+            self.console.message(text)

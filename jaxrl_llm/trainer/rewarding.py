@@ -1,26 +1,30 @@
-"""The host stage that scores responses with Python reward functions.
+"""Python reward functions, as the host stages call them.
 
 Several processes share the work by whole groups; every process ends with all scores.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import gather_objects, gather_rows
-from jaxrl_llm.rewards.combine import RewardManager, RewardResult
+from jaxrl_llm.plan.online import stop_ids
+from jaxrl_llm.plan.scores import HostReward
+from jaxrl_llm.rewards.manager import RewardManager, RewardResult, part_metrics
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.dataflow import StageOutput
-from jaxrl_llm.trainer.samples import completions_of
+from jaxrl_llm.trainer.data import completions_of
+from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, Prompt
 
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What the host knows of one iteration; host stages read it and leave their findings here."""
+    """What the host knows of one iteration. Host stages read it and write their results here."""
 
     prompts: list[Prompt]  # one a group
     n: int  # samples a prompt
@@ -31,40 +35,41 @@ class StepContext:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardFunctions:
-    """fn of the reward stages: of the samples (a call) and of the greedy answers (`greedy`)."""
+class RewardFunctions(HostReward):
+    """The reward functions of a run, on text."""
 
     manager: RewardManager
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the functions, in the order of the columns of `reward_parts`."""
+    def names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The names of the functions, in the order of the columns of `reward_parts`."""
         return self.manager.names
 
-    def __call__(
+    def score(
         self,
         context: StepContext,
         step: int,
         responses: np.ndarray,
         mask: np.ndarray,
         logprobs: np.ndarray,
-    ) -> StageOutput:
-        """Scores [B] and their parts [B, K]: float32, in the order of the samples."""
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """Scores [B] and their parts [B, K], float32, in the order of the samples; metrics."""
         share = group_share(len(context.prompts))
         rows = slice(share.start * context.n, share.stop * context.n)
         context.first_group = share.start
         context.completions = self._completions(responses[rows], mask[rows], logprobs[rows])
         repeated = [p for p in context.prompts[share] for _ in range(context.n)]
-        context.reward = self.manager.score(repeated, context.completions, step)
+        with host_work():
+            context.reward = self.manager.score(repeated, context.completions, step)
         scores = gather_rows(context.reward.scores)
         metrics = over_processes(context.reward.metrics)
         parts = {name: gather_rows(part) for name, part in context.reward.parts.items()}
         for name, part in parts.items():
             metrics |= part_metrics(name, part)
         columns = np.stack([parts[name] for name in self.names], axis=1)
-        return StageOutput(writes=(scores, columns), metrics=metrics)
+        return scores, columns, metrics
 
     def greedy(
         self,
@@ -77,7 +82,9 @@ class RewardFunctions:
         """Scores of one greedy answer to each prompt, float32."""
         share = group_share(len(context.prompts))
         completions = self._completions(responses[share], mask[share], logprobs[share])
-        return gather_rows(self.manager.score(context.prompts[share], completions, step).scores)
+        with host_work():
+            found = self.manager.score(context.prompts[share], completions, step)
+        return gather_rows(found.scores)
 
     def _completions(
         self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
@@ -86,24 +93,44 @@ class RewardFunctions:
 
 
 @dataclass(frozen=True)
-class ArrayReward:
-    """A `HostReward` of arrays: fn(responses, mask) -> scores. Where there is no text to grade."""
+class ArrayReward(HostReward):
+    """A reward of arrays: fn(responses, mask) -> scores. For use without text to grade."""
 
     fn: Callable[[np.ndarray, np.ndarray], np.ndarray]
     names: tuple[str, ...] = ("score",)
 
-    def __call__(
+    def score(
         self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
-    ) -> StageOutput:
-        """Scores and, of the one part, the same."""
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """The scores, which are also the one part."""
         scores = self.fn(responses, mask).astype(np.float32)
-        return StageOutput(writes=(scores, scores[:, None]), metrics={})
+        return scores, scores[:, None], {}
 
     def greedy(
         self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
     ) -> np.ndarray:
         """Scores."""
         return self.fn(responses, mask).astype(np.float32)
+
+
+def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:
+    """The Python reward functions; None when a model gives the reward. `stack` closes them."""
+    if not config.reward.functions:
+        return None
+    rewards = config.reward
+    manager = RewardManager(
+        rewards.functions,
+        weights=rewards.weights or None,
+        failure_value=rewards.failure_value,
+        timeout=rewards.timeout_s,
+        num_workers=rewards.num_workers,
+        total_steps=config.total_steps,
+    )
+    return RewardFunctions(
+        manager=stack.enter_context(manager),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(config, tokenizer),
+    )
 
 
 def group_share(num_groups: int) -> slice:
@@ -115,9 +142,9 @@ def group_share(num_groups: int) -> slice:
 
 
 def over_processes(metrics: dict[str, float]) -> dict[str, float]:
-    """One process's metrics combined with the others': failures are summed, the rest averaged.
+    """Metrics of all processes as one: failures are summed, other metrics averaged.
 
-    A name that some process did not log is averaged over those that did.
+    A name that some process did not log is averaged over the processes that did.
     """
     if jax.process_count() == 1:
         return dict(metrics)
@@ -127,12 +154,3 @@ def over_processes(metrics: dict[str, float]) -> dict[str, float]:
         values = [one[name] for one in everyone if name in one]
         out[name] = sum(values) if name.endswith("failures") else sum(values) / len(values)
     return out
-
-
-def part_metrics(name: str, part: np.ndarray) -> dict[str, float]:
-    """rewards/<function>/{mean,std} over the samples to which the function applied, unbiased."""
-    valid = part[~np.isnan(part)].astype(np.float64)
-    if valid.size == 0:
-        return {}
-    std = valid.std(ddof=1) if valid.size > 1 else 0.0
-    return {f"rewards/{name}/mean": float(valid.mean()), f"rewards/{name}/std": float(std)}

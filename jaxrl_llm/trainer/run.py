@@ -1,9 +1,11 @@
-"""A whole run, start to end: open or resume, warm up, train, summarise."""
+"""A whole run, start to end: open or resume it, train, summarise."""
 
 import dataclasses
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +13,239 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.manager import CheckpointManager
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, is_offline
+from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import barrier, is_main
-from jaxrl_llm.overrides import to_json
+from jaxrl_llm.learner.offline_losses import means, weighted_means
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.guards import count_compilations
+from jaxrl_llm.plan.models import find_tokenizer, write_huggingface_files
+from jaxrl_llm.plan.offline import plan_offline
+from jaxrl_llm.plan.online import OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.initialise import find_tokenizer, write_huggingface_files
-from jaxrl_llm.trainer.loop import Interrupted, Loop, Totals, Work
-from jaxrl_llm.trainer.offline_run import OfflineRun
-from jaxrl_llm.trainer.online_run import OnlineRun
+from jaxrl_llm.trainer.batches import (
+    AnyLoader,
+    Batches,
+    FilteredBatches,
+    PromptBatches,
+    RecordBatches,
+)
+from jaxrl_llm.trainer.data import (
+    OfflineRecords,
+    has_held_out,
+    load_offline_records,
+    load_run_prompts,
+    train_batches,
+    train_sources,
+)
+from jaxrl_llm.trainer.evaluate import (
+    AnswerEvaluation,
+    Evaluation,
+    RecordEvaluation,
+    Validator,
+    open_validator,
+)
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.program import States
-from jaxrl_llm.trainer.states import from_items, to_items
-from jaxrl_llm.validation import is_offline
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a finished (or interrupted) run tells its caller."""
-
-    run_dir: Path
-    step: int
-    totals: Totals
-    seconds: float  # of this process, start to end
-    interrupted: bool
-    checkpoint: Path
+from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
+from jaxrl_llm.trainer.rewarding import open_reward
+from jaxrl_llm.trainer.run_folder import RunFolder, open_run_folder
+from jaxrl_llm.trainer.signals import stop_requests
+from jaxrl_llm.trainer.states import (
+    FirstStates,
+    first_offline_states,
+    first_states,
+    from_items,
+    to_items,
+)
+from jaxrl_llm.trainer.training import Training
 
 
 def train(config: Config) -> Summary:
     """Run `config` to its end, from wherever its run_dir stands."""
+    with open_run_folder(config) as folder:
+        if folder.is_finished(config):
+            return finished_summary(folder, config)
+        with open_run(config, folder) as run:
+            for training in run.trainings():
+                if training.is_new:
+                    metrics = training.validate()
+                    training.report(metrics)
+                    training.save(metrics)
+                while training.step < training.total_steps and not training.stopped:
+                    timer = training.begin_step()
+                    step, iteration = training.step, training.plan.at(training.step)
+                    batch, context = training.batches.next(step, training.states, timer)
+                    training.states, batch, metrics = iteration.program.run(
+                        training.states, batch, step, context, timer, iteration.learning
+                    )
+                    metrics = training.measure(batch, context, metrics)
+                    if training.validation_is_due():
+                        metrics |= training.validate()
+                    training.report(metrics)
+                    if training.save_is_due():
+                        training.save(metrics)
+            return run.summary()
+
+
+# ------------------------------------------------------------------------- an open run
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run has open: its plan, data, output and checkpoints."""
+
+    config: Config
+    run_dir: Path
+    tokenizer: Tokenizer
+    plan: Plan
+    data: "RunData"
+    output: RunOutput
+    checkpoints: CheckpointManager
+    resume: Path | None  # the checkpoint to go on from; None begins
+    stack: ExitStack
+    started: float
+    totals: Totals = field(default_factory=Totals)
+    _own: Training | None = None
+
+    def trainings(self) -> Iterator[Training]:
+        """The supervised trainings that a new run begins with, then the run's own steps."""
+        step = 0
+        if self.resume is None:
+            states = yield from self._first_states()
+            self._save_once(states)
+        else:
+            states, loop_state = self._restore(self.resume)
+            if self.resume.parent != self.checkpoints.directory:
+                self._save_once(states)
+            step, self.totals = loop_state["step"], Totals(**loop_state["totals"])
+            self.output.message(f"resumed from {self.resume}")
+        self.output.begin(step)
+        self._own = self._training(states, step)
+        del states
+        yield self._own
+
+    def summary(self) -> Summary:
+        """The run as it ended."""
+        own = self._own
+        assert own is not None
+        return Summary(
+            run_dir=self.run_dir,
+            step=own.step,
+            totals=self.totals,
+            seconds=time.perf_counter() - self.started,
+            interrupted=own.stopped and own.step < own.total_steps,
+            checkpoint=self.checkpoints.path(own.step),
+        )
+
+    def _training(self, states: States, step: int) -> Training:
+        """The run's own steps, from `step` on."""
+        config = self.config
+        compilations = self.stack.enter_context(count_compilations())
+        return Training(
+            plan=self.plan,
+            batches=self._batches(),
+            states=states,
+            total_steps=config.total_steps,
+            evaluations=self.data.evaluations(self.plan, self.output),
+            output=self.output,
+            validate_every=config.validation.every,
+            step=step,
+            is_new=self.resume is None,
+            clock=Clock(totals=self.totals, compilations=compilations),
+            stop_requested=self.stack.enter_context(stop_requests()),
+            save_with=self._save,
+            save_every=config.save_every,
+            validate_first=config.validation.before_train,
+        )
+
+    def _batches(self) -> Batches:
+        plan, loader = self.plan, self.data.loader
+        if not isinstance(plan, OnlinePlan):
+            return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
+        kind = FilteredBatches if self.config.rollout.filter_groups.enable else PromptBatches
+        return kind(
+            loader=loader,  # pyright: ignore[reportArgumentType]
+            plan=plan,
+            tokenizer=self.tokenizer,
+            output=self.output,
+        )
+
+    def _first_states(self) -> FirstStates:
+        plan, tokenizer, validator = self.plan, self.tokenizer, self.data.validator
+        if isinstance(plan, OnlinePlan):
+            return first_states(plan, tokenizer, validator, self.output)
+        assert self.data.records is not None
+        return first_offline_states(plan, tokenizer, self.data.records, validator, self.output)
+
+    def _abstract_states(self) -> States:
+        if isinstance(self.plan, OnlinePlan):
+            return self.plan.abstract_states()
+        assert self.data.records is not None
+        return self.plan.abstract_states(self.data.records.sizes)
+
+    def _save(self, step: int, states: States, metrics: dict[str, float]) -> None:
+        """Write a checkpoint: every state that steps change, and where the run stands."""
+        loop_state = {
+            "step": step,
+            "data": self.data.loader.get_state(),
+            "totals": dataclasses.asdict(self.totals),
+        }
+        self.checkpoints.save(step, to_items(states, self.plan.frozen), loop_state, metrics)
+
+    def _save_once(self, states: States) -> None:
+        """Write what every checkpoint needs and no step changes."""
+        if self.plan.frozen:
+            frozen = {name: states[name] for name in self.plan.frozen}
+            manager.save_frozen(self.checkpoints.directory, frozen)
+        if is_main():
+            directory = self.checkpoints.directory / layout.HUGGINGFACE
+            write_huggingface_files(directory, self.plan.learner.spec, self.tokenizer)
+        barrier("first_files")
+
+    def _restore(self, path: Path) -> tuple[States, dict[str, Any]]:
+        """All states of a checkpoint, laid out for this run's mesh, and the loop state.
+
+        The loader goes on from there first, as other data may have states of other shapes.
+        """
+        _, loop_state = manager.restore(path, {})
+        self.data.loader.set_state(loop_state["data"])
+        abstract, frozen = self._abstract_states(), self.plan.frozen
+        items, _ = manager.restore(path, to_items(abstract, frozen))
+        kept = {name: abstract[name] for name in frozen}
+        fixed = manager.restore_frozen(path.parent, kept) if kept else {}
+        return from_items(items, fixed), loop_state
+
+
+def finished_summary(folder: RunFolder, config: Config) -> Summary:
+    """The summary of a run whose steps were all done before; says so."""
+    if is_main():
+        print(folder.nothing_to_do(config.total_steps), flush=True)
+    checkpoint = folder.path / layout.CHECKPOINTS / f"{layout.STEP_PREFIX}_{folder.latest_step}"
+    step, totals = _loop_state(checkpoint.absolute())
+    return Summary(
+        run_dir=folder.path,
+        step=step,
+        totals=totals,
+        seconds=0.0,
+        interrupted=False,
+        checkpoint=checkpoint.absolute(),
+    )
+
+
+@contextmanager
+def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
+    """Plan the run, read its data, find its checkpoints, and open its output.
+
+    Raises ValueError for a config that cannot work, before any array exists.
+    """
     started = time.perf_counter()
-    run_dir = run_directory(config)
+    run_dir = folder.path
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     with ExitStack() as stack:
-        work = open_work(config, tokenizer, mesh, run_dir, stack)
-        checkpoints = open_checkpoints(config, run_dir, work.best_metric)
+        plan, data = open_plan_and_data(config, tokenizer, mesh, run_dir, stack)
+        checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume = _resume_point(config, checkpoints)
         output = stack.enter_context(
@@ -54,73 +253,103 @@ def train(config: Config) -> Summary:
                 config,
                 run_dir,
                 tokenizer=tokenizer,
-                stop_ids=work.stop_ids,
-                resume_step=None if resume is None else _step_of(resume),
+                stop_ids=stop_ids(config, tokenizer),
+                resume_step=None if resume is None else _loop_state(resume)[0],
             )
         )
-        if is_main():
-            (run_dir / "config.json").write_text(to_json(config) + "\n")
-        totals, step = Totals(), 0
-        if resume is None:
-            states = work.first_states(output)
-            _save_once(checkpoints, work, states, tokenizer)
-        else:
-            states, loop_state = _restore(resume, work)
-            if resume.parent != checkpoints.directory:
-                _save_once(checkpoints, work, states, tokenizer)
-            step, totals = loop_state["step"], Totals(**loop_state["totals"])
-            output.message(f"resumed from {resume}")
-        work.begin(states, output, totals)
-
-        def save(step: int, states: States, metrics: dict[str, float]) -> None:
-            loop_state = {
-                "step": step,
-                "data": work.batches.get_state(),
-                "totals": dataclasses.asdict(totals),
-            }
-            checkpoints.save(step, to_items(states, work.frozen), loop_state, metrics)
-
-        loop = Loop(
+        folder.write_config()
+        yield Run(
             config=config,
-            work=work,
+            run_dir=run_dir,
+            tokenizer=tokenizer,
+            plan=plan,
+            data=data,
             output=output,
-            save=save,
-            totals=totals,
-            step=step,
-            resumed=resume is not None,
+            checkpoints=checkpoints,
+            resume=resume,
+            stack=stack,
+            started=started,
         )
-        interrupted = False
-        try:
-            loop.run()
-        except Interrupted:
-            interrupted = True
-    return Summary(
-        run_dir=run_dir,
-        step=loop.step,
-        totals=totals,
-        seconds=time.perf_counter() - started,
-        interrupted=interrupted,
-        checkpoint=checkpoints.path(loop.step),
-    )
 
 
-def open_work(
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The data of a run: where training goes on, and what is held out."""
+
+    config: Config
+    loader: AnyLoader  # of the training data
+    validator: Validator | None  # answers held-out prompts; None where there are none to answer
+    records: OfflineRecords | None = None  # of offline training
+
+    @property
+    def best_metric(self) -> str:
+        """The metric of the best checkpoint: the config's, else answers, else the held-out loss."""
+        given, records = self.config.checkpoint.best_metric, self.records
+        by_loss = records is not None and records.held_out and self.validator is None
+        return given or ("-eval_loss" if by_loss else "")
+
+    def evaluations(self, plan: Plan, output: RunOutput) -> list[Evaluation]:
+        """What is measured on held-out data, in order: a later one overrides names."""
+        found: list[Evaluation] = []
+        records = self.records
+        if isinstance(plan, OnlinePlan):
+            answers = self.validator
+            if answers is not None:
+                found.append(AnswerEvaluation(validator=answers, role="actor", output=output))
+            return found
+        mesh = plan.learner.mesh
+        assert records is not None
+        if records.held_out:
+            # What pairs and single completions both measure is reported of the completions.
+            if records.held_out_pairs:
+                pairs = records.held_out_pair_batches()
+                found.append(
+                    RecordEvaluation(
+                        plan.held_out_pairs, weighted_means, pairs, mesh, prefix="eval_"
+                    )
+                )
+            divide = partial(means, plan.algorithm)
+            batches = records.held_out_batches()
+            found.append(RecordEvaluation(plan.held_out, divide, batches, mesh, prefix="eval_"))
+        if self.validator is not None:
+            role = plan.learner.name
+            found.append(AnswerEvaluation(validator=self.validator, role=role))
+        return found
+
+
+def open_plan_and_data(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, run_dir: Path, stack: ExitStack
-) -> Work:
-    """What the algorithm of `config` makes of a run. `stack` closes what was opened."""
-    kind = OfflineRun if is_offline(config) else OnlineRun
-    return kind(config, tokenizer=tokenizer, mesh=mesh, run_dir=run_dir, stack=stack)
+) -> tuple[Plan, RunData]:
+    """What the algorithm of `config` makes of a run. `stack` closes what was opened.
+
+    Every program is traced here, so that shapes and fields that do not fit are refused.
+    """
+    records, validator = None, None
+    if is_offline(config):
+        plan = plan_offline(config, tokenizer, mesh)
+        records = load_offline_records(config, plan, tokenizer, run_dir)
+        loader = records.loader()
+        stack.callback(loader.close)
+        answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
+        plan.trace(records.sizes)
+    else:
+        plan = plan_online(config, tokenizer, mesh, open_reward(config, tokenizer, stack))
+        prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        loader = train_batches(config, prompts)
+        if not isinstance(loader, PriorityLoader):
+            stack.callback(loader.close)
+        answers = True
+        plan.trace()
+    if answers and has_held_out(config):
+        validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
+    return plan, RunData(config=config, loader=loader, validator=validator, records=records)
 
 
-def run_directory(config: Config) -> Path:
-    """Where the run writes."""
-    run_dir = Path(config.run_dir or Path("runs") / config.name)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
+# ------------------------------------------------------------------------- folders
 
 
 def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:
-    """The run's checkpoints; ConfigError when `resume` and what is there contradict each other."""
+    """The run's checkpoints; ConfigError when `resume` and the folder contradict each other."""
     checkpoints = CheckpointManager(
         run_dir / "checkpoints",
         keep_latest=config.checkpoint.keep_latest,
@@ -147,32 +376,7 @@ def _resume_point(config: Config, checkpoints: CheckpointManager) -> Path | None
     return None if config.resume in ("auto", "never") else Path(config.resume).absolute()
 
 
-def _step_of(path: Path) -> int:
-    return manager.restore(path, {})[1]["step"]
-
-
-def _save_once(
-    checkpoints: CheckpointManager, work: Work, states: States, tokenizer: Tokenizer
-) -> None:
-    """What every checkpoint needs but no step changes."""
-    if work.frozen:
-        frozen = {name: states[name] for name in work.frozen}
-        manager.save_frozen(checkpoints.directory, frozen)
-    if is_main():
-        directory = checkpoints.directory / layout.HUGGINGFACE
-        write_huggingface_files(directory, work.learner.spec, tokenizer)
-    barrier("first_files")
-
-
-def _restore(path: Path, work: Work) -> tuple[States, dict[str, Any]]:
-    """All states of a checkpoint, laid out for this run's mesh, and the loop state.
-
-    `work.batches` go on from there: first, as other data may have states of other shapes.
-    """
-    _, loop_state = manager.restore(path, {})
-    work.batches.set_state(loop_state["data"])
-    abstract = work.abstract_states()
-    items, _ = manager.restore(path, to_items(abstract, work.frozen))
-    kept = {name: abstract[name] for name in work.frozen}
-    fixed = manager.restore_frozen(path.parent, kept) if kept else {}
-    return from_items(items, fixed), loop_state
+def _loop_state(path: Path) -> tuple[int, Totals]:
+    """The step of a checkpoint, and the totals of the run up to it."""
+    _, state = manager.restore(path, {})
+    return state["step"], Totals(**state["totals"])

@@ -1,69 +1,300 @@
 """The first states of a run's roles, and their shape in a checkpoint."""
 
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrl_llm.algorithms.offline_alias import reward_model, sft
-from jaxrl_llm.config import Config
+from jaxrl_llm.algorithms.build import build_offline
+from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
+from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import scalar_params_from
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.models import load_params
+from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
+from jaxrl_llm.plan.online import TEACHER, Iteration, OnlinePlan
+from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.evaluate import Validator
-from jaxrl_llm.trainer.initialise import load_params
-from jaxrl_llm.trainer.offline import (
-    RecordValidator,
-    Supervised,
-    held_out_sums,
-    train_supervised,
-)
-from jaxrl_llm.trainer.online import Iteration
+from jaxrl_llm.trainer.batches import RecordBatches
+from jaxrl_llm.trainer.data import OfflineRecords, preference_data, sft_batches
+from jaxrl_llm.trainer.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.program import States
-from jaxrl_llm.trainer.roles import Role
-from jaxrl_llm.trainer.run_data import preference_data, sft_batches
-from jaxrl_llm.trainer.stages import KL_CONTROLLER
+from jaxrl_llm.trainer.training import Training
 
-OPTIMIZER = "_optimizer"  # suffix of the checkpoint item beside a learning role's parameters
-SEEDS = {"actor": 0, "critic": 1, "reward": 2, "teacher": 3}  # streams of the run's seed
+OPTIMIZER = "_optimizer"  # suffix of the checkpoint item of a learning role's optimizer
+SEEDS = {"actor": 0, "critic": 1, "reward": 2, TEACHER: 3}  # streams of the run's seed
+# The trainings that come first are yielded; what is left is the states.
+FirstStates = Generator[Training, None, States]
+
+
+# ------------------------------------------------------------------------- online
+
+
+def untrained_states(plan: Iteration | OnlinePlan) -> States:
+    """Weights loaded or drawn, the others derived from the actor's; nothing is trained.
+
+    The reference is a copy of the actor. So is the decoder of a scalar model without weights of its
+    own.
+    """
+    states: States = {}
+    actor = _load(plan, "actor")
+    for name in plan.roles:
+        if name != "actor":
+            states[name] = plan.roles[name].state(_derive_or_load(plan, name, actor))
+    return _with_actor(plan, states, actor)
 
 
 def first_states(
-    iteration: Iteration, tokenizer: Tokenizer, validator: Validator, output: RunOutput
-) -> States:
-    """Weights loaded or drawn, the actor warmed up, the reward model trained, the rest derived.
+    plan: OnlinePlan, tokenizer: Tokenizer, validator: Validator | None, output: RunOutput
+) -> FirstStates:
+    """`untrained_states`, with the trainings that the config asks for in between.
 
-    The reference is the actor after its warm-up; so is the critic's decoder, unless the config
-    gives the critic its own model.
+    The actor's warm-up comes first: the reference is the actor after it, and so is the critic's
+    decoder.
     """
-    config, roles = iteration.config, iteration.roles
-    actor = load_params(roles["actor"], iteration.sources["actor"], role_seed(config, "actor"))
+    config, roles = plan.config, plan.roles
+    supervised = _Supervised(config=config, tokenizer=tokenizer, output=output)
+    actor = _load(plan, "actor")
     if config.warmup is not None:
-        actor = warm_up(config, roles["actor"], actor, tokenizer, validator, output)
-    states: States = {KL_CONTROLLER: iteration.controller_state()}
+        training = supervised.warm_up(roles["actor"], actor, config.warmup, validator)
+        del actor
+        yield training
+        actor = training.take_params()
+    states: States = {}
     for name, role in roles.items():
         if name == "actor":
             continue  # the last: until then others are derived from its parameters
-        if name == "reference":
-            states[name] = derive_reference(role, actor)
-        elif name == "teacher":
-            states[name] = role.state(_teacher(iteration, role, tokenizer, validator, output))
-        else:
-            params = _scalar_params(iteration, role, actor)
-            if name == "reward":
-                params = _train_reward_model(iteration, role, params, tokenizer, output)
-            states[name] = role.state(params)
-    states["actor"] = roles["actor"].state(actor)
+        params = _derive_or_load(plan, name, actor)
+        training = None
+        if name == TEACHER:
+            training = supervised.teacher(role, params, validator)
+        elif name == "reward":
+            training = supervised.reward_model(role, params)
+        if training is not None:
+            del params
+            yield training
+            params = training.take_params()
+        states[name] = role.state(params)
+    return _with_actor(plan, states, actor)
+
+
+def _with_actor(plan: Iteration | OnlinePlan, states: States, actor: Params) -> States:
+    """All states; the actor's parameters are consumed."""
+    states[KL_CONTROLLER] = plan.controller_state()
+    states["actor"] = plan.roles["actor"].state(actor)
     return states
 
 
-def frozen_roles(iteration: Iteration) -> list[str]:
-    """Roles that no step changes: saved once a run."""
-    return [name for name, role in iteration.roles.items() if role.optimizer is None]
+def _load(plan: Iteration | OnlinePlan, name: str) -> Params:
+    return load_params(plan.roles[name], plan.sources[name], role_seed(plan.config, name))
+
+
+def _derive_or_load(plan: Iteration | OnlinePlan, name: str, actor: Params) -> Params:
+    """The parameters of a role other than the actor."""
+    role = plan.roles[name]
+    if name == "reference":
+        return derive_reference(role, actor)
+    if name in plan.sources:
+        return _load(plan, name)
+    if role.spec.kind == "causal_lm":
+        return derive_reference(role, actor)
+    return _derive_scalar(role, actor, role_seed(plan.config, name))
+
+
+def derive_reference(role: Role, params: Params) -> Params:
+    """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
+    make = partial(_copy, dtype=role.spec.dtype)
+    return jax.jit(make, out_shardings=role.param_shardings)(params)
+
+
+def _copy(params: Params, *, dtype: str) -> Params:
+    # Without the copy, what is not cast would be the same buffers.
+    return jax.tree.map(jnp.copy, cast(params, dtype))
+
+
+def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
+    """A scalar model with the actor's decoder."""
+
+    def derive(actor: Params) -> Params:
+        # Without the copy, the decoder would be the actor's own buffers.
+        return jax.tree.map(jnp.copy, scalar_params_from(actor, role.spec, jax.random.key(seed)))
+
+    return jax.jit(derive, out_shardings=role.param_shardings)(actor)
+
+
+def role_seed(config: Config, role: str) -> int:
+    """The seed of a role's first weights. A user's models share the streams after ours."""
+    names = [*SEEDS, *(model.name for model in config.models)]
+    return config.seed * len(SEEDS) + names.index(role)
+
+
+# ------------------------------------------------------------------------- offline
+
+
+def first_offline_states(
+    plan: OfflinePlan,
+    tokenizer: Tokenizer,
+    records: OfflineRecords,
+    validator: Validator | None,
+    output: RunOutput,
+) -> FirstStates:
+    """Weights loaded or drawn, warmed up; the reference is what they are then."""
+    config, role = plan.config, plan.learner
+    assert plan.source is not None
+    params = load_params(role, plan.source, role_seed(config, role.name))
+    if config.warmup is not None:
+        supervised = _Supervised(config=config, tokenizer=tokenizer, output=output)
+        training = supervised.warm_up(role, params, config.warmup, validator)
+        del params
+        yield training
+        params = training.take_params()
+    if plan.reference is None:
+        return {role.name: role.state(params)}
+    reference = derive_reference(plan.reference, params)
+    states: States = {role.name: role.state(params)}
+    if not plan.precomputed:
+        return states | {"reference": reference}
+    output.message("log-probs of the reference model, once")
+    batches = {TRAIN: records.train_batches(), HELD_OUT: records.held_out_batches()}
+    states["reference"] = {
+        table: reference_table(plan, reference, batches[table], size)
+        for table, size in records.sizes.items()
+        if size
+    }
+    return states
+
+
+def reference_table(plan: OfflinePlan, params: Params, batches: list[Any], size: int) -> Any:
+    """The reference's log-prob of every completion, by the name of its field: [size] each."""
+    assert plan.reference is not None
+    stage = reference_stage(plan.reference, plan.algorithm, plan.micro_batches)
+    sharding = batch_sharding(plan.learner.mesh)
+
+    @jax.jit
+    def compute(params: Params, rows: dict[str, Any]) -> Any:
+        return dict(stage(params, jnp.int32(0), **rows).writes)
+
+    found: dict[str, list[np.ndarray]] = {name: [] for name in stage.writes}
+    for batch in batches:
+        rows = make_global({name: batch[name] for name in stage.reads}, sharding)
+        for name, values in fetch(compute(params, rows)).items():
+            found[name].append(values)
+    table = {name: np.concatenate(values)[:size] for name, values in found.items()}
+    return make_global(table, replicated(plan.learner.mesh))
+
+
+# ------------------------------------------------------------------------- supervised trainings
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Supervised:
+    """The supervised trainings that a run begins with."""
+
+    config: Config
+    tokenizer: Tokenizer
+    output: RunOutput
+
+    @property
+    def _run_dir(self) -> Path:
+        return self.output.run_dir
+
+    def warm_up(
+        self, role: Role, params: Params, training: SupervisedConfig, validator: Validator | None
+    ) -> Training:
+        """SFT of the actor before the run; measured by its answers, where there are any."""
+        return self._sft("warmup", "sft", role, params, training, validator)
+
+    def teacher(self, role: Role, params: Params, validator: Validator | None) -> Training | None:
+        """SFT of the teacher, if the config says so."""
+        assert self.config.teacher is not None
+        training = self.config.teacher.training
+        if training is None:
+            return None
+        validator = None if validator is None else validator.of(role)
+        return self._sft(TEACHER, TEACHER, role, params, training, validator)
+
+    def reward_model(self, role: Role, params: Params) -> Training | None:
+        """Training of the reward model on preference pairs, if the config says so."""
+        config = self.config
+        assert config.reward.model is not None
+        training = config.reward.model.training
+        if training is None:
+            return None
+        loader, held_out = preference_data(config, training, self.tokenizer, self._run_dir)
+        algorithm = build_offline(PairwiseRewardModel(center=config.reward.model.center))
+        plan = plan_supervised(config, training, role, algorithm, prefix="reward_model")
+        evaluations = []
+        if held_out:
+            evaluation = RecordEvaluation(
+                replace(plan, micro_batches=Padded()).held_out,
+                partial(means, algorithm),
+                held_out,
+                role.mesh,
+                prefix="reward_model/eval_",
+            )
+            evaluations.append(evaluation)
+        return self._training("reward_model", plan, params, training, loader, evaluations)
+
+    def _sft(
+        self,
+        name: str,
+        prefix: str,
+        role: Role,
+        params: Params,
+        training: SupervisedConfig,
+        validator: Validator | None,
+    ) -> Training:
+        algorithm = build_offline(SFT())
+        plan = plan_supervised(self.config, training, role, algorithm, prefix=prefix)
+        loader = sft_batches(self.config, training, self.tokenizer, self._run_dir)
+        evaluations = []
+        if validator is not None:
+            accuracy = f"{prefix}/eval_accuracy"
+            evaluations.append(
+                AnswerEvaluation(validator=validator, role=role.name, accuracy_name=accuracy)
+            )
+        return self._training(name, plan, params, training, loader, evaluations)
+
+    def _training(
+        self,
+        name: str,
+        plan: OfflinePlan,
+        params: Params,
+        training: SupervisedConfig,
+        loader: Loader[Any, Any],
+        evaluations: list[Evaluation],
+    ) -> Training:
+        prefix = plan.stages[-1].name.removeprefix("update_")
+        if training.stop_at and not evaluations:
+            raise ConfigError(
+                f"{name}.stop_at={training.stop_at}: nothing measures that accuracy; give "
+                "validation data, config.data.val_files or config.data.val_tasks, or set stop_at=0"
+            )
+        return Training(
+            plan=plan,
+            batches=RecordBatches(loader=loader, plan=plan),
+            states={plan.learner.name: plan.learner.state(params)},
+            total_steps=training.steps,
+            evaluations=evaluations,
+            output=self.output.supervised(name, training.steps),
+            validate_every=training.eval_every,
+            target=(f"{prefix}/eval_accuracy", training.stop_at),
+            what=f"{prefix} step",
+        )
+
+
+# ------------------------------------------------------------------------- checkpoints
 
 
 def to_items(states: States, frozen: list[str]) -> dict[str, Any]:
@@ -89,98 +320,3 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
         optimizer = items.get(name + OPTIMIZER)
         states[name] = item["state"] if optimizer is None else TrainState(params=item, **optimizer)
     return states
-
-
-def derive_reference(role: Role, params: Params) -> Params:
-    """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
-
-    def derive(params: Params) -> Params:
-        # Without the copy, what is not cast would be the same buffers.
-        return jax.tree.map(jnp.copy, cast(params, role.spec.dtype))
-
-    return jax.jit(derive, out_shardings=role.param_shardings)(params)
-
-
-def role_seed(config: Config, role: str) -> int:
-    """Of a role's first weights."""
-    return config.seed * len(SEEDS) + SEEDS[role]
-
-
-def warm_up(
-    config: Config,
-    role: Role,
-    params: Params,
-    tokenizer: Tokenizer,
-    validator: Validator | None,
-    output: RunOutput,
-) -> Params:
-    """Supervised training of the actor before the run; judged by its answers, if by anything."""
-    assert config.warmup is not None
-
-    def judge(params: Params, step: int) -> dict[str, float]:
-        return {} if validator is None else {"accuracy": validator.run(params, step).accuracy}
-
-    task = Supervised(
-        prefix="sft",
-        algorithm=sft(),
-        batches=sft_batches(config, config.warmup, tokenizer, output.run_dir),
-        evaluate=judge,
-    )
-    report = output.supervised("warmup", config.warmup.steps)
-    return train_supervised(role, params, task, config.warmup, report=report)
-
-
-def _teacher(
-    iteration: Iteration, role: Role, tokenizer: Tokenizer, validator: Validator, output: RunOutput
-) -> Params:
-    """The teacher's weights, trained in the run if the config says so."""
-    config = iteration.config
-    assert config.teacher is not None
-    params = load_params(role, iteration.sources["teacher"], role_seed(config, "teacher"))
-    training = config.teacher.training
-    if training is None:
-        return params
-    judge = validator.of(role)
-    task = Supervised(
-        prefix="teacher",
-        algorithm=sft(),
-        batches=sft_batches(config, training, tokenizer, output.run_dir),
-        evaluate=lambda params, step: {"accuracy": judge.run(params, step).accuracy},
-    )
-    report = output.supervised("teacher", training.steps)
-    return train_supervised(role, params, task, training, report=report)
-
-
-def _train_reward_model(
-    iteration: Iteration, role: Role, params: Params, tokenizer: Tokenizer, output: RunOutput
-) -> Params:
-    config = iteration.config
-    assert config.reward.model is not None
-    training = config.reward.model.training
-    if training is None:
-        return params
-    batches, held_out = preference_data(config, training, tokenizer, output.run_dir)
-    algorithm = reward_model(center=config.reward.model.center)
-    judge = RecordValidator(
-        held_out_sums(role, algorithm, Padded()), partial(means, algorithm), held_out, role.mesh
-    )
-    task = Supervised(
-        prefix="reward_model",
-        algorithm=algorithm,
-        batches=batches,
-        evaluate=lambda params, step: judge.run(params),
-    )
-    report = output.supervised("reward_model", training.steps)
-    return train_supervised(role, params, task, training, report=report)
-
-
-def _scalar_params(iteration: Iteration, role: Role, actor: Params) -> Params:
-    seed = role_seed(iteration.config, role.name)
-    if role.name in iteration.sources:
-        return load_params(role, iteration.sources[role.name], seed)
-
-    def derive(actor: Params) -> Params:
-        # Without the copy, the decoder would be the actor's own buffers.
-        return jax.tree.map(jnp.copy, scalar_params_from(actor, role.spec, jax.random.key(seed)))
-
-    return jax.jit(derive, out_shardings=role.param_shardings)(actor)

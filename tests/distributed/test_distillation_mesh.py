@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from fake_devices import on_eight_devices
 from tiny_iteration import (
     first_states,
     in_micro_batches,
@@ -15,7 +14,7 @@ from tiny_iteration import (
     tiny_config,
 )
 
-from jaxrl_llm.config import FunctionConfig, MeshConfig, SupervisedConfig, TeacherConfig
+from jaxrl_llm.config import DistillationTopK, MeshConfig, SupervisedConfig, TeacherConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
 
@@ -25,11 +24,10 @@ def step(sizes: dict[str, int], row_tokens: int = 0):
     config = in_micro_batches(tiny_config(model_reward=False), 8 // mesh.num_replicas)
     if row_tokens:
         config = packed(config, row_tokens)
-    path = "jaxrl_llm.algorithms.imitation_alias:distillation_top_k"
     config = replace(
         config,
         mesh=mesh,
-        algorithm=FunctionConfig(path=path),
+        algorithm=DistillationTopK(),
         teacher=TeacherConfig(training=SupervisedConfig(), top_k=4),
     )
     iteration = open_iteration(config, make_mesh(**sizes))
@@ -38,7 +36,6 @@ def step(sizes: dict[str, int], row_tokens: int = 0):
 
 
 @pytest.mark.slow
-@on_eight_devices
 def test_a_step_equals_that_of_one_device():
     expected_batch, expected_metrics, expected = step({})
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, write_directory
 
@@ -29,7 +28,6 @@ multihost.barrier("end", 60)
 """
 
 
-@pytest.mark.whole
 def test_export_of_a_model_spread_over_two_processes(tmp_path: Path):
     source = write_directory(tmp_path / "source", tiny_config())
     with socket.socket() as free:

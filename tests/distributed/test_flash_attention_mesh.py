@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_devices import on_eight_devices
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.kernels import flash_attention_mosaic
+from jaxrl_llm.kernels import flash_attention
 from jaxrl_llm.kernels.flash_attention import (
     Visibility,
     attention,
@@ -34,10 +33,15 @@ def in_place_of_the_kernels(q, k, v, ranges, tuning, interpret):
     return attention_reference(q, k, v, visibility=visibility).astype(q.dtype)
 
 
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch):
+    LOCAL_SHAPES.clear()
+    monkeypatch.setattr(flash_attention.kernel, "mosaic_attention", in_place_of_the_kernels)
+
+
 def run(mesh_sizes, heads, *, rows=4, set_mesh=True):
     """One gradient on a mesh, compared with one device; the shapes that a device computed."""
     LOCAL_SHAPES.clear()
-    flash_attention_mosaic.mosaic_attention = in_place_of_the_kernels
     mesh = make_mesh(*mesh_sizes)
     segments = jnp.tile(jnp.repeat(jnp.array([1, 2, 3, 0]), 32), (rows, 1))
     visibility = packed_visibility(segments, jnp.where(segments > 1, 1, 0))
@@ -73,8 +77,6 @@ def run(mesh_sizes, heads, *, rows=4, set_mesh=True):
     return shape
 
 
-@pytest.mark.whole
-@on_eight_devices
 def test_rows_and_heads_are_split_and_scarce_kv_heads_copied():
     assert run((2, 1, 4), (8, 4)) == (2, 2, 1)
     assert run((1, 2, 4), (8, 2), set_mesh=False) == (2, 2, 1)
@@ -82,9 +84,7 @@ def test_rows_and_heads_are_split_and_scarce_kv_heads_copied():
     assert run((1, 8, 1), (2, 1)) == (4, 2, 1)  # 4 rows over 8 devices: each computes all
 
 
-@on_eight_devices
 def test_inside_a_shard_map_each_device_runs_the_kernels_as_they_are():
-    flash_attention_mosaic.mosaic_attention = in_place_of_the_kernels
     q = jnp.ones((2, 128, 4, 64), jnp.bfloat16)
     local = partial(attention, implementation="pallas")
     spec = PartitionSpec(("data", "fsdp"), None, "tensor")

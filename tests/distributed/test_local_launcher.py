@@ -1,7 +1,6 @@
 """Several processes on this machine: output, exit codes, signals, and a real jax.distributed."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.launch.local import process_environments
+from jaxrl_llm.trainer.signals import STOP_SIGNALS
 
 LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
 
@@ -51,7 +51,7 @@ def test_one_failure_ends_the_gang(tmp_path):
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signals_reach_every_process(tmp_path, number):
     script = write(
         tmp_path,
@@ -59,8 +59,8 @@ def test_signals_reach_every_process(tmp_path, number):
         "def end(number, frame):\n"
         "    print('saved', number, flush=True)\n"
         "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, end)\n"
-        "signal.signal(signal.SIGINT, end)\n"
+        "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):\n"
+        "    signal.signal(number, end)\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n",
     )
@@ -113,23 +113,28 @@ def test_gpus_are_shared_out():
 
 
 PROGRAM = """
-import jax, numpy as np
+import os, jax, numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.config import *
 from jaxrl_llm.distributed import mesh, multihost
 from jaxrl_llm.launch import runtime
 
+FILES = ("tcp", "tcp6")
 config = Config(
     run_dir=RUN_DIR,
-    data=DataConfig(train_tasks=(TaskConfig(),), tokenizer="char"),
+    data=DataConfig(train_tasks=(ChainSum(),), tokenizer="char"),
     actor=ActorConfig(hf_config={"hidden_size": 8}),
-    reward=RewardConfig(functions=(FunctionConfig(path="jaxrl_llm.launch.runtime:start"),)),
+    reward=RewardConfig(functions=(ExactAnswer(),)),
 )
 config = runtime.start(config)
 devices = mesh.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
 x = multihost.make_global(np.arange(8.0), NamedSharding(devices, PartitionSpec("data")))
 total = float(multihost.fetch(jax.jit(lambda x: x.sum())(x)))
+port = int(os.environ["JAXRL_COORDINATOR"].rpartition(":")[2])
+sockets = [x.split() for file in FILES for x in Path("/proc/net", file).read_text().splitlines()]
+listening = [s[1] for s in sockets if s[3] == "0A" and int(s[1].rpartition(":")[2], 16) == port]
+Path(RUN_DIR, "listening").write_text(" ".join(s.partition(":")[0] for s in listening))
 result = f"{jax.process_count()} {config.mesh.data} {total}"
 Path(RUN_DIR, f"result{jax.process_index()}").write_text(result)
 """
@@ -143,3 +148,7 @@ def test_processes_join_and_compute_together(tmp_path):
     # In files: gloo's own threads write to the same standard output, also between our characters.
     assert (tmp_path / "result0").read_text() == "2 4 28.0"
     assert (tmp_path / "result1").read_text() == "2 4 28.0"
+    # The coordination service obeys everybody who reaches it, so it must listen on 127.0.0.1 only:
+    # as /proc writes it, or mapped to IPv6.
+    loopback = "0100007F"
+    assert (tmp_path / "listening").read_text() in (loopback, f"{'0' * 16}FFFF0000{loopback}")

@@ -6,29 +6,17 @@ import re
 import jax
 import numpy as np
 import pytest
-from fake_devices import on_eight_devices
+from tiny import model_config
 
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, batch_sharding, shardings
 from jaxrl_llm.generation.engine import generate, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.models.base import ModelConfig, init_params, model_spec
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.models.base import init_params, model_spec
 
 VOCAB, P, R, N = 24, 6, 10, 24
-SPEC = model_spec(
-    ModelConfig(
-        family="qwen2",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        attention_bias=True,
-        tie_word_embeddings=True,
-    )
-)
+SPEC = model_spec(model_config(vocab_size=VOCAB))
 
 
 def inputs():
@@ -44,8 +32,10 @@ def inputs():
 
 def on_mesh(mesh, sampling, **whole):
     rules = GENERATION_RULES.replace(**whole)
-    settings = {"mesh": mesh, "rules": rules, "sampling": sampling, "num_slots": 3}
-    return jax.jit(functools.partial(generate_on_mesh, SPEC, **settings))
+    settings = GenerationSettings(sampling=sampling, num_slots=3)
+    return jax.jit(
+        functools.partial(generate_on_mesh, SPEC, settings=settings, mesh=mesh, rules=rules)
+    )
 
 
 def place(mesh, whole, params, tokens, lengths, ids, key):
@@ -59,7 +49,8 @@ def check(sizes, sampling, **whole):
 
     `whole` names logical axes that are not split, each with None.
     """
-    one = jax.jit(functools.partial(generate, SPEC, sampling=sampling, num_slots=5))(*inputs())
+    settings = GenerationSettings(sampling=sampling, num_slots=5)
+    one = jax.jit(functools.partial(generate, SPEC, settings=settings))(*inputs())
     mesh = make_mesh(**sizes)
     arguments = place(mesh, whole, *inputs())
     compiled = on_mesh(mesh, sampling, **whole).lower(*arguments).compile()
@@ -124,19 +115,14 @@ def replica_groups(line):
 SAMPLED = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
 
 
-@on_eight_devices
-@pytest.mark.slow  # the next has fsdp too
 def test_fsdp_8():
     check({"fsdp": 8}, SAMPLED)
 
 
-@on_eight_devices
 def test_fsdp_4_tensor_2():
     check({"fsdp": 4, "tensor": 2}, SAMPLED)
 
 
-@pytest.mark.whole
-@on_eight_devices
 def test_data_2_fsdp_2_tensor_2_with_filters():
     filtered = SamplingParams(
         max_new_tokens=R, temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, stop_token_ids=(1, 2)
@@ -144,19 +130,14 @@ def test_data_2_fsdp_2_tensor_2_with_filters():
     check({"data": 2, "fsdp": 2, "tensor": 2}, filtered)
 
 
-@on_eight_devices
-@pytest.mark.whole
 def test_tensor_4_with_two_kv_heads_kept_whole():
     check({"fsdp": 2, "tensor": 4}, SAMPLED, kv_heads=None)
 
 
-@on_eight_devices
-@pytest.mark.whole
 def test_heads_that_do_not_divide_kept_whole():
     check({"tensor": 8}, SAMPLED, q_heads=None, kv_heads=None)
 
 
-@on_eight_devices
 def test_prompts_that_do_not_divide_are_refused_with_the_remedy():
     mesh = make_mesh(data=2, fsdp=4)
     params, tokens, lengths, ids, key = inputs()

@@ -30,7 +30,7 @@ PROGRAM = """
         make_mesh(data=1)
         raise SystemExit("a mesh that leaves a process out was accepted")
     except ValueError as error:
-        assert "fsdp=1 and tensor=1, data=2 fits" in str(error), error
+        assert "--config.mesh.data=2 fits" in str(error), error
     mesh = make_mesh(fsdp=2)
 
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -5,27 +5,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from fake_devices import on_eight_devices
 from tiny_iteration import MODEL, random_params
 
+from jaxrl_llm import config as c
 from jaxrl_llm.config import (
     ActorConfig,
     Config,
     DataConfig,
-    FunctionConfig,
     MeshConfig,
     OptimizerConfig,
-    TaskConfig,
 )
 from jaxrl_llm.data.packing import collate_records
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.offline_plan import plan_offline
-from jaxrl_llm.trainer.run_data import load_records, train_sources
+from jaxrl_llm.trainer.data import load_records, train_sources
 from jaxrl_llm.trainer.states import derive_reference
 
 SIZE = 16
@@ -39,14 +36,14 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
         mesh=mesh,
         data=DataConfig(
             tokenizer="char",
-            train_tasks=(TaskConfig(settings={"num_terms": 2}, size=SIZE),),
+            train_tasks=(c.ChainSum(num_terms=2, size=SIZE),),
             train_batch_size=SIZE,
             max_prompt_length=4,
             max_response_length=4,
             truncation="right",
         ),
         actor=ActorConfig(hf_config=model, optimizer=OptimizerConfig(learning_rate=1e-3), **actor),
-        algorithm=FunctionConfig(path=f"jaxrl_llm.algorithms.offline_alias:{algorithm}"),
+        algorithm={cls.kind: cls for cls in c.ALGORITHMS}[algorithm](),
     )
     tokenizer = load_tokenizer("char")
     devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
@@ -62,7 +59,7 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
         moved = jax.tree.map(lambda x: x * jnp.float32(1.2), params)
         states["reference"] = derive_reference(iteration.reference, moved)
     states[role.name] = role.state(params)
-    held_out = jax.jit(iteration.held_out())
+    held_out = jax.jit(iteration.held_out)
     placed = make_global(batch, batch_sharding(devices))
     before = fetch(held_out(states, placed))
     if iteration.algorithm.judge_pairs is not None:
@@ -71,7 +68,7 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
         rows = make_global(
             collate_records(pairs, length=8, pad_id=0, size=SIZE), batch_sharding(devices)
         )
-        before |= fetch(jax.jit(iteration.held_out_pairs())(states, rows))
+        before |= fetch(jax.jit(iteration.held_out_pairs)(states, rows))
     states, _, metrics = iteration.program.run(states, placed, 1, None, Timer())
     return fetch(
         (states[role.name].params, metrics | {f"held out {k}": x for k, x in before.items()})
@@ -89,15 +86,11 @@ def assert_same(found: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.slow
-@on_eight_devices
 def test_dpo_on_eight_devices_equals_one():
     expected = step("dpo", MeshConfig())
     assert_same(step("dpo", MeshConfig(data=2, fsdp=2, tensor=2), micro_batch_size=2), expected)
 
 
-@pytest.mark.slow
-@on_eight_devices
 def test_packed_kto_on_eight_devices_equals_one():
     expected = step("kto", MeshConfig())
     assert expected[1]["kl"] != 0 and expected[1]["held out rewards/margins"] != 0

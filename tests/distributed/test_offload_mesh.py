@@ -1,24 +1,20 @@
 """Moments in the host's memory on a mesh: the actor's update computes the same."""
 
-import pytest
-from fake_devices import on_eight_devices
+from dataclasses import replace
+
+import jax
+import numpy as np
+from tiny_iteration import FAST, MODEL, PROMPTS, N, open_iteration, random_params, tiny_config
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import make_global
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.plan.dataflow import _from_its_first_step
 
 
-@pytest.mark.whole
-@on_eight_devices
 def test_updates_with_moments_in_the_host_memory():
     """Two epochs of two mini-batches in a loop, under the condition that the critic is warm."""
-    from dataclasses import replace
-
-    import jax
-    import numpy as np
-    from tiny_iteration import FAST, MODEL, PROMPTS, N, open_iteration, random_params, tiny_config
-
-    from jaxrl_llm.config import MeshConfig
-    from jaxrl_llm.distributed.mesh import make_mesh
-    from jaxrl_llm.distributed.multihost import make_global
-    from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-
     rng, rows = np.random.default_rng(0), PROMPTS * N
     numbers = {
         "prompts": rng.integers(8, 24, (rows, 6)).astype(np.int32),
@@ -40,9 +36,11 @@ def test_updates_with_moments_in_the_host_memory():
         iteration = open_iteration(config, make_mesh(data=2, fsdp=2, tensor=2))
         (stage,) = (stage for stage in iteration.stages if stage.name == "update_actor")
         role = iteration.roles["actor"]
-        fields = make_global([numbers[name] for name in stage.reads], batch_sharding(role.mesh))
+        fields = make_global(
+            {name: numbers[name] for name in stage.reads}, batch_sharding(role.mesh)
+        )
         update = jax.jit(
-            lambda state, step, fields: stage.fn(state, step, *fields).state,
+            lambda state, step, fields: _from_its_first_step(stage, state, step, fields).state,
             donate_argnums=0,
             out_shardings=role.shardings,
         )

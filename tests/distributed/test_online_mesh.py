@@ -1,28 +1,48 @@
 """Algorithms whose stages are their own, on a mesh of several devices and on one: the same step."""
 
+from dataclasses import replace
+
+import jax
+import numpy as np
 import pytest
-from fake_devices import on_eight_devices
+from tiny_iteration import (
+    OF_THE_DECODE_LOOP,
+    PROMPTS,
+    first_states,
+    open_iteration,
+    packed,
+    run_step,
+    tiny_config,
+)
+
+from jaxrl_llm.config import ALGORITHMS, Config, MeshConfig
+from jaxrl_llm.distributed.mesh import make_mesh
 
 pytestmark = pytest.mark.slow
 
 
-@on_eight_devices
+def config_of(name: str, **settings) -> Config:
+    """Two mini-batches of one epoch, a Python reward."""
+    config = tiny_config(model_reward=False)
+    (kind,) = (cls for cls in ALGORITHMS if cls.kind == name)
+    return replace(
+        config,
+        actor=replace(config.actor, ppo_epochs=1),
+        algorithm=kind(**settings),
+    )
+
+
+def single(config: Config) -> Config:
+    """`config` with all samples in one mini-batch."""
+    return replace(config, actor=replace(config.actor, ppo_mini_batch_size=PROMPTS))
+
+
+def step(config, mesh):
+    iteration = open_iteration(config, mesh)
+    return run_step(iteration, first_states(iteration), 1)[1:]
+
+
 def test_a_step_is_the_same_on_four_replicas():
-    from dataclasses import replace
-
-    import jax
-    import numpy as np
-    from test_online_algorithms import config_of
-    from test_single_update import single
-    from tiny_iteration import OF_THE_DECODE_LOOP, first_states, open_iteration, packed, run_step
-
-    from jaxrl_llm.config import MeshConfig
-    from jaxrl_llm.distributed.mesh import make_mesh
-
-    def step(config, mesh):
-        iteration = open_iteration(config, mesh)
-        return run_step(iteration, first_states(iteration), 1)[1:]
-
     weighed = {"rollout_is": "sequence"}
     rejected = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1.0}
     cases = {

@@ -27,6 +27,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.kernels.hopper import cache_ptxas_version
+
+cache_ptxas_version()  # as a run does when it starts: see launch/runtime.py
+
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
 
 

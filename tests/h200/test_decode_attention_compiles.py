@@ -14,15 +14,16 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from target import abstract, compiled_in_a_process, needs_compiler, one_h200
 
 from jaxrl_llm.kernels.decode_attention import (
-    decode_plan,
+    DecodeInputs,
+    decode_schedule,
     default_tuning,
     prefix_decode_attention,
 )
-from jaxrl_llm.kernels.decode_attention_program import (
+from jaxrl_llm.kernels.decode_attention.pipeline import (
     SHARED_BYTES_RESERVED,
     SM_SHARED_BYTES,
-    Forms,
-    rows_a_slot,
+    MatmulForms,
+    padded_rows,
 )
 
 pytestmark = needs_compiler
@@ -46,9 +47,9 @@ class Resources:
 
     registers: int  # a thread
     spilled_bytes: int
-    shared_bytes: int  # a program, barriers included
+    shared_bytes: int  # a CTA, barriers included
 
-    def programs_per_sm(self) -> int:
+    def ctas_per_sm(self) -> int:
         # Registers are handed out to warps in units of 256.
         registers = -(-self.registers * 32 // 256) * 256 * 4
         shared = self.shared_bytes + SHARED_BYTES_RESERVED
@@ -63,7 +64,7 @@ def compile_decode(
     shared: bool = False,
     calls: int = 1,
 ) -> str:
-    """The optimised HLO of some decode attention calls, prompts `shared` by a plan of groups."""
+    """The optimised HLO of some decode attention calls, prompts `shared` by a schedule."""
     K, N, H = SHAPES[shape]
     q, new, prefix, own = (
         jax.ShapeDtypeStruct(dims, dtype)
@@ -78,31 +79,32 @@ def compile_decode(
     pages = jax.ShapeDtypeStruct((SLOTS, R // PAGE), jnp.int32)
     arguments = (q, own, new, prefix, int32, int32, pages, int32)
 
-    plan = None
+    schedule = None
     if shared:
-        sizes = dict(group_rows=N // K, num_kv_heads=K, prefix_entries=P, own_entries=R)
+        sizes = dict(group_size=N // K, num_kv_heads=K, prefix_capacity=P, own_capacity=R)
         sizes |= dict(slots_per_prompt=SLOTS // PROMPTS, num_splits=num_splits)
         tuning = default_tuning(H, jnp.dtype(cache))
-        plan = jax.eval_shape(partial(decode_plan, tuning=tuning, **sizes), int32, int32, int32)
+        make = partial(decode_schedule, tuning=tuning, **sizes)
+        schedule = jax.eval_shape(make, int32, int32, int32)
 
-    def decode(plan: Any, q: jax.Array, own: jax.Array, *others: jax.Array) -> Any:
+    def decode(schedule: Any, q: jax.Array, own: jax.Array, *others: jax.Array) -> Any:
         new, *prompts, pages, lengths = others
         for _ in range(calls):
             q, own = prefix_decode_attention(
-                *(q, new, *prompts, own, pages, lengths),
+                DecodeInputs(q, new, *prompts, own, pages, lengths),
                 window=window,
                 implementation="pallas",
                 num_splits=None if shared else num_splits,
-                plan=plan,
+                schedule=schedule,
             )
         return q, own
 
     jitted = jax.jit(decode, donate_argnames="own")
-    lowered = jitted.lower(*abstract((plan, *arguments), one_h200()))
+    lowered = jitted.lower(*abstract((schedule, *arguments), one_h200()))
     return lowered.compile().as_text()
 
 
-# Parts of a slot, window, cache, whether a plan lets slots share prompts.
+# Parts of a slot, window, cache, whether a schedule lets slots share prompts.
 CASES = [
     (1, None, "bfloat16", False),
     (4, None, "bfloat16", False),
@@ -138,16 +140,16 @@ def _resources_in(ptxas: str, resources: str) -> Resources:
     "shape", [s if s == "7B" else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
 )
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_no_spills_and_several_programs_an_sm(shape: str, case: int):
+def test_no_spills_and_several_ctas_per_sm(shape: str, case: int):
     found = resources_of(shape)[case]
     assert found.spilled_bytes == 0
     K, N, H = SHAPES[shape]
     _, _, cache, shared = CASES[case]
-    L, cache_dtype = rows_a_slot(N // K), jnp.dtype(cache)
-    forms = Forms.of(L, with_items=shared)
-    launched = forms.programs_per_sm(default_tuning(H, cache_dtype), H, L, cache_dtype)
+    L, cache_dtype = padded_rows(N // K), jnp.dtype(cache)
+    forms = MatmulForms.of(L, with_prompt_tiles=shared)
+    launched = forms.ctas_per_sm(default_tuning(H, cache_dtype), H, L, cache_dtype)
     assert launched == (3 if not shared and L == 8 else 2)
-    assert found.programs_per_sm() >= launched
+    assert found.ctas_per_sm() >= launched
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])

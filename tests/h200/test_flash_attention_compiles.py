@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from target import abstract, compiled_in_a_process, h200_mesh, needs_compiler, one_h200
 
-from jaxrl_llm.kernels import flash_attention_mosaic_backward
+from jaxrl_llm.kernels import flash_attention
 from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
 
 pytestmark = needs_compiler
@@ -30,7 +30,7 @@ def compile_gradient(head_dim: int) -> None:
         visibility = packed_visibility(segments, prefixes)
         out = attention(q, k, v, visibility=visibility, implementation="pallas")
         # The schedules of packed rows are made by now, those of whole ones in the backward pass.
-        flash_attention_mosaic_backward.SMS = 0
+        flash_attention.backward.SMS = 0
         whole = attention(q, k, v, implementation="pallas")
         return jnp.sum(out.astype(jnp.float32) ** 2 + whole.astype(jnp.float32) ** 2)
 

@@ -13,13 +13,14 @@ from target import abstract, h200_mesh, needs_compiler
 from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
 from jaxrl_llm.generation.engine import (
-    FEWEST_SLOTS,
     FEWEST_WITHOUT_TRITON,
     compiler_options,
     generate,
     generate_on_mesh,
 )
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.sizes import FEWEST_SLOTS
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.layers import Projection
 from jaxrl_llm.models.shapes import SHAPES
@@ -82,10 +83,9 @@ def program(dump, case):
             lengths,
             ids,
             key,
-            sampling=sampling,
-            group=GROUP,
-            num_slots=case.slots,
-            attention="pallas",
+            GenerationSettings(
+                sampling=sampling, group=GROUP, num_slots=case.slots, attention="pallas"
+            ),
         )
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -288,10 +288,12 @@ def test_several_cards(stops, sizes):
             model_spec(spec.config, dtype="bfloat16"),
             params,
             *inputs,
+            GenerationSettings(
+                sampling=SamplingParams(max_new_tokens=16, stop_token_ids=stops),
+                group=8,
+                attention="pallas",
+            ),
             mesh=mesh,
-            sampling=SamplingParams(max_new_tokens=16, stop_token_ids=stops),
-            group=8,
-            attention="pallas",
         )
 
     text = jax.jit(answer).lower(*arguments).compile().as_text()
@@ -315,10 +317,12 @@ def test_float8(samples, monkeypatch):
             lengths,
             ids,
             key,
-            sampling=SamplingParams(max_new_tokens=64),
-            group=GROUP,
-            attention="pallas",
-            quantization="float8",
+            GenerationSettings(
+                sampling=SamplingParams(max_new_tokens=64),
+                group=GROUP,
+                attention="pallas",
+                quantization="float8",
+            ),
         )
 
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)

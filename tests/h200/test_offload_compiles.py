@@ -12,7 +12,7 @@ from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state, state_shardings
-from jaxrl_llm.learner.train_step import apply_gradients, over_mini_batches
+from jaxrl_llm.learner.train_step import apply_gradients, mini_batches
 
 pytestmark = needs_compiler
 
@@ -35,7 +35,7 @@ def memory(kind, *, fsdp, num_epochs):
     )
     state = moments_in_memory(state, kind)
 
-    def step(state, batch, first):
+    def step(state, batch):
         gradients = jax.tree.map(lambda p, x: jnp.sin(p) * x.sum(), state.params, batch)
         return apply_gradients(
             state,
@@ -45,9 +45,13 @@ def memory(kind, *, fsdp, num_epochs):
             max_grad_norm=1.0,
         )
 
-    program = partial(
-        over_mini_batches, step=step, num_mini_batches=1, num_epochs=num_epochs, shard=lambda x: x
-    )
+    def program(state, batch):
+        sizes = dict(num_mini_batches=1, num_epochs=num_epochs, shard=lambda x: x)
+        batches = mini_batches(batch, **sizes)
+        if num_epochs == 1:
+            return step(state, batches.at(0))
+        return jax.lax.scan(lambda s, i: step(s, batches.at(i)), state, jnp.arange(num_epochs))
+
     batch = {name: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=split) for name in params}
     lowered = jax.jit(program, donate_argnums=0).lower(state, in_memory(batch))
     return lowered.compile().memory_analysis()

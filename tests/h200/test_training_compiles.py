@@ -10,16 +10,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from target import h200_mesh, needs_compiler
 
-from jaxrl_llm.algorithms.alias import ppo
+from jaxrl_llm import config as c
+from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES
-from jaxrl_llm.learner.losses import policy_loss, with_counts
+from jaxrl_llm.learner.losses import PolicyLoss
 from jaxrl_llm.learner.micro_batches import Packed
-from jaxrl_llm.learner.train_step import train_step
+from jaxrl_llm.learner.train_step import mini_batches, train_step
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.trainer.roles import make_role
-from jaxrl_llm.trainer.stages import shard_rows
+from jaxrl_llm.plan.roles import make_role
+from jaxrl_llm.plan.stages import shard_rows
 
 pytestmark = needs_compiler
 
@@ -47,8 +48,11 @@ def update(sizes, *, compiler_options=None, **settings):
     role = make_role("actor", model_spec(CONFIG), model, mesh, exact=True)
     role = role.with_optimizer(OptimizerConfig(), 100)
     assert role.optimizer is not None and role.learning_rate is not None
-    loss = policy_loss(
-        ppo(entropy_coef=0.01), spec=role.spec, settings=role.forward, temperature=1.0
+    loss = PolicyLoss(
+        algorithm=build_online(c.PPO(entropy_coef=0.01)),
+        spec=role.spec,
+        settings=role.forward,
+        temperature=1.0,
     )
     packed = Packed(
         row_tokens=ROW,
@@ -60,7 +64,8 @@ def update(sizes, *, compiler_options=None, **settings):
     def step(state, fields):
         return train_step(
             state,
-            with_counts(fields, jnp.bool_(True)),
+            0,
+            batches=mini_batches(fields, num_mini_batches=1, num_epochs=1, shard=lambda x: x),
             loss=loss,
             optimizer=role.optimizer,
             learning_rate=role.learning_rate,

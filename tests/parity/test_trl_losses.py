@@ -1,4 +1,4 @@
-"""TRL's own loss code beside ours, on the same random numbers: DPO, KTO, ORPO, CPO, rewards, SFT,
+"""Ours against TRL's loss code on the same random numbers: DPO, KTO, ORPO, CPO, rewards, SFT,
 distillation; values and gradients.
 
 The trainers' methods run on a stand-in for the trainer and for the model, which returns the random
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from trl_side import REASON, torch, trainer
 
-from jaxrl_llm.algorithms import offline_alias as alias
+from jaxrl_llm import config as c
+from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.imitation import forward_kl_top_k, reverse_kl, teacher_advantage
 from jaxrl_llm.algorithms.kl import kl_k2
@@ -103,11 +104,14 @@ def pair_fields(rng):
 
 
 DPO = {
-    "sigmoid": (alias.dpo(beta=0.3), {}),
-    "hinge": (alias.dpo(beta=0.3, form="hinge"), {}),
-    "ipo": (alias.ipo(beta=0.3), {}),
-    "robust": (alias.dpo(beta=0.3, form="robust", label_smoothing=0.2), {"label_smoothing": 0.2}),
-    "sigmoid_norm": (alias.dpo(beta=0.3, form="sigmoid_norm"), {}),
+    "sigmoid": (build_offline(c.DPO(beta=0.3)), {}),
+    "hinge": (build_offline(c.DPO(beta=0.3, form="hinge")), {}),
+    "ipo": (build_offline(c.IPO(beta=0.3)), {}),
+    "robust": (
+        build_offline(c.DPO(beta=0.3, form="robust", label_smoothing=0.2)),
+        {"label_smoothing": 0.2},
+    ),
+    "sigmoid_norm": (build_offline(c.DPO(beta=0.3, form="sigmoid_norm")), {}),
 }
 
 
@@ -156,8 +160,8 @@ def test_label_smoothing_of_the_sigmoid_is_ours():
         name.replace("chosen", "?").replace("rejected", "chosen").replace("?", "rejected"): x
         for name, x in fields.items()
     }
-    plain, turned = (our_loss(alias.dpo(beta=0.3), x)[0] for x in (fields, flipped))
-    smoothed, _, _ = our_loss(alias.dpo(beta=0.3, label_smoothing=0.1), fields)
+    plain, turned = (our_loss(build_offline(c.DPO(beta=0.3)), x)[0] for x in (fields, flipped))
+    smoothed, _, _ = our_loss(build_offline(c.DPO(beta=0.3, label_smoothing=0.1)), fields)
     np.testing.assert_allclose(smoothed, 0.9 * plain + 0.1 * turned, rtol=1e-5)
 
 
@@ -203,7 +207,7 @@ def test_kto(shift):
         "labels": labels,
         "weights": np.ones(B),
     }
-    algorithm = alias.kto(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+    algorithm = build_offline(c.KTO(beta=0.3, desirable_weight=1.2, undesirable_weight=0.7))
     ours, metrics, grads = our_loss(algorithm, fields)
     np.testing.assert_allclose(ours, loss.item(), rtol=1e-5)
     for name in ("rewards/chosen", "rewards/rejected", *LOGPS, "kl"):
@@ -284,17 +288,17 @@ def test_orpo():
     logits, batch, fields_of = language_model(np.random.default_rng(2))
     theirs = their_loss_without_a_reference(orpo_trainer.ORPOTrainer, logits, batch, beta=0.4)
     metrics, recorded = assert_same_without_a_reference(
-        theirs, alias.orpo(beta=0.4), logits, fields_of
+        theirs, build_offline(c.ORPO(beta=0.4)), logits, fields_of
     )
     for name in ("log_odds_ratio", "log_odds_chosen"):
         np.testing.assert_allclose(metrics[name], float(recorded[name]), rtol=1e-5)
 
 
 CPO = {
-    "sigmoid": (alias.cpo(beta=0.4, cpo_alpha=0.7), {"cpo_alpha": 0.7}),
-    "hinge": (alias.cpo(beta=0.4, form="hinge"), {"cpo_alpha": 1.0}),
-    "ipo": (alias.cpo(beta=0.4, form="ipo"), {"cpo_alpha": 1.0}),
-    "simpo": (alias.simpo(beta=2.0, gamma=1.0), {"cpo_alpha": 0.0, "beta": 2.0}),
+    "sigmoid": (build_offline(c.CPO(beta=0.4, cpo_alpha=0.7)), {"cpo_alpha": 0.7}),
+    "hinge": (build_offline(c.CPO(beta=0.4, form="hinge")), {"cpo_alpha": 1.0}),
+    "ipo": (build_offline(c.CPO(beta=0.4, form="ipo")), {"cpo_alpha": 1.0}),
+    "simpo": (build_offline(c.SimPO(beta=2.0, gamma=1.0)), {"cpo_alpha": 0.0, "beta": 2.0}),
 }
 
 
@@ -384,7 +388,9 @@ def test_supervised_fine_tuning():
     fields = {"completion_logprobs": policy.sum(axis=1), "completion_lengths": mask.sum(axis=1)}
 
     def ours(sums):
-        sums, counts = alias.sft().token_loss(sums, jnp.asarray(fields["completion_lengths"]))
+        sums, counts = build_offline(c.SFT()).token_loss(
+            sums, jnp.asarray(fields["completion_lengths"])
+        )
         return sums.sum() / counts.sum()
 
     value, gradient = jax.value_and_grad(ours)(jnp.asarray(fields["completion_logprobs"]))

@@ -1,4 +1,4 @@
-"""TRL's own GRPO and RLOO code beside ours: advantages from rewards, losses from log-probs.
+"""Ours against TRL's GRPO and RLOO code: advantages from rewards, losses from log-probs.
 
 As in test_trl_losses.py their methods run on a stand-in for the trainer; what it generates, scores
 and computes with a model is given.
@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from trl_side import REASON, torch, trainer
 
-from jaxrl_llm.algorithms import alias
+from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.aggregation import global_counts
+from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.group_advantages import GROUP_STD_EPS
 
@@ -114,7 +115,7 @@ def test_rloo_advantages(beta, monkeypatch):
     )
     theirs._generate = lambda prompts: (*samples(fields), ["x"] * B)
     out = rloo.RLOOTrainer._generate_and_score_completions(theirs, [{"prompt": "x"}] * B)
-    ours = advantages_of(alias.rloo(use_kl_in_reward=beta > 0, kl_coef=beta), fields)
+    ours = advantages_of(build_online(c.RLOO(use_kl_in_reward=beta > 0, kl_coef=beta)), fields)
     expected = out["advantages"].numpy()[:, None] * fields["mask"]
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
     constant = theirs._metrics["train"]["frac_reward_zero_std"]
@@ -142,7 +143,7 @@ def test_grpo_advantages(scale_rewards, monkeypatch):
     theirs._generate = lambda prompts: generated
     out = grpo.GRPOTrainer._generate_and_score_completions(theirs, [{"prompt": "x"}] * B)
     by_std = scale_rewards == "group"
-    ours = advantages_of(alias.grpo(norm_adv_by_std=by_std), fields)
+    ours = advantages_of(build_online(c.GRPO(norm_adv_by_std=by_std)), fields)
     if by_std:
         std = fields["rewards"].sum(axis=1).reshape(GROUPS, N).std(axis=1, ddof=1).repeat(N)
         ours = ours * ((std + GROUP_STD_EPS) / (std + TRL_STD_EPS))[:, None]
@@ -160,18 +161,18 @@ EPSILON = {"epsilon_low": 0.2, "epsilon_high": 0.3}
 MEAN = {"loss_aggregation": "seq-mean-token-mean"}
 NO_KL = {"use_kl_loss": False}
 GRPO = {
-    "grpo": (alias.grpo(**CLIP, **MEAN, **NO_KL), EPSILON),
+    "grpo": (build_online(c.GRPO(**CLIP, **MEAN, **NO_KL)), EPSILON),
     "grpo with its KL": (
-        alias.grpo(**CLIP, **MEAN, kl_loss_coef=0.1, kl_loss_type="k3_unclamped"),
+        build_online(c.GRPO(**CLIP, **MEAN, kl_loss_coef=0.1, kl_loss_type="k3_unclamped")),
         EPSILON | {"beta": 0.1},
     ),
-    "bnpo": (alias.grpo(**CLIP, **NO_KL), EPSILON),
-    "dapo": (alias.dapo(**CLIP), EPSILON),
-    "dr_grpo": (alias.dr_grpo(**CLIP, loss_scale=9), EPSILON),
-    "cispo": (alias.cispo(clip_high=0.3), {"epsilon_high": 1.3}),
-    "sapo": (alias.sapo(tau_neg=1.3), {"sapo_temperature_neg": 1.3}),
+    "bnpo": (build_online(c.GRPO(**CLIP, **NO_KL)), EPSILON),
+    "dapo": (build_online(c.DAPO(**CLIP)), EPSILON),
+    "dr_grpo": (build_online(c.DrGRPO(**CLIP, loss_scale=9)), EPSILON),
+    "cispo": (build_online(c.CISPO(clip_high=0.3)), {"epsilon_high": 1.3}),
+    "sapo": (build_online(c.SAPO(tau_neg=1.3)), {"sapo_temperature_neg": 1.3}),
     "gspo": (
-        alias.gspo(clip_low=0.05, clip_high=0.1),
+        build_online(c.GSPO(clip_low=0.05, clip_high=0.1)),
         {"epsilon_low": 0.05, "epsilon_high": 0.1, "importance_sampling_level": "sequence"},
     ),
 }
@@ -283,8 +284,8 @@ def test_the_dual_clip_is_ours():
     far = np.exp(fields["logprobs"] - fields["old_logprobs"]) > 3.0
     assert (far & (fields["advantages"] < 0) & (fields["mask"] > 0)).any()
     theirs, _, _ = their_loss(grpo.GRPOTrainer, fields, loss_type="dapo", **EPSILON)
-    bounded, _, means = our_loss(alias.dapo(**(CLIP | {"clip_c": 3.0})), fields)
-    free, _, _ = our_loss(alias.dapo(**CLIP), fields)
+    bounded, _, means = our_loss(build_online(c.DAPO(**(CLIP | {"clip_c": 3.0}))), fields)
+    free, _, _ = our_loss(build_online(c.DAPO(**CLIP)), fields)
     np.testing.assert_allclose(free, theirs, rtol=1e-5)
     assert bounded < theirs and means["actor/pg_clipfrac_lower"] > 0
 
@@ -297,7 +298,7 @@ def test_the_gradient_of_rloo_on_its_own_samples():
     fields = with_advantages(case())
     fields["logprobs"] = fields["old_logprobs"]
     expected, gradient, _ = their_loss(rloo.RLOOTrainer, fields, **EPSILON)
-    algorithm = alias.rloo(**CLIP, loss_aggregation="seq-mean-token-sum")
+    algorithm = build_online(c.RLOO(**CLIP, loss_aggregation="seq-mean-token-sum"))
     loss, found, _ = our_loss(algorithm, fields)
     np.testing.assert_allclose(found, gradient * fields["mask"], rtol=1e-5, atol=1e-7)
     assert np.abs(gradient).max() > 1e-2
@@ -313,7 +314,7 @@ def test_rloo_off_policy_clips_a_response_where_we_clip_a_token():
     fields = with_advantages(case())
     fields["mask"] = (np.arange(LENGTH) < np.ones((B, 1))).astype(np.float32)
     expected, gradient, recorded = their_loss(rloo.RLOOTrainer, fields, **EPSILON)
-    algorithm = alias.rloo(**CLIP, loss_aggregation="seq-mean-token-sum")
+    algorithm = build_online(c.RLOO(**CLIP, loss_aggregation="seq-mean-token-sum"))
     loss, found, means = our_loss(algorithm, fields)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(found, gradient * fields["mask"], rtol=1e-5, atol=1e-6)

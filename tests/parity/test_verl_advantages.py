@@ -1,4 +1,4 @@
-"""verl 0.9.1's own advantage estimators, KL and aggregation beside ours, on the same numbers."""
+"""Ours against verl 0.9.1: advantage estimators, KL and aggregation on the same numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""verl 0.9.1's own policy losses and rollout correction beside ours: values, gradients, metrics."""
+"""Ours against verl 0.9.1: policy losses and rollout correction; values, gradients, metrics."""
 
 from functools import partial
 
@@ -26,6 +26,7 @@ from jaxrl_llm.algorithms.policy_losses import (
 )
 from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
 from jaxrl_llm.algorithms.sequence_losses import geo_mean, gspo
+from jaxrl_llm.config import Composed
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
@@ -106,7 +107,7 @@ CASES = {
         config({"clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}, **WIDE),
     ),
 }
-# verl averages these over sequences whatever it is told.
+# verl averages these over sequences in every mode.
 ALWAYS = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
 
@@ -230,7 +231,7 @@ def test_two_policies(kind):
     settings = {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.5}
     weights = {"rollout_is": "token", "rollout_is_threshold": 1.5} if kind == "reinforce" else {}
     loss = ppo_clip if kind == "ppo_clip" else policy_gradient
-    algorithm = compose(grpo, loss, bypass_mode=True, **settings, **weights)
+    algorithm = compose(Composed(bypass_mode=True, **settings, **weights), grpo, loss)
     known = {"logprobs": logprobs, "rollout_logprobs": sampler, "mask": mask}
     known = {name: jnp.array(x) for name, x in (known | {"advantages": advantages}).items()}
     names = field_names(algorithm.policy_loss)

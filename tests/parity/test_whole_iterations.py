@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.checkpoint.huggingface import export
+from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.overrides import load_config
+from jaxrl_llm.plan.roles import params_of
 from jaxrl_llm.tokenizer import CharTokenizer
-from jaxrl_llm.trainer.online_run import OnlineRun
-from jaxrl_llm.trainer.roles import params_of
 from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.training import Training
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[parity]'")
@@ -63,10 +63,10 @@ OVERRIDES = {
     "actor.optimizer.schedule": "constant",
     "actor.optimizer.warmup_steps": 0,
     "actor.optimizer.weight_decay": 0.0,
-    "algorithm.settings.loss_aggregation": "seq-mean-token-mean",
-    "algorithm.settings.kl_loss_type": "k3_unclamped",
-    "algorithm.settings.kl_loss_coef": KL_COEF,
-    "algorithm.settings.clip_c": DUAL_CLIP,
+    "algorithm.loss_aggregation": "seq-mean-token-mean",
+    "algorithm.kl_loss_type": "k3_unclamped",
+    "algorithm.kl_loss_coef": KL_COEF,
+    "algorithm.clip_c": DUAL_CLIP,
     "validation.before_train": "false",
     "validation.every": 0,
     "log.tensorboard": "false",
@@ -86,9 +86,9 @@ class Recording:
     batches: list = field(default_factory=list)
 
 
-def named_weights(run: OnlineRun) -> dict[str, np.ndarray]:
+def named_weights(run: Training) -> dict[str, np.ndarray]:
     """Copies of the actor's weights, by transformers' names and in its layout."""
-    spec, params = run.learner.spec, params_of(run.states["actor"])
+    spec, params = run.plan.learner.spec, params_of(run.states["actor"])
     flat = {
         tuple(str(entry.key) for entry in path): np.array(value)
         for path, value in jax.tree_util.tree_flatten_with_path(params)[0]
@@ -98,19 +98,22 @@ def named_weights(run: OnlineRun) -> dict[str, np.ndarray]:
 
 def record(patch: pytest.MonkeyPatch, directory: Path) -> Recording:
     """Have the next run write what it does into the recording."""
-    recording, iterate = Recording(directory), OnlineRun._iterate
+    recording, begin_step, measure = Recording(directory), Training.begin_step, Training.measure
 
-    def iterate_and_record(self, step, timer):
+    def begin_and_record(self):
         if not recording.weights:
             recording.weights.append(named_weights(self))
             params = params_of(self.states["actor"])
-            export(directory, self.learner.spec, params, tokenizer_files_from=CharTokenizer())
-        batch, metrics = iterate(self, step, timer)
+            export(directory, self.plan.learner.spec, params, tokenizer_files_from=CharTokenizer())
+        return begin_step(self)
+
+    def measure_and_record(self, batch, context, found):
         recording.batches.append(fetch(batch))
         recording.weights.append(named_weights(self))
-        return batch, metrics
+        return measure(self, batch, context, found)
 
-    patch.setattr(OnlineRun, "_iterate", iterate_and_record)
+    patch.setattr(Training, "begin_step", begin_and_record)
+    patch.setattr(Training, "measure", measure_and_record)
     return recording
 
 
@@ -118,8 +121,7 @@ def record(patch: pytest.MonkeyPatch, directory: Path) -> Recording:
 def recording(tmp_path_factory) -> Recording:
     folder = tmp_path_factory.mktemp("whole_iterations")
     (folder / "reward.py").write_text(REWARD)
-    reward = {"path": f"{folder}/reward.py:letters", "settings": "{}"}
-    overrides = OVERRIDES | {f"reward.functions.0.{key}": text for key, text in reward.items()}
+    overrides = OVERRIDES | {"reward.functions.0": f"{folder}/reward.py:letters"}
     overrides["run_dir"] = folder / "run"
     config = load_config(str(CONFIG), [(key, str(value)) for key, value in overrides.items()])
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,49 @@
+"""A cost model: a second scalar model, and a stage that takes its score off the reward.
+
+python scripts/train.py --config=docs/examples/cost_model.py
+
+docs/add-a-stage.md explains it. The cost model has random weights here; give a trained one by
+--config.models.0.path=DIR.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl_llm.config import Config, Custom, ExtraModelConfig
+from jaxrl_llm.configs.grpo import get_config as grpo_config
+from jaxrl_llm.plan.dataflow import Stage, StageOutput
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostPenalty(Stage):
+    """scores = function_scores - weight * max(cost_scores - limit, 0)."""
+
+    weight: float
+    limit: float
+
+    name = "cost_penalty"
+    writes = ("scores", "excess_cost")
+
+    def __call__(
+        self, state: Any, step: Any, *, function_scores: Any, cost_scores: Any
+    ) -> StageOutput:
+        excess = jnp.maximum(cost_scores - self.limit, 0.0)
+        scores = function_scores - self.weight * excess
+        return StageOutput(
+            {"scores": scores, "excess_cost": excess}, {"cost/excess": excess.mean()}
+        )
+
+
+def cost_penalty(*, weight: float = 0.5, limit: float = 0.0) -> Stage:
+    """The stage, with the settings of config.stages."""
+    return CostPenalty(weight=weight, limit=limit)
+
+
+def get_config() -> Config:
+    """GRPO on sums, with a cost model of the actor's shape."""
+    base = grpo_config()
+    model = ExtraModelConfig(name="cost", hf_config=base.actor.hf_config)
+    stage = Custom(path=f"{__file__}:cost_penalty", settings={"weight": 0.1})
+    return replace(base, name="cost_model", models=(model,), stages=(stage,))

@@ -1,0 +1,292 @@
+"""From a command line to one checked Config: load a file, apply `--config.a.b=value`, check."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+
+from jaxrl_llm.config.records import (
+    ConfigError,
+    Custom,
+    Kind,
+    Record,
+    Text,
+    explain,
+    field_names,
+    validate,
+)
+from jaxrl_llm.config.rules import check
+from jaxrl_llm.config.schema import Config, as_dict
+from jaxrl_llm.references import load_file, nearest, nearest_file, reason, where
+
+__all__ = [
+    "Parser", "apply_override", "from_json", "load_config", "open_config", "packaged_configs",
+    "read_config", "to_json",
+]  # fmt: skip
+
+CONFIGS = "jaxrl_llm.configs"  # the packaged configs
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a command, beside --config. Mistakes are ConfigErrors, without abbreviations."""
+
+    def __init__(self, description: str | None = None) -> None:
+        super().__init__(
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The flags of a command that takes no config."""
+        self._check_names(argv, takes_config=False)
+        return self.parse_args(argv)
+
+    def read_with_config(
+        self, argv: Sequence[str]
+    ) -> tuple[argparse.Namespace, str, list[tuple[str, str]]]:
+        """The flags, --config, and the overrides as (key without "config.", text) in order."""
+        self.add_argument("--config")
+        self._check_names(argv, takes_config=True)
+        flags, words = self.parse_known_args(argv)
+        overrides: list[tuple[str, str]] = []
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.partition("=")
+            if not name.startswith("--config."):
+                raise ConfigError(f"{word!r} is no flag; write --config.key=value or --flag=value")
+            if not equals:
+                if not words or words[0].startswith("--"):
+                    raise ConfigError(f"{name} has no value; write {name}=VALUE")
+                value = words.pop(0)
+            overrides.append((name.removeprefix("--config."), value))
+        if not flags.config:
+            raise ConfigError(
+                "--config=FILE is missing: a file with get_config(), a run's folder, or one of "
+                + ", ".join(packaged_configs())
+            )
+        return flags, flags.config, overrides
+
+    def _check_names(self, argv: Sequence[str], *, takes_config: bool) -> None:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for word in argv:
+            name = word.partition("=")[0]
+            if not name.startswith("--") or name in known:
+                continue
+            if takes_config and name.startswith("--config."):
+                continue
+            hint = nearest(name, known)
+            if takes_config:
+                leaves = {key.rpartition(".")[2]: key for key in leaf_keys(Config())}
+                if name[2:] in leaves:
+                    hint = f"; did you mean --config.{leaves[name[2:]]}?"
+                known.append("--config.KEY=VALUE")
+            raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(known)}")
+
+
+# ------------------------------------------------------------------------- loading
+
+
+def load_config(path: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """The config at `path` (`open_config`) with the overrides applied in order, checked."""
+    config = open_config(path)
+    for key, text in overrides:
+        config = apply_override(config, key, text)
+    check(config)
+    return config
+
+
+def open_config(path: str) -> Config:
+    """The Config of a Python file, a packaged config's name, a run's folder or its config.json."""
+    file = Path(path).expanduser()
+    if path in packaged_configs():
+        return importlib.import_module(f"{CONFIGS}.{path}").get_config()
+    if (file / "config.json").is_file():
+        file /= "config.json"
+    if not file.is_file():
+        known = f"\npackaged configs: {', '.join(packaged_configs())}"
+        hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
+        raise ConfigError(f"the config file {path} does not exist{hint}{known}")
+    if file.suffix == ".json":
+        return from_json(file.read_text(encoding="utf-8"))
+    return _run(file, path)
+
+
+def packaged_configs() -> list[str]:
+    """The names of the configs that come with the package."""
+    folders = importlib.import_module(CONFIGS).__path__
+    return sorted(file.stem for folder in folders for file in Path(folder).glob("[!_]*.py"))
+
+
+def _run(file: Path, path: str) -> Config:
+    try:
+        module = load_file(file, again=True)
+        if not hasattr(module, "get_config"):
+            raise ConfigError(f"{path} has no get_config(); it must return a Config")
+        config = module.get_config()
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, ValidationError):
+            text = str(explain(cause, Config, cause.title))
+        else:
+            text = reason(cause)
+        raise ConfigError(f"{where(file, cause)}: {text}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"get_config() of {path} returned {type(config).__name__}, not a Config")
+    return config
+
+
+def to_json(config: Config) -> str:
+    """The config with all defaults as JSON text; `from_json` reads it back."""
+    return json.dumps(as_dict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The Config that `to_json` wrote; fields are checked, rules that span fields are not."""
+    try:
+        return validate(Config, json.loads(text))
+    except ValidationError as error:
+        raise explain(error, Config, "config") from None
+
+
+# ------------------------------------------------------------------------- overrides
+
+
+def apply_override(config: Config, key: str, text: str) -> Config:
+    """`config` with the value at the dotted `key` (without "config.") read from `text`."""
+    return _set(config, key.split("."), text, "config", config)
+
+
+def _set(node: Any, parts: list[str], text: str, key: str, root: Config) -> Any:
+    """`node` with the value that `parts` leads to replaced; `key` is how far we are."""
+    part, rest = parts[0], parts[1:]
+    below = f"{key}.{part}"
+    if isinstance(node, Record):
+        if part not in field_names(node):
+            raise _unknown(node, parts, text, key, root)
+        entry = type(node).__pydantic_fields__[part]  # pyright: ignore
+        child = getattr(node, part)
+        if not rest:
+            value = _parse(text, below, raw=entry.annotation is str)
+        else:
+            if child is None:
+                child = _default(entry.annotation, below)
+            value = _set(child, rest, text, below, root)
+        values = {name: getattr(node, name) for name in field_names(node)} | {part: value}
+        try:
+            return validate(type(node), values)
+        except ValidationError as error:
+            raise explain(error, type(node), key) from None
+    if isinstance(node, tuple | list):
+        if not part.isdecimal() or int(part) >= len(node):
+            have = f"0 to {len(node) - 1}" if node else "none: the list is empty"
+            raise ConfigError(f"{below}: {key} has {len(node)} entries; valid indices: {have}")
+        entries = list(node)
+        child = entries[int(part)]
+        entries[int(part)] = _set(child, rest, text, below, root) if rest else _parse(text, below)
+        return entries
+    if isinstance(node, dict):
+        child = node.get(part, {})
+        return {**node, part: _set(child, rest, text, below, root) if rest else _parse(text, below)}
+    raise ConfigError(f"{below}: {key} is a single value and has no keys below it")
+
+
+def _default(annotation: Any, key: str) -> Any:
+    """The record that a key below None begins with: --config.warmup.steps=5 asks for a warm-up."""
+    for cls in (annotation, *typing.get_args(annotation)):
+        if dataclasses.is_dataclass(cls) and not issubclass(typing.cast(type, cls), Kind):
+            return typing.cast(type, cls)()
+    raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
+
+
+def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) -> ConfigError:
+    """The error for an unknown part of `key`, with the nearest key here, else anywhere."""
+    part, rest = parts[0], parts[1:]
+    known = field_names(node)
+    hint = nearest(part, known).replace("did you mean '", f"did you mean '{key}.")
+    if isinstance(node, Custom):
+        hint = hint or f"; a setting of your function is {key}.settings.{part}"
+    elif isinstance(node, Kind) and part in ("kind", "path", "name"):
+        hint = f": write --{key}={text.rpartition(':')[2] if 'jaxrl_llm' in text else text}"
+    elif isinstance(node, Kind) and part == "settings" and rest:
+        hint = f": settings are keys of their own, write {key}.{'.'.join(rest)}"
+    elif not hint:
+        same = [leaf for leaf in leaf_keys(root) if leaf.rpartition(".")[2] == part]
+        hint = f"; did you mean 'config.{same[0]}'?" if same else ""
+    return ConfigError(
+        f"unknown key {key}.{part}{hint}\nkeys of {key}: {', '.join(known) or 'none'}"
+    )
+
+
+def leaf_keys(config: Record, prefix: str = "") -> Iterator[str]:
+    """The dotted key of every value of a config that is no record itself."""
+    for name in field_names(config):
+        value = getattr(config, name)
+        if isinstance(value, Record):
+            yield from leaf_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+# ------------------------------------------------------------------------- text
+
+
+def _parse(text: str, key: str, *, raw: bool = False) -> Any:
+    """`text` without quotes; where it is no `raw` text, brackets make lists and braces dicts."""
+    text = text if raw else text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return str(text[1:-1])
+    closing = {"[": "]", "(": ")", "{": "}"}.get(text[:1])
+    if raw or closing is None:
+        return Text(text)
+    if not text.endswith(closing) or len(text) < 2:
+        raise ConfigError(f"{key}={text}: the {text[0]!r} is not closed by a final {closing!r}")
+    entries = [entry for entry in _split(text[1:-1], key) if entry]
+    if closing != "}":
+        return [_parse(entry, f"{key}.{i}") for i, entry in enumerate(entries)]
+    pairs: dict[str, Any] = {}
+    for entry in entries:
+        name, colon, value = entry.partition(":")
+        if not colon:
+            raise ConfigError(f"{key}={entry}: expected a pair key: value")
+        name = name.strip().strip("'\"")
+        pairs[name] = _parse(value, f"{key}.{name}")
+    return pairs
+
+
+def _split(text: str, key: str) -> list[str]:
+    """Split at commas outside brackets and quotes; entries are stripped."""
+    entries, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in "[({":
+            depth += 1
+        elif letter in "])}":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            entries.append("")
+            continue
+        entries[-1] += letter
+    if depth or quote:
+        raise ConfigError(f"{key}={text}: a bracket or quote is not closed")
+    return [entry.strip() for entry in entries]
+
+
+def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.Namespace]:
+    """The checked config of a command line, and the command's other flags."""
+    flags, path, overrides = parser.read_with_config(argv)
+    return load_config(path, overrides), flags

@@ -1,0 +1,173 @@
+"""The settings of our graders, priorities and tasks.
+
+The functions of `rewards/`, `data/priority.py` and `data/tasks.py` have the same keyword-only
+parameters and defaults; a test compares them.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Le
+
+from jaxrl_llm.config.records import (
+    Count,
+    Custom,
+    Kind,
+    Whole,
+    field_names,
+    one_of,
+    record,
+)
+
+__all__ = [
+    "Grader", "ExactAnswer", "GSM8K", "FormatMatch", "LengthRange", "OverlongPenalty",
+    "Priority", "FailureRate", "Learnability", "Spread", "Task", "ChainSum", "Products",
+    "SpellBackward", "GRADERS", "RewardFunction", "PRIORITIES", "PrioritySettings", "TASKS",
+    "TaskSettings",
+]  # fmt: skip
+
+Digits = Annotated[int, Ge(1), Le(18)]
+
+
+# ------------------------------------------------------------------------- graders
+
+
+@record
+class Grader(Kind):
+    """A reward function of ours."""
+
+
+@record
+class ExactAnswer(Grader):
+    """`score` for the completion, or the last number in it, that equals the ground truth."""
+
+    kind: ClassVar[str] = "exact_answer"
+    extract: Literal["whole", "last_number"] = "last_number"
+    score: float = 1.0
+
+
+@record
+class GSM8K(Grader):
+    """verl's GSM8K reward."""
+
+    kind: ClassVar[str] = "gsm8k"
+    method: Literal["strict", "flexible"] = "strict"
+    format_score: float = 0.0
+    score: float = 1.0
+
+
+@record
+class FormatMatch(Grader):
+    """`reward` where a regular expression matches the completion."""
+
+    kind: ClassVar[str] = "format_match"
+    pattern: str
+    whole: bool = True
+    reward: float = 1.0
+    otherwise: float = 0.0
+
+
+@record
+class LengthRange(Grader):
+    """`reward` from `minimum` to `maximum` tokens; it falls to 0 over `width` outside."""
+
+    kind: ClassVar[str] = "length_range"
+    maximum: Whole
+    minimum: Whole = 0
+    width: Whole = 0
+    reward: float = 1.0
+
+
+@record
+class OverlongPenalty(Grader):
+    """DAPO's penalty for the last `buffer` tokens before `max_length`."""
+
+    kind: ClassVar[str] = "overlong_penalty"
+    max_length: Count
+    buffer: Count
+    penalty: float = 1.0
+
+
+GRADERS = (ExactAnswer, GSM8K, FormatMatch, LengthRange, OverlongPenalty)
+RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom)]
+OwnFunction = Annotated[Custom, one_of(Custom)]
+
+
+# ------------------------------------------------------------------------- priorities
+
+
+@record
+class Priority(Kind):
+    """How much a prompt is wanted, by what the policy got on it before."""
+
+
+@record
+class FailureRate(Priority):
+    """1 - p, p the success rate; `low` and `high` score a wrong and a right answer."""
+
+    kind: ClassVar[str] = "failure_rate"
+    low: float = 0.0
+    high: float = 1.0
+
+
+@record
+class Learnability(FailureRate):
+    """p (1 - p): largest where half of the answers are right."""
+
+    kind: ClassVar[str] = "learnability"
+
+
+@record
+class Spread(Priority):
+    """The variance of the scores of the last group."""
+
+    kind: ClassVar[str] = "spread"
+
+
+PRIORITIES = (FailureRate, Learnability, Spread)
+PrioritySettings = Annotated[Priority | Custom, one_of(*PRIORITIES, Custom)]
+
+
+# ------------------------------------------------------------------------- tasks
+
+
+@record
+class Task(Kind):
+    """A procedural task."""
+
+    size: Whole = 0  # rows drawn; 0 takes every problem, at most 200,000
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the problems."""
+        return {name: getattr(self, name) for name in field_names(self) if name != "size"}
+
+
+@record
+class ChainSum(Task):
+    """Sums and differences in a row: `7+2-5=`."""
+
+    kind: ClassVar[str] = "chain_sum"
+    num_terms: Annotated[int, Ge(2), Le(100)] = 3
+    num_digits: Digits = 1
+    operators: Literal["+", "-", "+-"] = "+-"
+
+
+@record
+class Products(Task):
+    """Products of two numbers: `12*7=`."""
+
+    kind: ClassVar[str] = "products"
+    first_digits: Digits = 1
+    second_digits: Digits = 1
+
+
+@record
+class SpellBackward(Task):
+    """Strings of lower-case letters to be reversed: `abcd=` gives `dcba`."""
+
+    kind: ClassVar[str] = "spell_backward"
+    num_letters: Annotated[int, Ge(1), Le(100)] = 4
+
+
+TASKS = (ChainSum, Products, SpellBackward)
+TaskSettings = Annotated[Task, one_of(*TASKS)]

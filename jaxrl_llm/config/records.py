@@ -1,0 +1,239 @@
+"""What the records of a config are made of: the decorator, bounded types, errors in our words.
+
+Values given in Python are checked strictly. Text of a command line is read by the field's type.
+"""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, PydanticCustomError
+
+from jaxrl_llm.references import nearest
+
+__all__ = ["ConfigError", "Custom", "Kind", "Record", "record"]
+
+
+class ConfigError(ValueError):
+    """A user's mistake; the message says what is wrong and what would work.
+
+    Commands print it without a traceback and end with exit code 2.
+    """
+
+
+class Text(str):
+    """A value as typed on a command line, without quotes around it."""
+
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+def guess(value: Any) -> Any:
+    """Text as the Python literal or JSON word that it looks like, inside lists and dicts too."""
+    if isinstance(value, dict):
+        return {str(key): guess(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [guess(entry) for entry in value]
+    if not isinstance(value, Text):
+        return value
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return str(value)
+
+
+def _alone(value: Any) -> Any:
+    """Text without brackets is the only entry of a list."""
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return value
+
+
+def _none_word(value: Any) -> Any:
+    return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
+
+
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+Probability = Annotated[float, Gt(0), Le(1)]
+Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
+Maybe = Annotated[T | None, BeforeValidator(_none_word)]
+FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
+
+
+# ------------------------------------------------------------------------- records
+
+# Built when first used: a run needs few of the records.
+_RULES = ConfigDict(extra="forbid", strict=True, defer_build=True)
+UNKNOWN = "unknown_key"
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def record(cls: type[C]) -> type[C]:
+    """Decorator: a frozen dataclass with keyword arguments, whose values pydantic checks."""
+    made: Any = dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
+    return made
+
+
+@record
+class Record:
+    """The base of all records."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, given: Any) -> Any:
+        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        known = field_names(cls)
+        for name in values if isinstance(values, dict) else ():
+            if name not in known:
+                context = {"name": name, "hint": nearest(name, known), "known": ", ".join(known)}
+                raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {known}", context)
+        return given
+
+
+@record
+class Kind(Record):
+    """A record that is one of several; `kind` is its name in JSON and on a command line."""
+
+    kind: ClassVar[str] = ""
+
+    @property
+    def label(self) -> str:
+        """The name for messages and model cards."""
+        return self.kind
+
+
+@record
+class Custom(Kind):
+    """A function of yours by path, `file.py:name` or `package.module:name`, and its settings.
+
+    Settings are the function's keyword-only parameters. They are checked when it is loaded.
+    """
+
+    kind: ClassVar[str] = "custom"
+    path: str
+    settings: FreeDict = field(default_factory=dict)
+    offline: bool = False  # for an algorithm: it returns an OfflineAlgorithm
+
+    @property
+    def label(self) -> str:
+        return self.path
+
+
+def one_of(*kinds: type[Kind]) -> PlainValidator:
+    """The validator of a field that holds one of these records, its kind's name, or its dict."""
+    table = {cls.kind: cls for cls in kinds}
+
+    def read(value: Any) -> Any:
+        if isinstance(value, kinds):
+            return value
+        if isinstance(value, str):
+            is_path = ":" in value and Custom in kinds and not value.startswith("jaxrl_llm.")
+            value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
+        if not isinstance(value, Mapping):
+            raise PydanticCustomError(
+                "kind", "expected one of {known}", {"known": ", ".join(table)}
+            )
+        kind = value.get("kind") or _old_name(value, "a record with the key kind")
+        if kind not in table:
+            old = _old_name({"path": kind}, "") if ":" in kind else ""
+            hint = f": write {old}" if old in table else nearest(kind, table)
+            raise PydanticCustomError(
+                "kind",
+                "there is no {kind}{hint}\nthere are: {known}",
+                {"kind": kind, "hint": hint, "known": ", ".join(table)},
+            )
+        settings = {name: entry for name, entry in value.items() if name != "kind"}
+        return validate(table[kind], settings)
+
+    return PlainValidator(read)
+
+
+def _old_name(value: Mapping[str, Any], new: str) -> str:
+    """The name that the path or name of an old form ends in; an error where the form is old."""
+    name = str(value.get("path", value.get("name", ""))).rpartition(":")[2]
+    if new:
+        form = f"{{kind: {name}, …}}" if name else "{kind: NAME, …}"
+        raise PydanticCustomError(
+            "kind", "expected {new}: write {form}", {"new": new, "form": form}
+        )
+    return name
+
+
+def validate(cls: type[C], values: Any) -> C:
+    """A record of a dict of values, which may be text. Raises pydantic's ValidationError."""
+    return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
+
+
+def field_names(record: Any) -> tuple[str, ...]:
+    """The keys of a record or its class."""
+    return tuple(record.__pydantic_fields__)
+
+
+# ------------------------------------------------------------------------- errors
+
+_EXPECTED = {
+    "bool": "true or false",
+    "dataclass": "{key: value, …}",
+    "dict": "{key: value, …}",
+    "float": "a number",
+    "int": "an integer",
+    "string": "text",
+    "tuple": "a list [a,b,…]",
+}
+
+
+def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
+    """The first mistake of `error`, which came up in a record of `cls` that stands at `key`."""
+    first = error.errors(include_url=False)[0]
+    place, kind, context = first["loc"], first["type"], first.get("ctx", {})
+    here = ".".join([key, *map(str, place)])
+    if kind == UNKNOWN:
+        hint = context["hint"].replace("did you mean '", f"did you mean '{here}.")
+        return ConfigError(
+            f"unknown key {here}.{context['name']}{hint}\nkeys of {here}: {context['known']}"
+        )
+    if kind.startswith("missing"):
+        return ConfigError(
+            f"{here} is missing: it has no default; write {{kind: …, {place[-1]}: …}}"
+        )
+    shown = first["input"] if isinstance(first["input"], Text) else repr(first["input"])
+    own = cls.__pydantic_fields__.get(place[0]) if len(place) == 1 else None  # pyright: ignore
+    works = own.default if own is not None and not own.is_required() else None
+    return ConfigError(f"{here}={shown}: {_remedy(first, context, works)}")
+
+
+def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
+    kind, given = error["type"], error["input"]
+    if kind == "literal_error":
+        choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
+        words = [str(choice) for choice in choices]
+        return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
+    for name, words in (("ge", "{} or more"), ("le", "at most {}")):
+        if name in context:
+            return f"must be {words.format(f'{context[name]:g}')}; {context[name]:g} works"
+    for name, words, other in (("gt", "above {}", 1), ("lt", "below {}", -1)):
+        if name in context:
+            value = context[name] + other if works is None else works
+            return f"must be {words.format(f'{context[name]:g}')}; {value:g} works"
+    expected = _EXPECTED.get(kind.partition("_")[0])
+    return f"expected {expected}" if expected else error["msg"]

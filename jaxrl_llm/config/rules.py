@@ -1,0 +1,404 @@
+"""Rules that span fields of a config, checked without jax in milliseconds.
+
+Bounds of one field stand on the field. Every message names the key and a value that works.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config.algorithms import Offline
+from jaxrl_llm.config.functions import Spread
+from jaxrl_llm.config.records import ConfigError, Custom
+from jaxrl_llm.config.schema import Config, ModelSettings, SupervisedConfig
+from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.references import check_path, is_hub_name, nearest_file
+
+__all__ = ["check", "is_offline"]
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first thing in `config` that cannot work."""
+    if is_offline(config):
+        _check_offline_batches(config)
+    else:
+        _check_batches(config)
+        _check_rewards(config)
+    _check_trainings(config)
+    _check_teacher(config)
+    _check_phases(config)
+    _check_data(config)
+    _check_priority(config)
+    _check_functions(config)
+    for key, model in _models(config):
+        _check_learning_weights(config, key, model)
+        _check_path(key, model)
+        _check_attention(config, key, model)
+        _check_split(config, key, model)
+    _check_quantization(config)
+    if config.resume not in ("auto", "never") and not Path(config.resume).exists():
+        raise ConfigError(
+            f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
+            f"{nearest_file(Path(config.resume))}"
+        )
+
+
+def is_offline(config: Config) -> bool:
+    """Whether the run learns from fixed records."""
+    return _is_offline(config.algorithm)
+
+
+def _is_offline(algorithm: Any) -> bool:
+    return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
+
+
+# ------------------------------------------------------------------------- sizes
+
+
+def _replicas(config: Config) -> str:
+    mesh = config.mesh
+    return f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data} × fsdp {mesh.fsdp})"
+
+
+def _check_batches(config: Config) -> None:
+    """Sizes of an online run: prompts × samples on the replicas, in mini-batches and passes."""
+    replicas, split = config.mesh.num_replicas, _replicas(config)
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    mini = config.actor.ppo_mini_batch_size
+    if (prompts * n) % replicas:
+        fitting = [p for p in range(1, 2 * prompts + replicas) if p * n % replicas == 0]
+        better = _closest(fitting, prompts)
+        raise ConfigError(
+            f"config.data.train_batch_size={prompts}: with config.rollout.n={n} that is "
+            f"{prompts * n} samples, which {split} do not divide; {better} works"
+        )
+    if prompts % mini or (mini * n) % replicas:
+        fitting = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * n % replicas == 0]
+        why = f"must divide config.data.train_batch_size={prompts}"
+        if prompts % mini == 0:
+            why = (
+                f"with config.rollout.n={n} that is {mini * n} samples, which {split} do not divide"
+            )
+        raise ConfigError(
+            f"config.actor.ppo_mini_batch_size={mini}: {why}; {_closest(fitting, mini)} works"
+        )
+    for role, sizes in (("actor", config.actor), ("critic", config.critic)):
+        _check_micro(role, sizes.micro_batch_size, mini * n, replicas, "mini-batch")
+        _check_packing(config, role, sizes)
+    cache, longest = config.rollout.cache_tokens, config.data.max_response_length
+    if 0 < cache < longest:
+        raise ConfigError(
+            f"config.rollout.cache_tokens={cache}: one response may have "
+            f"config.data.max_response_length={longest} tokens; give at least that, or 0 for room "
+            "for every slot"
+        )
+    if config.rollout.filter_groups.enable and n == 1:
+        raise ConfigError(
+            "config.rollout.filter_groups.enable=true: a group of config.rollout.n=1 sample never "
+            "varies; config.rollout.n=8 is usual"
+        )
+
+
+def _check_offline_batches(config: Config) -> None:
+    """Sizes of an offline run: a batch of records on the replicas, in passes."""
+    _check_batch("data.train_batch_size", config.data.train_batch_size, config)
+    size, replicas = config.data.train_batch_size, config.mesh.num_replicas
+    _check_micro("actor", config.actor.micro_batch_size, size, replicas, "batch")
+    _check_packing(config, "actor", config.actor)
+
+
+def _check_trainings(config: Config) -> None:
+    """Sizes of supervised trainings, and what their accuracy is measured on."""
+    for key, training in _trainings(config):
+        _check_batch(f"{key}.batch_size", training.batch_size, config)
+        micro, size = training.micro_batch_size, training.batch_size
+        _check_micro(key, micro, size, config.mesh.num_replicas, "batch")
+        data = config.data
+        has_data = bool(data.val_files or data.val_tasks or data.dataset_class)
+        answers = not is_offline(config) or config.validation.generate
+        if training.stop_at and not (has_data and answers):
+            raise ConfigError(
+                f"config.{key}.stop_at={training.stop_at}: nothing measures that accuracy; set "
+                + ("" if has_data else "--config.data.val_files=[FILE], or ")
+                + ("" if answers else "--config.validation.generate=true, or ")
+                + f"--config.{key}.stop_at=0"
+            )
+
+
+def _check_batch(key: str, size: int, config: Config) -> None:
+    replicas = config.mesh.num_replicas
+    if size % replicas:
+        up = -(-size // replicas) * replicas
+        raise ConfigError(f"config.{key}={size}: {_replicas(config)} do not divide it; {up} works")
+
+
+def _check_micro(key: str, micro: int, samples: int, replicas: int, what: str) -> None:
+    each = samples // replicas
+    if micro and each % micro:
+        better = _closest([d for d in range(1, each + 1) if each % d == 0], micro)
+        raise ConfigError(
+            f"config.{key}.micro_batch_size={micro}: must divide the {each} samples of a {what} "
+            f"that each of {replicas} replicas holds; {better} works, 0 takes all at once"
+        )
+
+
+def _check_packing(config: Config, role: str, sizes: Any) -> None:
+    tokens = sizes.micro_batch_tokens
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if tokens and sizes.micro_batch_size:
+        raise ConfigError(
+            f"config.{role}.micro_batch_tokens={tokens} and config.{role}.micro_batch_size="
+            f"{sizes.micro_batch_size}: a pass is sized by tokens or by samples; set one of them "
+            "to 0"
+        )
+    if tokens and tokens < longest:
+        raise ConfigError(
+            f"config.{role}.micro_batch_tokens={tokens}: a sample may have {longest} tokens "
+            f"(max_prompt_length + max_response_length) and is never cut; {longest} or more works"
+        )
+
+
+def _closest(choices: Sequence[int], value: int) -> int:
+    return min(choices, key=lambda choice: (abs(choice - value), -choice))
+
+
+# ------------------------------------------------------------------------- models
+
+
+def _check_learning_weights(config: Config, key: str, model: ModelSettings) -> None:
+    own = {f"{key}.optimizer", f"{key}.training.optimizer"} & {
+        "actor.optimizer",
+        "critic.optimizer",
+        *(f"{name}.optimizer" for name, _ in _trainings(config)),
+    }
+    if own and model.param_dtype != "float32":
+        raise ConfigError(
+            f"config.{key}.param_dtype={model.param_dtype}: most updates are smaller than half a "
+            "bfloat16 step and would be lost, so weights that learn are float32; "
+            f"config.{key}.dtype=bfloat16 computes in it, and "
+            f"config.{own.pop()}.moment_dtype=bfloat16 or .offload=true saves memory"
+        )
+
+
+def _check_path(key: str, model: ModelSettings) -> None:
+    if model.path and not Path(model.path).is_dir() and not is_hub_name(model.path):
+        raise ConfigError(
+            f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}\n"
+            f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
+        )
+
+
+def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
+    sized = "critic" if key == "critic" else "actor"
+    tokens = (config.critic if key == "critic" else config.actor).micro_batch_tokens
+    if model.attention != "cudnn":
+        return
+    if config.exact:
+        raise ConfigError(
+            f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
+            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=false"
+        )
+    if tokens:
+        raise ConfigError(
+            f"config.{key}.attention=cudnn takes a sample a row, and "
+            f"config.{sized}.micro_batch_tokens={tokens} packs several: "
+            f"config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
+        )
+
+
+def _check_quantization(config: Config) -> None:
+    if config.rollout.quantization != "none" and config.mesh.tensor > 1:
+        raise ConfigError(
+            f"config.rollout.quantization={config.rollout.quantization} needs whole weights on "
+            f"each device, and config.mesh.tensor={config.mesh.tensor} splits them: use "
+            "config.mesh.fsdp or config.mesh.data, or --config.rollout.quantization=none"
+        )
+
+
+def _check_split(config: Config, key: str, model: ModelSettings) -> None:
+    """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
+    sizes = _hf_config(key, model)
+    names = {
+        "tensor": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
+        "fsdp": ("hidden_size",),
+    }
+    for axis, of_axis in names.items():
+        parts = getattr(config.mesh, axis)
+        given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
+        for name, size in given.items():
+            if size < 0:
+                raise ConfigError(f"config.{key}.hf_config.{name}={size}: must be positive")
+            if size % parts:
+                fitting = [d for d in range(1, parts) if not any(s % d for s in given.values())]
+                raise ConfigError(
+                    f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
+                    f"config.{key}; config.mesh.{axis}={fitting[-1]} works"
+                )
+
+
+def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:
+    file = Path(model.path) / "config.json"
+    if not model.path:
+        return model.hf_config
+    if not file.is_file() or (file.parent / "checkpoints").is_dir():
+        return {}  # one of our checkpoints or runs
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"config.{key}.path={model.path}: {file} is not JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+# ------------------------------------------------------------------------- data and functions
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if not data.train_files and not data.train_tasks and not data.dataset_class:
+        raise ConfigError(
+            "config.data has no training data: set --config.data.train_files=[FILE] or "
+            "--config.data.train_tasks=[chain_sum]"
+        )
+    trainings = [(f"{key}.files", training.files) for key, training in _trainings(config)]
+    for key, files in (
+        ("data.train_files", data.train_files),
+        ("data.val_files", data.val_files),
+        *trainings,
+    ):
+        mine = bool(data.dataset_class) and key.startswith("data.")  # the class reads them
+        for file in () if mine else files:
+            try:
+                resolve_files(file)
+            except ValueError as error:
+                raise ConfigError(f"config.{key}: {error}") from None
+    known = data.tokenizer in ("", "char") or is_hub_name(data.tokenizer)
+    if not known and not Path(data.tokenizer).exists():
+        raise ConfigError(
+            f"config.data.tokenizer={data.tokenizer}: expected char or a Hugging Face folder"
+            f"{nearest_file(Path(data.tokenizer))}"
+        )
+    if not config.actor.path and not config.actor.hf_config:
+        raise ConfigError(
+            "config.actor has no model: set --config.actor.path=HF_DIR, or hf_config in the file"
+        )
+    if not data.tokenizer and not config.actor.path:
+        raise ConfigError(
+            "config.data.tokenizer is empty and config.actor.path, whose tokenizer would be taken, "
+            "too; --config.data.tokenizer=char works"
+        )
+
+
+def _check_priority(config: Config) -> None:
+    priority = config.data.priority
+    if priority is None:
+        return
+    key = f"config.data.priority={priority.label}"
+    if is_offline(config):
+        raise ConfigError(
+            f"{key}: an offline run scores no answers; set --config.data.priority=null"
+        )
+    if not config.data.shuffle:
+        raise ConfigError(
+            f"{key} draws at random, and config.data.shuffle=false asks for the order of the "
+            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
+        )
+    if isinstance(priority, Spread) and config.rollout.n == 1:
+        raise ConfigError(
+            f"{key}: reads the std of a prompt's samples, and config.rollout.n=1 makes one; "
+            "config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    reward = config.reward
+    if not reward.functions and reward.model is None:
+        raise ConfigError(
+            "config.reward has neither functions nor a model: set "
+            "--config.reward.functions=[my_rewards.py:my_function]"
+        )
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        ones = ",".join(["1"] * len(reward.functions))
+        raise ConfigError(
+            f"config.reward.weights={list(reward.weights)}: {len(reward.weights)} weights for "
+            f"{len(reward.functions)} functions; [{ones}] works"
+        )
+    model = reward.model
+    if model is not None and not model.path and model.training is None:
+        raise ConfigError(
+            "config.reward.model has no path and no training: set --config.reward.model.path=DIR, "
+            "or --config.reward.model.training={} to train it in the run"
+        )
+
+
+def _check_phases(config: Config) -> None:
+    for i, phase in enumerate(config.phases):
+        if is_offline(config) or _is_offline(phase.algorithm):
+            raise ConfigError(
+                f"config.phases.{i}: phases are of online algorithms, and an offline one is here; "
+                "run it alone and give its checkpoint as --config.actor.path"
+            )
+    total = sum(phase.steps for phase in config.phases)
+    if config.phases and total >= config.total_steps:
+        raise ConfigError(
+            f"config.phases takes {total} steps of config.total_steps={config.total_steps} and "
+            f"leaves none for config.algorithm; --config.total_steps={total + 1} works"
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    teacher = config.teacher
+    if teacher is None:
+        return
+    if not teacher.path and teacher.training is None:
+        raise ConfigError(
+            "config.teacher has no path and no training: set --config.teacher.path=DIR, or "
+            "--config.teacher.training={} to train it in the run"
+        )
+    if is_offline(config):
+        raise ConfigError(
+            "config.teacher: an offline run does not read it; set --config.teacher=null, or an "
+            "algorithm that does: --config.algorithm=distillation"
+        )
+
+
+def _check_functions(config: Config) -> None:
+    """Files and packages of the user's functions exist; they are loaded later."""
+    named: list[tuple[str, Any]] = [
+        ("algorithm", config.algorithm),
+        ("data.priority", config.data.priority),
+        ("validation.grader", config.validation.grader),
+        *((f"reward.functions.{i}", f) for i, f in enumerate(config.reward.functions)),
+        *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
+    ]
+    paths = [(f"{key}.path", f.path) for key, f in named if isinstance(f, Custom)]
+    if config.data.dataset_class:
+        paths.append(("data.dataset_class", config.data.dataset_class))
+    for key, path in paths:
+        try:
+            check_path(path)
+        except ValueError as error:
+            raise ConfigError(f"config.{key}={path}: {error}") from None
+
+
+# ------------------------------------------------------------------------- parts
+
+
+def _models(config: Config) -> Iterator[tuple[str, ModelSettings]]:
+    yield "actor", config.actor
+    yield "critic", config.critic
+    if config.reward.model is not None:
+        yield "reward.model", config.reward.model
+    if config.teacher is not None:
+        yield "teacher", config.teacher
+    for i, model in enumerate(config.models):
+        yield f"models.{i}", model
+
+
+def _trainings(config: Config) -> Iterator[tuple[str, SupervisedConfig]]:
+    if config.warmup is not None:
+        yield "warmup", config.warmup
+    if config.reward.model is not None and config.reward.model.training is not None:
+        yield "reward.model.training", config.reward.model.training
+    if config.teacher is not None and config.teacher.training is not None:
+        yield "teacher.training", config.teacher.training

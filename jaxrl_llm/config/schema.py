@@ -1,0 +1,350 @@
+"""The configuration of a run: frozen records, checked before jax is imported.
+
+A config file holds `get_config() -> Config`. Names are verl's and TRL's where they have one.
+"""
+
+from dataclasses import field
+from typing import Any, Literal
+
+from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
+from jaxrl_llm.config.functions import (
+    ExactAnswer,
+    OwnFunction,
+    PrioritySettings,
+    RewardFunction,
+    TaskSettings,
+)
+from jaxrl_llm.config.records import (
+    BelowOne,
+    Count,
+    Fraction,
+    FreeDict,
+    Many,
+    Maybe,
+    NotNegative,
+    Positive,
+    Probability,
+    Record,
+    Whole,
+    record,
+)
+
+__all__ = [
+    "DType", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings", "ActorConfig",
+    "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
+    "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
+    "LogConfig", "CheckpointConfig", "Config", "as_dict", "differences",
+]  # fmt: skip
+
+DType = Literal["float32", "bfloat16"]
+
+
+@record
+class MeshConfig(Record):
+    """Devices along each mesh axis; the product is the number of devices used."""
+
+    data: Count = 1
+    fsdp: Count = 1
+    tensor: Count = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ways a batch is split."""
+        return self.data * self.fsdp
+
+
+@record
+class DataConfig(Record):
+    """Where prompts come from. Files and tasks may be mixed."""
+
+    # .parquet, .jsonl, globs of them, Hugging Face dataset folders, or FOLDER#SPLIT
+    train_files: Many[str] = ()
+    val_files: Many[str] = ()
+    train_tasks: Many[TaskSettings] = ()
+    val_tasks: Many[TaskSettings] = ()
+    tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
+    prompt_style: Literal["plain", "chat"] = "plain"  # of tasks: "7+2+5=", or messages
+    train_batch_size: Count = 128  # prompts an iteration
+    val_batch_size: Count = 512  # prompts a validation call
+    max_prompt_length: Count = 512  # tokens
+    max_response_length: Count = 512  # tokens
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    filter_overlong_prompts: bool = False
+    shuffle: bool = True
+    # Online: draw prompts by their earlier scores, instead of in shuffled epochs.
+    priority: Maybe[PrioritySettings] = None
+    priority_uniform: Fraction = 0.1  # share of the draws that is uniform
+    num_workers: Whole = 0  # reader processes; 0 reads in a thread
+    prefetch: Count = 2  # batches
+    max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
+    dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
+
+
+@record
+class OptimizerConfig(Record):
+    """AdamW with a global-norm clip and a schedule over optimizer steps."""
+
+    learning_rate: NotNegative = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: Whole = 0
+    total_steps: Whole = 0  # where linear and cosine end; 0 takes the run's own number
+    min_learning_rate_ratio: Fraction = 0.0
+    b1: BelowOne = 0.9
+    b2: BelowOne = 0.999
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    max_grad_norm: Positive = 1.0  # 1e9 never clips
+    # bfloat16 halves the optimizer state. Updates are stochastically rounded; otherwise the second
+    # moment's small changes would round to zero.
+    moment_dtype: DType = "float32"
+    # Optimizer state in CPU memory (verl's optimizer_offload): saves 8 bytes a parameter on the
+    # device, and a step takes longer.
+    offload: bool = False
+
+
+@record
+class ModelSettings(Record):
+    """A role's model: a directory to import, or a Hugging Face config to initialise at random."""
+
+    path: str = ""  # Hugging Face directory, checkpoint or run folder; empty builds hf_config
+    hf_config: FreeDict = field(default_factory=dict)
+    dtype: DType = "float32"  # of computation
+    param_dtype: DType = "float32"  # of the stored (master) weights
+    # "cudnn" takes a sample a row: no micro_batch_tokens, and prompts one a row in a prefill. It
+    # has no paged cache, so a decode step then does what "auto" does.
+    attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
+    # Activation checkpointing: what a backward pass computes again to save memory. "projections"
+    # keeps projections and attention; "attention" keeps attention; "full" keeps layer inputs.
+    remat: Literal["none", "projections", "attention", "full"] = "none"
+    # Of the residual stream. The sampler's is float32; bfloat16 here doubles the distance between
+    # the log-probs of trainer and sampler.
+    residual_dtype: DType = "float32"
+    # One compiled layer in a loop: a smaller program, which compiles no faster. It copies the
+    # weights: 11 to 14 % more time and 13 % more memory at 7B.
+    scan_layers: bool = False
+
+
+@record
+class ActorConfig(ModelSettings):
+    """The policy and its update."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ppo_mini_batch_size: Count = 128  # prompts an optimizer step
+    ppo_epochs: Count = 1
+    # Mini-batches, the critic's too, hold samples in a random order, drawn again each epoch. False
+    # keeps whole prompts in order, whose samples `share_prompts` can compute together.
+    shuffle: bool = False
+    micro_batch_size: Whole = 0  # samples a device and forward pass; 0 takes the whole mini-batch
+    # Tokens a device and forward pass: samples are packed, without padding, into rows of this many.
+    # 0 gives each sample its own padded row.
+    micro_batch_tokens: Whole = 0
+    share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
+
+
+@record
+class CriticConfig(ModelSettings):
+    """The value model. An empty path starts it from the actor's weights, after the warm-up."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    ppo_epochs: Count = 1
+    micro_batch_size: Whole = 0
+    micro_batch_tokens: Whole = 0
+    share_prompts: bool = True
+    # Iterations in which only the critic learns, from its first phase on. verl's critic_warmup of
+    # k + 1 is a warmup_steps of k.
+    warmup_steps: Whole = 0
+
+
+@record
+class SupervisedConfig(Record):
+    """A supervised training: the SFT warm-up, the reward model's or the teacher's."""
+
+    steps: Whole = 100
+    batch_size: Count = 256  # rows an optimizer step
+    micro_batch_size: Whole = 0  # rows a device and forward pass; 0 takes the whole batch
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    files: Many[str] = ()
+    tasks: Many[TaskSettings] = ()  # empty files and tasks take the run's training data
+    eval_every: Whole = 0  # steps between held-out evaluations; 0 only at the end
+    stop_at: Fraction = 0.0  # end early once held-out accuracy reaches this; 0 never
+
+
+@record
+class RewardModelConfig(ModelSettings):
+    """A scalar model whose score at the last token is the reward, or a part of it."""
+
+    weight: float = 1.0  # of its score in a sum with reward functions
+    training: Maybe[SupervisedConfig] = None  # train it in the run, on preference pairs
+    center: NotNegative = 0.0  # coefficient of the squared sum of scores (centring)
+
+
+@record
+class TeacherConfig(ModelSettings):
+    """A frozen language model to learn from. Without a path or hf_config it has the actor's."""
+
+    training: Maybe[SupervisedConfig] = None  # train it in the run first, like the warm-up
+    top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
+
+
+@record
+class ExtraModelConfig(ModelSettings):
+    """A frozen model of yours: a second reward model, a cost model, another reference.
+
+    A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
+    """
+
+    name: str
+    kind: Literal["scalar", "causal_lm"] = "scalar"
+
+
+@record
+class FilterGroupsConfig(Record):
+    """Dynamic sampling (DAPO): replace groups whose samples all got the same reward."""
+
+    enable: bool = False
+    metric: str = "score"  # what must vary: the score, or the name of a reward function
+    max_num_gen_batches: Count = 10  # rounds of generation an iteration
+    shortage: Literal["error", "fill"] = "error"  # after the last: stop, or take what there is
+
+
+@record
+class RolloutConfig(Record):
+    """Generation for training."""
+
+    n: Count = 1  # samples a prompt
+    temperature: NotNegative = 1.0
+    top_k: Whole = 0  # 0 is off
+    top_p: Probability = 1.0
+    min_p: Fraction = 0.0
+    # Sequences decoded at once a replica; 0 takes all of its samples, and 8 at least on a GPU.
+    num_slots: Whole = 0
+    # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
+    cache_tokens: Whole = 0
+    stop_token_ids: Many[int] = ()  # in addition to the tokenizer's own
+    dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
+    # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
+    quantization: Literal["none", "float8"] = "none"
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+
+
+@record
+class ValidationConfig(Record):
+    """Held-out evaluation: greedy by default."""
+
+    before_train: bool = True
+    every: Whole = 20  # steps; 0 only before and after
+    n: Count = 1
+    temperature: NotNegative = 0.0
+    top_p: Probability = 1.0
+    grader: RewardFunction = ExactAnswer()
+    generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
+
+
+@record
+class RewardConfig(Record):
+    """Reward functions and how they are run."""
+
+    functions: Many[RewardFunction] = ()
+    weights: Many[float] = ()  # empty is 1 each
+    num_workers: Count = 2  # processes for user functions
+    timeout_s: Positive = 30.0  # a call
+    failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
+    model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
+
+
+@record
+class PhaseConfig(Record):
+    """Another algorithm for the first steps of an online run."""
+
+    algorithm: AlgorithmSettings
+    steps: Count
+
+
+@record
+class LogConfig(Record):
+    """What the user sees."""
+
+    console_every: Whole = 1  # steps between progress lines
+    samples_every: Whole = 20  # steps between tables of samples; 0 never
+    num_samples: Whole = 4
+    tensorboard: bool = True
+    trace: bool = True
+
+
+@record
+class CheckpointConfig(Record):
+    """What is kept on disk."""
+
+    keep_latest: Count = 2
+    keep_best: Whole = 1  # by best_metric
+    # Larger is better; with a leading minus ("-eval_loss"), smaller. Empty takes the mean
+    # validation reward, or the held-out loss of an offline run that answers no prompts.
+    best_metric: str = ""
+    asynchronous: bool = True
+
+
+@record
+class Config(Record):
+    """A whole run."""
+
+    name: str = "run"
+    seed: Whole = 0
+    run_dir: str = ""  # empty is runs/<name>
+    total_steps: Whole = 100
+    save_every: Whole = 50  # steps; 0 only at the end
+    resume: str = "auto"  # auto | never | the path of a checkpoint
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmSettings = PPO()
+    # Before `algorithm`, in turn, each for its part of `total_steps`. Roles, their optimizers and
+    # the data continue from one to the next; the reference stays the actor before the first.
+    phases: Many[PhaseConfig] = ()
+    # Offline: the reference model's log-probs once, before the first step, instead of in each.
+    precompute_reference: bool = False
+    reward: RewardConfig = RewardConfig()
+    teacher: Maybe[TeacherConfig] = None  # of distillation
+    # Your own models and stages (docs/add-a-stage.md). The function of a stage returns it.
+    models: Many[ExtraModelConfig] = ()
+    stages: Many[OwnFunction] = ()
+    validation: ValidationConfig = ValidationConfig()
+    warmup: Maybe[SupervisedConfig] = None  # supervised training of the actor before RL
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
+    compile_cache: str = ""
+    exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention
+    fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
+
+
+def as_dict(node: Any) -> Any:
+    """A record as plain JSON types; one of several kinds begins with its `kind`."""
+    if isinstance(node, Record):
+        kind = getattr(node, "kind", "")
+        values = {name: as_dict(getattr(node, name)) for name in node.__pydantic_fields__}  # pyright: ignore
+        return {"kind": kind} | values if kind else values
+    if isinstance(node, tuple | list):
+        return [as_dict(entry) for entry in node]
+    if isinstance(node, dict):
+        return {name: as_dict(entry) for name, entry in node.items()}
+    return node
+
+
+def differences(a: Any, b: Any, key: str = "") -> list[str]:
+    """The dotted keys at which two configs differ."""
+    a, b = as_dict(a), as_dict(b)
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        a, b = ({str(i): entry for i, entry in enumerate(entries)} for entries in (a, b))
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return [] if a == b and type(a) is type(b) else [key]
+    found = [
+        differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
+        for name in dict.fromkeys((*a, *b))
+    ]
+    return [name for names in found for name in names]

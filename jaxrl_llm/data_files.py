@@ -1,0 +1,114 @@
+"""The data files that a path, a glob or a dataset folder names.
+
+This file imports neither jax nor a data library, so a config can be checked with it at once.
+"""
+
+import glob
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrl_llm.references import nearest_file
+
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".json": "json"}
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One existing file of rows."""
+
+    path: str
+    kind: str  # parquet | jsonl | json | arrow
+
+
+def resolve_files(pattern: str) -> list[DataFile]:
+    """The data files that `pattern` names, in order: a file, a glob, a folder or FOLDER#SPLIT.
+
+    A folder holds parquet, arrow or JSON files, or is what `Dataset.save_to_disk` writes. `#SPLIT`
+    picks one of several splits. No row is read.
+
+    Raises:
+        ValueError: nothing is there (with the nearest name), the kind of file is unknown, or a
+            folder has several splits and none was picked.
+    """
+    base, _, split = pattern.partition("#")
+    if Path(pattern).exists():  # a name may contain "#"
+        base, split = pattern, ""
+    matches = [base] if Path(base).exists() else sorted(glob.glob(base, recursive=True))
+    if not matches:
+        raise ValueError(f"no file or folder {pattern!r}{nearest_file(Path(base))}")
+    return [file for match in matches for file in _files_at(Path(match), split)]
+
+
+def _files_at(path: Path, split: str) -> list[DataFile]:
+    if path.is_dir():
+        return _folder_files(path, split)
+    if split:
+        raise ValueError(f"{path.as_posix()!r} is a file and has no splits: leave out '#{split}'")
+    return [_file(path)]
+
+
+def _file(path: Path) -> DataFile:
+    if path.suffix not in KINDS:
+        raise ValueError(
+            f"{str(path)!r} is not a data file that can be read: its name must end in "
+            f"{', '.join(KINDS)}"
+        )
+    return DataFile(path.as_posix(), KINDS[path.suffix])
+
+
+def _folder_files(folder: Path, split: str) -> list[DataFile]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        return _saved_files(folder / _pick(folder, splits, split))
+    if (folder / "state.json").is_file():
+        if split:
+            raise ValueError(f"{str(folder)!r} is one split: leave out '#{split}'")
+        return _saved_files(folder)
+    visible = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(part[0] == "." for part in path.relative_to(folder).parts)
+    ]
+    # Only the first kind that is there: next to parquet files, a .json file describes the data.
+    kinds = [[path for path in visible if path.suffix == suffix] for suffix in KINDS]
+    files = next((paths for paths in kinds if paths), None)
+    if files is None:
+        raise ValueError(f"the folder {str(folder)!r} holds no {', '.join(KINDS)} file")
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    chosen = _pick(folder, list(by_split), split) if split or len(by_split) > 1 else ""
+    return [_file(path) for path in (by_split[chosen] if chosen else files)]
+
+
+def _saved_files(folder: Path) -> list[DataFile]:
+    """The arrow files of a `save_to_disk` folder, in the order of its state.json."""
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("_indices_data_files"):
+        raise ValueError(
+            f"{str(folder)!r} stores an index mapping with its rows: call flatten_indices() "
+            "before save_to_disk()"
+        )
+    files = [folder / entry["filename"] for entry in state["_data_files"]]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{str(folder)!r} lacks {file.name!r}, which its state.json names")
+    return [DataFile(file.as_posix(), "arrow") for file in files]
+
+
+def _pick(folder: Path, splits: Sequence[str], split: str) -> str:
+    if split in splits:
+        return split
+    what = f"has no split {split!r}" if split else "has several splits"
+    raise ValueError(f"{str(folder)!r} {what}: give one as {folder}#{' or #'.join(splits)}")
+
+
+def _split_of(path: Path) -> str:
+    """`train` for train.parquet, train-00000-of-00002.parquet and train/x.parquet, else ""."""
+    for name in (path.stem.split("-")[0], *(part.split("-")[0] for part in path.parts[:-1])):
+        if name in SPLIT_NAMES:
+            return name
+    return ""

@@ -1,0 +1,91 @@
+"""The decode step: one token in every slot.
+
+Shape letters: N samples, B slots, D hidden, R response tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.generation.kv_cache import RESIDUAL_DTYPE, decode_attend, decode_context
+from jaxrl_llm.generation.pages import PageSizes, take_pages
+from jaxrl_llm.generation.queue import Queue
+from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
+from jaxrl_llm.generation.slots import State
+from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.models.base import ModelSpec, bind
+
+
+def decode(
+    spec: ModelSpec,
+    params: Any,
+    queue: Queue,
+    group: int,
+    pages: PageSizes,
+    seed_key: jax.Array,
+    sampling: SamplingParams,
+    state: State,
+    *,
+    attention: Implementation,
+    heads_axis: str | None,
+) -> State:
+    """Sample the next token of every live slot, and end the samples that are complete.
+
+    Guarantees: a slot that is free, or waits for a page, reads nothing from the cache and writes
+    nothing. It is computed all the same, because shapes are static.
+    """
+    model, slots = bind(spec, params), state.slots
+    row_B, count_B = slots.row_B, slots.count_B
+    num_samples, slots_B = queue.prompts_NP.shape[0], jnp.arange(row_B.shape[0])
+    table, live_B = take_pages(
+        state.table,
+        pages,
+        sample_B=row_B,
+        live_B=slots.live_B,
+        count_B=count_B,
+        num_samples=num_samples,
+    )
+    prompt_B = jnp.where(live_B, queue.lengths_N[row_B] - 1, 0)
+    own_B = jnp.where(live_B, count_B, 0)
+    context = decode_context(
+        spec.config,
+        state.cache[0],
+        slots.prompt_row_B,
+        prompt_B,
+        table.pages_BT,
+        jnp.where(live_B, count_B + 1, 0),
+        slots_per_prompt=group,
+        heads_axis=heads_axis,
+    )
+    hidden_B1D, cache = model(
+        jnp.where(live_B, slots.token_B, 0)[:, None],
+        (prompt_B + own_B)[:, None],
+        attend=decode_attend(context, attention, heads_axis),
+        cache=state.cache,
+        residual_dtype=RESIDUAL_DTYPE,
+    )
+    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
+    tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)
+
+    # Slots were refilled before this step, so a sample that is still ready found no page.
+    num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
+    stalled = jnp.minimum(num_free, state.prefilled * group - state.head)
+    stalled += jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
+    at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
+    ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
+    return state._replace(
+        cache=cache,
+        table=table,
+        slots=slots._replace(
+            token_B=jnp.where(live_B, tokens_B, slots.token_B),
+            count_B=count_B + live_B,
+            live_B=slots.live_B & ~(live_B & ended_B),
+        ),
+        tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
+        logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
+        steps=state.steps + 1,
+        slot_steps=state.slot_steps + live_B.shape[0],
+        live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
+        stalled_slot_steps=state.stalled_slot_steps + stalled,
+    )

@@ -1,0 +1,50 @@
+"""The queue of prompts: everything that generation reads and never changes.
+
+Shape letters: N samples, G groups (prompts), P prompt tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.generation.packed_prompts import PackedPrompts, RowSizes, pack_prompts
+
+
+class Queue(NamedTuple):
+    """The samples to generate; `order_G` lists the groups that hold a prompt."""
+
+    prompts_NP: jax.Array
+    lengths_N: jax.Array
+    sample_ids_N: jax.Array
+    limits_N: jax.Array
+    order_G: jax.Array
+    num_groups: jax.Array
+    packed: PackedPrompts  # the prompts in that order
+
+
+def make_queue(
+    prompts_NP: jax.Array,
+    lengths_N: jax.Array,
+    sample_ids_N: jax.Array,
+    limits_N: jax.Array,
+    *,
+    max_new_tokens: int,
+    group: int,
+    prefill: RowSizes,
+) -> Queue:
+    """Queue the groups whose prompt is not empty, in the order of their rows."""
+    has_prompt_G = lengths_N[::group] > 0
+    order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
+    num_groups = jnp.sum(has_prompt_G, dtype=jnp.int32)
+    lengths_G = lengths_N[::group][order_G]
+    lengths_G = jnp.where(jnp.arange(order_G.size) < num_groups, lengths_G, 0)
+    return Queue(
+        prompts_NP,
+        lengths_N,
+        sample_ids_N,
+        jnp.minimum(limits_N, max_new_tokens),
+        order_G=order_G.astype(jnp.int32),
+        num_groups=num_groups,
+        packed=pack_prompts(lengths_G, num_groups, prefill),
+    )

@@ -1,0 +1,77 @@
+"""Sizes of the engine's arrays, from the settings and the shapes of the prompts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxrl_llm.generation.packed_prompts import RowSizes, row_sizes
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.tail import default_tails
+from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
+
+# Automatic `num_slots` on a GPU: XLA computes matmuls with fewer rows as matrix-vector products,
+# and a step of one slot then takes 9 % longer than a step of eight (4 layers of 1.5B, H200).
+FEWEST_SLOTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSizes:
+    """Static sizes of one generation program on one replica."""
+
+    num_slots: int
+    group: int
+    prefill: RowSizes
+    prompt_rows: int  # C, rows of the cache that hold prompts
+    tails: tuple[int, ...]  # slots of each tail, falling
+
+
+def engine_sizes(
+    settings: GenerationSettings,
+    prompts_NP: jax.Array,
+    lengths_N: jax.Array,
+    prefill_attention: Implementation,
+) -> EngineSizes:
+    """Sizes for these prompts. ValueError for shapes and settings that contradict each other."""
+    num_samples, width = prompts_NP.shape
+    group, num_slots, prefill = settings.group, settings.num_slots, settings.prefill
+    if lengths_N.shape != (num_samples,):
+        raise ValueError(f"{num_samples} prompts but prompt lengths of shape {lengths_N.shape}.")
+    if width == 0 and num_samples > 0:
+        raise ValueError("prompts have a width of 0 tokens; pad them to 1 or more.")
+    if prefill is not None and (prefill.tokens < width or min(prefill.rows, prefill.prompts) < 1):
+        raise ValueError(f"{prefill} holds no prompt of {width} tokens.")
+    if group < 1 or num_samples % group:
+        raise ValueError(f"{num_samples} prompts are not groups of {group}: give a divisor.")
+    num_groups = num_samples // group
+    fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
+    slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
+    # Room for as many prompts of full width as all slots can take at once. More of the shorter ones
+    # fit: they cost no memory, because each prompt has its own row of the cache anyway.
+    prefill = prefill or row_sizes(
+        width,
+        max(1, min(num_groups, -(-slots // group))),
+        most=num_groups if num_groups <= slots else slots // 4,
+        attention=prefill_attention,
+    )
+    tails = settings.tail_slots
+    if tails is None:
+        tails = default_tails(slots, settings.sampling.max_new_tokens)
+    if any(a <= b for a, b in zip((slots, *tails), (*tails, 0), strict=True)):
+        raise ValueError(f"tail_slots={tails} must fall, from less than {slots} slots.")
+    # Live slots read at most `slots` prompts, so rows are free whenever a prefill is due.
+    most = prefill.rows * prefill.prompts
+    return EngineSizes(
+        num_slots=slots,
+        group=group,
+        prefill=prefill,
+        prompt_rows=max(1, min(num_groups, slots + most)),
+        tails=tails,
+    )
+
+
+def prefill_implementation(attention: Implementation, dtype: Any, head_dim: int) -> Implementation:
+    """The attention of a prefill: over packed rows, or cuDNN's where our kernels cannot run."""
+    packed = chosen_attention(attention, dtype, head_dim, ranges=True)
+    whole = chosen_attention(attention, dtype, head_dim, ranges=False)
+    return whole if whole == "cudnn" and packed == "xla" else packed

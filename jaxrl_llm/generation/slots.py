@@ -1,0 +1,115 @@
+"""The slots, each of which decodes one sample, and the state that the loops carry.
+
+Shape letters: N samples, G groups (prompts), R response tokens, B slots.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.generation.kv_cache import LayerCache, init_cache
+from jaxrl_llm.generation.pages import PageSizes, PageTable, empty_table, num_admissible
+from jaxrl_llm.generation.queue import Queue
+from jaxrl_llm.models.base import ModelConfig
+
+
+class Slots(NamedTuple):
+    """One entry a slot. A slot's pages are in `State.table`."""
+
+    row_B: jax.Array  # row of the queue that the slot answers
+    prompt_row_B: jax.Array  # row of the cache that holds its prompt
+    token_B: jax.Array  # last token of the sequence, not yet in the cache
+    count_B: jax.Array  # response tokens so far, which is the slot's own entries in the cache
+    live_B: jax.Array  # False: the slot is free
+
+    @property
+    def num_live(self) -> jax.Array:
+        """How many slots hold a sample that has not ended."""
+        return jnp.sum(self.live_B, dtype=jnp.int32)
+
+
+class State(NamedTuple):
+    """The carry of all loops."""
+
+    cache: tuple[LayerCache, ...]
+    table: PageTable
+    slots: Slots
+    prompt_row_G: jax.Array  # row of the cache that holds a group's prompt
+    prefilled: jax.Array  # groups of the queue's order whose prompt is in the cache
+    head: jax.Array  # samples of the queue's order that a slot has taken
+    tokens_NR: jax.Array  # -1 where nothing was written
+    logprobs_NR: jax.Array
+    steps: jax.Array
+    prefills: jax.Array
+    slot_steps: jax.Array
+    live_slot_steps: jax.Array
+    stalled_slot_steps: jax.Array
+
+
+def empty_state(
+    config: ModelConfig,
+    queue: Queue,
+    pages: PageSizes,
+    *,
+    num_slots: int,
+    prompt_rows: int,
+    cache_dtype: Any,
+    max_new_tokens: int,
+) -> State:
+    """All slots free, nothing in the cache, nothing written."""
+    num_samples, width = queue.prompts_NP.shape
+    zeros_B, zero = jnp.zeros((num_slots,), jnp.int32), jnp.int32(0)
+    cache = init_cache(
+        config,
+        num_prompts=prompt_rows,
+        prompt_length=width,
+        num_pages=pages.num_pages,
+        page_entries=pages.entries,
+        dtype=cache_dtype,
+    )
+    return State(
+        cache=cache,
+        table=empty_table(pages, num_slots, num_samples),
+        slots=Slots(
+            row_B=zeros_B,
+            prompt_row_B=zeros_B,
+            token_B=zeros_B,
+            count_B=zeros_B,
+            live_B=jnp.zeros((num_slots,), bool),
+        ),
+        prompt_row_G=jnp.zeros(queue.order_G.shape, jnp.int32),
+        prefilled=zero,
+        head=zero,
+        tokens_NR=jnp.full((num_samples, max_new_tokens), -1, jnp.int32),
+        logprobs_NR=jnp.zeros((num_samples, max_new_tokens), jnp.float32),
+        steps=zero,
+        prefills=zero,
+        slot_steps=zero,
+        live_slot_steps=zero,
+        stalled_slot_steps=zero,
+    )
+
+
+def fill_slots(queue: Queue, group: int, pages: PageSizes, state: State) -> State:
+    """Free slots take the next samples whose prompt is in the cache, while pages are free."""
+    slots, num_samples = state.slots, queue.prompts_NP.shape[0]
+    free_B = ~slots.live_B
+    ready = state.prefilled * group
+    admitted = state.head + num_admissible(state.table, pages, slots.live_B)
+    index_B = state.head + jnp.cumsum(free_B, dtype=jnp.int32) - 1
+    take_B = free_B & (index_B < jnp.minimum(ready, admitted))
+    index_B = jnp.clip(index_B, 0, num_samples - 1)
+    group_B = queue.order_G[index_B // group]
+    row_B = group_B * group + index_B % group
+    token_B = queue.prompts_NP[row_B, jnp.maximum(queue.lengths_N[row_B] - 1, 0)]
+    return state._replace(
+        slots=Slots(
+            row_B=jnp.where(take_B, row_B, slots.row_B),
+            prompt_row_B=jnp.where(take_B, state.prompt_row_G[group_B], slots.prompt_row_B),
+            token_B=jnp.where(take_B, token_B, slots.token_B),
+            count_B=jnp.where(take_B, 0, slots.count_B),
+            live_B=slots.live_B | take_B,
+        ),
+        head=state.head + jnp.sum(take_B, dtype=jnp.int32),
+    )

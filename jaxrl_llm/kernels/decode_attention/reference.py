@@ -1,0 +1,116 @@
+"""Decode attention in plain jax.numpy: the float32 reference and XLA's implementation.
+
+Shape letters: those of inputs.py; S entries of a slot.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.kernels.decode_attention.inputs import DecodeInputs
+
+
+def prefix_decode_attention_reference(
+    inputs: DecodeInputs, *, window: int | None = None
+) -> Float[Array, "B N H"]:
+    """The attention in float32 with repeated KV heads: what the implementations must equal.
+
+    Entries that a slot does not see may be NaN.
+    """
+    q_BNH, groups = inputs.q_BNH, inputs.group_size
+    own_OK2RH = with_new_entries(inputs)
+    visible_BS = _visible(inputs, inputs.own_capacity, window)
+    rows = _prompt_rows(inputs), _own_rows(own_OK2RH, inputs.page_table_BT)
+    both_BK2SH = jnp.concatenate(rows, axis=3).astype(jnp.float32)
+    both_BK2SH = jnp.where(visible_BS[:, None, None, :, None], both_BK2SH, 0.0)
+
+    k_BNSH = jnp.repeat(both_BK2SH[:, :, 0], groups, axis=1)
+    v_BNSH = jnp.repeat(both_BK2SH[:, :, 1], groups, axis=1)
+    scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
+    scores = jnp.where(visible_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * visible_BS[:, None]
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    return jnp.einsum("BNS,BNSH->BNH", weights, v_BNSH, precision="highest")
+
+
+def decode_attention_xla(
+    inputs: DecodeInputs, window: int | None
+) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
+    """One softmax over the scores of prompt and own entries, and the pages with the new entries.
+
+    Requires: all cache entries are finite.
+    """
+    own_OK2RH = with_new_entries(inputs)
+    q_BNH = inputs.q_BNH
+    B, N, H = q_BNH.shape
+    K, P = own_OK2RH.shape[1], inputs.prefix_capacity
+    prefix_BK2PH = _prompt_rows(inputs)
+    own_BK2SH = _own_rows(own_OK2RH, inputs.page_table_BT)
+    q_BKGH = q_BNH.reshape(B, K, N // K, H)
+
+    def scores_of(k_BKSH: Array) -> Array:
+        return jnp.einsum(
+            "BKGH,BKSH->BKGS",
+            q_BKGH,
+            k_BKSH.astype(q_BNH.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    # The scores are joined. Joining the caches would copy them.
+    scores = [scores_of(prefix_BK2PH[:, :, 0]), scores_of(own_BK2SH[:, :, 0])]
+    scores = jnp.concatenate(scores, axis=-1) * H**-0.5
+    visible = _visible(inputs, own_BK2SH.shape[3], window)[:, None, None]
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
+
+    def values_of(weights_BKGS: Array, v_BKSH: Array) -> Array:
+        return jnp.einsum(
+            "BKGS,BKSH->BKGH",
+            weights_BKGS,
+            v_BKSH.astype(q_BNH.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    out_BKGH = values_of(weights[..., :P], prefix_BK2PH[:, :, 1])
+    out_BKGH += values_of(weights[..., P:], own_BK2SH[:, :, 1])
+    return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype), own_OK2RH
+
+
+def with_new_entries(inputs: DecodeInputs) -> Float[Array, "O K 2 R H"]:
+    """The pages with each slot's new entry. A slot with own length 0 writes nothing."""
+    own_OK2RH, lengths_B = inputs.own_OK2RH, inputs.own_lengths_B
+    R = own_OK2RH.shape[3]
+    slots_B = jnp.arange(lengths_B.shape[0])
+    newest_B = jnp.maximum(lengths_B - 1, 0)
+    page_B = inputs.page_table_BT[slots_B, newest_B // R]
+    # Out of range and different in each slot: the scatter drops them, and indices stay unique.
+    page_B = jnp.where(lengths_B > 0, page_B, own_OK2RH.shape[0] + slots_B)
+    entries = own_OK2RH.at[page_B, :, :, newest_B % R]
+    return entries.set(inputs.new_BK2H, mode="drop", unique_indices=True)
+
+
+def _prompt_rows(inputs: DecodeInputs) -> Array:
+    """Each slot's prompt row, [B, K, 2, P, H]. A single prompt is broadcast, not copied."""
+    prefix_CK2PH, rows_B = inputs.prefix_CK2PH, inputs.prefix_rows_B
+    if prefix_CK2PH.shape[0] == 1:
+        return jnp.broadcast_to(prefix_CK2PH, (rows_B.shape[0], *prefix_CK2PH.shape[1:]))
+    return prefix_CK2PH.at[rows_B].get(mode="clip")
+
+
+def _own_rows(own_OK2RH: Array, page_table_BT: Array) -> Array:
+    """Each slot's pages, concatenated: [B, K, 2, T R, H]."""
+    own_BTK2RH = own_OK2RH.at[page_table_BT].get(mode="clip")
+    B, T, K, _, R, H = own_BTK2RH.shape
+    return jnp.moveaxis(own_BTK2RH, 1, 3).reshape(B, K, 2, T * R, H)
+
+
+def _visible(inputs: DecodeInputs, own_entries: int, window: int | None) -> Array:
+    """Which prompt and own entries a slot sees: bool [B, P + own_entries]."""
+    p, r = jnp.arange(inputs.prefix_capacity)[None], jnp.arange(own_entries)[None]
+    prefix_lengths, lengths = inputs.prefix_lengths_B[:, None], inputs.own_lengths_B[:, None]
+    in_prefix, in_own = p < prefix_lengths, r < lengths
+    if window is not None:
+        first = prefix_lengths + lengths - window
+        in_prefix &= p >= first
+        in_own &= r + prefix_lengths >= first
+    return jnp.concatenate([in_prefix, in_own], axis=1)

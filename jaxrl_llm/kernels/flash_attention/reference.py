@@ -1,0 +1,129 @@
+"""Attention of whole rows in plain jax.numpy: the float32 reference and XLA's implementation.
+
+Shape letters: those of common.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.kernels.flash_attention.visibility import Visibility
+
+
+def attention_reference(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    visibility: Visibility | None = None,
+) -> Float[Array, "B T N H"]:
+    """The attention in float32 with repeated KV heads: what every implementation must equal.
+
+    Raises: ValueError as `attention` does.
+    """
+    check_inputs(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
+    q_BTNH, k_BTKH, v_BTKH = (_zero_unseeing(x, visibility) for x in (q_BTNH, k_BTKH, v_BTKH))
+    groups = q_BTNH.shape[2] // k_BTKH.shape[2]
+    q = q_BTNH.astype(jnp.float32)
+    k = jnp.repeat(k_BTKH.astype(jnp.float32), groups, axis=2)
+    v = jnp.repeat(v_BTKH.astype(jnp.float32), groups, axis=2)
+    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
+    visible = visible_keys(q.shape[1], causal, window, lengths, visibility)[:, None]
+    scores = jnp.where(visible, scores, -1e30)
+    weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    out = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+    return _zero_unseeing(_zero_padding(out, lengths), visibility)
+
+
+def attention_xla(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+    visibility: Visibility | None,
+) -> Array:
+    """The attention by XLA, which materialises the scores: memory grows with T squared."""
+    q_BTNH, k_BSKH, v_BSKH = (_zero_unseeing(x, visibility) for x in (q_BTNH, k_BSKH, v_BSKH))
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    visible = visible_keys(T, causal, window, lengths, visibility)[:, None, None]
+    # Not -inf: a row without a visible key would become NaN, and so would its gradient.
+    scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
+    return _zero_unseeing(_zero_padding(out_BTKGH.reshape(B, T, N, H), lengths), visibility)
+
+
+def visible_keys(
+    length: int,
+    causal: bool,
+    window: int | None,
+    lengths: Int[Array, " B"] | None,
+    visibility: Visibility | None = None,
+) -> Bool[Array, "#B T S"]:
+    """Which key each query sees: bool [B or 1, T, S]."""
+    if visibility is not None:
+        return visibility.dense()
+    t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    visible = jnp.ones((1, length, length), bool)
+    if causal:
+        visible &= s <= t
+    if window is not None:
+        visible &= s > t - window
+    if lengths is not None:
+        visible = visible & (s < lengths[:, None, None])
+    return visible
+
+
+def check_inputs(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    causal: bool,
+    window: int | None,
+    lengths: Array | None,
+    visibility: Visibility | None,
+) -> None:
+    """Raise ValueError, with the remedy, for shapes and masks that do not fit together."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    if k_BTKH.shape != (B, T, K, H) or v_BTKH.shape != k_BTKH.shape:
+        raise ValueError(
+            f"q {q_BTNH.shape} needs k and v of shape [{B}, {T}, KV heads, {H}], "
+            f"not {k_BTKH.shape} and {v_BTKH.shape}"
+        )
+    if N % K:
+        raise ValueError(f"{N} query heads cannot share {K} KV heads: give a divisor of {N}")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window {window} with causal={causal}: a window is at least 1 and causal")
+    if visibility is None:
+        return
+    if not causal or window is not None or lengths is not None:
+        raise ValueError(
+            "visibility says all of which keys a token sees: leave causal, window and lengths out "
+            "(packed_visibility takes a window)"
+        )
+    if visibility.start_BT.shape != (B, T):
+        raise ValueError(f"visibility {visibility.start_BT.shape} for rows of shape {(B, T)}")
+
+
+def _zero_padding(out_BTNH: Array, lengths: Array | None) -> Array:
+    if lengths is None:
+        return out_BTNH
+    real = jnp.arange(out_BTNH.shape[1])[None, :] < lengths[:, None]
+    return jnp.where(real[:, :, None, None], out_BTNH, 0)
+
+
+def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
+    """Zeros for the tokens that see nothing, whatever they hold."""
+    if visibility is None:
+        return x_BTNH
+    return jnp.where(visibility.real()[:, :, None, None], x_BTNH, 0)

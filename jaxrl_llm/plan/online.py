@@ -1,0 +1,614 @@
+"""From a config to the planned programs of online RL, before any array exists."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.build import build_online
+from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.distributed.mesh import num_replicas
+from jaxrl_llm.distributed.reshard import switch_bytes
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.micro_batches import Packed, Padded
+from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.config import Kind
+from jaxrl_llm.plan import stages
+from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
+from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
+from jaxrl_llm.plan.program import Program
+from jaxrl_llm.plan.roles import Role, make_role
+from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
+from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes
+from jaxrl_llm.references import check_settings, load
+from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
+from jaxrl_llm.types import RolloutBatch
+
+SCORE = "score"  # by which groups are filtered where no part of the reward is named
+TEACHER = "teacher"
+ROLES = ("actor", "critic", "reference", "reward", TEACHER)
+
+
+# ------------------------------------------------------------------------- what is planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration of RL, planned: the roles that it needs and the programs that run it."""
+
+    config: Config
+    algorithm: Algorithm
+    roles: dict[str, Role]
+    sources: dict[str, ModelSource]  # where each role's weights come from, if not from the actor
+    stages: tuple[Stage, ...]
+    program: Program
+    # The program's first segments, which dynamic sampling repeats; none without it.
+    collecting: tuple[Segment, ...]
+    filter_column: int | None  # of reward_parts, by which groups are filtered; None for the score
+    sampling: SamplingParams
+    mesh: Mesh
+
+    def abstract_states(self) -> States:
+        """Shapes and shardings of everything that the roles keep."""
+        states = {name: role.abstract() for name, role in self.roles.items()}
+        return states | {KL_CONTROLLER: self._abstract_controller()}
+
+    def abstract_batch(self) -> RolloutBatch:
+        """Shapes of the batch that an iteration begins with."""
+        data, rows = self.config.data, self.config.data.train_batch_size * self.config.rollout.n
+        sharding = batch_sharding(self.mesh)
+
+        def array(shape: tuple[int, ...], dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        return RolloutBatch(
+            prompts=array((rows, data.max_prompt_length), jnp.int32),
+            prompt_lengths=array((rows,), jnp.int32),
+            sample_ids=array((rows,), jnp.uint32),
+            group_ids=array((rows,), jnp.int32),
+        )
+
+    @property
+    def learning(self) -> tuple[Segment, ...]:
+        """The segments after those that are collected."""
+        return self.program.segments[len(self.collecting) :]
+
+    @property
+    def epochs(self) -> dict[str, int]:
+        """Passes of the updates over the samples, by role."""
+        return {"actor": self.config.actor.ppo_epochs, "critic": self.config.critic.ppo_epochs}
+
+    def trace(self) -> RolloutBatch:
+        """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
+        return self.program.trace(self.abstract_states(), self.abstract_batch())
+
+    def controller_state(self) -> Any:
+        """The KL controller's first state."""
+        init = self.algorithm.kl_controller.init
+        return jax.jit(init, out_shardings=replicated(self.mesh))()
+
+    def _abstract_controller(self) -> Any:
+        shape = jax.eval_shape(self.algorithm.kl_controller.init)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=replicated(self.mesh))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlinePlan:
+    """The iterations of a run, one a phase, and the step (1-based) with which each begins."""
+
+    config: Config
+    iterations: tuple[Iteration, ...]
+    first_steps: tuple[int, ...]
+
+    def at(self, step: int) -> Iteration:
+        """The iteration of `step`."""
+        return self.iterations[bisect_right(self.first_steps, step) - 1]
+
+    def begins_program(self, step: int) -> bool:
+        """Whether `step` is the first that runs a program, and so may compile."""
+        return step in self.first_steps
+
+    def enter(self, step: int, states: States) -> States:
+        """The states that `step` begins with: the KL controller of a phase starts with it."""
+        if len(self.iterations) == 1 or not self.begins_program(step):
+            return states
+        return states | {KL_CONTROLLER: self.at(step).controller_state()}
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """The roles of all iterations."""
+        return {name: role for it in self.iterations for name, role in it.roles.items()}
+
+    @cached_property
+    def sources(self) -> dict[str, ModelSource]:
+        """Where the weights of each role come from, if not from the actor."""
+        return {name: source for it in self.iterations for name, source in it.sources.items()}
+
+    @property
+    def learner(self) -> Role:
+        """The role whose weights are the run's result."""
+        return self.roles["actor"]
+
+    @property
+    def frozen(self) -> list[str]:
+        """The roles that no step changes: saved once a run."""
+        return [name for name, role in self.roles.items() if role.optimizer is None]
+
+    @property
+    def layout_switch_bytes(self) -> int:
+        """Bytes that the busiest device receives when the actor goes to its generation layout.
+
+        They are counted in the dtype of generation, as the program casts before it moves.
+        """
+        dtype = jnp.dtype(self.config.rollout.dtype or self.config.actor.dtype)
+        role = self.learner
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), role.spec.params)
+        return switch_bytes(shapes, role.param_shardings, role.use_shardings)
+
+    def abstract_states(self) -> States:
+        """Shapes and shardings of everything that the roles keep from start to end."""
+        states = {name: role.abstract() for name, role in self.roles.items()}
+        return self.iterations[-1].abstract_states() | states
+
+    def controller_state(self) -> Any:
+        """The first state of the last phase's KL controller."""
+        return self.iterations[-1].controller_state()
+
+    def trace(self) -> None:
+        """Trace every program on abstract arrays; a run does not trace them again."""
+        for iteration in self.iterations:
+            iteration.trace()
+
+
+# ------------------------------------------------------------------------- planning
+
+
+def plan_online(
+    config: Config, tokenizer: Tokenizer, mesh: Mesh, reward: HostReward | None
+) -> OnlinePlan:
+    """Every phase planned as a run of its own would be. Raises what `plan_iteration` raises."""
+    algorithms = [phase.algorithm for phase in config.phases] + [config.algorithm]
+    first_steps = [1]
+    for phase in config.phases:
+        first_steps.append(first_steps[-1] + phase.steps)
+    last, waiting = _waiting(config, algorithms, first_steps)
+    iterations = []
+    for algorithm in algorithms:
+        # Steps count from the run's first.
+        critic = replace(config.critic, warmup_steps=last)
+        phase = replace(config, algorithm=algorithm, critic=critic)
+        iterations.append(plan_iteration(phase, tokenizer, mesh, reward, waiting=waiting))
+    return OnlinePlan(config=config, iterations=tuple(iterations), first_steps=tuple(first_steps))
+
+
+def _waiting(
+    config: Config, algorithms: Sequence[AlgorithmSettings], first_steps: Sequence[int]
+) -> tuple[int, int]:
+    """The last step in which only the critic learns, and in how many steps the actor waits.
+
+    A critic warms up in the first phase that has one. Without a critic the actor learns.
+    """
+    if not config.critic.warmup_steps:
+        return 0, 0
+    ends = [*first_steps[1:], config.total_steps + 1]
+    has_critic = [build_online(each).value_loss is not None for each in algorithms]
+    phases = [
+        (first, end) for first, end, has in zip(first_steps, ends, has_critic, strict=True) if has
+    ]
+    last = config.critic.warmup_steps + (phases[0][0] - 1 if phases else 0)
+    return last, sum(max(min(last + 1, end) - first, 0) for first, end in phases)
+
+
+def plan_iteration(
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    reward: HostReward | None,
+    *,
+    waiting: int | None = None,
+) -> Iteration:
+    """Roles, stages and programs of `config`. `reward` scores on the host, if anything does.
+
+    `waiting` is the number of steps of the whole run in which the actor waits for its critic; None
+    counts those of `config` alone.
+
+    Raises ValueError where the algorithm needs a field that no stage writes, a dim does not divide
+    its mesh axes, or the KL controller refuses so many samples.
+    """
+    algorithm = build_online(config.algorithm)
+    _check(config, algorithm, reward)
+    if waiting is None:
+        waiting = min(_critic_warmup(config, algorithm), config.total_steps)
+    roles, sources = _roles(config, tokenizer, mesh, waiting)
+    planning = _Planning(
+        config=config,
+        algorithm=algorithm,
+        roles=roles,
+        sampling=train_sampling(config, tokenizer),
+        pad_id=tokenizer.pad_id,
+        reward=reward,
+        own_stages=_own_stages(config),
+    )
+    planned = planning.stages()
+    collected, column = _collected(config, planned, reward)
+    rest = [stage for stage in planned if stage not in collected]
+    collecting = segments(collected, fuse=config.fuse_stages)
+    used = {stage.role for stage in planned}
+    roles = {name: role for name, role in roles.items() if name in used}
+    shardings = {name: role.shardings for name, role in roles.items()}
+    return Iteration(
+        config=config,
+        algorithm=algorithm,
+        roles=roles,
+        sources=sources,
+        stages=planned,
+        program=Program(
+            (*collecting, *segments(rest, fuse=config.fuse_stages)),
+            mesh=mesh,
+            state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
+            overlap=config.fuse_stages,
+        ),
+        collecting=collecting,
+        filter_column=column,
+        sampling=planning.sampling,
+        mesh=mesh,
+    )
+
+
+def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> None:
+    """What only the algorithm's functions can say about the config."""
+    if algorithm.kl_reward is not None:
+        controller = algorithm.kl_controller
+        samples = config.data.train_batch_size * config.rollout.n
+        kl = jax.ShapeDtypeStruct((), jnp.float32)
+        state = jax.eval_shape(controller.init)
+        jax.eval_shape(lambda state, kl: controller.update(state, kl, samples), state, kl)
+    if config.rollout.n == 1 and "group_ids" in field_names(algorithm.advantage):
+        raise ValueError(
+            f"config.algorithm={config.algorithm.label} compares the samples of a prompt with each "
+            "other, and config.rollout.n=1 makes one: config.rollout.n=8 is usual"
+        )
+    if config.reward.model is None and reward is None:
+        raise ValueError(
+            "reward.functions and reward.model are both empty: name a reward function, or a "
+            "reward model"
+        )
+    named = (*field_names(algorithm.advantage), *field_names(algorithm.policy_loss))
+    asked = [name for name in named if name.startswith("teacher_")]
+    if asked and config.teacher is None:
+        raise ConfigError(
+            f"config.algorithm={config.algorithm.label} reads {asked[0]}, and config.teacher is "
+            "not set: name a model, --config.teacher.path=DIR, or train one in the run, as "
+            "configs/distillation.py does"
+        )
+
+
+def _critic_warmup(config: Config, algorithm: Algorithm) -> int:
+    """Iterations of the critic alone. Without a critic nothing would learn meanwhile."""
+    return 0 if algorithm.value_loss is None else config.critic.warmup_steps
+
+
+def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """How the rollout samples."""
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_ids(config, tokenizer),
+    )
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's and the config's own."""
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
+
+
+def update_sizes(config: Config, role: str, mesh: Mesh) -> UpdateSizes:
+    """How the passes of `role` (actor or critic) walk through an iteration's samples.
+
+    Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
+    """
+    settings = config.critic if role == "critic" else config.actor
+    samples = config.data.train_batch_size * config.rollout.n
+    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    if settings.micro_batch_tokens:
+        packed = Packed(
+            row_tokens=settings.micro_batch_tokens,
+            group=config.rollout.n if settings.share_prompts else 1,
+            num_replicas=num_replicas(mesh),
+            shard=stages.shard_rows(mesh),
+        )
+        update, forward = packed, packed
+        if config.actor.shuffle:
+            update = replace(packed, group=1)
+    else:
+        micro_batch = settings.micro_batch_size * config.mesh.num_replicas or mini_batch
+        shard = stages.shard_stacked(mesh)
+        update = Padded(num=mini_batch // micro_batch, shard=shard)
+        forward = Padded(num=samples // micro_batch, shard=shard)
+    return UpdateSizes(
+        num_mini_batches=samples // mini_batch,
+        num_epochs=settings.ppo_epochs,
+        update=update,
+        forward=forward,
+        shuffle_seed=config.seed if config.actor.shuffle else None,
+    )
+
+
+# ------------------------------------------------------------------------- roles
+
+
+def _roles(
+    config: Config, tokenizer: Tokenizer, mesh: Mesh, waiting: int
+) -> tuple[dict[str, Role], dict[str, ModelSource]]:
+    """Every role that the config describes, and where weights come from, if not from the actor."""
+    actor = find_model(config.actor, tokenizer)
+    check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
+    models: dict[str, tuple[Kind, ModelSettings]] = {
+        "actor": ("causal_lm", config.actor),
+        "critic": ("scalar", config.critic),
+    }
+    if config.reward.model is not None:
+        models["reward"] = ("scalar", config.reward.model)
+    if config.teacher is not None:
+        models[TEACHER] = ("causal_lm", config.teacher)
+    for model in config.models:
+        if model.name in (*ROLES, *models):
+            raise ConfigError(
+                f"config.models: the name {model.name!r} is taken by a role of the trainer or by "
+                "another model; give it a name of its own"
+            )
+        models[model.name] = (model.kind, model)
+    roles, sources = {}, {"actor": actor}
+    for name, (kind, settings) in models.items():
+        source = actor
+        if name != "actor" and (settings.path or settings.hf_config):
+            source = sources[name] = find_model(settings, tokenizer)
+        elif name == TEACHER:
+            sources[name] = actor
+        _check_vocabulary(name, source, actor)
+        spec = spec_of(source, kind, settings)
+        roles[name] = make_role(name, spec, settings, mesh, exact=config.exact)
+    iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
+    for name, number in iterations.items():
+        settings = config.actor if name == "actor" else config.critic
+        per_epoch = number * update_sizes(config, "actor", mesh).num_mini_batches
+        steps = max(per_epoch * settings.ppo_epochs, 1)
+        roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
+    roles["reference"] = reference_role(config, actor, mesh)
+    return roles, sources
+
+
+def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
+    """ConfigError when a model's vocabulary is not the actor's: it would read other tokens."""
+    if source.config.vocab_size != actor.config.vocab_size and name not in ("critic", "reward"):
+        raise ConfigError(
+            f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
+            f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"
+        )
+
+
+def reference_role(config: Config, source: ModelSource, mesh: Mesh) -> Role:
+    """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
+    settings = ModelSettings(
+        dtype=config.actor.dtype,
+        param_dtype=config.actor.dtype,
+        attention=config.actor.attention,
+    )
+    spec: ModelSpec = spec_of(source, "causal_lm", settings)
+    return make_role("reference", spec, settings, mesh, exact=config.exact)
+
+
+# ------------------------------------------------------------------------- stages
+
+
+def _own_stages(config: Config) -> tuple[Stage, ...]:
+    """The stages of the user's files. ConfigError where a path gives none."""
+    found = []
+    for entry in config.stages:
+        make = load(entry.path)
+        check_settings(entry.path, make, entry.settings)
+        stage = make(**entry.settings)
+        if not isinstance(stage, Stage):
+            raise ConfigError(
+                f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "
+                "(jaxrl_llm.plan.dataflow); see docs/add-a-stage.md"
+            )
+        found.append(stage)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """What the stages of an iteration are made of."""
+
+    config: Config
+    algorithm: Algorithm
+    roles: dict[str, Role]
+    sampling: SamplingParams
+    pad_id: int
+    reward: HostReward | None
+    own_stages: tuple[Stage, ...]
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of an iteration, in order.
+
+        A single optimizer step of the actor computes the old log-probs itself, in its forward pass.
+        Then no pass of their own does, unless something else reads them. Nor where only the critic
+        warms up: there is no such step meanwhile, and the metrics would be missing.
+        """
+        sizes = update_sizes(self.config, "actor", self.roles["actor"].mesh)
+        own = (
+            sizes.num_mini_batches == sizes.num_epochs == 1
+            and "old_logprobs" in field_names(self.algorithm.policy_loss)
+            and not _critic_warmup(self.config, self.algorithm)
+        )
+        # The metrics of a batch are those of its advantages, also where no loss reads them.
+        goals = ("advantages",)
+        planned = plan(self.catalogue(own_logprobs=own), goals)
+        if own and any("old_logprobs" in stage.writes for stage in planned):
+            planned = plan(self.catalogue(own_logprobs=False), goals)
+        for stage in self.own_stages:
+            if stage not in planned:
+                raise ConfigError(
+                    f"config.stages: nothing reads what the stage {stage.name!r} writes "
+                    f"({', '.join(stage.writes) or 'nothing'}); the stages that run are "
+                    f"{', '.join(s.name for s in planned)}"
+                )
+        return planned
+
+    def catalogue(self, *, own_logprobs: bool) -> list[Stage]:
+        """Every stage that might be needed; the planner keeps those that are."""
+        config, algorithm, roles = self.config, self.algorithm, self.roles
+        sizes = update_sizes(config, "actor", roles["actor"].mesh)
+        passes: dict[str, Any] = {
+            "micro_batches": sizes.forward,
+            "temperature": config.rollout.temperature,
+        }
+        squares = "sum_pi_squared" in field_names(algorithm.advantage)
+        old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
+        reference = roles["reference"]
+        found: list[Stage] = [
+            *self._generation(),
+            stages.OldLogprobs(model=roles["actor"], writes=old, **passes),
+            stages.FrozenLogprobs(
+                model=reference, name="ref", writes=("reference_logprobs",), **passes
+            ),
+            stages.Values(
+                model=roles["critic"],
+                micro_batches=update_sizes(config, "critic", reference.mesh).forward,
+            ),
+            *self._rewards_and_advantages(),
+        ]
+        if config.teacher is not None:
+            teacher = roles[TEACHER]
+            writes = ("teacher_logprobs",)
+            found += [
+                stages.FrozenLogprobs(model=teacher, name=TEACHER, writes=writes, **passes),
+                stages.TeacherTop(model=teacher, top_k=config.teacher.top_k, **passes),
+            ]
+        correction = stages.correction(algorithm)
+        found += [] if correction is None else [correction]
+        found += [self._extra_model(roles[model.name], passes) for model in config.models]
+        found += score_stages(
+            roles.get("reward"),
+            self.reward,
+            group=config.rollout.n,
+            weight=1.0 if config.reward.model is None else config.reward.model.weight,
+            micro_batches=sizes.forward,
+            by_user=self.own_stages,
+        )
+        found += self.own_stages
+        return found + self._updates(sizes, own_logprobs=own_logprobs)
+
+    def _generation(self) -> list[Stage]:
+        config, actor = self.config, self.roles["actor"]
+        how = stages.Generation(
+            samples=config.data.train_batch_size * config.rollout.n,
+            dtype=config.rollout.dtype or config.actor.dtype,
+            seed=config.seed,
+            settings=GenerationSettings(
+                sampling=self.sampling,
+                group=config.rollout.n,
+                num_slots=config.rollout.num_slots,
+                cache_tokens=config.rollout.cache_tokens,
+                pad_id=self.pad_id,
+                quantization=config.rollout.quantization,
+                attention=actor.forward.attention,
+            ),
+        )
+        settings: dict[str, Any] = {
+            "model": actor,
+            "how": how,
+            "compiler_options": how.compiler_options(actor),
+        }
+        return [stages.Generate(**settings), stages.GenerateGreedily(**settings)]
+
+    def _extra_model(self, role: Role, passes: dict[str, Any]) -> Stage:
+        """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
+        if role.spec.kind == "causal_lm":
+            writes = (f"{role.name}_logprobs",)
+            return stages.FrozenLogprobs(model=role, name=role.name, writes=writes, **passes)
+        return ModelScores(
+            model=role,
+            name=role.name,
+            writes=(f"{role.name}_scores",),
+            micro_batches=passes["micro_batches"],
+            measured=True,
+        )
+
+    def _rewards_and_advantages(self) -> list[Stage]:
+        algorithm = self.algorithm
+        rewards: Stage = stages.TokenRewards()
+        if algorithm.kl_reward is not None:
+            rewards = stages.PenalisedRewards(
+                functions=(algorithm.kl_reward,), controller=algorithm.kl_controller
+            )
+        advantages = stages.Advantages(
+            functions=(algorithm.advantage,),
+            max_response_length=self.config.data.max_response_length,
+        )
+        return [rewards, advantages]
+
+    def _updates(self, sizes: UpdateSizes, *, own_logprobs: bool) -> list[Stage]:
+        config, algorithm = self.config, self.algorithm
+        actor, critic = self.roles["actor"], self.roles["critic"]
+        critic_sizes = update_sizes(config, "critic", critic.mesh)
+        found: list[Stage] = []
+        if algorithm.value_loss is not None:
+            loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
+            update = stages.Update(
+                model=critic, name="update_critic", loss=loss, sizes=critic_sizes
+            )
+            found.append(update)
+        loss = PolicyLoss(
+            algorithm=algorithm,
+            spec=actor.spec,
+            settings=actor.forward,
+            temperature=config.rollout.temperature,
+            own_logprobs=own_logprobs,
+        )
+        update = stages.Update(
+            model=actor,
+            name="update_actor",
+            loss=loss,
+            sizes=sizes,
+            first_step=_critic_warmup(config, algorithm) + 1,
+            measure=stages.policy_metrics if own_logprobs else None,
+        )
+        return [*found, update]
+
+
+def _collected(
+    config: Config, planned: tuple[Stage, ...], reward: HostReward | None
+) -> tuple[tuple[Stage, ...], int | None]:
+    """The stages that dynamic sampling repeats, none without it, and the column that must vary."""
+    chosen = config.rollout.filter_groups
+    if not chosen.enable:
+        return (), None
+    names: Sequence[str] = () if reward is None else reward.names
+    if chosen.metric != SCORE and chosen.metric not in names:
+        raise ValueError(
+            f"config.rollout.filter_groups.metric={chosen.metric}: groups can be filtered by "
+            f"{', '.join((SCORE, *names))}"
+        )
+    column = None if chosen.metric == SCORE else names.index(chosen.metric)
+    goals = ["scores" if column is None else "reward_parts"]
+    if config.data.priority is not None:
+        goals.append("scores")  # of every round, also where a part decides who is kept
+    # A host stage needs the prompts of its round.
+    goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
+    return plan([stage for stage in planned if not stage.updates], goals), column

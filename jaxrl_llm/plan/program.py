@@ -1,0 +1,187 @@
+"""Planned stages as compiled programs with donated state.
+
+Consecutive device stages are one `jax.jit`: with a model reward the whole iteration is one
+program. The states of roles that learn are donated, so an update needs no second copy.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.dataflow import Segment, Stage, States
+from jaxrl_llm.plan.guards import memory_guard, transfer_guard
+
+PROGRAM = Segment.iteration.__name__  # under which compilations are counted
+
+
+class Program:
+    """The stages of one step on one mesh.
+
+    `run` takes and returns a batch, a `RolloutBatch` or an `OfflineBatch`.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        mesh: Mesh,
+        state_shardings: Mapping[str, Any],
+        overlap: bool = True,
+        supervised: bool = False,
+    ):
+        """`state_shardings` has one entry for each role that keeps state.
+
+        `overlap` lets a device segment run while a host stage does that reads nothing of it.
+        Without it, each segment has ended before the next begins, and its time is its own.
+        `supervised` programs are counted apart from those of the run's own steps.
+        """
+        self.segments = tuple(segments)
+        self._overlap = overlap
+        self._mesh = mesh
+        self._batch_sharding = batch_sharding(mesh)
+        self._shardings = dict(state_shardings)
+        self._supervised = supervised
+        self._traced: set[str] = set()
+        self._reads = {segment.name: segment.reads for segment in self.segments}
+        self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
+
+    def run(
+        self,
+        states: States,
+        batch: Any,
+        step: int,
+        context: Any,
+        timer: Timer,
+        segments: Sequence[Segment] | None = None,
+    ) -> tuple[States, Any, dict[str, Any]]:
+        """Run every segment once, or those given: new states, the full batch, metrics on device.
+
+        `context` is what host stages read, with the batch. The donated `states` must not be used
+        again.
+
+        At most one device segment is in flight, so device times do not overlap. Nothing is lost:
+        a device segment follows another only where the host reads the fields of the first, and so
+        waits for it.
+        """
+        device_step = make_global(jnp.int32(step), replicated(self._mesh))
+        metrics: dict[str, Any] = {}
+        pending: list[tuple[Segment, Any]] = []  # the segment in flight
+        for segment in self.segments if segments is None else segments:
+            if segment.is_host:
+                with timer(segment.name):
+                    batch, found = self._run_host(segment.stages[0], batch, step, context)
+                _wait(pending, timer)
+                metrics |= found
+                continue
+            # Before the clock starts: the dispatch of a program with loops may wait for the device.
+            _wait(pending, timer)
+            timer.start(segment.name)
+            reads = {name: batch[name] for name in self._reads[segment.name]}
+            learning, fixed = _split_states(states, segment)
+            compiled = self._compiled[segment.name]
+            guard = transfer_guard() if segment.name in self._traced else nullcontext()
+            with guard, memory_guard(segment):
+                new_states, writes, by_stage = compiled(learning, fixed, reads, device_step)
+            self._traced.add(segment.name)
+            states = states | new_states
+            batch, metrics = batch.replace(**writes), metrics | _begun(segment, by_stage, step)
+            pending.append((segment, writes or by_stage))
+            if self._feeds_host(segment) or not self._overlap:
+                _wait(pending, timer)
+        _wait(pending, timer)
+        return states, batch, metrics
+
+    def trace(self, states: States, batch: Any) -> Any:
+        """Shapes of the whole step without computing: a config that is wrong fails here.
+
+        `states` and `batch` are abstract, with the shardings of those that run. What is traced here
+        is not traced again by `run`.
+        """
+        for segment in self.segments:
+            if segment.is_host:
+                writes = segment.stages[0].shapes(jax.tree.leaves(batch)[0].shape[0])
+            else:
+                compiled = self._compiled[segment.name]
+                _, writes, _ = compiled.eval_shape(*self._arguments(segment, states, batch))
+            batch = batch.replace(**jax.tree.map(self._placed, writes))
+        return batch
+
+    def lower(self, segment: Segment, states: States, batch: Any) -> jax.stages.Lowered:
+        """The lowered program of a device segment, to look into or to compile elsewhere."""
+        return self._compiled[segment.name].lower(*self._arguments(segment, states, batch))
+
+    def _arguments(self, segment: Segment, states: States, batch: Any) -> tuple[Any, ...]:
+        """Abstract arguments, placed as `run` places them.
+
+        Otherwise `jit` would trace again for `run`, and the compile cache would not find the
+        program.
+        """
+        reads = {name: batch[name] for name in self._reads[segment.name]}
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self._mesh))
+        return *_split_states(states, segment), reads, step
+
+    def _placed(self, field: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=self._batch_sharding)
+
+    def _feeds_host(self, segment: Segment) -> bool:
+        after = self.segments[self.segments.index(segment) + 1 :]
+        host_reads = {n for s in after if s.is_host for stage in s.stages for n in stage.reads}
+        return any(set(stage.writes) & host_reads for stage in segment.stages)
+
+    def _run_host(
+        self, stage: Stage, batch: Any, step: int, context: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        fields = fetch({name: batch[name] for name in stage.reads})
+        output = stage(context, step, **fields)
+        stage.check(output)
+        writes = make_global(dict(output.writes), self._batch_sharding)
+        return batch.replace(**writes), dict(output.metrics)
+
+    def _compile(self, segment: Segment) -> Any:
+        options, *others = (dict(stage.compiler_options) for stage in segment.stages)
+        learning_shardings = {role: self._shardings[role] for role in segment.updated}
+        return jax.jit(
+            segment.supervised if self._supervised else segment.iteration,
+            donate_argnums=(0,),
+            out_shardings=(learning_shardings, self._batch_sharding, replicated(self._mesh)),
+            compiler_options=options if all(other == options for other in others) else None,
+        )
+
+
+def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, Any]:
+    """The metrics of the stages that have begun."""
+    metrics: dict[str, Any] = {}
+    for stage in segment.stages:
+        if step >= stage.first_step:
+            metrics |= by_stage[stage.name]
+    return metrics
+
+
+def _split_states(states: States, segment: Segment) -> tuple[States, States]:
+    """The states that the segment replaces (donated) and those that it only reads."""
+    learning = set(segment.updated)
+    used = {stage.role for stage in segment.stages if stage.role in states}
+    return (
+        {role: states[role] for role in sorted(used & learning)},
+        {role: states[role] for role in sorted(used - learning)},
+    )
+
+
+def _wait(pending: list[tuple[Segment, Any]], timer: Timer) -> None:
+    """Stop the clock of a dispatched segment when its results are there.
+
+    One that ran at the same time as a host stage is waited for after it: its time is the longer of
+    the two.
+    """
+    while pending:
+        segment, results = pending.pop(0)
+        with memory_guard(segment):
+            jax.block_until_ready(results)
+        timer.stop(segment.name)

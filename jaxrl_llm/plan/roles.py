@@ -1,0 +1,142 @@
+"""The roles of a run placed on its mesh: model, layouts, optimizer, forward settings."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.sharding import (
+    GENERATION_RULES,
+    TRAIN_RULES,
+    check_host_memory,
+    shardings,
+)
+from jaxrl_llm.learner.forward import ForwardSettings
+from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
+from jaxrl_llm.models.base import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One model of the dataflow. `optimizer` is None for a role that never learns."""
+
+    name: str
+    spec: ModelSpec
+    forward: ForwardSettings
+    param_shardings: Params  # storage: the training layout
+    use_shardings: Params  # gathered over fsdp: the generation layout
+    optimizer: optax.GradientTransformationExtraArgs | None = None
+    offload: bool = False  # optimizer state is in host memory between steps
+    learning_rate: optax.Schedule | None = None
+    max_grad_norm: float = 1.0
+    mesh: Mesh
+
+    @property
+    def shardings(self) -> Any:
+        """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
+        if self.optimizer is None:
+            return self.param_shardings
+        return state_shardings(
+            self.spec.params,
+            self.param_shardings,
+            self.optimizer,
+            self.mesh,
+            offload=self.offload,
+        )
+
+    def abstract(self) -> Any:
+        """Shape, dtype and sharding of what the role keeps, without any array."""
+        if self.optimizer is None:
+            shapes = self.spec.params
+        else:
+            shapes = jax.eval_shape(self._init, self.spec.params)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings
+        )
+
+    def state(self, params: Params) -> Any:
+        """What the role keeps, made of its parameters.
+
+        The parameters are consumed: their buffers become the state's. A copy would leave a hole in
+        memory, and the temporaries of a program need one piece.
+        """
+        if self.optimizer is None:
+            return params
+        return jax.jit(self._init, donate_argnums=(0,), out_shardings=self.shardings)(params)
+
+    def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
+        """The role with another optimizer, e.g. that of a supervised warm-up.
+
+        ConfigError when the optimizer is offloaded and the devices have no host memory.
+        """
+        if config.offload:
+            check_host_memory(self.mesh.local_devices[0])
+        return replace(
+            self,
+            optimizer=make_optimizer(config, total_steps),
+            offload=config.offload,
+            learning_rate=schedule(config, total_steps),
+            max_grad_norm=config.max_grad_norm,
+        )
+
+    def _init(self, params: Params) -> TrainState:
+        assert self.optimizer is not None
+        return init_state(params, self.optimizer)
+
+
+def make_role(
+    name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh, *, exact: bool = False
+) -> Role:
+    """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
+
+    `exact` chooses attention whose gradient has the same bits in every run.
+    """
+    use = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
+    return Role(
+        name=name,
+        spec=spec,
+        forward=ForwardSettings(
+            dtype=settings.dtype,
+            attention="exact" if exact and settings.attention == "auto" else settings.attention,
+            remat=settings.remat,
+            scan_layers=settings.scan_layers,
+            residual_dtype=settings.residual_dtype,
+            gather=gather_to(use, spec.axes, mesh),
+            mesh=mesh if mesh.size > 1 else None,
+        ),
+        param_shardings=shardings(spec.axes, spec.params, mesh, TRAIN_RULES),
+        use_shardings=use,
+        mesh=mesh,
+    )
+
+
+def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Params], Params]:
+    """Gathers the vocabulary tables over fsdp before a training pass uses them.
+
+    A lookup in the stored layout of the embedding makes the partitioner move activations in every
+    later layer. With a gathered table it gathers each weight where it is used, as ZeRO stage 3
+    does. Gathering all weights here would hold them all at once. The sharded optimizer state
+    scatters the gradients back to the stored layout.
+    """
+    if mesh.size == 1:
+        return lambda params: params
+
+    def gather(names: tuple[str, ...], sharding: Any, param: jax.Array) -> jax.Array:
+        if "vocab" not in names:
+            return param
+        # Without the barrier the partitioner gathers float32, as it was before the cast.
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
+
+    return lambda params: jax.tree.map(
+        gather, axes, use_shardings, params, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def params_of(state: Any) -> Params:
+    """The parameters in what a role keeps."""
+    return state.params if isinstance(state, TrainState) else state

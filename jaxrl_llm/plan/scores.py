@@ -1,0 +1,235 @@
+"""The stages that score samples: Python reward functions, scalar models, and sums of both."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.learner.forward import response_scores
+from jaxrl_llm.learner.micro_batches import MicroBatches
+from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
+from jaxrl_llm.learner.train_state import Metrics
+from jaxrl_llm.plan.dataflow import HOST, Stage, StageOutput
+from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.stages import ModelStage
+
+GREEDY_SCORE = "critic/greedy_score/mean"
+
+
+def score_stages(
+    model: Role | None,
+    reward: "HostReward | None",
+    *,
+    group: int,
+    weight: float,
+    micro_batches: MicroBatches,
+    by_user: tuple[Stage, ...] = (),
+) -> list[Stage]:
+    """Stages that write the scores of the samples and of the greedy answers.
+
+    One source, `model` or `reward`, writes the score itself. Of two sources each writes its part,
+    and a sum adds `weight` times the model's. A stage of the user's that writes the score gets the
+    parts in any case, and there is no sum.
+    """
+    taken = {name for stage in by_user for name in stage.writes}
+    both = reward is not None and model is not None
+    end, found = "_model" if both else "", []
+    for greedy, name in (("", "reward"), ("greedy_", "reward_max")):
+        score = f"{greedy}scores"
+        parts = both or score in taken
+        of_functions = f"{greedy}function_scores" if parts else score
+        writes = (f"{greedy}model_scores" if parts else score,)
+        if reward is not None and greedy:
+            found.append(FunctionScoresOfGreedy(reward=reward, writes=(of_functions,), group=group))
+        elif reward is not None:
+            found.append(FunctionScores(reward=reward, writes=(of_functions, "reward_parts")))
+        if model is not None and greedy:
+            found.append(
+                ModelScoresOfGreedy(
+                    model=model,
+                    name=name + end,
+                    writes=writes,
+                    micro_batches=micro_batches,
+                    group=group,
+                )
+            )
+        elif model is not None:
+            found.append(
+                ModelScores(
+                    model=model, name=name + end, writes=writes, micro_batches=micro_batches
+                )
+            )
+        if both and score not in taken:
+            found.append(GreedyScoreSum(weight=weight) if greedy else ScoreSum(weight=weight))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelScores(ModelStage):
+    """A scalar model's score of each sample, on the device."""
+
+    name: str = "reward"
+    writes: tuple[str, ...] = ("scores",)
+    micro_batches: MicroBatches
+    measured: bool = False  # the mean and deviation of the scores become metrics
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        responses: Any,
+        mask: Any,
+    ) -> StageOutput:
+        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        scores = _model_scores(self.model, state, self.micro_batches, samples)
+        metrics = score_metrics(self.model.name, scores) if self.measured else {}
+        (field,) = self.writes
+        return StageOutput({field: scores}, metrics)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelScoresOfGreedy(ModelStage):
+    """A model's scores of the greedy answers, for every sample of a group."""
+
+    name: str = "reward_max"
+    writes: tuple[str, ...] = ("greedy_scores",)
+    micro_batches: MicroBatches
+    group: int
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        greedy_responses: Any,
+        greedy_mask: Any,
+    ) -> StageOutput:
+        samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_mask)
+        scores = _model_scores(self.model, state, self.micro_batches, samples)[:: self.group]
+        (field,) = self.writes
+        return StageOutput({field: jnp.repeat(scores, self.group)}, {GREEDY_SCORE: scores.mean()})
+
+
+def _model_scores(role: Role, state: Any, micro_batches: MicroBatches, samples: Fields) -> Any:
+    def forward(part: Fields) -> Any:
+        return response_scores(
+            params_of(state),
+            rows_of(part),
+            part["mask"],
+            spec=role.spec,
+            settings=role.forward,
+        )
+
+    return micro_batches.join(forward, samples)
+
+
+class HostReward(ABC):
+    """Rewards that Python computes, on the host; arrays are numpy."""
+
+    names: tuple[str, ...]  # of the parts that the score is made of
+
+    @abstractmethod
+    def score(
+        self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """The scores [B], the parts [B, K] and metrics."""
+
+    @abstractmethod
+    def greedy(
+        self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
+    ) -> np.ndarray:
+        """Scores of one answer to each prompt [B / group]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FunctionScores(Stage):
+    """Python rewards of the samples, on the host: their score, and its parts."""
+
+    reward: HostReward
+    writes: tuple[str, ...] = ("scores", "reward_parts")
+
+    name = "reward"
+    role = HOST
+
+    def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        parts = jax.ShapeDtypeStruct((rows, len(self.reward.names)), jnp.float32)
+        return super().shapes(rows) | {"reward_parts": parts}
+
+    def __call__(
+        self, state: Any, step: Any, *, responses: Any, mask: Any, rollout_logprobs: Any
+    ) -> StageOutput:
+        scores, parts, metrics = self.reward.score(state, step, responses, mask, rollout_logprobs)
+        return StageOutput(dict(zip(self.writes, (scores, parts), strict=True)), metrics)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FunctionScoresOfGreedy(Stage):
+    """Python rewards of the greedy answers, on the host, for every sample of a group."""
+
+    reward: HostReward
+    writes: tuple[str, ...] = ("greedy_scores",)
+    group: int
+
+    name = "reward_max"
+    role = HOST
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        greedy_responses: Any,
+        greedy_mask: Any,
+        greedy_logprobs: Any,
+    ) -> StageOutput:
+        answers = (x[:: self.group] for x in (greedy_responses, greedy_mask, greedy_logprobs))
+        scores = self.reward.greedy(state, step, *answers)
+        (field,) = self.writes
+        metrics = {GREEDY_SCORE: float(scores.mean())}
+        return StageOutput({field: scores.repeat(self.group)}, metrics)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreSum(Stage):
+    """The scores of functions and of a model as one: functions + weight * model."""
+
+    weight: float
+
+    name = "reward_sum"
+    writes = ("scores",)
+
+    def __call__(
+        self, state: Any, step: Any, *, function_scores: Any, model_scores: Any
+    ) -> StageOutput:
+        total = function_scores + self.weight * model_scores
+        return StageOutput({"scores": total}, score_metrics("model", model_scores))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GreedyScoreSum(Stage):
+    """`ScoreSum` of the greedy answers."""
+
+    weight: float
+
+    name = "reward_max_sum"
+    writes = ("greedy_scores",)
+
+    def __call__(
+        self, state: Any, step: Any, *, greedy_function_scores: Any, greedy_model_scores: Any
+    ) -> StageOutput:
+        total = greedy_function_scores + self.weight * greedy_model_scores
+        return StageOutput({"greedy_scores": total}, {GREEDY_SCORE: total.mean()})
+
+
+def score_metrics(name: str, scores: jax.Array) -> Metrics:
+    """rewards/<name>/{mean,std} of a model's scores."""
+    deviation = scores.std(ddof=1) if scores.size > 1 else jnp.float32(0)
+    return {f"rewards/{name}/mean": scores.mean(), f"rewards/{name}/std": deviation}

@@ -1,0 +1,512 @@
+"""The stages: what each reads, writes, and which role runs it.
+
+Nothing here knows an algorithm's name. Which fields a stage reads comes from its own signature, and
+from the signatures of the functions that the `Algorithm` holds.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.algorithms.advantages import score_to_rewards
+from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.kl import KLController, batch_kl
+from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.forward import (
+    response_logprobs,
+    response_statistics,
+    response_values,
+)
+from jaxrl_llm.learner.micro_batches import MicroBatches
+from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
+from jaxrl_llm.learner.train_state import Metrics, TrainState, cast
+from jaxrl_llm.learner.train_step import (
+    NONFINITE,
+    STEP_METRICS,
+    Loss,
+    Measure,
+    mini_batches,
+    train_step,
+)
+from jaxrl_llm.numerics import masked_mean
+from jaxrl_llm.observability.metrics import batch_metrics
+from jaxrl_llm.plan.dataflow import Stage, StageOutput
+from jaxrl_llm.plan.roles import Role, params_of
+
+KL_CONTROLLER = "kl_controller"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelStage(Stage):
+    """A stage of a model. Its state is what the model's role keeps."""
+
+    model: Role
+
+    @property
+    def role(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.model.name
+
+
+def shard_stacked(mesh: Mesh) -> Callable[[Any], Any]:
+    """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
+    if mesh.size == 1:
+        return _unchanged
+    sharding = NamedSharding(mesh, PartitionSpec(None, REPLICA_AXES))
+    return partial(_constrained, sharding=sharding)
+
+
+def shard_rows(mesh: Mesh) -> Callable[[Any], Any]:
+    """Constrains arrays of rows, one row a replica, to the devices of their replica."""
+    if mesh.size == 1:
+        return _unchanged
+    return partial(_constrained, sharding=NamedSharding(mesh, PartitionSpec(REPLICA_AXES)))
+
+
+def _unchanged(tree: Any) -> Any:
+    return tree
+
+
+def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(tree, sharding)
+
+
+# ------------------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How the actor generates for training."""
+
+    samples: int  # of a batch, over all replicas
+    dtype: str
+    seed: int
+    settings: GenerationSettings
+
+    def run(
+        self,
+        role: Role,
+        state: Any,
+        step: jax.Array,
+        prompts: Any,
+        lengths: Any,
+        sample_ids: Any,
+        settings: GenerationSettings,
+    ) -> GenerationOutput:
+        """Responses of the actor, in its generation layout."""
+        return generate_on_mesh(
+            role.spec,
+            cast(params_of(state), self.dtype),
+            prompts,
+            lengths,
+            sample_ids,
+            jax.random.fold_in(jax.random.key(self.seed), step),
+            settings,
+            mesh=role.mesh,
+        )
+
+    def compiler_options(self, role: Role) -> dict[str, bool]:
+        """XLA's, for a program that generates a batch, with greedy answers or without."""
+        return compiler_options(self.samples // num_replicas(role.mesh), self.settings.num_slots)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Generate(ModelStage):
+    """Samples responses from the actor in its generation layout, `group` a prompt."""
+
+    how: Generation
+    compiler_options: Mapping[str, bool] | tuple[()]
+
+    generates = True
+    name = "gen"
+    writes = ("responses", "mask", "rollout_logprobs")
+
+    def __call__(
+        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+    ) -> StageOutput:
+        out = self.how.run(
+            self.model,
+            state,
+            step,
+            prompts,
+            prompt_lengths,
+            sample_ids,
+            self.how.settings,
+        )
+        slot_steps = out.slot_steps.sum()
+        metrics = {
+            "rollout/decode_steps": out.steps.max(),
+            "rollout/prefills": out.prefills.max(),
+            "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
+            "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
+        }
+        writes = {"responses": out.tokens, "mask": out.mask, "rollout_logprobs": out.logprobs}
+        return StageOutput(writes, metrics)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateGreedily(ModelStage):
+    """The actor's most likely answer to each prompt, on the first sample of its group."""
+
+    how: Generation
+    compiler_options: Mapping[str, bool] | tuple[()]
+
+    generates = True
+    name = "gen_max"
+    writes = ("greedy_responses", "greedy_mask", "greedy_logprobs")
+
+    def __call__(
+        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+    ) -> StageOutput:
+        settings = self.how.settings
+        rows, group = prompt_lengths.shape[0], settings.group
+        # The others of a group are rows without a prompt: they generate nothing and take no slot.
+        lengths = jnp.where(jnp.arange(rows) % group == 0, prompt_lengths, 0)
+        slots = settings.num_slots or -(-rows // (num_replicas(self.model.mesh) * group))
+        greedy = replace(settings.sampling, temperature=0.0)
+        settings = replace(settings, sampling=greedy, group=1, num_slots=slots)
+        out = self.how.run(self.model, state, step, prompts, lengths, sample_ids, settings)
+        return StageOutput(
+            {
+                "greedy_responses": out.tokens,
+                "greedy_mask": out.mask,
+                "greedy_logprobs": out.logprobs,
+            }
+        )
+
+
+# ------------------------------------------------------------------------- forward passes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OldLogprobs(ModelStage):
+    """Log-probs of the policy before its update, and how far the sampler's are from them.
+
+    `writes` may also name `sum_pi_squared`, for which the head is computed twice.
+    """
+
+    writes: tuple[str, ...] = ("old_logprobs",)
+    micro_batches: MicroBatches
+    temperature: float
+
+    name = "old_log_prob"
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        responses: Any,
+        mask: Any,
+        rollout_logprobs: Any,
+    ) -> StageOutput:
+        with_squares = "sum_pi_squared" in self.writes
+
+        def forward(part: Fields) -> Any:
+            found = response_statistics(
+                params_of(state),
+                rows_of(part),
+                spec=self.model.spec,
+                settings=self.model.forward,
+                temperature=self.temperature,
+                with_entropy=True,
+                with_squares=with_squares,
+            )
+            return found.logprobs, found.entropy, found.sum_squares
+
+        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        old, entropy, squares = self.micro_batches.join(forward, samples)
+        rollout = {"rollout_logprobs": rollout_logprobs, "mask": mask}
+        metrics = policy_metrics((old, entropy), rollout)
+        writes = {"old_logprobs": old}
+        if with_squares:
+            writes["sum_pi_squared"] = squares
+        return StageOutput(writes, metrics)
+
+
+def policy_metrics(logprobs_and_entropy: Any, fields: Fields) -> Metrics:
+    """The entropy of the policy before its update, and how far the sampler's log-probs are."""
+    logprobs, entropy = logprobs_and_entropy
+    metrics = mismatch_metrics(logprobs, fields["rollout_logprobs"], fields["mask"])
+    return metrics | {"actor/entropy": masked_mean(entropy, fields["mask"])}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FrozenLogprobs(ModelStage):
+    """Log-probs of the samples under a frozen model: the reference, a teacher, one of a user's."""
+
+    name: str
+    writes: tuple[str, ...]  # one field
+    micro_batches: MicroBatches
+    temperature: float
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        responses: Any,
+        mask: Any,
+    ) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            return response_logprobs(
+                params_of(state),
+                rows_of(part),
+                spec=self.model.spec,
+                settings=self.model.forward,
+                temperature=self.temperature,
+            )[0]
+
+        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        (field,) = self.writes
+        return StageOutput({field: self.micro_batches.join(forward, samples)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherTop(ModelStage):
+    """The teacher's likeliest tokens at each position of the samples, and their log-probs."""
+
+    micro_batches: MicroBatches
+    temperature: float
+    top_k: int
+
+    name = "teacher_top"
+    writes = ("teacher_top_ids", "teacher_top_logprobs")
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        responses: Any,
+        mask: Any,
+    ) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            return response_statistics(
+                params_of(state),
+                rows_of(part),
+                spec=self.model.spec,
+                settings=self.model.forward,
+                temperature=self.temperature,
+                top_k=self.top_k,
+            ).top
+
+        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        ids, logprobs = self.micro_batches.join(forward, samples)
+        return StageOutput({"teacher_top_ids": ids, "teacher_top_logprobs": logprobs})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Values(ModelStage):
+    """The critic's values before its update."""
+
+    micro_batches: MicroBatches
+
+    name = "values"
+    writes = ("values",)
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        responses: Any,
+        mask: Any,
+    ) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            return response_values(
+                params_of(state), rows_of(part), spec=self.model.spec, settings=self.model.forward
+            )
+
+        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        return StageOutput({"values": self.micro_batches.join(forward, samples)})
+
+
+# ------------------------------------------------------------------------- the algorithm's
+
+
+def correction(algorithm: Algorithm) -> "Correction | None":
+    """The stage of what the algorithm weighs and rejects; None where it does neither."""
+    named = {"importance_weights": algorithm.importance, "loss_mask": algorithm.rejection}
+    named = {name: fn for name, fn in named.items() if fn is not None}
+    if not named:
+        return None
+    return Correction(writes=tuple(named), functions=tuple(named.values()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Correction(Stage):
+    """Rollout correction: the function that gives each field that is written."""
+
+    writes: tuple[str, ...]
+    functions: Sequence[Callable[..., Any]]
+
+    name = "rollout_corr"
+
+    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+        writes, metrics = {}, {}
+        for name, fn in zip(self.writes, self.functions, strict=True):
+            writes[name], found = fn(*(fields[field] for field in field_names(fn)))
+            metrics |= found
+        return StageOutput(writes, metrics)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenRewards(Stage):
+    """The score of a sample as the reward of its last token."""
+
+    name = "kl"
+    writes = ("rewards",)
+
+    def __call__(self, state: Any, step: Any, *, scores: Any, mask: Any) -> StageOutput:
+        return StageOutput({"rewards": score_to_rewards(scores, mask)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PenalisedRewards(Stage):
+    """Rewards of tokens less coef * KL. The coefficient is the state of the KL controller."""
+
+    functions: Sequence[Callable[..., Any]]  # the algorithm's kl_reward
+    controller: KLController
+
+    name = "kl"
+    role = KL_CONTROLLER
+    writes = ("rewards",)
+    updates = True
+
+    def __call__(self, state: Any, step: Any, *, mask: Any, **fields: Any) -> StageOutput:
+        known = fields | {"mask": mask}
+        (kl_reward,) = self.functions
+        rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=state)
+        current = batch_kl(kl, mask)
+        metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": state}
+        moved = self.controller.update(state, current, mask.shape[0])
+        return StageOutput({"rewards": rewards}, metrics, moved)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Advantages(Stage):
+    """Advantages and returns, and the metrics of the whole batch."""
+
+    functions: Sequence[Callable[..., Any]]  # the algorithm's advantage
+    max_response_length: int
+
+    name = "adv"
+    writes = ("advantages", "returns")
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompt_lengths: Any,
+        group_ids: Any,
+        mask: Any,
+        scores: Any,
+        rewards: Any,
+        **fields: Any,
+    ) -> StageOutput:
+        known = fields | {
+            "prompt_lengths": prompt_lengths,
+            "group_ids": group_ids,
+            "mask": mask,
+            "scores": scores,
+            "rewards": rewards,
+        }
+        (advantage,) = self.functions
+        advantages, returns = advantage(*(known[name] for name in field_names(advantage)))
+        writes = {"advantages": advantages, "returns": returns}
+        metrics = batch_metrics(**known, **writes, max_response_length=self.max_response_length)
+        return StageOutput(writes, metrics)
+
+
+# ------------------------------------------------------------------------- updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSizes:
+    """How a role's passes walk through the samples of an iteration; all counts are global."""
+
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    update: MicroBatches  # parts of one mini-batch
+    forward: MicroBatches  # parts of the whole batch, in passes without gradient
+    shuffle_seed: int | None = None  # mini-batches take the samples in a random order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update(ModelStage):
+    """All optimizer steps of an iteration on one role: every epoch, every mini-batch.
+
+    `measure` is for a loss that also gives arrays of samples; see `learner.train_step.accumulate`.
+    """
+
+    name: str
+    loss: Loss
+    sizes: UpdateSizes
+    first_step: int = 1
+    measure: Measure | None = None
+
+    updates = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.loss.reads
+
+    def __call__(self, state: TrainState, step: Any, **fields: Any) -> StageOutput:
+        role, sizes = self.model, self.sizes
+        assert role.optimizer is not None and role.learning_rate is not None
+        key = None
+        if sizes.shuffle_seed is not None:
+            key = jax.random.fold_in(jax.random.key(sizes.shuffle_seed), step)
+        batches = mini_batches(
+            fields,
+            num_mini_batches=sizes.num_mini_batches,
+            num_epochs=sizes.num_epochs,
+            shard=shard_stacked(role.mesh),
+            shuffle_key=key,
+        )
+        optimizer_step = partial(
+            train_step,
+            batches=batches,
+            loss=self.loss,
+            optimizer=role.optimizer,
+            learning_rate=role.learning_rate,
+            max_grad_norm=role.max_grad_norm,
+            cast_ahead=role.forward.cast_ahead,
+            micro_batches=sizes.update,
+            measure=self.measure,
+        )
+        num_steps = sizes.num_mini_batches * sizes.num_epochs
+        if num_steps == 1:
+            state, metrics = optimizer_step(state, 0)
+            metrics = jax.tree.map(lambda x: x[None], metrics)
+        else:
+            state, metrics = jax.lax.scan(optimizer_step, state, jnp.arange(num_steps))
+        return StageOutput(metrics=self.summary(metrics), state=state)
+
+    def summary(self, steps: Metrics) -> Metrics:
+        """Metrics [optimizer steps] averaged; those of the step itself are named for the role."""
+        flags = steps.pop(NONFINITE).any(axis=0)
+        steps.pop("loss")
+        metrics = {
+            f"{self.role}/{name}" if name in STEP_METRICS else name: x.astype(jnp.float32).mean()
+            for name, x in steps.items()
+        }
+        return metrics | {f"{self.role}/{NONFINITE}": flags}

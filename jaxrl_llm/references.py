@@ -1,0 +1,147 @@
+"""What a user names by path, and the nearest name to a misspelt one. Imports no jax.
+
+A path is `file.py:name` or `package.module:name`. This is the only place that imports by path.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HOW = "write 'my_file.py:name' or 'package.module:name'"
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """'my_file.py:fn' or 'package.module:fn' as (module part, name); ValueError otherwise."""
+    module, colon, name = path.rpartition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"{path!r} does not name a function or class: {HOW}")
+    return module, name
+
+
+def check_path(path: str) -> None:
+    """Check, without running any code, that the file or the package of `path` exists.
+
+    Raises ValueError with the nearest file.
+    """
+    module, _ = split_path(path)
+    if module.endswith(".py"):
+        file = Path(module).expanduser()
+        if not file.is_file():
+            raise ValueError(f"there is no file {module}{nearest_file(file)}")
+    elif importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise ValueError(f"there is no module {module.partition('.')[0]!r}: {HOW}")
+
+
+def load(path: str) -> Any:
+    """Import what `path` names. ValueError, with the nearest name, when that fails."""
+    module_name, name = split_path(path)
+    check_path(path)
+    if module_name.endswith(".py"):
+        module = load_file(Path(module_name).expanduser())
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # user code may raise anything
+            raise ValueError(
+                f"importing the module {module_name!r} failed: {type(error).__name__}: {error}; "
+                f"install its package, start from the folder that holds it, or {HOW}"
+            ) from error
+    if not hasattr(module, name):
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ValueError(
+            f"{module_name} has no {name!r}{nearest(name, public)}\nit has: "
+            f"{', '.join(public) or 'no function'}"
+        )
+    return getattr(module, name)
+
+
+def load_file(file: Path, *, again: bool = False) -> ModuleType:
+    """Import a Python file, once a process unless `again`. ValueError, with the line, if it fails.
+
+    The folder of the file joins the end of sys.path, so that it can import its neighbours.
+    """
+    file = file.resolve()
+    # The checksum keeps files of one name apart. Dataclasses look themselves up under this name.
+    module_name = f"jaxrl_llm_user_{file.stem}_{zlib.crc32(str(file).encode()):x}"
+    if module_name in sys.modules and not again:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last: it must not hide an installed package
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code may raise anything
+        del sys.modules[module_name]
+        raise ValueError(f"importing {where(file, error)}: {reason(error)}") from error
+    return module
+
+
+def where(file: Path, error: BaseException) -> str:
+    """`file`, and the last line of it that led to `error`."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
+    return f"{file}, line {lines[-1]}" if lines else str(file)
+
+
+def reason(error: BaseException) -> str:
+    """The kind and message of an error."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def check_settings(path: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Settings must be keyword-only parameters; those without a default must be given.
+
+    Raises ValueError with the nearest name.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name in settings:
+        if name not in known:
+            raise ValueError(
+                f"{path} has no setting {name!r}{nearest(name, known)}\nits settings are its "
+                f"keyword-only parameters: {', '.join(known) or 'none'}"
+            )
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in settings:
+            raise ValueError(f"{path} needs the setting {name!r}: give it in settings={{…}}")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether `path` can only be a model on a hub: owner/name, and there is no folder owner."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not Path(path).parent.is_dir()
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """ "; did you mean …?" when one of `choices` is close to `word`, else nothing."""
+    lowered = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), lowered, n=1)
+    return f"; did you mean {lowered[found[0]]!r}?" if found else ""
+
+
+def nearest_file(path: Path) -> str:
+    """What exists instead of `path`: the nearest name in the deepest folder that exists."""
+    folder, missing = path.parent, path.name
+    while not folder.is_dir() and folder != folder.parent:
+        folder, missing = folder.parent, folder.name
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    found = difflib.get_close_matches(missing, names, n=1, cutoff=0.5)
+    if found:
+        return f"; did you mean {str(folder / found[0])!r}?"
+    shown = [name for name in names if not name.startswith((".", "__"))][:12]
+    return f"; {str(folder)!r} holds: {', '.join(shown) or 'nothing'}"

@@ -1,0 +1,324 @@
+"""Call a reward function: its arguments by TRL's or verl's convention, its answer made plain.
+
+A `Reply` holds plain Python values, whatever the function returned, raised or logged. The
+trainer's process (our graders) and the workers (user functions) run the same code. Like
+`loading.py`, this file imports no jax.
+"""
+
+import asyncio
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm.references import nearest
+from jaxrl_llm.rewards.loading import FunctionInfo
+
+if TYPE_CHECKING:  # types.py imports jax
+    from jaxrl_llm.types import Completion, Prompt
+
+FLOAT32_MAX = 3.4028234663852886e38
+LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
+# Columns that the resolved fields of a prompt replace.
+RESOLVED = ("prompt", "completion", "data_source", "ground_truth")
+
+
+# ------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """The part of TRL's `trainer_state` that reward functions use."""
+
+    global_step: int
+    max_steps: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCall:
+    """One call of a TRL function: lists with one entry a sample."""
+
+    fields: dict[str, list[Any]]  # prompts, completions, completion_ids and the columns
+    state: TrainerState
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCall:
+    """One call of a verl function."""
+
+    fields: dict[str, Any]
+
+
+def batch_call(
+    prompts: "Sequence[Prompt]", completions: "Sequence[Completion]", state: TrainerState
+) -> BatchCall:
+    """The arguments of a TRL function.
+
+    A conversational prompt gets a conversational completion. A raw column named `data_source` or
+    `ground_truth` does not replace the resolved value.
+    """
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    fields: dict[str, list[Any]] = {
+        "data_source": [p.data_source for p in prompts],
+        "ground_truth": [p.ground_truth for p in prompts],
+    }
+    for name in names:
+        if name not in RESOLVED:
+            fields[name] = [p.columns.get(name) for p in prompts]
+    fields["prompts"] = [p.text if p.messages is None else list(p.messages) for p in prompts]
+    fields["completions"] = [
+        c.text if p.messages is None else [{"role": "assistant", "content": c.text}]
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    fields["completion_ids"] = [list(c.tokens) for c in completions]
+    return BatchCall(fields=fields, state=state, size=len(prompts))
+
+
+def sample_call(prompt: "Prompt", completion: "Completion") -> SampleCall:
+    """The arguments of verl's compute_score.
+
+    `extra_info` is the row's column of that name, of whatever type, or all columns without one.
+    """
+    extra_info = prompt.columns.get("extra_info")
+    if extra_info is None:
+        extra_info = prompt.columns
+    return SampleCall(
+        fields={
+            "data_source": prompt.data_source,
+            "solution_str": completion.text,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": dict(extra_info) if isinstance(extra_info, Mapping) else extra_info,
+        }
+    )
+
+
+def check_columns(info: FunctionInfo, request: BatchCall | SampleCall) -> None:
+    """Refuse a function that asks for a column that no row of the batch has."""
+    given = set(request.fields)
+    if isinstance(request, BatchCall):
+        given |= set(LOGGING)
+    for name in info.required:
+        if name not in given:
+            raise ValueError(
+                f"The reward function {info.path} asks for {name!r}{nearest(name, given)}; the "
+                f"rows have: {', '.join(sorted(request.fields))}. Add the column to the data, or "
+                "give the parameter a default."
+            )
+
+
+def split_batch(request: BatchCall) -> list[BatchCall]:
+    """The same call as one call for each sample."""
+    return [
+        BatchCall(
+            fields={name: [values[i]] for name, values in request.fields.items()},
+            state=request.state,
+            size=1,
+        )
+        for i in range(request.size)
+    ]
+
+
+# ------------------------------------------------------------------------- replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallError:
+    """Why a call or a value is not usable."""
+
+    kind: str  # "exception" | "crash" | "timeout" | "bad return" | "not run"
+    message: str
+    shared: bool = False  # lost together with other calls: any of them may be the cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded:
+    """The answer for one sample: a finite float, None for "not applicable", or an error."""
+
+    value: float | None = None
+    error: CallError | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """The answer of one call: one `Graded` a sample, or an error for all of them."""
+
+    graded: tuple[Graded, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    error: CallError | None = None
+
+
+# ------------------------------------------------------------------------- calls
+
+
+def call(function: Callable[..., Any], info: FunctionInfo, request: Any) -> Reply:
+    """Call a synchronous function once."""
+    prepared = _Prepared(info, request)
+    try:
+        return prepared.reply(function(**prepared.arguments))
+    except Exception as error:  # user code: whatever it raises is reported with the sample
+        return _exception_reply(error)
+
+
+async def call_async(
+    function: Callable[..., Any], info: FunctionInfo, request: Any, limit: float
+) -> Reply:
+    """Call an async function once; give up after `limit` seconds."""
+    prepared = _Prepared(info, request)
+    window = asyncio.timeout(limit)
+    try:
+        async with window:
+            result = await function(**prepared.arguments)
+        return prepared.reply(result)
+    except Exception as error:  # user code: whatever it raises is reported with the sample
+        if isinstance(error, TimeoutError) and window.expired():
+            return Reply(error=timeout_error(info, limit))
+        return _exception_reply(error)
+
+
+async def call_concurrently(
+    function: Callable[..., Any],
+    info: FunctionInfo,
+    requests: Sequence[Any],
+    limit: float,
+    max_concurrency: int,
+) -> list[Reply]:
+    """Await many calls of an async function, at most `max_concurrency` at a time."""
+    slots = asyncio.Semaphore(max_concurrency)
+
+    async def one(request: Any) -> Reply:
+        async with slots:
+            return await call_async(function, info, request, limit)
+
+    return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+def timeout_error(info: FunctionInfo, limit: float) -> CallError:
+    """The error of a call that ran past its limit of seconds."""
+    return CallError(kind="timeout", message=f"{info.name} ran longer than {limit:g} s")
+
+
+def _exception_reply(error: Exception) -> Reply:
+    # The last frame is the user's own and names the place without flooding the log.
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    return Reply(error=CallError(kind="exception", message=message))
+
+
+class _Prepared:
+    """The arguments of one call, and what its log functions have received."""
+
+    def __init__(self, info: FunctionInfo, request: BatchCall | SampleCall) -> None:
+        self.info = info
+        self.request = request
+        self.metrics: list[tuple[str, float]] = []
+        self.columns: dict[str, list[Any]] = {}
+        available: dict[str, Any] = dict(request.fields)
+        if isinstance(request, BatchCall):
+            logging = (request.state, self.log_extra, self.log_metric)
+            available |= dict(zip(LOGGING, logging, strict=True))
+        self.arguments = info.arguments(available)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """TRL's log_extra: one value a completion, for the trace."""
+        assert isinstance(self.request, BatchCall)
+        values = list(values)
+        if len(values) != self.request.size:
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for {self.request.size} "
+                "completions: give one value a completion."
+            )
+        self.columns[str(column)] = [plain(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """TRL's log_metric: a scalar, averaged over the calls of a step."""
+        number = as_number(value)
+        if number is None:
+            raise ValueError(
+                f"log_metric({name!r}) got {shorten(value)}, which is not a number: "
+                "log_extra takes other values, one a completion."
+            )
+        self.metrics.append((str(name), number))
+
+    def reply(self, result: Any) -> Reply:
+        """Check a function's return value and make it plain."""
+        if isinstance(self.request, SampleCall):
+            return Reply(graded=(_grade_sample(self.info, result),))
+        try:
+            values = list(result)
+        except TypeError:
+            values = None
+        if values is None or isinstance(result, str | Mapping):
+            got = f"{shorten(result)} ({type(result).__name__})"
+            return self._bad_return(f"{got} instead of a list with one number a completion")
+        if len(values) != self.request.size:
+            return self._bad_return(f"{len(values)} rewards for {self.request.size} completions")
+        extras = [
+            {name: column[i] for name, column in self.columns.items()}
+            for i in range(self.request.size)
+        ]
+        graded = tuple(grade(self.info, v, e) for v, e in zip(values, extras, strict=True))
+        return Reply(graded=graded, metrics=tuple(self.metrics))
+
+    def _bad_return(self, what: str) -> Reply:
+        return Reply(
+            error=CallError(kind="bad return", message=f"{self.info.name} returned {what}")
+        )
+
+
+def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
+    if not isinstance(result, Mapping):
+        return grade(info, result, {})
+    extras = {str(k): plain(v) for k, v in result.items() if k != "score"}
+    if "score" not in result:
+        message = f"{info.name} returned a dict without 'score'; its keys: {list(result)}"
+        return Graded(error=CallError(kind="bad return", message=message), extras=extras)
+    return grade(info, result["score"], extras)
+
+
+def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
+    """Check that `value` is None or a number that is finite in float32."""
+    if value is None:
+        return Graded(extras=extras)
+    number = as_number(value)
+    if number is None or not abs(number) <= FLOAT32_MAX:
+        why = "is no number" if number is None else "is not finite in float32"
+        message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {why}"
+        return Graded(error=CallError(kind="bad return", message=message), extras=extras)
+    return Graded(value=number, extras=extras)
+
+
+def as_number(value: Any) -> float | None:
+    """A Python, numpy or torch scalar as a float; None for anything else, text included."""
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:  # an int beyond the floats
+            return math.inf
+    # A numpy or torch scalar. An array of several numbers is not one reward.
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return as_number(value.item())
+    return None
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON can hold, for the trace. A number that is not finite becomes its text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    number = as_number(value)
+    if number is not None:
+        return number if math.isfinite(number) else repr(number)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return repr(value)
+
+
+def shorten(value: Any, length: int = 80) -> str:
+    """A repr that fits on a line."""
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,29 @@
+"""The function behind each grader of a config, and where a reward function is found."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from jaxrl_llm import config as c
+from jaxrl_llm.rewards.exact_answer import exact_answer
+from jaxrl_llm.rewards.format import format_match
+from jaxrl_llm.rewards.gsm8k import gsm8k
+from jaxrl_llm.rewards.length import length_range
+from jaxrl_llm.rewards.loading import absolute_path
+from jaxrl_llm.rewards.overlong import overlong_penalty
+
+FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
+    c.ExactAnswer: exact_answer,
+    c.GSM8K: gsm8k,
+    c.FormatMatch: format_match,
+    c.LengthRange: length_range,
+    c.OverlongPenalty: overlong_penalty,
+}
+
+
+def path_and_settings(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any]]:
+    """What a worker process needs to load a reward function: its path and its settings."""
+    if isinstance(function, c.Grader):
+        grader = FUNCTIONS[type(function)]
+        return f"{grader.__module__}:{grader.__name__}", asdict(function)
+    return absolute_path(function.path), dict(function.settings)

@@ -1,0 +1,425 @@
+"""Several reward functions with weights become one float32 score for each sample."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.config import Custom, Grader
+from jaxrl_llm.observability.names import is_reserved
+from jaxrl_llm.references import split_path
+from jaxrl_llm.rewards.calling import (
+    BatchCall,
+    CallError,
+    Graded,
+    Reply,
+    SampleCall,
+    TrainerState,
+    as_number,
+    batch_call,
+    call,
+    check_columns,
+    sample_call,
+    shorten,
+    split_batch,
+)
+from jaxrl_llm.rewards.graders import path_and_settings
+from jaxrl_llm.rewards.loading import (
+    FunctionInfo,
+    is_builtin,
+    load_bound,
+)
+from jaxrl_llm.rewards.pool import Hopeless, Task, WorkerPool
+
+if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
+    from jaxrl_llm.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFailure:
+    """A sample that got the failure value, and why."""
+
+    function: str
+    index: int  # of the sample in the batch
+    kind: str  # exception | crash | timeout | bad return | not run | not applicable
+    message: str
+    prompt: str
+    completion: str
+
+    def describe(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.function}: {self.kind}: {self.message}; prompt {shorten(self.prompt)}, "
+            f"completion {shorten(self.completion)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardResult:
+    """The rewards of a batch of N samples, in the order of the completions."""
+
+    scores: np.ndarray  # float32 [N], weighted sum of the parts
+    parts: dict[str, np.ndarray]  # function name -> float32 [N], unweighted; NaN for None
+    metrics: dict[str, float]
+    extras: list[dict[str, Any]]  # one a sample: log_extra columns, other keys of verl dicts
+    failures: list[RewardFailure] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Function:
+    name: str
+    weight: float
+    info: FunctionInfo
+    index: int  # in the pool's references
+    local: Callable[..., Any] | None  # None: runs in the pool
+
+    def calls(
+        self, batch: BatchCall, samples: list[SampleCall]
+    ) -> Sequence[BatchCall | SampleCall]:
+        """The calls that grade a batch: one for all samples (TRL), or one each (verl)."""
+        return [batch] if self.info.kind == "batch" else samples
+
+
+class RewardManager:
+    """Scores completions with several reward functions; user functions run in worker processes.
+
+    Functions of `jaxrl_llm.rewards` run in this process. All others run in a pool of
+    `num_workers` processes (at least one a function), at most `timeout` seconds a call. A sample
+    whose function crashed, hung, raised or returned no usable number gets `failure_value` from
+    that function. It is counted in `rewards/failures`, logged, and listed in the result.
+
+    `total_steps` is what functions see as `trainer_state.max_steps`. Close the manager, or use it
+    in a `with`. Raises ValueError, with the remedy, for a function that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Grader | Custom],
+        *,
+        weights: Sequence[float] | None = None,
+        failure_value: float = 0.0,
+        timeout: float = 30.0,
+        num_workers: int = 2,
+        max_concurrency: int = 64,
+        give_up_after: int = 16,
+        total_steps: int | None = None,
+    ) -> None:
+        if not functions:
+            raise ValueError("No reward function: give at least one, such as ExactAnswer().")
+        weights = [1.0] * len(functions) if weights is None else list(weights)
+        if len(weights) != len(functions):
+            raise ValueError(
+                f"{len(weights)} reward weights for {len(functions)} functions: give one each."
+            )
+        if timeout <= 0 or num_workers < 1 or not np.isfinite(failure_value):
+            raise ValueError(
+                f"timeout={timeout}, num_workers={num_workers}, failure_value={failure_value}: "
+                "need timeout > 0, num_workers >= 1 and a finite failure_value."
+            )
+        self._failure_value = failure_value
+        self._give_up_after = give_up_after
+        self._total_steps = total_steps
+        references = [path_and_settings(function) for function in functions]
+        self._pool = WorkerPool(
+            references,
+            num_workers=max(num_workers, len(functions)),
+            timeout=timeout,
+            max_concurrency=max_concurrency,
+        )
+        try:
+            self._functions = [
+                self._load(index, path, settings, name, weight)
+                for index, ((path, settings), name, weight) in enumerate(
+                    zip(references, _unique_names(references), weights, strict=True)
+                )
+            ]
+        except ValueError:
+            self._pool.close()
+            raise
+
+    def _load(
+        self, index: int, path: str, settings: dict[str, Any], name: str, weight: float
+    ) -> _Function:
+        local = None
+        if is_builtin(path):
+            local, info = load_bound(path, settings)
+        else:
+            info = self._pool.load(index)
+        if info.isolated:
+            local = None
+        return _Function(name=name, weight=weight, info=info, index=index, local=local)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the functions in their order: the keys of `RewardResult.parts`."""
+        return tuple(function.name for function in self._functions)
+
+    def __enter__(self) -> "RewardManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
+    def score(
+        self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]", step: int
+    ) -> RewardResult:
+        """Score completion i as an answer to prompt i. `prompts` repeats a prompt for its group.
+
+        Raises ValueError when a function asks for a column that the data do not have, or logs a
+        metric under a name that the trainer writes.
+        """
+        if len(prompts) != len(completions):
+            raise ValueError(
+                f"{len(prompts)} prompts for {len(completions)} completions: repeat each prompt "
+                "once a completion."
+            )
+        replies: list[tuple[_Function, list[Reply]]] = []
+        if prompts:
+            state = TrainerState(global_step=step, max_steps=self._total_steps)
+            replies = self._call_all(prompts, completions, state)
+        parts = {f.name: np.zeros(0, np.float32) for f in self._functions}
+        extras: list[dict[str, Any]] = [{} for _ in prompts]
+        logged: dict[str, list[float]] = {}
+        errors: list[tuple[str, int, CallError]] = []
+        for function, answers in replies:
+            graded = _per_sample(answers, len(prompts))
+            parts[function.name] = self._values(graded)
+            errors += [(function.name, i, g.error) for i, g in enumerate(graded) if g.error]
+            # verl's keys belong to one function, TRL's columns to the whole run.
+            prefix = f"{function.name}/" if function.info.kind == "sample" else ""
+            for own, grade in zip(extras, graded, strict=True):
+                own.update({prefix + name: value for name, value in grade.extras.items()})
+            for name, values in _logged(function, answers, graded).items():
+                self._refuse_reserved(name, function)
+                logged.setdefault(name, []).extend(values)
+        scores, applicable = self._weighted_sum(parts, len(prompts))
+        none = CallError(kind="not applicable", message="every function returned None")
+        errors += [("all", int(index), none) for index in np.flatnonzero(~applicable)]
+        failures = [_failure(*error, prompts, completions) for error in errors]
+        _warn_of_failures(failures, len(prompts))
+        metrics = {name: float(np.mean(values)) for name, values in logged.items()}
+        return RewardResult(
+            scores=scores,
+            parts=parts,
+            metrics=metrics | _metrics(parts, failures),
+            extras=extras,
+            failures=failures,
+        )
+
+    def _values(self, graded: Sequence[Graded]) -> np.ndarray:
+        """float32 [N] of one function: NaN where it does not apply, `failure_value` on an error."""
+        part = np.full(len(graded), np.nan, np.float32)
+        for i, grade in enumerate(graded):
+            if grade.error is not None:
+                part[i] = self._failure_value
+            elif grade.value is not None:
+                part[i] = grade.value
+        return part
+
+    def _weighted_sum(
+        self, parts: Mapping[str, np.ndarray], num_samples: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores, and to which samples some function applied; `failure_value` for the others."""
+        scores, applicable = np.zeros(num_samples, np.float32), np.zeros(num_samples, bool)
+        for function in self._functions if num_samples else ():
+            part = parts[function.name]
+            scores += np.float32(function.weight) * np.nan_to_num(part, nan=0.0)
+            applicable |= ~np.isnan(part)
+        scores[~applicable] = self._failure_value
+        return scores, applicable
+
+    def _refuse_reserved(self, name: str, function: _Function) -> None:
+        ours = {f"rewards/{n}/{end}" for n in self.names for end in ("mean", "std", "failures")}
+        if is_reserved(name) or name in ours:
+            raise ValueError(
+                f"The reward function {function.info.path} logs the metric {name!r}, a name that "
+                f"the trainer writes itself. Take another one, such as '{function.name}/"
+                f"{name.rpartition('/')[2]}'."
+            )
+
+    # --------------------------------------------------------------------- calls
+
+    def _call_all(
+        self,
+        prompts: "Sequence[Prompt]",
+        completions: "Sequence[Completion]",
+        state: TrainerState,
+    ) -> list[tuple[_Function, list[Reply]]]:
+        """Replies of each function: one for all samples, or one for each."""
+        batch = batch_call(prompts, completions, state)
+        samples = [sample_call(p, c) for p, c in zip(prompts, completions, strict=True)]
+        for function in self._functions:
+            check_columns(function.info, function.calls(batch, samples)[0])
+        # The pool works while our own functions run here.
+        pending = {
+            function.index: self._submit(function, batch, samples)
+            for function in self._functions
+            if function.local is None
+        }
+        replies: list[tuple[_Function, list[Reply]]] = []
+        for function in self._functions:
+            if function.local is not None:
+                calls = function.calls(batch, samples)
+                own = [call(function.local, function.info, request) for request in calls]
+                replies.append((function, own))
+        retries: list[tuple[_Function, list[Future[list[Reply]]]]] = []
+        for function in self._functions:
+            if function.local is not None:
+                continue
+            answers = _results(pending[function.index])
+            if len(samples) > 1 and any(_blames_all(function, reply) for reply in answers):
+                # One sample spoiled the call of all: call again with each alone to find it.
+                singles = split_batch(batch) if function.info.kind == "batch" else samples
+                retries.append((function, self._one_by_one(function, singles)))
+            else:
+                replies.append((function, answers))
+        return replies + [(function, _results(futures)) for function, futures in retries]
+
+    def _submit(
+        self, function: _Function, batch: BatchCall, samples: list[SampleCall]
+    ) -> list[Future[list[Reply]]]:
+        calls = function.calls(batch, samples)
+        if function.info.kind == "sample" and not function.info.is_async:
+            return self._one_by_one(function, calls)
+        operation = "run" if function.info.kind == "batch" else "gather"
+        task = Task(function=function.index, calls=calls, operation=operation)
+        return [self._pool.submit(task, Hopeless(self._give_up_after))]
+
+    def _one_by_one(
+        self, function: _Function, calls: Sequence[BatchCall | SampleCall]
+    ) -> list[Future[list[Reply]]]:
+        # Several chunks a worker, so that a slow one does not hold up the end.
+        size = -(-len(calls) // (4 * self._pool.num_workers))
+        chunks = [calls[i : i + size] for i in range(0, len(calls), size)]
+        hopeless = Hopeless(self._give_up_after)
+        tasks = [Task(function=function.index, calls=chunk) for chunk in chunks]
+        return [self._pool.submit(task, hopeless) for task in tasks]
+
+
+def _results(futures: Sequence[Future[list[Reply]]]) -> list[Reply]:
+    return [reply for future in futures for reply in future.result()]
+
+
+def _blames_all(function: _Function, reply: Reply) -> bool:
+    """Whether one sample may have caused the error of all samples called with it."""
+    if reply.error is None or reply.error.kind not in ("exception", "crash", "timeout"):
+        return False
+    return function.info.kind == "batch" or reply.error.shared
+
+
+def _per_sample(replies: Sequence[Reply], num_samples: int) -> list[Graded]:
+    """One `Graded` for each sample; a single lost call counts for all of them."""
+    graded: list[Graded] = []
+    for reply in replies:
+        if reply.error is None:
+            graded.extend(reply.graded)
+        else:
+            count = num_samples if len(replies) == 1 else 1
+            graded.extend([Graded(error=reply.error)] * count)
+    assert len(graded) == num_samples, (len(graded), num_samples)
+    return graded
+
+
+def _logged(
+    function: _Function, replies: Sequence[Reply], graded: Sequence[Graded]
+) -> dict[str, list[float]]:
+    """Finite numbers by metric name: of log_metric, and of verl dicts under `rewards/<function>/`.
+
+    Text and other values of a verl dict are in the trace only.
+    """
+    pairs = [pair for reply in replies for pair in reply.metrics]
+    if function.info.kind == "sample":
+        for grade in graded:
+            for name, value in grade.extras.items():
+                number = as_number(value)
+                if number is not None:
+                    pairs.append((f"rewards/{function.name}/{name}", number))
+    logged: dict[str, list[float]] = {}
+    for name, number in pairs:
+        if math.isfinite(number):
+            logged.setdefault(name, []).append(number)
+        else:
+            log.warning(
+                "The reward function %s logged %s for the metric %r. The value is left out.",
+                function.info.path,
+                number,
+                name,
+            )
+    return logged
+
+
+def _failure(
+    function: str,
+    index: int,
+    error: CallError,
+    prompts: "Sequence[Prompt]",
+    completions: "Sequence[Completion]",
+) -> RewardFailure:
+    return RewardFailure(
+        function=function,
+        index=index,
+        kind=error.kind,
+        message=error.message,
+        prompt=prompts[index].text,
+        completion=completions[index].text,
+    )
+
+
+def _metrics(
+    parts: Mapping[str, np.ndarray], failures: Sequence[RewardFailure]
+) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, part in parts.items():
+        metrics |= part_metrics(name, part)
+        own = [failure for failure in failures if failure.function == name]
+        metrics[f"rewards/{name}/failures"] = float(len(own))
+    metrics["rewards/failures"] = float(len({failure.index for failure in failures}))
+    return metrics
+
+
+def part_metrics(name: str, part: np.ndarray) -> dict[str, float]:
+    """`rewards/<function>/{mean,std}` over the samples to which the function applied, unbiased."""
+    valid = part[~np.isnan(part)].astype(np.float64)
+    if valid.size == 0:
+        return {}
+    std = float(valid.std(ddof=1)) if valid.size > 1 else 0.0
+    return {f"rewards/{name}/mean": float(valid.mean()), f"rewards/{name}/std": std}
+
+
+def _unique_names(references: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Function names, with _2, _3 ... where two files use the same one."""
+    names: list[str] = []
+    for path, _ in references:
+        name = base = split_path(path)[1]
+        count = 1
+        while name in names:
+            count += 1
+            name = f"{base}_{count}"
+        names.append(name)
+    return names
+
+
+def _warn_of_failures(failures: Sequence[RewardFailure], num_samples: int) -> None:
+    """One warning a function: a count and the first case. The result lists them all."""
+    first: dict[str, RewardFailure] = {}
+    counts: dict[str, int] = {}
+    for failure in failures:
+        first.setdefault(failure.function, failure)
+        counts[failure.function] = counts.get(failure.function, 0) + 1
+    for name, count in counts.items():
+        log.warning(
+            "Reward failed on %d of %d samples. First: %s",
+            count,
+            num_samples,
+            first[name].describe(),
+        )

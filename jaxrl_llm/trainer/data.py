@@ -1,0 +1,372 @@
+"""Data of a run: prompts, examples and pairs from files; samples as arrays and as text again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config import Config, SupervisedConfig
+from jaxrl_llm.data.dataset import (
+    RowRules,
+    Sources,
+    load_examples,
+    load_preferences,
+    load_prompts,
+    load_ratings,
+    load_unpaired,
+)
+from jaxrl_llm.data.formats import SERVES
+from jaxrl_llm.data.loader import Loader, PromptLoader, fingerprint
+from jaxrl_llm.data.packing import (
+    OfflineRecord,
+    collate_prompts,
+    collate_records,
+    offline_records,
+)
+from jaxrl_llm.data.priority import PriorityLoader, weight_function
+from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.types import Completion, OfflineBatch, Prompt, RolloutBatch
+
+SFT_STREAM, REWARD_STREAM = 1, 2  # streams of the shuffles of supervised trainings
+BAD_ROWS = "bad_rows.jsonl"
+LOADERS = {
+    "examples": load_examples,
+    "preferences": load_preferences,
+    "unpaired": load_unpaired,
+    "ratings": load_ratings,
+}
+
+
+def train_sources(config: Config) -> Sources:
+    """The run's training data."""
+    return Sources(
+        files=config.data.train_files,
+        tasks=config.data.train_tasks,
+        split="train",
+        prompt_style=config.data.prompt_style,
+        dataset_class=config.data.dataset_class,
+    )
+
+
+def held_out_sources(config: Config) -> Sources:
+    """The run's validation data; tasks give the problems that training never sees."""
+    return Sources(
+        files=config.data.val_files,
+        tasks=config.data.val_tasks,
+        split="held_out",
+        prompt_style=config.data.prompt_style,
+        dataset_class=config.data.dataset_class,
+        train_files=config.data.train_files,
+    )
+
+
+def has_held_out(config: Config) -> bool:
+    """Whether the config gives validation data."""
+    return not held_out_sources(config).are_empty()
+
+
+def load_run_prompts(
+    config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path | None
+) -> list[Prompt]:
+    """Prompts of `sources` under the run's length limits; bad rows go to a file in `run_dir`."""
+    rules = _rules(config, run_dir, config.data.max_prompt_length)
+    return load_prompts(sources, tokenizer, rules).items
+
+
+def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader | PriorityLoader:
+    """Endless batches of training prompts, in epochs or by priority."""
+    data = config.data
+    if data.num_workers and not any(training for _, training in _trainings(config)):
+        raise ValueError(
+            f"config.data.num_workers={data.num_workers}: the prompts of an online run are "
+            "tokenised before the first step and stay in memory, so processes have nothing to "
+            "do; set config.data.num_workers=0"
+        )
+    if data.priority is not None:
+        return PriorityLoader(
+            prompts,
+            weight_function(data.priority, samples=config.rollout.n),
+            batch_size=data.train_batch_size,
+            seed=config.seed,
+            uniform=data.priority_uniform,
+        )
+    return PromptLoader(
+        prompts,
+        batch_size=data.train_batch_size,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        prefetch=data.prefetch,
+    )
+
+
+def load_records(
+    config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> list[OfflineRecord]:
+    """Records of a kind (examples, preferences, unpaired, ratings) for offline training."""
+    return _load(config, sources, kind, tokenizer, run_dir)[0]
+
+
+def load_held_out(
+    config: Config, kind: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> tuple[list[OfflineRecord], bool]:
+    """Held-out records of a kind, and whether the rows that they are made of are all pairs.
+
+    No records, of a config without validation data.
+    """
+    if not has_held_out(config):
+        return [], False
+    records, formats = _load(config, held_out_sources(config), kind, tokenizer, run_dir)
+    return records, all("preferences" in SERVES[found] for found in formats)
+
+
+def _load(
+    config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> tuple[list[OfflineRecord], set[str]]:
+    """Records of a kind, and the formats of their sources."""
+    rules = _rules(config, run_dir, _row_length(config))
+    loaded = LOADERS[kind](sources, tokenizer, rules)
+    items: Any = loaded.items
+    if kind == "unpaired":
+        # A pair gives two records of one prompt, and neighbours in a batch exchange their
+        # completions: in order, these would not be mismatched.
+        Random(config.seed).shuffle(items)
+    records = offline_records(items, number=kind if kind == "ratings" else "labels")
+    return records, set(loaded.formats.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRecords:
+    """The records of an offline run, and how batches are made of them."""
+
+    config: Config
+    pad_id: int
+    mismatched: bool  # the algorithm also gives a prompt the completion of another record
+    precomputed: bool  # log-probs of the reference are tables over these records
+    train: list[OfflineRecord]
+    held_out: list[OfflineRecord]
+    held_out_pairs: list[OfflineRecord]  # of an algorithm that judges pairs
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many there are of each table of log-probs."""
+        return {TRAIN: len(self.train), HELD_OUT: len(self.held_out)}
+
+    def loader(self) -> Loader[OfflineRecord, Any]:
+        """Endless batches of training records."""
+        data = self.config.data
+        # Tables of log-probs are of these held-out records too.
+        unchanged = {"held_out_crc32": fingerprint(self.held_out)} if self.precomputed else {}
+        return Loader(
+            self.train,
+            self._collate(mismatched=self.mismatched),
+            batch_size=data.train_batch_size,
+            seed=self.config.seed,
+            shuffle=data.shuffle,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch,
+            unchanged=unchanged,
+        )
+
+    def train_batches(self) -> list[OfflineBatch]:
+        """All training records in order, in batches of one size."""
+        return self._padded(self.train, mismatched=self.mismatched)
+
+    def held_out_batches(self) -> list[OfflineBatch]:
+        """All held-out records in order, in batches of one size."""
+        return self._padded(self.held_out, mismatched=self.mismatched)
+
+    def held_out_pair_batches(self) -> list[OfflineBatch]:
+        """All held-out pairs in order, in batches of one size."""
+        return self._padded(self.held_out_pairs, mismatched=False)
+
+    def _collate(self, *, mismatched: bool) -> Any:
+        length = _row_length(self.config)
+        return partial(collate_records, length=length, pad_id=self.pad_id, mismatched=mismatched)
+
+    def _padded(self, records: list[OfflineRecord], *, mismatched: bool) -> list[OfflineBatch]:
+        size, collate, batches = self.config.data.train_batch_size, self._collate, []
+        for start in range(0, len(records), size):
+            part = records[start : start + size]
+            # A single record in the last batch has no other to be mismatched with.
+            before = records[start - 1] if start and len(part) == 1 else None
+            batches.append(collate(mismatched=mismatched)(part, size=size, before=before))
+        return batches
+
+
+def load_offline_records(
+    config: Config, plan: OfflinePlan, tokenizer: Tokenizer, run_dir: Path | None
+) -> OfflineRecords:
+    """The records that the plan's algorithm learns from.
+
+    Raises ValueError for a split of one record whose prompt needs the completion of another.
+    """
+    kind = plan.algorithm.records.name
+    mismatched = "mismatched" in plan.reads_groups
+    records = load_records(config, train_sources(config), kind, tokenizer, run_dir)
+    held_out, are_pairs = load_held_out(config, kind, tokenizer, run_dir)
+    if mismatched:
+        _refuse_one_record("train", records, "2 records or more work")
+        _refuse_one_record("val", held_out, "2 records or more work, or none")
+    pairs: list[OfflineRecord] = []
+    if are_pairs and plan.algorithm.judge_pairs is not None:
+        pairs = load_records(config, held_out_sources(config), "preferences", tokenizer, run_dir)
+    return OfflineRecords(
+        config=config,
+        pad_id=tokenizer.pad_id,
+        mismatched=mismatched,
+        precomputed=plan.precomputed,
+        train=records,
+        held_out=held_out,
+        held_out_pairs=pairs,
+    )
+
+
+def _refuse_one_record(split: str, records: list[OfflineRecord], remedy: str) -> None:
+    if len(records) == 1:
+        raise ValueError(
+            f"config.data.{split}_files and {split}_tasks give one record, whose prompt no other "
+            f"completion can be given to; {remedy}"
+        )
+
+
+def sft_batches(
+    config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
+) -> Loader[Any, OfflineBatch]:
+    """Endless padded batches of completions to learn: the training's own data, or the run's."""
+    sources = _sources(config, training)
+    examples = load_records(config, sources, "examples", tokenizer, run_dir)
+    return _loader(config, training, examples, _collate(config, tokenizer), SFT_STREAM)
+
+
+def preference_data(
+    config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
+) -> tuple[Loader[Any, OfflineBatch], list[OfflineBatch]]:
+    """Endless batches of training pairs, and all held-out pairs in batches of one size."""
+    collate, size = _collate(config, tokenizer), training.batch_size
+    pairs = load_records(config, _sources(config, training), "preferences", tokenizer, run_dir)
+    held_out: list[OfflineRecord] = []
+    if has_held_out(config):
+        sources = held_out_sources(config)
+        held_out = load_records(config, sources, "preferences", tokenizer, run_dir)
+    starts = range(0, len(held_out), size)
+    batches = [collate(held_out[start : start + size], size=size) for start in starts]
+    return _loader(config, training, pairs, collate, REWARD_STREAM), batches
+
+
+def _collate(config: Config, tokenizer: Tokenizer) -> Any:
+    return partial(collate_records, length=_row_length(config), pad_id=tokenizer.pad_id)
+
+
+def _row_length(config: Config) -> int:
+    """Tokens of a whole row, prompt and completion."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
+    data = config.data
+    return RowRules(
+        max_length=max_length,
+        truncation=data.truncation,
+        filter_overlong=data.filter_overlong_prompts,
+        max_bad_fraction=data.max_bad_fraction,
+        bad_rows_file=run_dir / BAD_ROWS if run_dir is not None and is_main() else None,
+    )
+
+
+def _sources(config: Config, training: SupervisedConfig) -> Sources:
+    if not training.files and not training.tasks:
+        return train_sources(config)
+    return Sources(
+        files=training.files,
+        tasks=training.tasks,
+        split="train",
+        prompt_style=config.data.prompt_style,
+        key=next((key for key, found in _trainings(config) if found is training), ""),
+    )
+
+
+def _trainings(config: Config) -> list[tuple[str, SupervisedConfig | None]]:
+    """(config key, settings) of each supervised training of an online run."""
+    reward, teacher = config.reward.model, config.teacher
+    return [
+        ("config.warmup", config.warmup),
+        ("config.reward.model.training", reward and reward.training),
+        ("config.teacher.training", teacher and teacher.training),
+    ]
+
+
+def _loader(
+    config: Config, training: SupervisedConfig, items: Any, collate: Any, stream: int
+) -> Loader[Any, Any]:
+    return Loader(
+        items,
+        collate,
+        batch_size=training.batch_size,
+        seed=config.seed * 3 + stream,
+        num_workers=config.data.num_workers,
+        prefetch=config.data.prefetch,
+    )
+
+
+# ------------------------------------------------------------------------- samples
+
+
+def prompt_batch(
+    prompts: Sequence[Prompt],
+    *,
+    n: int,
+    max_prompt_length: int,
+    pad_id: int,
+    num_prompts: int = 0,
+    first_sample: int = 0,
+) -> RolloutBatch:
+    """numpy batch of n samples a prompt, group after group.
+
+    `num_prompts` is a fixed size, up to which rows of length 0 are added; they generate nothing.
+    `first_sample` is the number of samples that the step has had before.
+    """
+    tokens, lengths = collate_prompts(prompts, length=max_prompt_length, pad_id=pad_id)
+    missing = max(num_prompts - len(prompts), 0)
+    tokens = np.pad(tokens, ((0, missing), (0, 0)), constant_values=pad_id)
+    lengths = np.pad(lengths, (0, missing))
+    rows = len(lengths)
+    # numpy arrays until the batch is placed on the mesh.
+    fields: dict[str, Any] = {
+        "prompts": tokens.repeat(n, axis=0),
+        "prompt_lengths": lengths.repeat(n),
+        "sample_ids": np.arange(first_sample, first_sample + rows * n, dtype=np.uint32),
+        "group_ids": np.arange(rows, dtype=np.int32).repeat(n),
+    }
+    return RolloutBatch(**fields)
+
+
+def completions_of(
+    tokenizer: Tokenizer,
+    stop_ids: Sequence[int],
+    responses: np.ndarray,
+    mask: np.ndarray,
+    logprobs: np.ndarray,
+) -> list[Completion]:
+    """The responses [N, R] as text, each cut at its length."""
+    out = []
+    for row, length, row_logprobs in zip(
+        responses.tolist(), mask.sum(axis=1).astype(int).tolist(), logprobs.tolist(), strict=True
+    ):
+        tokens = tuple(row[:length])
+        finished = bool(tokens) and tokens[-1] in stop_ids
+        text_ids = tokens[:-1] if finished else tokens
+        out.append(
+            Completion(
+                tokens=tokens,
+                text=tokenizer.decode(text_ids),
+                logprobs=tuple(row_logprobs[:length]),
+                finished=finished,
+            )
+        )
+    return out

@@ -1,0 +1,171 @@
+"""How far a run is: its totals, the clock of its steps, and its summary."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.multihost import gather_rows, is_main
+from jaxrl_llm.models.flops import peak_flops
+from jaxrl_llm.observability.metrics import performance_metrics
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.guards import CompileCounter
+from jaxrl_llm.plan.offline import OfflinePlan
+from jaxrl_llm.plan.online import OnlinePlan
+from jaxrl_llm.plan.program import PROGRAM
+from jaxrl_llm.plan.utilisation import mfu_metrics
+
+Plan = OnlinePlan | OfflinePlan
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """What the summary reports; part of the checkpoint, so that a resumed run reports all of it."""
+
+    first: dict[str, float] = field(default_factory=dict)  # validation before the first step
+    last: dict[str, float] = field(default_factory=dict)
+    first_reward: float | None = None
+    last_reward: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seconds: float, tokens: int, stages: dict[str, float]) -> None:
+        """Count one step: its time, its tokens, and the time of each of its stages."""
+        self.seconds += seconds
+        self.tokens += tokens
+        for name, value in stages.items():
+            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + value
+
+    def add_reward(self, reward: float | None) -> None:
+        """Note the mean reward of a step, where it has one."""
+        if reward is not None:
+            self.first_reward = reward if self.first_reward is None else self.first_reward
+            self.last_reward = reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """The tokens of the samples that a step learned from."""
+
+    num_prompt: int
+    num_response: int
+    lengths: Sequence[int] = ()  # of whole samples, where they were generated
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Times, throughput and compilations of the steps of a run."""
+
+    totals: Totals
+    compilations: CompileCounter
+    timer: Timer = field(default_factory=Timer)
+    recompiled: int = 0  # programs that the last step compiled and should not have
+    _started: float = 0.0
+    _seconds: float = 0.0
+    _compiled: int = 0
+    _steps: int = 0
+
+    def start(self) -> Timer:
+        """Begin a step; the timer of its stages."""
+        self._compiled = self.compilations.programs(PROGRAM)
+        self.timer, self._started = Timer(), time.perf_counter()
+        return self.timer
+
+    def stop(self) -> None:
+        """End a step."""
+        self._seconds = time.perf_counter() - self._started
+
+    def metrics(self, plan: Plan, step: int, tokens: StepTokens) -> dict[str, float]:
+        """timing_s/* and perf/* of the step that was stopped; it is added to the totals."""
+        seconds = self._seconds
+        timings, mesh = self.timer.timings(), plan.learner.mesh
+        self.totals.add(seconds, tokens.num_prompt + tokens.num_response, timings)
+        metrics = performance_metrics(
+            timings | {"step": seconds},
+            num_prompt_tokens=tokens.num_prompt,
+            num_response_tokens=tokens.num_response,
+            num_devices=mesh.size,
+        )
+        if isinstance(plan, OnlinePlan):
+            metrics |= mfu_metrics(
+                plan.at(step).program.segments,
+                timings,
+                roles=plan.roles,
+                epochs=plan.at(step).epochs,
+                step=step,
+                lengths=tokens.lengths,
+                num_devices=mesh.size,
+                peak=peak_flops(mesh.devices.flat[0].device_kind),
+            )
+            if mesh.shape["fsdp"] > 1:
+                metrics["perf/layout_switch_gb"] = plan.layout_switch_bytes / 1e9
+        compiled = self.compilations.programs(PROGRAM) - self._compiled
+        expected = self._steps == 0 or plan.begins_program(step)
+        self.recompiled = 0 if expected else compiled
+        self._steps += 1
+        return metrics | {"perf/compilations": float(compiled)}
+
+
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is set on a process: all must stop after the same step. A collective."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(gather_rows(np.array([flag])).any())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a finished or interrupted run returns to its caller."""
+
+    run_dir: Path
+    step: int
+    totals: Totals
+    seconds: float  # of this process, start to end
+    interrupted: bool
+    checkpoint: Path
+
+
+def print_summary(summary: Summary, config: Config) -> None:
+    """What changed, how fast, and where everything is; process 0 alone prints."""
+    if is_main():
+        print("\n".join(summary_lines(summary, config)), flush=True)
+
+
+def summary_lines(summary: Summary, config: Config) -> list[str]:
+    """The summary as lines of plain text."""
+    totals, run_dir = summary.totals, summary.run_dir
+    state = "interrupted" if summary.interrupted else "finished"
+    lines = [f"{state} at step {summary.step} of {config.total_steps} in {summary.seconds:.0f} s"]
+    if totals.first_reward is not None and totals.last_reward is not None:
+        lines.append(f"  reward          {totals.first_reward:.3f} -> {totals.last_reward:.3f}")
+    for name, last in totals.last.items():
+        first = f"{totals.first[name]:.3f} -> " if name in totals.first else ""
+        lines.append(f"  {name}  {first}{last:.3f}")
+    if totals.seconds:
+        lines.append(f"  tokens/s        {totals.tokens / totals.seconds:,.0f}")
+        lines.append("  time a stage")
+        for name, seconds in totals.stage_seconds.items():
+            lines.append(f"    {name:<40} {seconds:8.1f} s  {seconds / totals.seconds:4.0%}")
+    lines += [
+        f"  checkpoint      {summary.checkpoint}",
+        f"  metrics         {run_dir / 'metrics.jsonl'}",
+    ]
+    if config.log.tensorboard:
+        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'}")
+    if config.log.trace:
+        lines.append(f"  trace           {run_dir / 'trace'}")
+    lines.append(
+        f"  export          python scripts/export_hf.py --checkpoint={summary.checkpoint} "
+        f"--output={run_dir / 'export'}"
+    )
+    if summary.interrupted:
+        again = "run the same command again"
+        if config.resume != "auto":
+            again += " with --config.resume=auto"
+        lines.append(f"  go on           {again}; it resumes from the checkpoint")
+    return lines

@@ -1,0 +1,339 @@
+"""The folder of a run: one process at a time, and one config for all its steps.
+
+`run.lock` names the process that uses the folder. `config.json` holds the config of its run. A run
+goes on only with that config, except for the keys in FREE_KEYS.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.checkpoint.layout import CHECKPOINTS, STEP_PREFIX, is_complete, step_of
+from jaxrl_llm.config import Config, ConfigError, to_json
+from jaxrl_llm.distributed.multihost import gather_objects, is_main
+
+LOCK = "run.lock"
+CONFIG = "config.json"
+
+# Keys that may change when a run goes on (fnmatch patterns). They say how long it runs, and what
+# it writes and shows.
+SCHEDULE_KEYS = (
+    "name",
+    "run_dir",
+    "resume",
+    "total_steps",
+    "save_every",
+    "compile_cache",
+    "log.*",
+    "checkpoint.*",
+    "validation.every",
+    "validation.before_train",
+)
+# They say on which devices and in which portions it computes: the same run up to rounding. A run
+# may have to change them to fit into memory or to move to other hardware.
+DEVICE_KEYS = (
+    "mesh.*",
+    "fuse_stages",
+    "data.num_workers",
+    "data.prefetch",
+    "reward.num_workers",
+    "rollout.num_slots",
+    "rollout.cache_tokens",
+    "*.micro_batch_size",
+    "*.micro_batch_tokens",
+    "*.remat",
+    "*.scan_layers",
+    "*.optimizer.offload",
+)
+FREE_KEYS = SCHEDULE_KEYS + DEVICE_KEYS
+
+HEARTBEAT_S = 60.0  # between two updates of the lock's time
+# A lock of another host, where no process id can be looked up, is stale after so long.
+STALE_S = 10 * HEARTBEAT_S
+MOST_SHOWN = 10  # differing keys in a message
+ABSENT = "(not set)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """An opened run folder."""
+
+    path: Path
+    latest_step: int | None  # of its newest complete checkpoint; None: it holds no run yet
+    config_text: str  # of this process
+
+    def write_config(self) -> None:
+        """Store the config, on the main process. It is the one that later starts compare with."""
+        if is_main():
+            temporary = self.path / f"{CONFIG}.tmp"
+            temporary.write_text(self.config_text)
+            os.replace(temporary, self.path / CONFIG)
+
+    def is_finished(self, config: Config) -> bool:
+        """Whether a start of `config` finds all of its steps done."""
+        return config.resume == "auto" and bool(self.nothing_to_do(config.total_steps))
+
+    def nothing_to_do(self, total_steps: int) -> str:
+        """What to tell the user when all steps were done before; empty when steps are left."""
+        if self.latest_step is None or self.latest_step < total_steps:
+            return ""
+        return (
+            f"{self.path} is already at step {self.latest_step} of {total_steps}; nothing to do. "
+            "Raise --config.total_steps to go on, or give another folder: "
+            f"--config.run_dir={free_folder(self.path)}"
+        )
+
+
+@contextmanager
+def open_run_folder(config: Config) -> Iterator[RunFolder]:
+    """The folder of `config`, made if need be, for this run alone until the block ends.
+
+    Every process must call it. The main one locks and checks, and all of them raise its error.
+
+    Raises: ConfigError when another process uses the folder, when it holds a run with another
+        config, or when it cannot be written. Nothing in the folder is changed then.
+    """
+    path = Path(config.run_dir or Path("runs") / config.name)
+    text, error, latest = to_json(config), "", None
+    with contextlib.ExitStack() as stack:
+        if is_main():
+            try:
+                _make(path)
+                stack.enter_context(_lock(path))
+                latest = _latest_step(path)
+                _check_config(path, json.loads(text), latest)
+            except ConfigError as refused:
+                error = str(refused)
+        error, latest = gather_objects([error, latest])[0]
+        if error:
+            raise ConfigError(error)
+        yield RunFolder(path=path, latest_step=latest, config_text=text)
+
+
+def free_folder(path: Path) -> Path:
+    """The first of `path`-2, `path`-3, ... that does not exist."""
+    number = 2
+    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the run folder {path} cannot be used: {error.strerror}; give another one with "
+        "--config.run_dir=FOLDER"
+    )
+
+
+def _latest_step(path: Path) -> int | None:
+    found = (path / CHECKPOINTS).glob(f"{STEP_PREFIX}_*")
+    steps = [step for p in found if (step := step_of(p)) is not None and is_complete(p)]
+    return max(steps, default=None)
+
+
+# ------------------------------------------------------------------------- config
+
+
+def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> None:
+    """Raises: ConfigError when the folder holds a run (a checkpoint) with another config."""
+    file = path / CONFIG
+    if latest is None or not file.exists():
+        return
+    try:
+        stored = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is damaged ({error}), so the config of the run at step {latest} is unknown; "
+            f"repair it, or delete it to go on with this config, or give --config.run_dir="
+            f"{free_folder(path)}"
+        ) from None
+    changed = differing_keys(stored, new)
+    if not changed:
+        return
+    lines = [f"  {key}: {_shown(there)} there, {_shown(now)} now" for key, there, now in changed]
+    if len(lines) > MOST_SHOWN:
+        lines[MOST_SHOWN:] = [f"  and {len(lines) - MOST_SHOWN} more"]
+    free = free_folder(path)
+    raise ConfigError(
+        f"{path} holds a run at step {latest} with another config:\n"
+        + "\n".join(lines)
+        + "\nA run goes on with its own config only. To start another run:\n"
+        f"  --config.run_dir={free}\n"
+        "To go on from its checkpoint with the new config:\n"
+        f"  --config.run_dir={free} "
+        f"--config.resume={path / CHECKPOINTS / f'{STEP_PREFIX}_{latest}'}"
+    )
+
+
+def differing_keys(stored: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """(dotted key, stored value, new value) where two configs differ, FREE_KEYS left out.
+
+    Both are nested dicts and lists, as JSON has them. A key that one side lacks counts as ABSENT.
+    """
+    return [
+        found
+        for found in _differences("", stored, new)
+        if not any(fnmatchcase(found[0], pattern) for pattern in FREE_KEYS)
+    ]
+
+
+def _differences(key: str, stored: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    prefix = f"{key}." if key else ""
+    if isinstance(stored, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys([*new, *stored]):
+            yield from _differences(
+                f"{prefix}{name}", stored.get(name, ABSENT), new.get(name, ABSENT)
+            )
+    elif isinstance(stored, list) and isinstance(new, list) and len(stored) == len(new):
+        for i, (there, now) in enumerate(zip(stored, new, strict=True)):
+            yield from _differences(f"{prefix}{i}", there, now)
+    elif stored != new:
+        yield key, stored, new
+
+
+def _shown(value: Any) -> str:
+    text = value if value is ABSENT else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ------------------------------------------------------------------------- lock
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold `run.lock` inside the block. ConfigError when a live process holds it."""
+    file = path / LOCK
+    own = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started": _process_start(os.getpid()),  # tells a reused pid from the same process
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    try:
+        _acquire(file, own)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    closed = threading.Event()
+
+    def heartbeat() -> None:
+        while not closed.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(file)
+
+    thread = threading.Thread(target=heartbeat, name="run lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        thread.join()
+        with contextlib.suppress(OSError), _exclusive(file) as found:
+            if _read(found) in (own, {}):
+                file.unlink()
+
+
+def _acquire(file: Path, own: dict[str, Any]) -> None:
+    """Write our lock, over a stale one if there is one. ConfigError when it is live."""
+    with _exclusive(file) as descriptor:
+        holder = _read(descriptor)
+        if holder:
+            age = time.time() - os.fstat(descriptor).st_mtime
+            if _is_live(holder, age):
+                raise _in_use(file, holder)
+            print(
+                f"{file} is left over from process {holder.get('pid')} on {holder.get('host')} "
+                f"(started {holder.get('started')}), which has ended; it is taken over",
+                flush=True,
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps(own) + "\n").encode(), 0)
+
+
+@contextmanager
+def _exclusive(file: Path) -> Iterator[int]:
+    """A descriptor of `file`, made if need be, that no other process has at the same time.
+
+    The file system's own lock is held only for moments. It alone would not do: on some network
+    file systems it does not reach other hosts.
+    """
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Its last holder may have removed the file while we waited.
+            if _is_file(descriptor, file):
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_file(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """What a lock file says; empty for one that is new or that a kill left half written."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_live(holder: Mapping[str, Any], age: float) -> bool:
+    """Whether the process that wrote a lock still runs; `age` is the lock's, in seconds."""
+    pid = holder.get("pid")
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return age < STALE_S
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's process
+    return holder.get("process_started") in (None, _process_start(pid))
+
+
+def _process_start(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name in brackets, which may hold spaces, ends with the last bracket.
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(stat[19])
+    return None
+
+
+def _in_use(file: Path, holder: Mapping[str, Any]) -> ConfigError:
+    elsewhere = ""
+    if holder.get("host") != socket.gethostname():
+        elsewhere = (
+            f" If that process is gone, delete {file}; it counts as left over "
+            f"{STALE_S / 60:.0f} minutes after its end."
+        )
+    return ConfigError(
+        f"another process uses the run folder {file.parent}: pid {holder.get('pid')} on host "
+        f"{holder.get('host')}, since {holder.get('started')}. Give this run a folder of its own: "
+        f"--config.run_dir={free_folder(file.parent)}.{elsewhere}"
+    )

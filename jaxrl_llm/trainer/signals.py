@@ -1,0 +1,113 @@
+"""Signals that end a run at the next step's boundary, after saving.
+
+Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's `--signal=USR1@300`)
+all ask for the same. A second signal ends the run at once. So does a reward function that still
+runs WAIT_S after the request: its step could otherwise hold up the end for minutes. A run that
+ended at once goes on from its last checkpoint.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+WAIT_S = 30.0  # for host work (reward functions) that is under way when the run is asked to end
+POLL_S = 0.1
+
+
+class EndedAtOnce(KeyboardInterrupt):
+    """The run ended inside a step; the step is lost. The message says why."""
+
+
+_host_work = 0  # how many `host_work` blocks the main thread is in
+
+
+@contextmanager
+def host_work() -> Iterator[None]:
+    """Marks work of the host, such as reward functions, that a stop request does not wait for.
+
+    The end of a device program is always waited for, because its step can be saved.
+    """
+    global _host_work
+    _host_work += 1
+    try:
+        yield
+    finally:
+        _host_work -= 1
+
+
+@contextmanager
+def stop_requests(wait_s: float = WAIT_S) -> Iterator[Callable[[], bool]]:
+    """Handle STOP_SIGNALS inside the block; yields a function that says whether one came.
+
+    Requires: the main thread. A SIGHUP that is ignored (nohup) stays ignored.
+    Raises: EndedAtOnce inside the block, on a second signal or after `wait_s` seconds of host work.
+    """
+    received: list[str] = []
+    overdue, closed = threading.Event(), threading.Event()
+    main = threading.get_ident()
+    terminals = [fd for fd in (1, 2) if _is_terminal(fd)]
+
+    def watch() -> None:
+        deadline = time.monotonic() + wait_s
+        while not closed.wait(POLL_S):
+            if _host_work and time.monotonic() > deadline:
+                overdue.set()
+                # A real signal: only that wakes a main thread that waits for a lock.
+                signal.pthread_kill(main, signal.SIGTERM)
+
+    def on_signal(number: int, frame: Any) -> None:
+        leave_closed_terminals(terminals)
+        if overdue.is_set():
+            overdue.clear()
+            if _host_work:
+                closed.set()
+                raise EndedAtOnce(
+                    f"ended inside a step: {wait_s:g} s after {received[0]} a reward function was "
+                    "still running; the same command goes on from the last checkpoint"
+                )
+            return
+        received.append(signal.Signals(number).name)
+        if len(received) > 1:
+            closed.set()
+            raise EndedAtOnce(
+                f"ended inside a step by a second signal ({received[-1]}); the same command goes "
+                "on from the last checkpoint"
+            )
+        threading.Thread(target=watch, name="stop request", daemon=True).start()
+
+    numbers = [s for s in STOP_SIGNALS if not _is_ignored_hangup(s)]
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield lambda: bool(received)
+    finally:
+        closed.set()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leave_closed_terminals(descriptors: list[int]) -> None:
+    """Send output to /dev/null where the terminal of a descriptor was closed.
+
+    Otherwise the next progress line would raise an OSError before the run is saved.
+    """
+    for descriptor in descriptors:
+        if not _is_terminal(descriptor):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+
+
+def _is_terminal(descriptor: int) -> bool:
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

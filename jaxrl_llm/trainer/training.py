@@ -1,0 +1,120 @@
+"""One training under way: what it computes, on what, where it stands, and what is reported."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.guards import check_gradients
+from jaxrl_llm.plan.roles import params_of
+from jaxrl_llm.trainer.batches import Batches
+from jaxrl_llm.trainer.evaluate import Evaluation
+from jaxrl_llm.trainer.output import MetricsLog
+from jaxrl_llm.trainer.progress import Clock, Plan, any_process
+
+Save = Callable[[int, States, dict[str, float]], None]
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A plan, a source of batches, and the states that its steps change.
+
+    A run's own steps are one. So is each supervised training that a run begins with: it has no
+    clock, no checkpoints, and metrics in a file of its own.
+    """
+
+    plan: Plan
+    batches: Batches
+    states: States
+    total_steps: int
+    evaluations: Sequence[Evaluation]
+    output: MetricsLog
+    validate_every: int  # steps; 0 only after the last
+    step: int = 0  # steps done
+    is_new: bool = False  # begins with a validation and a checkpoint
+    # Ends early once this metric reaches the number, if it is not 0.
+    target: tuple[str, float] = ("", 0.0)
+    what: str = "step"  # in the message of a gradient that is not finite
+    # Of a run's own steps:
+    clock: Clock | None = None
+    stop_requested: Callable[[], bool] | None = None
+    save_with: Save | None = None
+    save_every: int = 0
+    validate_first: bool = True
+    stopped: bool = False
+
+    def begin_step(self) -> Timer:
+        """Go on to the next step; the timer of its stages."""
+        self.step += 1
+        self.states = self.plan.enter(self.step, self.states)
+        return Timer() if self.clock is None else self.clock.start()
+
+    def measure(self, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, float]:
+        """The metrics of a step whose program ran, on the host.
+
+        Raises NonFiniteGradients. Every process must call it.
+        """
+        found = self.batches.finish(self.step, batch, context, fetch(found))
+        trees = {name: role.spec.params for name, role in self.plan.roles.items()}
+        check_gradients(found, trees, self.step, self.what)
+        metrics = {name: float(value) for name, value in found.items()}
+        if self.clock is not None:
+            self.clock.stop()
+            metrics |= self.clock.metrics(self.plan, self.step, self.batches.tokens(batch))
+            metrics["training/epoch"] = float(self.batches.epoch)
+            self.clock.totals.add_reward(metrics.get("critic/score/mean"))
+            if self.clock.recompiled:
+                self.output.message(
+                    f"step {self.step} compiled {self.clock.recompiled} programs again; "
+                    "it should not"
+                )
+        if self.stop_requested is not None:
+            self.stopped = any_process(self.stop_requested())
+        return metrics
+
+    def validation_is_due(self) -> bool:
+        """Whether this step is followed by a validation; the last one always is."""
+        return self._is_due(self.validate_every)
+
+    def save_is_due(self) -> bool:
+        """Whether this step is followed by a checkpoint; the last one always is."""
+        return self._is_due(self.save_every) or self.stopped
+
+    def validate(self) -> dict[str, float]:
+        """Held-out metrics after the last step; empty where there is nothing to measure."""
+        if self.step == 0 and not self.validate_first:
+            return {}
+        started = time.perf_counter()
+        metrics: dict[str, float] = {}
+        for evaluation in self.evaluations:
+            metrics |= evaluation.run(self.states, self.step)
+        name, least = self.target
+        if least and metrics.get(name, 0.0) >= least:
+            self.stopped = True
+        if self.clock is None or not metrics:
+            return metrics
+        self.clock.totals.last = dict(metrics)
+        if self.step == 0:
+            self.clock.totals.first = dict(metrics)
+        return metrics | {"timing_s/testing": time.perf_counter() - started}
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Write the metrics of the last step."""
+        self.output.log(self.step, metrics)
+
+    def save(self, metrics: dict[str, float]) -> None:
+        """Write a checkpoint, where the training has any."""
+        if self.save_with is not None:
+            self.save_with(self.step, self.states, metrics)
+
+    def take_params(self) -> Params:
+        """The learner's parameters; the training gives up its states, and so their memory."""
+        states, self.states = self.states, {}
+        return params_of(states[self.plan.learner.name])
+
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.total_steps or bool(every and self.step % every == 0)

@@ -1,0 +1,125 @@
+"""What users run instead, measured in processes of their own on the same machine. No jax.
+
+A peer is a standalone script of the folder peers/. It reads its work as JSON from stdin and prints
+a JSON object a case. It runs before this process touches the GPU, because jax claims the memory.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.commands import COMMANDS
+from benchmarks.options import Options
+from benchmarks.records import Row
+from benchmarks.roofline import H200
+from benchmarks.workloads import generation_workloads, training_workloads
+from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.models.flops import forward_flops, training_flops
+
+FOLDER = Path(__file__).resolve().parent / "peers"
+TIME_LIMIT_S = 1800
+
+# These need only jax and run in this Python; --peer_python is for the others.
+WITH_JAX = ("naive_jax_generation",)
+
+
+def run_peers(options: Options) -> list[Row]:
+    """Every peer of the command on every shape, one process after the other."""
+    rows = []
+    for shape in options.shapes:
+        for name in COMMANDS[options.command].peers or ():
+            for answer in _run_peer(name, _work(options, shape), python=options.peer_python):
+                rows.append(_row(options, shape, answer))
+    return rows
+
+
+def _work(options: Options, shape: str) -> dict[str, Any]:
+    config = options.config(shape)
+    work: dict[str, Any] = {
+        "hf_config": to_hf_config(options.shapes[shape]),
+        "repeats": options.repeats,
+        "remat": config.actor.remat != "none",
+        "learning_rate": config.actor.optimizer.learning_rate,
+    }
+    if options.command == "generation":
+        work["cases"] = [
+            {
+                "case": one.name,
+                "prompts": one.prompts,
+                "samples": one.samples,
+                "prompt_length": one.prompt_length,
+                "limits": one.limits,
+            }
+            for one in generation_workloads(options, shape)
+            if len(set(one.prompt_lengths)) == 1  # the peers take no others
+        ]
+    else:
+        work["cases"] = [
+            {
+                "case": one.name,
+                "kind": one.kind,
+                "prompt_length": one.prompt_length,
+                "lengths": one.lengths,
+            }
+            for one in training_workloads(options, shape)
+            if one.kind != "values"  # the same pass with a smaller head
+        ]
+    return work
+
+
+def _row(options: Options, shape: str, answer: dict[str, Any]) -> Row:
+    case = answer.get("case", "all")
+    seconds = tuple(answer.get("seconds", ()))
+    row = Row(
+        benchmark=options.command,
+        shape=shape,
+        case=case,
+        who=answer["peer"],
+        seconds=seconds,
+        memory_bytes=answer.get("memory_bytes"),
+        error=answer.get("error", ""),
+        versions=answer.get("versions", {}),
+    )
+    if seconds:
+        row.figures.update(_figures(options, shape, row))
+    return row
+
+
+def _figures(options: Options, shape: str, row: Row) -> dict[str, float]:
+    if options.command == "generation":
+        (work,) = [one for one in generation_workloads(options, shape) if one.name == row.case]
+        if work.prefill:
+            return {"prompt tokens/s": sum(work.prompt_lengths) / row.median}
+        return {"tokens/s": sum(work.limits) / row.median}
+    (work,) = [one for one in training_workloads(options, shape) if one.name == row.case]
+    count = training_flops if work.kind == "update" else forward_flops
+    flops = count(options.shapes[shape], work.lengths) / row.median
+    return {
+        "tokens/s": sum(work.lengths) / row.median,
+        "TFLOP/s": flops / 1e12,
+        "fraction of 790 TFLOP/s": flops / H200.peak,
+    }
+
+
+def _run_peer(name: str, work: dict[str, Any], *, python: str | None) -> list[dict[str, Any]]:
+    """The objects that the peer printed, and one with an `error` if its process failed.
+
+    Each has `case` and `peer`, and `seconds` (a list, one a repeat) or `error`.
+    """
+    interpreter = python if python and name not in WITH_JAX else sys.executable
+    command = [interpreter, str(FOLDER / f"{name}.py")]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(work), capture_output=True, text=True, timeout=TIME_LIMIT_S
+        )
+    except FileNotFoundError:
+        return [{"peer": name, "error": f"--peer_python={python}: no such program"}]
+    except subprocess.TimeoutExpired:
+        return [{"peer": name, "error": f"took longer than {TIME_LIMIT_S} s"}]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        last = " ".join(done.stderr.strip().splitlines()[-3:])
+        found.append({"peer": name, "error": f"exit code {done.returncode}: {last[-500:]}"})
+    return found

@@ -1,0 +1,248 @@
+"""Generation with random weights: fixed batches, the RL mix, own lengths, and prefill alone."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks.harness import Case, CheckFailed, most_mult_prob_error, require
+from benchmarks.options import Options
+from benchmarks.roofline import H200, decode_seconds, prefill_flops, prefill_seconds
+from benchmarks.workloads import GenerationWorkload, generation_workloads
+from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
+from jaxrl_llm.distributed.sharding import (
+    GENERATION_RULES,
+    batch_sharding,
+    replicated,
+    shardings,
+)
+from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
+from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
+
+
+class Weights:
+    """Random weights of one shape in the generation layout, shared by its cases."""
+
+    def __init__(self, spec: ModelSpec, config: Config, mesh: Mesh, users: int) -> None:
+        self._config, self._mesh = config, mesh
+        self._trainers: dict[tuple[int, int], jax.stages.Lowered] = {}
+        self.shardings = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
+        self.abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            spec.params,
+            self.shardings,
+        )
+        self.spec, self._users, self._params = spec, users, None
+
+    def get(self) -> Any:
+        """The parameters, made on first use."""
+        if self._params is None:
+            self._params = init_sharded(self.spec, jax.random.key(0), self.shardings)
+        return self._params
+
+    def trainer(self, rows: int, length: int) -> jax.stages.Lowered:
+        """The trainer's log-probs of `rows` whole rows; one object for equal sizes."""
+        sizes = rows, length
+        if sizes not in self._trainers:
+            actor = self._config.actor
+            settings = ForwardSettings(dtype=actor.dtype, attention=actor.attention)
+            fn = partial(row_logprobs, spec=self.spec, settings=settings)
+            tokens = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=replicated(self._mesh))
+            self._trainers[sizes] = jax.jit(fn).lower(self.abstract, tokens)
+        return self._trainers[sizes]
+
+    def done(self) -> None:
+        """Count one user less; the last one drops the arrays."""
+        self._users -= 1
+        if self._users == 0:
+            self._params = None
+
+
+class Generation(Case):
+    """One workload answered whole: prompts in, tokens and log-probs out."""
+
+    benchmark = "generation"
+    warm = True  # the check is a whole run
+    num_checked = 4  # rows
+
+    def __init__(
+        self, shape: str, work: GenerationWorkload, config: Config, mesh: Mesh, weights: Weights
+    ) -> None:
+        self.shape, self.name = shape, work.name
+        self.work, self.config, self.mesh, self.weights = work, config, mesh, weights
+        self.spec = weights.spec
+        # Spread over all rows, with the last and the longest: refilled slots and every replica.
+        spread = np.linspace(0, work.rows - 1, self.num_checked).astype(int)
+        spread[1] = np.argmax(work.limits)
+        self.checked = np.unique(spread)
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        work = self.work
+        by_row = batch_sharding(self.mesh)
+        whole = replicated(self.mesh)
+        abstract = partial(jax.ShapeDtypeStruct, sharding=by_row)
+        inputs = (
+            abstract((work.rows, work.prompt_length), jnp.int32),
+            abstract((work.rows,), jnp.int32),
+            abstract((work.rows,), jnp.uint32),
+            abstract((work.rows,), jnp.int32),
+        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+        num_slots = self.config.rollout.num_slots
+        options = compiler_options(work.rows // num_replicas(self.mesh), num_slots)
+        answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
+        return {
+            "main": answer.lower(self.weights.abstract, *inputs, key),
+            "trainer": self.weights.trainer(
+                len(self.checked), work.prompt_length + max(work.limits)
+            ),
+        }
+
+    def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
+        work = self.work
+        rng = np.random.default_rng(1)
+        prompts = rng.integers(0, self.spec.config.vocab_size, (work.prompts, work.prompt_length))
+        arrays = (
+            prompts.astype(np.int32).repeat(work.samples, axis=0),
+            np.asarray(work.prompt_lengths, np.int32).repeat(work.samples),
+            np.arange(work.rows, dtype=np.uint32),
+            np.asarray(work.limits, np.int32),
+        )
+        self.inputs = jax.device_put(arrays, batch_sharding(self.mesh))
+        self.keys = [
+            jax.device_put(jax.random.key(seed), replicated(self.mesh)) for seed in range(16)
+        ]
+        self.programs, self.params, self.calls = programs, self.weights.get(), 0
+
+    def check(self) -> dict[str, float]:
+        """Require each response's length, and log-probs that agree with the trainer's."""
+        out = self.run()
+        counts = np.asarray(out.mask.sum(axis=1))
+        if not np.array_equal(counts, self.work.limits):
+            raise CheckFailed("responses do not have the lengths that were asked for")
+        rows = self.checked
+        # Where each response is in its row: right after its prompt.
+        response = np.asarray(self.inputs[1])[rows, None] + np.arange(out.tokens.shape[1])
+        tokens = np.pad(np.asarray(self.inputs[0])[rows], ((0, 0), (0, out.tokens.shape[1])))
+        np.put_along_axis(tokens, response, np.asarray(out.tokens[rows]), axis=1)
+        tokens = jax.device_put(tokens, replicated(self.mesh))
+        trainer = self.programs["trainer"](self.params, tokens)
+        trainer = jnp.take_along_axis(trainer, jnp.asarray(response), axis=1)
+        sampled = out.logprobs[rows], out.mask[rows]
+        error = float(mismatch_metrics(trainer, *sampled)["token_mult_prob_error"])
+        most = most_mult_prob_error(self.spec.config, self.config.rollout.quantization)
+        require("token_mult_prob_error", error, most)
+        return {"token_mult_prob_error": error}
+
+    def run(self) -> GenerationOutput:
+        # Another seed each time, so that no run repeats an earlier one.
+        key = self.keys[self.calls % len(self.keys)]
+        self.calls += 1
+        output: GenerationOutput = self.programs["main"](self.params, *self.inputs, key)
+        self.steps, self.prefills = output.steps, output.prefills
+        return output
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        work, config = self.work, self.spec.config
+        steps = int(np.max(np.asarray(self.steps)))
+        tokens, devices = sum(work.limits), self.mesh.size
+        float8 = self.config.rollout.quantization == "float8"
+        # Reading the cache takes time in proportion to its tokens, so a mean over them is exact.
+        prompts = np.repeat(work.prompt_lengths, work.samples)
+        prompt = float(np.average(prompts, weights=work.limits))
+        decode = decode_seconds(config, prompt, work.limits, float8=float8) / devices
+        prefill = prefill_seconds(config, work.prompt_lengths, float8=float8) / devices
+        return {
+            "tokens/s": tokens / seconds,
+            "tokens/s/device": tokens / seconds / devices,
+            "ms a decode step": 1e3 * seconds / max(steps, 1),
+            "decode steps": steps,
+            "prefills": int(np.max(np.asarray(self.prefills))),
+            "roofline tokens/s": tokens / decode,
+            "fraction of roofline": decode / seconds,
+            "fraction with prefill": (decode + prefill) / seconds,
+        }
+
+    def release(self) -> None:
+        weights = self.weights
+        super().release()
+        weights.done()
+
+    def _answer(
+        self, params: Any, prompts: Any, lengths: Any, sample_ids: Any, limits: Any, key: Any
+    ) -> GenerationOutput:
+        rollout = self.config.rollout
+        sampling = SamplingParams(
+            max_new_tokens=max(self.work.limits),
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        )
+        return generate_on_mesh(
+            self.spec,
+            params,
+            prompts,
+            lengths,
+            sample_ids,
+            key,
+            GenerationSettings(
+                sampling=sampling,
+                group=self.work.samples,
+                num_slots=rollout.num_slots,
+                cache_tokens=rollout.cache_tokens,
+                quantization=rollout.quantization,
+                attention=self.config.actor.attention,
+            ),
+            mesh=self.mesh,
+            limits_N=limits,
+        )
+
+
+class Prefill(Generation):
+    """Prompts with a single token sampled after each."""
+
+    num_checked = 64  # of one token each
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        work, devices = self.work, self.mesh.size
+        flops = prefill_flops(self.spec.config, work.prompt_lengths) / seconds / devices
+        return {
+            "prompt tokens/s": sum(work.prompt_lengths) / seconds,
+            "prompt tokens/s/device": sum(work.prompt_lengths) / seconds / devices,
+            "mean prompt tokens": sum(work.prompt_lengths) / work.prompts,
+            "prefills": int(np.max(np.asarray(self.prefills))),
+            "TFLOP/s": flops / 1e12,
+            "fraction of 790 TFLOP/s": flops / H200.peak,
+        }
+
+
+def generation_cases(options: Options) -> Sequence[Case]:
+    """Every workload of every shape."""
+    cases: list[Case] = []
+    for shape in options.shapes:
+        config = options.config(shape)
+        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        work = generation_workloads(options, shape)
+        for one in work:
+            if one.rows % num_replicas(mesh):
+                raise ValueError(
+                    f"{one.name} has {one.rows} rows, which do not divide over "
+                    f"{num_replicas(mesh)} replicas; choose others with --batch or --groups"
+                )
+        spec = model_spec(options.shapes[shape], dtype=config.rollout.dtype or config.actor.dtype)
+        weights = Weights(spec, config, mesh, len(work))
+        for one in work:
+            kind = Prefill if one.prefill else Generation
+            cases.append(kind(shape, one, config, mesh, weights))
+    return cases

@@ -1,0 +1,81 @@
+"""What the hardware allows: bytes of each piece of work, and the measured limits.
+
+Only useful work is counted, as in `models/flops.py`, so other work lowers the fraction. No jax.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.flops import forward_flops, matmul_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sustained rates of one device: bytes and FLOPs a second."""
+
+    memory: float
+    matmul: float  # of a large bf16 matmul, for lower bounds on time
+    matmul_float8: float  # in float8
+    peak: float  # the denominator of utilisation
+    link: float  # bytes a second into one device from the others of its host
+
+
+# Measured through JAX on one H200: HBM read; 8192^3 GEMM (bf16 NT 695, NN 726; float8 NT 1372 with
+# operands already converted); bytes into each of four devices in an all-gather. 790 TFLOP/s is an
+# estimate of the dense rate at the clock of long matmuls. A run's `perf/mfu` uses the data sheet's
+# 989 (`models/flops.py`).
+H200 = Limits(memory=4.46e12, matmul=700e12, matmul_float8=1372e12, peak=790e12, link=273e9)
+
+
+def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
+    """Bytes that one token holds in the cache."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+
+def decode_seconds(
+    config: ModelConfig,
+    prompt_length: float,
+    lengths: Sequence[int],
+    *,
+    float8: bool = False,
+    limits: Limits = H200,
+) -> float:
+    """Least seconds of decoding `lengths` tokens, every response from the first step on.
+
+    `prompt_length` is the mean over the decoded tokens where prompts are uneven.
+
+    A step takes max(weights / memory, FLOPs / matmul) + KV bytes / memory. Each sequence reads its
+    own prompt, also where a group could share it, so sharing may exceed this bound. In bf16; with
+    `float8` the layers' projections and the cache are in 8 bits, and the head is not.
+    """
+    ends = np.sort(np.asarray(lengths))
+    steps = np.arange(ends[-1])
+    live = len(ends) - np.searchsorted(ends, steps, side="right")
+    head = config.vocab_size * config.hidden_size
+    layers = matmul_parameters(config) - head
+    itemsize, matmul = (1, limits.matmul_float8) if float8 else (2, limits.matmul)
+    weights = (layers * itemsize + head * 2) / limits.memory
+    dense = np.maximum(weights, 2.0 * live * (layers / matmul + head / limits.matmul))
+    entries = live * (prompt_length + steps)
+    return float(np.sum(dense + entries * kv_bytes_per_token(config, itemsize) / limits.memory))
+
+
+def prefill_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
+    """FLOPs of the layers on distinct prompts; no token of a prompt needs the head."""
+    head = 2.0 * config.vocab_size * config.hidden_size
+    return forward_flops(config, lengths) - head * sum(lengths)
+
+
+def prefill_seconds(
+    config: ModelConfig, lengths: Sequence[int], *, float8: bool = False, limits: Limits = H200
+) -> float:
+    """Least seconds of computing distinct prompts; with `float8` the projections are in 8 bits."""
+    head = config.vocab_size * config.hidden_size
+    projections = 2.0 * (matmul_parameters(config) - head) * sum(lengths)
+    attention = prefill_flops(config, lengths) - projections
+    return projections / (limits.matmul_float8 if float8 else limits.matmul) + (
+        attention / limits.matmul
+    )

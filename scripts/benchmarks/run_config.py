@@ -1,0 +1,68 @@
+"""The config of a run at a shape, for the trainer's own code. No jax."""
+
+from collections.abc import Sequence
+
+from jaxrl_llm.config import (
+    GRPO,
+    PPO,
+    ActorConfig,
+    ChainSum,
+    Config,
+    CriticConfig,
+    DataConfig,
+    ExactAnswer,
+    MeshConfig,
+    RewardConfig,
+    RolloutConfig,
+    apply_override,
+    check,
+)
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.families import to_hf_config
+
+
+def run_config(
+    model: ModelConfig,
+    *,
+    algorithm: str,
+    lengths: tuple[int, int],
+    groups: tuple[int, int],
+    devices: int,
+    overrides: Sequence[tuple[str, str]],
+) -> Config:
+    """A checked config of `groups` (prompts, samples) with `lengths` (prompt, response tokens).
+
+    bf16 computation over float32 master weights. Raises ConfigError for an override that no run
+    takes.
+    """
+    (num_prompts, samples), (prompt, response) = groups, lengths
+    # Never read: validation asks for them, the benchmark draws its own tokens and rewards.
+    tasks = (ChainSum(),)
+    config = Config(
+        name="benchmark",
+        total_steps=1000,
+        mesh=MeshConfig(fsdp=max(devices, 1)),
+        data=DataConfig(
+            tokenizer="char",
+            train_batch_size=num_prompts,
+            max_prompt_length=prompt,
+            max_response_length=response,
+            train_tasks=tasks,
+            val_tasks=tasks,
+        ),
+        actor=ActorConfig(
+            hf_config=to_hf_config(model),
+            dtype="bfloat16",
+            ppo_mini_batch_size=num_prompts,
+        ),
+        critic=CriticConfig(dtype="bfloat16"),
+        rollout=RolloutConfig(n=samples),
+        algorithm=GRPO() if algorithm == "grpo" else PPO(),
+        reward=RewardConfig(functions=(ExactAnswer(),)),
+        exact=False,
+        fuse_stages=False,
+    )
+    for key, text in overrides:
+        config = apply_override(config, key, text)
+    check(config)
+    return config

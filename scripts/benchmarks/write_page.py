@@ -1,0 +1,243 @@
+"""Write docs/benchmarks.md from docs/results.jsonl: the current figure for each question.
+
+python scripts/benchmarks/write_page.py          writes the page
+python scripts/benchmarks/write_page.py ID       prints every stored row of ID with its command
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# This file is a script of its own, so its folder is on the path, and not the folder above.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.results import ROOT, Row, best, read_results  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+TOP = """# Measured figures
+
+Written by `python scripts/benchmarks/write_page.py` from [results.jsonl](results.jsonl); do not edit this page by hand.
+`python scripts/benchmarks/write_page.py ID` prints the command, hardware, versions and history of a row.
+
+**Hardware**: NVIDIA H200 (141 GB), one unless the row says otherwise. Learning runs name their machine.
+**Method**: random weights of the named shape in bf16 over float32 master weights; jax 0.11.2. Learning runs use real training.
+Each case is checked against an independent reference, warmed up, and timed; the figure is the median of the repeats.
+A *ratio* above 1 means that ours is better. *Compared* says how: in the same run, in a separate run on the same kind of GPU,
+or with a published figure, which often has other lengths and settings. Machines of one kind differ by up to 5 %.
+Our GRPO steps have one update and no reference model; verl's and NeMo-RL's published recipes have a reference model.
+Commands are stored as they were run; `config.algorithm.settings.X` of that time is `config.algorithm.X` today.
+The ledger of all measurements is [history/benchmarks-2026-11.md](history/benchmarks-2026-11.md).
+"""  # noqa: E501
+SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "How fast does it generate?",
+        (
+            "gen-1.5b-mix",
+            "gen-7b-mix",
+            "gen-1.5b-1",
+            "gen-1.5b-64",
+            "gen-1.5b-256",
+            "gen-1.5b-256-plain",
+            "gen-1.5b-1024",
+            "gen-7b-1",
+            "gen-7b-64",
+            "gen-7b-256",
+            "gen-7b-4096",
+            "prefill-1.5b",
+            "prefill-1.5b-uneven",
+            "prefill-7b",
+            "prefill-7b-uneven",
+        ),
+    ),
+    (
+        "How fast does it train?",
+        (
+            "update-0.5b",
+            "update-1.5b",
+            "update-1.5b-long",
+            "update-1.5b-32k",
+            "update-1.5b-mix",
+            "update-7b",
+            "update-7b-offload",
+            "logprob-1.5b",
+            "logprob-7b",
+        ),
+    ),
+    (
+        "How fast is a whole RL step?",
+        (
+            "grpo-0.5b",
+            "grpo-1.5b",
+            "grpo-7b",
+            "grpo-8b-4096",
+            "ppo-0.5b",
+            "ppo-1.5b",
+            "ppo-7b",
+            "ppo-8b",
+            "grpo-0.5b-2gpu",
+            "grpo-1.5b-2gpu",
+            "grpo-7b-4gpu",
+            "ppo-7b-4gpu",
+            "grpo-8b-4gpu",
+            "switch-8b-4gpu",
+        ),
+    ),
+)
+LEARNING = (
+    "learn-default",
+    "learn-reward-model",
+    "learn-smollm2",
+    "learn-rm-smollm2",
+    "learn-trl",
+    "learn-trl-time",
+)
+ATTENTION = ("16x1024", "8x2048", "4x4096", "2x8192", "1x16384", "1x32768")
+OTHER_ATTENTION = (
+    ("packed row of 16,384, head dim 128, against cuDNN with lengths", "packed-d128"),
+    ("the same with shared prompts", "packed-shared-d128"),
+    ("packed row of 16,384, head dim 64, against cuDNN with lengths", "packed-d64"),
+    ("head dim 96, 16 x 1,024", "d96-16x1024"),
+    ("head dim 96, 4 x 4,096", "d96-4x4096"),
+    ("head dim 96, 1 x 16,384", "d96-1x16384"),
+    ("head dim 256, 16 x 1,024", "d256-16x1024"),
+    ("head dim 256, 4 x 4,096", "d256-4x4096"),
+    ("head dim 256, 1 x 16,384", "d256-1x16384"),
+    ("head dim 128, window of 1,024, 4 x 4,096", "window-4x4096"),
+    ("head dim 128, window of 1,024, 1 x 16,384", "window-1x16384"),
+)
+DECODE = ("0.5b", "1.5b", "7b", "8b")
+
+
+def page(results: dict[str, list[Row]]) -> str:
+    """The whole page."""
+    lines = [TOP]
+    for title, ids in SECTIONS:
+        lines += [f"## {title}", "| question | ours | baseline | ratio | compared | date | id |"]
+        lines.append("|---|---|---|---|---|---|---|")
+        lines += [_row(results[name][-1]) for name in ids] + [""]
+    lines += _attention(results) + _decode(results) + _learning(results) + _worse(results)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _row(row: Row) -> str:
+    ours = f"{_number(row['ours'])} {row['unit']}"
+    cells = [row["what"].replace(" x ", " × "), ours, "", "", "", row["date"], row["id"]]
+    if row["baseline"]:
+        cells[2] = f"{row['baseline']}: {_number(row['baseline_value'])}"
+        cells[3:5] = f"{row['ratio']:.2f}", row["compared"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _attention(results: dict[str, list[Row]]) -> list[str]:
+    """cuDNN's time over ours, of whole rows and of other layouts."""
+    lines = [
+        "## How fast is attention?",
+        "cuDNN's time over ours, in the same run; forward / forward and backward.",
+        "Ids: `attention-d128-16x1024-fwd`, `packed-d128-fwdbwd`, and so on.",
+        "",
+        "| rows × tokens | head dim 128 (32/8 heads) | head dim 64 (14/2 heads) | date |",
+        "|---|---|---|---|",
+    ]
+    for size in ATTENTION:
+        pairs = [_pair(results, f"attention-d{dim}-{size}") for dim in (128, 64)]
+        date = results[f"attention-d128-{size}-fwd"][-1]["date"]
+        lines.append(f"| {_size(size)} | {' | '.join(pairs)} | {date} |")
+    lines += ["", "| other layouts | cuDNN over ours | date |", "|---|---|---|"]
+    for what, name in OTHER_ATTENTION:
+        date = results[f"{name}-fwd"][-1]["date"]
+        lines.append(f"| {what.replace(' x ', ' × ')} | {_pair(results, name)} | {date} |")
+    return [*lines, ""]
+
+
+def _pair(results: dict[str, list[Row]], name: str) -> str:
+    return " / ".join(f"{results[f'{name}-{p}'][-1]['ratio']:.2f}" for p in ("fwd", "fwdbwd"))
+
+
+def _decode(results: dict[str, list[Row]]) -> list[str]:
+    lines = [
+        "## How fast is decode attention?",
+        "One call in bf16, uneven lengths, XLA in the same run. Ids: `decode-1.5b-64`, "
+        "`decode-1.5b-64-shared`, and so on.",
+        "",
+        "| shape, slots | own prompts | over XLA | bandwidth | 8 slots a prompt | over XLA |",
+        "|---|---|---|---|---|---|",
+    ]
+    for shape in DECODE:
+        for slots in (64, 256, 1024):
+            own, shared = (results[f"decode-{shape}-{slots}{kind}"][-1] for kind in ("", "-shared"))
+            cells = [f"{shape.upper()}, {slots:,}", f"{own['ours']} us", f"{own['ratio']:.1f}"]
+            cells += [own["note"], f"{shared['ours']} us", f"{shared['ratio']:.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _learning(results: dict[str, list[Row]]) -> list[str]:
+    lines = [
+        "## What does it learn?",
+        "Each row is one run of one seed unless it says otherwise; every run is stored under its "
+        "id.",
+        "",
+        "| run | start → end | seconds | seed | machine | date | id |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in LEARNING:
+        for row in _last_of_each_seed(results[name]):
+            figure = "" if row.get("start") is None else f"{row['start']:.3f} → "
+            figure += _number(row["ours"])
+            if row["unit"] != "held-out accuracy":
+                figure += f" {row['unit']}"
+            if row["baseline"]:
+                figure += f" ({row['baseline']}: {_number(row['baseline_value'])})"
+            seed = row.get("seed", row.get("note", "").split(";")[0])
+            cells = [row["what"], figure, row.get("seconds", ""), seed, row["hardware"]]
+            lines.append(f"| {' | '.join(map(str, [*cells, row['date'], row['id']]))} |")
+    return [*lines, ""]
+
+
+def _last_of_each_seed(rows: Sequence[Row]) -> list[Row]:
+    return list({row.get("seed"): row for row in rows}.values())
+
+
+def _worse(results: dict[str, list[Row]]) -> list[str]:
+    """Every current figure that is below an earlier one, and why."""
+    lines = ["## Figures that were better before"]
+    for name, rows in results.items():
+        now, top = rows[-1], best(rows)
+        if top is now or "worse" not in now or name.startswith("attention-"):
+            continue
+        figures = f"{_number(now['ours'])} now, {_number(top['ours'])} on {top['date']}"
+        lines.append(f"- `{name}`: {figures}. {now['worse']}")
+    slower = [name for name, rows in results.items() if name.startswith("attention-")]
+    slower = [name for name in slower if "worse" in results[name][-1]]
+    count = f"{len(slower)} of {4 * len(ATTENTION)} attention times"
+    return [*lines, f"- {count} were shorter a day before, on another machine."]
+
+
+def _size(text: str) -> str:
+    rows, tokens = text.split("x")
+    return f"{rows} × {int(tokens):,}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, or print the rows of the ids that are given."""
+    results = read_results()
+    for name in argv:
+        if name not in results:
+            print(f"no row has the id {name}; {PAGE} lists them", file=sys.stderr)
+            return 2
+        for row in results[name]:
+            about = f"{row['hardware']}; {row['versions']}"
+            print(f"{row['date']}  {row['ours'] or row['ratio']} {row['unit']}  ({about})")
+            print(f"  {row['command']}")
+            print(*(f"  {row[key]}\n" for key in ("note", "worse") if key in row), sep="", end="")
+    if not argv:
+        PAGE.write_text(page(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

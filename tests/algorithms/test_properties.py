@@ -1,0 +1,314 @@
+"""What every algorithm has in common, by the list of settings: a new one is covered too.
+
+Online, the whole chain of pure functions runs on one random batch: KL in the reward, advantages,
+importance weights, rejection, and the aggregated losses with their gradients.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import config as c
+from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, global_counts
+from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.build import build_algorithm
+from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.kl import ESTIMATORS, masked_kl
+from jaxrl_llm.algorithms.offline import OfflineAlgorithm
+from jaxrl_llm.algorithms.rejection import RULES
+
+ROWS, LENGTH, CANDIDATES = 8, 5, 3
+LENGTHS = np.array([5, 3, 0, 1, 4, 5, 2, 3])
+GROUPS = np.array([7, 2, 7, 5, 2, 7, 2, 2])  # not side by side, and one sample alone
+MOVING = ("logprobs", "new_values", "top_logprobs")  # what has a gradient
+# Settings under which a property can be asked for at all.
+SETTINGS = {
+    # The draw depends on the position in the batch: with so large a share nothing is left to it.
+    "clip_cov": {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1},
+    "kl_cov": {"kl_cov_ratio": 0.3},
+}
+
+
+def made(cls, **settings) -> Any:
+    """The algorithm of a record of settings; what has no default is 0.5."""
+    required = {name: 0.5 for name in ("beta",) if cls is c.DRO}
+    return build_algorithm(cls(**required | settings))
+
+
+def makers(base) -> dict[str, Any]:
+    """What makes each algorithm of a kind, by name."""
+    kinds = [cls for cls in c.ALGORITHMS if issubclass(cls, base)]
+    return {cls.kind: partial(made, cls, **SETTINGS.get(cls.kind, {})) for cls in kinds}
+
+
+ONLINE = makers(c.Online)
+OFFLINE = makers(c.Offline)
+CASES = dict(ONLINE)
+for kind in dict.fromkeys(ESTIMATORS.values()):
+    name = next(name for name, fn in ESTIMATORS.items() if fn is kind)
+    for end in ("", "+"):
+        in_loss = {"use_kl_loss": True, "kl_loss_type": name + end, "kl_loss_coef": 0.3}
+        CASES[f"kl loss {name}{end}"] = partial(made, c.RLOO, **in_loss)
+    in_reward = {"use_kl_in_reward": True, "kl_reward_type": name, "kl_coef": 0.3}
+    CASES[f"kl reward {name}"] = partial(made, c.PPO, **in_reward)
+for name in AGGREGATIONS:
+    CASES[name] = partial(made, c.PPO, loss_aggregation=name)
+for level in ("token", "sequence"):
+    CASES[f"{level} weights"] = partial(
+        made, c.RLOO, rollout_is=level, rollout_is_batch_normalize=True
+    )
+CASES["distillation by a loss"] = partial(made, c.Distillation, kl_type="k3+")
+CASES["all rules of rejection"] = partial(
+    made, c.RLOO, rollout_rs=",".join(RULES), rollout_rs_threshold=3.0
+)
+
+
+def batch(seed: int = 0) -> dict[str, np.ndarray]:
+    """Every field that a function of an algorithm may read."""
+    rng = np.random.default_rng(seed)
+    tokens = (ROWS, LENGTH)
+    old = -rng.exponential(size=tokens)
+    fields = {
+        "mask": np.arange(LENGTH) < LENGTHS[:, None],
+        "group_ids": GROUPS,
+        "scores": rng.normal(size=ROWS),
+        "greedy_scores": rng.normal(size=ROWS),
+        "reward_parts": rng.normal(size=(ROWS, 2)),
+        "rewards": rng.normal(size=tokens),
+        "values": rng.normal(size=tokens),
+        "new_values": rng.normal(size=tokens),
+        "old_logprobs": old,
+        "entropy": rng.uniform(size=tokens),
+        "sum_pi_squared": rng.uniform(size=tokens),
+        "top_logprobs": -1 - rng.exponential(size=(*tokens, CANDIDATES)),
+        "teacher_top_logprobs": -1 - rng.exponential(size=(*tokens, CANDIDATES)),
+    }
+    for name in ("logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs"):
+        fields[name] = np.minimum(old + 0.3 * rng.normal(size=tokens), -0.01)
+    kinds = {"group_ids": np.int32}
+    return {name: np.asarray(x, kinds.get(name, np.float32)) for name, x in fields.items()}
+
+
+@dataclass
+class Outcome:
+    """What an algorithm makes of a batch."""
+
+    of_tokens: dict[str, np.ndarray]  # advantages, returns, and the gradient in each moving field
+    loss: float
+
+
+def outcome(algorithm: Algorithm, fields: dict[str, np.ndarray]) -> Outcome:
+    """The chain of an iteration, as the stages and the learner's losses join it."""
+    known = {name: jnp.asarray(x) for name, x in fields.items()}
+
+    def read(fn, **settings):
+        return fn(*(known[name] for name in field_names(fn)), **settings)
+
+    if algorithm.kl_reward is not None:
+        known["rewards"], _ = read(algorithm.kl_reward, coef=jnp.float32(0.3))
+    if algorithm.importance is not None:
+        known["importance_weights"], _ = read(algorithm.importance)
+    known["advantages"], known["returns"] = read(algorithm.advantage)
+    policy_mask = known["mask"]
+    if algorithm.rejection is not None:
+        policy_mask, _ = read(algorithm.rejection)
+
+    def total(moving):
+        known.update(moving)
+        loss = _aggregated(algorithm, algorithm.policy_loss, known | {"mask": policy_mask})
+        if algorithm.value_loss is not None:
+            loss += _aggregated(algorithm, algorithm.value_loss, known)
+        if algorithm.kl_loss is not None:
+            kl = masked_kl(
+                algorithm.kl_loss, known["logprobs"], known["reference_logprobs"], policy_mask
+            )
+            loss += algorithm.kl_loss_coef * _aggregate(algorithm, kl, policy_mask)
+        return loss
+
+    moving = {name: known[name] for name in MOVING}
+    loss, gradients = jax.value_and_grad(total)(moving)
+    of_tokens = {f"gradient of {name}": np.asarray(x) for name, x in gradients.items()}
+    of_tokens |= {name: np.asarray(known[name]) for name in ("advantages", "returns")}
+    return Outcome(of_tokens, float(loss))
+
+
+def _aggregated(algorithm, fn, known):
+    values = fn(*(known[name] for name in field_names(fn)))
+    values = values[0] if isinstance(values, tuple) else values
+    return _aggregate(algorithm, values, known["mask"])
+
+
+def _aggregate(algorithm, values, mask):
+    tokens, sequences = global_counts(mask)
+    return algorithm.aggregate(values, mask, global_tokens=tokens, global_sequences=sequences)
+
+
+def assert_same(found: Outcome, expected: Outcome, order=slice(None), scale: float = 1.0) -> None:
+    np.testing.assert_allclose(found.loss, scale * expected.loss, rtol=2e-5, atol=2e-6)
+    for name, x in expected.of_tokens.items():
+        np.testing.assert_allclose(
+            found.of_tokens[name], scale * x[order], rtol=2e-5, atol=3e-6, err_msg=name
+        )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def judged(request) -> tuple[str, Algorithm, Outcome]:
+    """A case by name, and what it makes of the batch."""
+    algorithm = CASES[request.param]()
+    return request.param, algorithm, outcome(algorithm, batch())
+
+
+def with_padding(fields, fill) -> dict[str, np.ndarray]:
+    """`fields` with `fill` in place of what lies outside of the mask."""
+    keep = fields["mask"] > 0
+    out = dict(fields)
+    for name, x in fields.items():
+        if name != "mask" and x.shape[:2] == keep.shape and x.ndim > 1:
+            at = keep if x.ndim == 2 else keep[..., None]
+            out[name] = np.where(at, x, np.float32(fill))
+    return out
+
+
+def test_the_lists_are_not_empty():
+    assert len(ONLINE) >= 25 and len(OFFLINE) >= 9
+    assert {"ppo", "grpo", "dro", "rejection_sampling", "distillation_top_k"} <= ONLINE.keys()
+
+
+def test_what_is_not_in_the_mask_is_not_read(judged):
+    _, algorithm, base = judged
+    assert_same(outcome(algorithm, with_padding(batch(), np.nan)), base)
+    outside = batch()["mask"] == 0
+    for name, x in base.of_tokens.items():
+        assert np.isfinite(x).all() and not x[outside].any(), name
+    assert base.of_tokens["gradient of logprobs"].any() or (
+        base.of_tokens["gradient of top_logprobs"].any()
+    )
+
+
+def test_the_order_of_the_samples_says_nothing(judged):
+    _, algorithm, base = judged
+    order = np.array([3, 6, 0, 7, 5, 2, 1, 4])
+    moved = {name: x[order] for name, x in batch().items()}
+    assert_same(outcome(algorithm, moved), base, order)
+
+
+def test_a_sample_without_a_token_leaves_the_others_alone(judged):
+    """Alone in its group, whatever reward it got."""
+    name, algorithm, base = judged
+    grown = {
+        key: np.concatenate([x, x[:1] * 0 + (99 if key == "group_ids" else 0.5)]).astype(x.dtype)
+        for key, x in batch().items()
+    }
+    grown["mask"][-1] = 0
+    found = outcome(algorithm, grown)
+    for x in found.of_tokens.values():
+        assert not x[-1].any()
+    found.of_tokens = {key: x[:-1] for key, x in found.of_tokens.items()}
+    # GPG counts samples, not those with tokens, as verl does.
+    assert_same(found, base, scale=(ROWS + 1) / ROWS if name == "gpg" else 1.0)
+
+
+def test_a_batch_without_tokens_is_zero(judged):
+    _, algorithm, _ = judged
+    found = outcome(algorithm, batch() | {"mask": np.zeros((ROWS, LENGTH), np.float32)})
+    assert found.loss == 0.0
+    for name, x in found.of_tokens.items():
+        np.testing.assert_array_equal(x, 0.0, err_msg=name)
+
+
+def test_groups_of_one_and_groups_that_do_not_vary_are_finite(judged):
+    _, algorithm, _ = judged
+    alone = batch() | {"group_ids": np.arange(ROWS, dtype=np.int32)}
+    equal = batch()
+    last = np.eye(LENGTH, dtype=np.float32)[np.maximum(LENGTHS - 1, 0)]
+    equal |= {"rewards": 0.7 * last, "scores": np.full(ROWS, 0.7, np.float32)}
+    equal |= {"reward_parts": np.full((ROWS, 2), 0.7, np.float32)}
+    for fields in (alone, equal):
+        found = outcome(algorithm, fields)
+        assert np.isfinite(found.loss)
+        for name, x in found.of_tokens.items():
+            assert np.isfinite(x).all(), name
+
+
+# ------------------------------------------------------------------------- offline
+
+
+def records(algorithm: OfflineAlgorithm, size: int = 6) -> dict[str, np.ndarray]:
+    """Fields of random records; the log-probs are sums over their lengths."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 9, size).astype(np.float32)
+    fields = {}
+    for name in algorithm.reads:
+        if name.endswith("lengths"):
+            fields[name] = lengths
+        elif name.endswith("logprobs"):
+            fields[name] = (-lengths * rng.uniform(0.2, 2.0, size)).astype(np.float32)
+        elif name == "labels":
+            fields[name] = np.asarray(np.arange(size) % 2, np.float32)
+        else:
+            fields[name] = np.abs(rng.normal(size=size)).astype(np.float32)
+    return fields
+
+
+def offline_outcome(algorithm: OfflineAlgorithm, fields) -> tuple[np.ndarray, dict[str, Any]]:
+    """Loss of every record, its likelihood term included, and the gradients of the total."""
+    known = {name: jnp.asarray(x) for name, x in fields.items()}
+
+    def read(fn):
+        return fn(*(known[name] for name in field_names(fn)))
+
+    if algorithm.baseline is not None:
+        known["baseline"] = read(algorithm.baseline)
+
+    def total(moving):
+        known.update(moving)
+        values = jnp.zeros(len(next(iter(fields.values()))))
+        if algorithm.loss is not None:
+            values += read(algorithm.loss)[0]
+        if algorithm.token_loss is not None:
+            values += algorithm.token_loss_coef * read(algorithm.token_loss)[0]
+        return values.sum(), values
+
+    names = [n for n in algorithm.update_reads if n.endswith(("logprobs", "scores"))]
+    moving = {name: known[name] for name in names if not name.startswith("reference")}
+    (_, values), gradients = jax.value_and_grad(total, has_aux=True)(moving)
+    return np.asarray(values), {name: np.asarray(x) for name, x in gradients.items()}
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_the_order_of_the_records_says_nothing(name):
+    algorithm = OFFLINE[name]()
+    fields, order = records(algorithm), np.array([4, 1, 5, 0, 3, 2])
+    values, gradients = offline_outcome(algorithm, fields)
+    moved = offline_outcome(algorithm, {key: x[order] for key, x in fields.items()})
+    np.testing.assert_allclose(moved[0], values[order], rtol=1e-5)
+    for key, x in gradients.items():
+        np.testing.assert_allclose(moved[1][key], x[order], rtol=1e-5, atol=1e-7, err_msg=key)
+        assert np.abs(x).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_completion_without_a_token_is_finite_and_alone(name):
+    """Truncated to nothing: its log-probs are sums over no token."""
+    algorithm = OFFLINE[name]()
+    fields = records(algorithm)
+    values, gradients = offline_outcome(algorithm, fields)
+    ends = ("logprobs", "lengths")
+    empty = {
+        k: np.where(np.arange(6) == 2, 0, x) if k.endswith(ends) else x for k, x in fields.items()
+    }
+    kept = np.arange(6) != 2
+    if "weights" in fields:  # the estimate of a KL is a mean over all records
+        empty["weights"] = fields["weights"] = np.where(kept, 1.0, 0.0).astype(np.float32)
+        values, gradients = offline_outcome(algorithm, fields)
+    found = offline_outcome(algorithm, empty)
+    np.testing.assert_allclose(found[0][kept], values[kept], rtol=1e-5)
+    assert np.isfinite(found[0]).all()
+    for key, x in gradients.items():
+        np.testing.assert_allclose(found[1][key][kept], x[kept], rtol=1e-5, err_msg=key)
+        assert np.isfinite(found[1][key]).all()

@@ -1,0 +1,572 @@
+"""The benchmarks: sizes and bounds against hand-made answers, the command line, the gate."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import (
+    attention,
+    command,
+    harness,
+    records,
+    training,
+    workloads,
+)
+from benchmarks.harness import (
+    Case,
+    CheckFailed,
+    measure,
+    most_mult_prob_error,
+    relative_error,
+    run_cases,
+)
+from benchmarks.options import read_options
+from benchmarks.profile import summarise_cpu, summarise_gpu
+from benchmarks.records import Row
+from benchmarks.roofline import (
+    Limits,
+    decode_seconds,
+    kv_bytes_per_token,
+    prefill_seconds,
+)
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.flops import attention_flops, forward_flops, peak_flops, training_flops
+from jaxrl_llm.models.shapes import SHAPES, num_parameters
+
+pytestmark = pytest.mark.whole
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
+TINY = "--shape=tiny"
+
+
+# ------------------------------------------------------------------------- sizes and bounds
+
+
+@pytest.mark.parametrize(
+    ("shape", "published"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("llama-3.1-8b", 8_030_261_248),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(shape, published):
+    assert num_parameters(SHAPES[shape]) == published
+
+
+def test_parameter_count_is_that_of_the_model():
+    assert num_parameters(SHAPES["tiny"]) == model_spec(SHAPES["tiny"]).num_params
+    untied = dataclasses.replace(SHAPES["tiny"], tie_word_embeddings=False)
+    assert num_parameters(untied) == model_spec(untied).num_params
+
+
+def test_mix_draws_what_the_published_run_drew():
+    """The same calls in the same order as that run made, one after the other."""
+    rng = np.random.default_rng(0)
+    for prompts, length in ((16, 128), (1, 512), (64, 512), (256, 512), (1024, 512)):
+        for _ in range(prompts):
+            rng.integers(10, 120_000, length)
+    drawn = np.clip(np.exp(rng.normal(np.log(500), 0.8, 1024)), 16, 2048).astype(int)
+    found = workloads.rl_mix_lengths()
+    np.testing.assert_array_equal(found, drawn)
+    assert round(found.mean()) == 633 and found.max() == 2048 and found.min() >= 16
+
+
+def test_packed_lengths_fill_rows_and_no_more():
+    (first, second) = workloads.packed_lengths("qwen2.5-1.5b", 2, 16384)
+    assert 12_000 < sum(first) <= 16384 and sum(second) <= 16384
+    assert first[:2] == [512 + 388, 512 + 252]
+
+
+def test_flops_by_hand():
+    tiny = SHAPES["tiny"]
+    parameters, layer = num_parameters(tiny), 2 * 4 * 16  # 2 * heads * head_dim
+    expected = 2 * parameters * (5 + 3) + tiny.num_layers * layer * (25 + 9)
+    assert forward_flops(tiny, (5, 3)) == expected
+    assert training_flops(tiny, (5, 3)) == 3 * expected
+    untied = dataclasses.replace(tiny, tie_word_embeddings=False)
+    assert forward_flops(untied, (5, 3)) == expected  # an embedding that is no head multiplies none
+    # 4 B N S^2 H / 2, and 2.5 times as much for the backward pass.
+    assert attention_flops(32, 128, (1024,) * 16) == 4 * 16 * 32 * 1024**2 * 128 / 2
+    assert attention_flops(4, 8, (7,), backward=True) == 3.5 * attention_flops(4, 8, (7,))
+    # Pairs that a window of 3 lets see, the diagonal halved: 7 * 3 - 3 * 3 / 2.
+    assert attention_flops(4, 8, (7,), window=3) == 4 * 4 * 8 * (7 * 3 - 3 * 3 / 2)
+    assert attention_flops(4, 8, (7,), window=9) == attention_flops(4, 8, (7,))
+    # A scalar model looks its tokens up in the table, and multiplies them with none but its layers.
+    scalar = dataclasses.replace(tiny, vocab_size=2 * tiny.vocab_size)
+    assert forward_flops(scalar, (5, 3), "scalar") == forward_flops(tiny, (5, 3), "scalar")
+    head = 2 * (tiny.vocab_size - 1) * tiny.hidden_size * (5 + 3)
+    assert forward_flops(tiny, (5, 3)) - forward_flops(tiny, (5, 3), "scalar") == head
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_peak_of_a_device(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+SLOW = Limits(memory=1e9, matmul=1e11, matmul_float8=1.5e11, peak=1e12, link=1e9)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_decode_bound_sums_the_steps(float8):
+    """In float8 all but the head is in 8 bits; the tiny model's head is its embedding."""
+    config, lengths = SHAPES["tiny"], (3, 9, 1, 9)
+    head = config.vocab_size * config.hidden_size
+    layers, itemsize = num_parameters(config) - head, 1 if float8 else 2
+    seconds = 0.0
+    for step in range(max(lengths)):
+        live = sum(length > step for length in lengths)
+        multiplied = 2 * layers * live / (1.5e11 if float8 else 1e11) + 2 * head * live / 1e11
+        dense = max((itemsize * layers + 2 * head) / 1e9, multiplied)
+        seconds += dense + live * (7 + step) * kv_bytes_per_token(config, itemsize) / 1e9
+    found = decode_seconds(config, 7, lengths, float8=float8, limits=SLOW)
+    assert found == pytest.approx(seconds)
+
+
+def test_prefill_bound_leaves_the_head_out():
+    config = SHAPES["qwen2.5-1.5b"]
+    D, F, L = config.hidden_size, config.intermediate_size, config.num_layers
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    multiplied = L * (2 * D * heads + 2 * D * kv_heads + 3 * D * F)
+    lengths = (512, 7)
+    projections = sum(2 * multiplied * n for n in lengths)
+    attention = sum(L * 2 * heads * n**2 for n in lengths) / 1e11
+    # Norms and biases are counted along.
+    found, small = (prefill_seconds(config, lengths, float8=x, limits=SLOW) for x in (False, True))
+    assert found == pytest.approx(projections / 1e11 + attention, rel=1e-3)
+    assert small == pytest.approx(projections / 1.5e11 + attention, rel=1e-3)
+
+
+def test_decode_bound_of_the_mix_is_the_known_one():
+    lengths = workloads.rl_mix_lengths()
+    rate = lengths.sum() / decode_seconds(SHAPES["qwen2.5-1.5b"], 512, tuple(lengths))
+    assert rate == pytest.approx(87_000, rel=0.03)
+
+
+# ------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "command"),
+        (["generate"], "invalid choice"),
+        (["generation", "--shape=qwen2.5-2b"], "did you mean 'qwen2.5-7b'|'qwen2.5-1.5b'"),
+        (["generation", "--batch=4x8"], "ROWS, e.g. 64"),
+        (["training", "--batch=4"], "ROWSxTOKENS"),
+        (["training", "--batch=4x"], "two numbers"),
+        (["training", "--workload=rl_mix"], "training has no workload rl_mix"),
+        (["training", "--repeats=0"], "1 or more"),
+        (["training", "--reapeats=2"], "did you mean '--repeats'"),
+        (["training", "--config.actor.rematt=true"], "config.actor.remat"),
+        (["training", "--config.actor.ppo_epochs=2"], "--batch"),
+        (["attention", "--config.actor.remat=true"], "takes no --config"),
+        (["generation", "--config.rollout.temperature=0.5"], "temperature 1"),
+        (["generation", "--groups=1000x8"], "128x8"),
+        (["rl_step", "--batch=4"], "--groups"),
+        (["training", "--head_dim=96"], "belongs to attention"),
+        (["attention", "--window=64"], "--workload=dense"),
+        (["attention", "--workload=dense", "--cache=float8"], "--workload=decode"),
+        (["attention", "--workload=dense", "--window=1"], "2 or more works"),
+        (["training", "--shape=missing/folder"], "Hugging Face folder or config.json"),
+        (["training", "--workload=lengths"], "add --lengths=FILE"),
+        (["training", "--lengths=missing.csv"], "no such file"),
+        (["rl_step", "--lengths=missing.csv"], "belongs to generation and training"),
+        (["rl_step", "--config.critic.warmup_steps=1"], "actor's updates would be left out"),
+        (["rl_step", "--baseline"], "no peer"),
+        (["training", "--check=x.json"], "--baseline"),
+        (["training", "--baseline", "--check=missing.json"], "--store"),
+    ],
+)
+def test_mistakes_are_answered(words, message):
+    with pytest.raises(ConfigError, match=message):
+        read_options(words)
+
+
+def test_mistakes_are_answered_without_jax(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "training", "--batch=nonsense"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+    assert "nonsense" in done.stderr
+
+
+def test_peers_run_before_jax_is_there():
+    code = f"import sys; sys.path.append({str(SCRIPT.parent)!r}); import benchmarks.baseline; "
+    code += "print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_compiler_options_are_of_the_kind_that_xla_takes():
+    words = ("xla_gpu_enable_triton_gemm=false", "xla_backend_optimization_level=0")
+    options = read_options(["generation", TINY, *(f"--compiler_option={word}" for word in words)])
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile(dict(options.compiler_options))
+    assert compiled(1.0) == 2.0
+    assert dict(options.compiler_options)["xla_gpu_enable_triton_gemm"] is False
+
+
+def test_your_own_shape_is_read_from_its_folder(tmp_path):
+    """Sizes of a config.json written by hand; a folder named like a shape keeps apart from it."""
+    folder = tmp_path / "qwen2.5-7b"
+    folder.mkdir()
+    file = folder / "config.json"
+    written = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    file.write_text(json.dumps(written))
+    for path in (folder, file):
+        options = read_options(["training", f"--shape={path},tiny", "--batch=2x32"])
+        assert list(options.shapes) == ["local-qwen2.5-7b", "tiny"]
+        model = options.shapes["local-qwen2.5-7b"]
+        assert (model.num_layers, model.num_kv_heads, model.vocab_size) == (3, 2, 300)
+        assert options.config("local-qwen2.5-7b").actor.hf_config["hidden_size"] == 32
+    for text, message in (("{", "describes no model"), ('{"name": "ppo"}', "not supported")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_options(["training", f"--shape={folder}"])
+
+
+def test_your_own_lengths_are_measured(tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("prompt,response\n5,7\n5,2\n\n3,4\n3,1\n")
+    words = [TINY, f"--lengths={file}"]
+    (mine,) = workloads.generation_workloads(read_options(["generation", *words]), "tiny")
+    assert (mine.prompt_lengths, mine.limits, mine.samples) == ((5, 5, 3, 3), (7, 2, 4, 1), 1)
+    options = read_options(["generation", *words, "--groups=2x2"])
+    (shared,) = workloads.generation_workloads(options, "tiny")
+    assert (shared.prompt_lengths, shared.limits, shared.samples) == ((5, 3), (7, 2, 4, 1), 2)
+    (update,) = workloads.training_workloads(read_options(["training", *words]), "tiny")
+    assert (update.kind, update.lengths) == ("update", (12, 7, 7, 4))
+    for text, more, message in (
+        ("5,7\n5,x\n", [], "lengths.csv:2: '5,x'"),
+        ("5,0\n", [], "PROMPT,RESPONSE"),
+        ("", [], "0 samples"),
+        ("5,7\n4,2\n", ["--groups=1x2"], "share a prompt"),
+        ("5,7\n5,2\n5,1\n", ["--groups=1x2"], "has 3 samples; --groups=1x2"),
+        ("5,7\n4,2\n", ["--baseline"], "one length"),
+        ("5,7\n", ["--workload=rl_mix"], "--workload=lengths"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_options(["generation", *words, *more])
+
+
+def test_overrides_reach_the_config():
+    options = read_options(["training", TINY, "--config.actor.remat=full"])
+    config = options.config("tiny")
+    assert config.actor.remat == "full" and config.actor.dtype == "bfloat16" and not config.exact
+
+
+# ------------------------------------------------------------------------- measuring
+
+
+class Sum(Case):
+    """A tiny case that fails at a chosen point."""
+
+    benchmark, shape = "test", "none"
+
+    def __init__(self, name, fails="", lowering=0.0):
+        self.name, self.fails, self.lowering = name, fails, lowering
+
+    def lower(self):
+        if self.fails == "lower":
+            raise ValueError("cannot lower")
+        time.sleep(self.lowering)
+        return {"main": jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((8,), jnp.float32))}
+
+    def prepare(self, programs):
+        self.program, self.x = programs["main"], jnp.arange(8.0)
+
+    def check(self):
+        if self.fails == "check":
+            raise CheckFailed("wrong")
+        return {"error": 0.0}
+
+    def run(self):
+        return self.program(self.x)
+
+    def figures(self, seconds):
+        return {"calls/s": 1 / seconds}
+
+
+def test_a_failure_is_reported_and_the_rest_go_on():
+    seen = []
+    cases = [Sum("a", "lower"), Sum("b", "check"), Sum("c", lowering=0.05)]
+    rows = run_cases(cases, repeats=2, compiler_options={}, report=seen.append)
+    assert rows == seen
+    assert [row.error for row in rows] == ["ValueError: cannot lower", "CheckFailed: wrong", ""]
+    assert len(rows[2].seconds) == 2 and rows[2].memory_bytes and rows[2].figures["calls/s"] > 0
+    assert rows[2].figures["s compiling"] > rows[2].figures["s lowering"] > 0.05
+    assert rows[2].figures["s until compiled"] > rows[2].figures["s lowering"]
+    assert not rows[0].seconds and all(not vars(case) for case in cases)
+    # What failed its check has a time, which is compared with nothing.
+    peer = dataclasses.replace(rows[1], who="peer", error="")
+    assert len(rows[1].seconds) == 2 and records.ratios([rows[1], peer]) == {}
+    assert records.ratios([dataclasses.replace(rows[1], error=""), peer]) != {}
+
+
+def test_a_program_too_large_for_the_device_is_not_run(monkeypatch):
+    monkeypatch.setattr(harness, "_device_bytes", lambda: 35)
+    monkeypatch.setattr(Sum, "prepare", lambda self, programs: pytest.fail("prepared"))
+    (row,) = run_cases([Sum("a")], repeats=2, compiler_options={}, report=lambda row: None)
+    assert "the program 'main' needs" in row.error and "cache_tokens" in row.error
+    assert not row.seconds
+
+
+def test_short_calls_are_queued():
+    calls = []
+
+    def run():
+        calls.append(0)
+        return jnp.zeros(1)
+
+    assert len(measure(run, repeats=3, min_seconds=0.0)) == 3 and len(calls) == 1 + 3
+    calls.clear()
+    assert len(measure(run, repeats=2, min_seconds=0.0, warm=True)) == 2 == len(calls)
+    calls.clear()
+    assert len(measure(run, repeats=2, min_seconds=10.0)) == 2
+    assert len(calls) == 2 + 2 * 200
+
+
+class Slow:
+    """A lowered program that takes its time."""
+
+    def compile(self, options):
+        time.sleep(0.05)
+        return jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile(options)
+
+
+def test_programs_that_cases_share_count_in_each():
+    class Checked(Sum):
+        def lower(self):
+            return super().lower() | {"check": shared, "other": Slow()}
+
+    shared = Slow()
+    rows = run_cases(
+        [Checked("a"), Checked("b")], repeats=1, compiler_options={}, report=lambda row: None
+    )
+    assert all(row.figures["s compiling"] > 0.1 for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantization", "most"),
+    [
+        ("tiny", "none", 1.02),
+        ("qwen2.5-1.5b", "none", 1.02),
+        ("qwen2.5-1.5b", "float8", 1.5),
+        ("qwen2.5-7b", "none", 1.05),
+        ("llama-3.1-8b", "none", 1.05),
+    ],
+)
+def test_how_far_the_sampler_may_be(shape, quantization, most):
+    assert most_mult_prob_error(SHAPES[shape], quantization) == most
+
+
+def test_nan_is_an_error():
+    x = jnp.array([1.0, 2.0])
+    assert relative_error({"a": x * 1.5}, {"a": x}) == pytest.approx(0.5)
+    assert np.isnan(relative_error(x * jnp.nan, x))
+    assert np.isnan(relative_error(x * 0, x * 0))  # nothing was compared
+    with pytest.raises(CheckFailed, match="nan"):
+        training.require("error", float("nan"), 1.0)
+
+
+def kernels_in_ns(profile):
+    return {k.name: (pytest.approx(1e9 * k.seconds), k.calls) for k in profile.kernels}
+
+
+def test_a_profile_of_the_cpu_counts_each_moment_of_a_thread_once():
+    """Two threads: a loop of 10 ns with kernels of 3 and 4 inside, and one that overlaps by 2."""
+    first = [(0.0, 10.0, "while"), (1.0, 4.0, "gemm"), (5.0, 9.0, "gemm"), (20.0, 21.0, "add")]
+    found = summarise_cpu([first, [(8.0, 14.0, "copy")], []])
+    assert kernels_in_ns(found) == {"gemm": (7, 2), "copy": (6, 1), "while": (3, 1), "add": (1, 1)}
+    assert [kernel.name for kernel in found.kernels] == ["gemm", "copy", "while", "add"]
+    assert found.seconds == pytest.approx(21e-9) and found.busy == pytest.approx(15e-9)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        summarise_cpu([[]])
+
+
+def test_a_profile_of_the_gpu_counts_each_moment_for_the_first_kernel():
+    """A matmul launched 3 ns before its predecessor ends, and one that overlaps two others."""
+    spans = [
+        (3.0, 14.0, "gemm"),
+        (0.0, 6.0, "silu"),
+        (20.0, 30.0, "gemm"),
+        (21.0, 32.0, "copy"),
+        (22.0, 23.0, "add"),
+    ]
+    found = summarise_gpu(spans)
+    assert kernels_in_ns(found) == {"gemm": (18, 2), "silu": (6, 1), "copy": (2, 1), "add": (0, 1)}
+    assert found.busy == pytest.approx(26e-9) and found.seconds == pytest.approx(32e-9)
+    assert sum(kernel.seconds for kernel in found.kernels) == pytest.approx(found.busy)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        summarise_gpu([])
+
+
+def test_a_profile_that_fails_keeps_the_measurement(tmp_path, monkeypatch):
+    def broken(folder, run):
+        raise RuntimeError("the profiler saw no kernel")
+
+    monkeypatch.setattr(harness, "record", broken)
+    (row,) = run_cases(
+        [Sum("a")], repeats=2, compiler_options={}, report=lambda row: None, profile=tmp_path
+    )
+    assert len(row.seconds) == 2 and row.profile_error.startswith("RuntimeError: the profiler")
+    assert not row.error and records.ratios([row, dataclasses.replace(row, who="peer")])
+    assert "no kernel" in json.loads(row.to_json({}))["profile_error"]
+    # A failed check is not forgotten for it.
+    (row,) = run_cases(
+        [Sum("a", "check")], repeats=2, compiler_options={}, report=print, profile=tmp_path
+    )
+    assert row.error == "CheckFailed: wrong" and row.profile_error
+
+
+# ------------------------------------------------------------------------- ratios
+
+
+def row(who: str, seconds: float, memory: int | None = None, case: str = "update") -> Row:
+    return Row(
+        benchmark="training",
+        shape="tiny",
+        case=case,
+        who=who,
+        seconds=(seconds * 2, seconds, seconds / 2),
+        memory_bytes=memory,
+    )
+
+
+def test_ratios_are_ours_over_the_peer():
+    failed = Row(benchmark="training", shape="tiny", case="update", who="b", error="no")
+    rows = [row("ours", 3.0, 50), row("a", 2.0, 100), failed, row("a", 1.0, case="other")]
+    assert records.ratios(rows) == {
+        "training/tiny/update/a/time": 1.5,
+        "training/tiny/update/a/memory": 0.5,
+    }
+
+
+def test_gate_names_what_got_worse(tmp_path):
+    file = tmp_path / "ratios.json"
+    about = {"device": "x", "date": "2026-01-01"}
+    key = "training/tiny/update/a"
+    records.store({"kept/time": 1.0}, file, about)
+    records.store({f"{key}/time": 0.8, f"{key}/memory": 1.0}, file, about)
+    assert json.loads(file.read_text())["ratios"] == {
+        f"{key}/memory": 1.0,
+        f"{key}/time": 0.8,
+        "kept/time": 1.0,
+    }
+
+    def gate(seconds: float, memory: int, *more: Row) -> list[str]:
+        return records.regressions([row("ours", seconds, memory), row("a", 1.0, 100), *more], file)
+
+    assert gate(0.91, 101, row("new", 0.1)) == []
+    (worse,) = gate(0.93, 101)
+    assert worse.startswith(f"{key}/time: 0.930")
+    (worse,) = gate(0.5, 103)
+    assert worse.startswith(f"{key}/memory")
+    assert gate(float("nan"), 101)
+    # Nor does a row that failed pass, ours or the peer's.
+    failed = dataclasses.replace(row("a", 1.0, 100), error="no")
+    assert len(records.regressions([row("ours", 0.5, 100), failed], file)) == 2
+    # Nor a peer that died before its cases.
+    died = dataclasses.replace(row("a", 1.0), case="all", error="no module")
+    assert len(records.regressions([row("ours", 0.5, 100), row("new", 1.0), died], file)) == 2
+    with pytest.raises(ConfigError, match="--store"):
+        records.regressions([row("ours", 1.0, case="x"), row("new", 1.0, case="x")], file)
+
+
+def test_exit_code_says_what_failed_or_got_worse(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_cases", lambda options: [])
+    file, lines = tmp_path / "ratios.json", tmp_path / "rows.jsonl"
+    words = ["training", TINY, "--baseline", f"--json={lines}"]
+    failed = dataclasses.replace(row("ours", 1.0), error="no")
+
+    def code(*rows: Row, words: list[str]) -> int:
+        return command.run_command(read_options(words), rows)
+
+    assert code(row("ours", 1.0), row("a", 2.0), words=[*words, f"--store={file}"]) == 0
+    assert json.loads(file.read_text())["ratios"] == {"training/tiny/update/a/time": 0.5}
+    assert code(failed, row("a", 2.0), words=words) == command.FAILED
+    check = [*words, f"--check={file}"]
+    assert code(row("ours", 1.1), row("a", 2.0), words=check) == 0
+    worse = row("ours", 1.2), row("a", 2.0)
+    assert code(*worse, words=[*check, f"--store={file}"]) == command.FAILED
+    assert code(*worse, words=check) == command.FAILED  # it was not stored
+    assert len(lines.read_text().splitlines()) == 10
+
+
+# ------------------------------------------------------------------------- layouts
+
+
+def test_packed_layout_by_hand():
+    layout = attention._packed_layout([[2, 3], [4]], 6)
+    np.testing.assert_array_equal(layout.segment_ids, [[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
+    np.testing.assert_array_equal(layout.starts, [[0, 0, 2, 2, 2, 0], [0] * 6])
+    assert layout.real == (5, 4) and layout.lengths == (2, 3, 4)
+
+
+def test_layout_of_groups_by_hand():
+    layout = attention._shared_layout([[(2, [1, 2]), (1, [2])], [(3, [1])]], 9)
+    np.testing.assert_array_equal(
+        layout.segment_ids, [[1, 1, 2, 3, 3, 4, 5, 5, 0], [1, 1, 1, 2, 0, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        layout.prefix_ids, [[0, 0, 1, 1, 1, 0, 4, 4, 0], [0, 0, 0, 1, 0, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        layout.starts, [[0, 0, 2, 3, 3, 5, 6, 6, 0], [0, 0, 0, 3, 0, 0, 0, 0, 0]]
+    )
+    prefixes = [[0, 0]] * 2 + [[0, 2]] * 3 + [[0, 0]] + [[5, 6]] * 2 + [[0, 0]]
+    np.testing.assert_array_equal(layout.prefixes[0], prefixes)
+    np.testing.assert_array_equal(layout.prefixes[1], [[0, 0]] * 3 + [[0, 3]] + [[0, 0]] * 5)
+    # Each sample as long as with its prompt, the first prompt counted once.
+    assert layout.real == (8, 4) and layout.lengths == (3, 4, 3, 4) and layout.again == (2,)
+
+
+def test_groups_fill_rows_and_no_more():
+    mix = list(workloads.mix_limits("qwen2.5-7b", 64))
+    options = read_options(["attention", "--shape=qwen2.5-7b"])
+    (row,) = workloads.packed_groups(options, "qwen2.5-7b", 1, 16384)
+    assert [prompt for prompt, _ in row] == [512] * len(row)
+    assert all(len(responses) == 8 for _, responses in row[:-1])
+    responses = [length for _, responses in row for length in responses]
+    assert responses == mix[: len(responses)]
+    used = sum(responses) + 512 * len(row)
+    following = mix[len(responses)] + 512 * (len(row[-1][1]) == 8)
+    assert used <= 16384 < used + following
+    with pytest.raises(ConfigError, match="no room for a prompt of 512 .* --batch=ROWSxTOKENS"):
+        workloads.packed_groups(options, "qwen2.5-7b", 1, 512)

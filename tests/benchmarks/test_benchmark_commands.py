@@ -1,0 +1,378 @@
+"""Benchmarks on the CPU: whole commands, profiles, and checks that find what was made wrong."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks import (
+    attention,
+    command,
+    decode,
+    generation,
+    records,
+    training,
+)
+from benchmarks.baseline import run_peers
+from benchmarks.harness import run_cases
+from benchmarks.options import read_options
+from benchmarks.records import Row
+from jaxrl_llm.learner.rows import Rows
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.models.shapes import SHAPES
+
+pytestmark = pytest.mark.whole
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
+TINY = "--shape=tiny"
+
+
+# ------------------------------------------------------------------------- checks find mistakes
+
+
+def rows_of(*words: str) -> list[Row]:
+    options = read_options([*words, TINY, "--repeats=1"])
+    rows = run_cases(
+        command._cases(options),
+        repeats=1,
+        compiler_options={},
+        report=lambda row: None,
+        profile=options.profile,
+    )
+    assert rows  # what is asked of all of them would be true of none
+    return rows
+
+
+@pytest.mark.slow
+def test_wrong_attention_is_found(monkeypatch):
+    def not_causal(q, k, v, **settings):
+        return attention_of(q, k, v, causal=False)
+
+    attention_of = attention.attention
+    monkeypatch.setattr(attention, "attention", not_causal)
+    rows = rows_of("attention", "--workload=dense", "--batch=1x32")
+    assert all("output_error" in row.error for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("row", "factor", "message"),
+    [(-1, 1.1, "output_error"), (1, np.nan, "output not finite")],  # the second is not compared
+)
+def test_a_wrong_row_of_attention_is_found(row, factor, message, monkeypatch):
+    attention_of = attention.attention
+    monkeypatch.setattr(
+        attention,
+        "attention",
+        lambda *qkv, **settings: attention_of(*qkv, **settings).at[row].multiply(factor),
+    )
+    rows = rows_of("attention", "--workload=dense", "--batch=8x32")
+    assert all(message in row.error for row in rows), rows
+
+
+def test_a_gradient_that_rows_get_from_others_is_found(monkeypatch):
+    def leaking(q, k, v, **settings):
+        nothing = v[1:2] - jax.lax.stop_gradient(v[1:2])
+        groups = q.shape[2] // v.shape[2]
+        return attention_of(q, k, v, **settings) + nothing.repeat(groups, axis=2)
+
+    attention_of = attention.attention
+    monkeypatch.setattr(attention, "attention", leaking)
+    forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
+    assert not forward.error and "dv without a cotangent" in both.error
+
+
+def test_gradients_of_all_queries_must_be_finite(monkeypatch):
+    """A kernel whose gradient by keys fails unless some query has no cotangent."""
+
+    @jax.custom_vjp
+    def failing(k):
+        return k
+
+    def backward(_, dk):
+        return (jnp.where((dk == 0).all(axis=(2, 3)).any(), dk, jnp.nan),)
+
+    failing.defvjp(lambda k: (k, None), backward)
+    attention_of = attention.attention
+    monkeypatch.setattr(
+        attention, "attention", lambda q, k, v, **settings: attention_of(q, failing(k), v)
+    )
+    forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
+    assert not forward.error and both.error.endswith("not finite is 1, which must be at most 0")
+
+
+def test_results_lie_where_nan_was(monkeypatch):
+    """Before each of the two calls that are checked, so that what is not written is seen."""
+    shapes = []
+    monkeypatch.setattr(attention, "poison", lambda like: shapes.append([x.shape for x in like]))
+    forward, both = rows_of("attention", "--workload=dense", "--batch=2x32")
+    assert not forward.error and not both.error
+    assert [len(results) for results in shapes] == [1, 1, 4, 4]
+    assert all(shape[:2] == (2, 32) for results in shapes for shape in results)
+
+
+def test_wrong_gradient_of_attention_is_found(monkeypatch):
+    def twice_dv(q, k, v, **settings):
+        # The value of v with twice its gradient.
+        return attention_of(q, k, 2 * v - jax.lax.stop_gradient(v), **settings)
+
+    attention_of = attention.attention
+    monkeypatch.setattr(attention, "attention", twice_dv)
+    forward, both = rows_of("attention", "--workload=dense", "--batch=1x32")
+    assert not forward.error and "dv_error" in both.error
+
+
+@pytest.mark.slow
+def test_wrong_loss_is_found(monkeypatch):
+    monkeypatch.setattr(training, "CLIP", 0.6)
+    (found,) = rows_of("training", "--workload=logprob", "--batch=1x8")
+    assert "gradient_error" in found.error
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        pytest.param(
+            ["--workload=mix", "--config.actor.micro_batch_tokens=128"],
+            "gradient_error",
+            marks=pytest.mark.slow,
+        ),
+        (
+            ["--workload=values", "--batch=2x8", "--config.critic.micro_batch_tokens=128"],
+            "value_error",
+        ),
+    ],
+)
+def test_packed_samples_that_see_each_other_are_found(words, error, monkeypatch):
+    monkeypatch.setattr(Rows, "visibility", lambda self, window: None)
+    (wrong,) = rows_of("training", *words)
+    assert error in wrong.error
+
+
+def test_wrong_logprobs_are_found(monkeypatch):
+    right = generation.row_logprobs
+    monkeypatch.setattr(generation, "row_logprobs", lambda *a, **k: right(*a, **k) - 0.1)
+    (found,) = rows_of("generation", "--workload=fixed", "--batch=1")
+    assert "token_mult_prob_error" in found.error
+
+
+def test_wrong_samples_at_the_end_are_found(monkeypatch):
+    """Most are in slots that were refilled; the log-probs of the last two are wrong."""
+
+    def wrong(*args, **settings):
+        out = right(*args, **settings)
+        return dataclasses.replace(out, logprobs=out.logprobs.at[-2:].add(-3.0))
+
+    right = generation.generate_on_mesh
+    monkeypatch.setattr(generation, "generate_on_mesh", wrong)
+    words = ["generation", "--workload=fixed", "--batch=16", "--config.rollout.num_slots=2"]
+    (found,) = rows_of(*words)
+    assert "token_mult_prob_error" in found.error
+
+
+def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
+    def wrong(inputs, **settings):
+        out, own = right(inputs, **settings)
+        return out.at[-2:].multiply(3), own
+
+    right = decode.prefix_decode_attention
+    monkeypatch.setattr(decode, "prefix_decode_attention", wrong)
+    rows = rows_of("attention", "--workload=decode", "--batch=16x64", "--groups=8x2")
+    assert all("output_error" in row.error for row in rows), rows
+
+
+def test_nan_of_a_later_call_is_found(monkeypatch):
+    """The first call has normal queries, those after it the attention of the one before."""
+
+    def wrong(inputs, **settings):
+        out, own = right(inputs, **settings)
+        return jnp.where(jnp.abs(inputs.q_BNH).max() > 2, out, jnp.nan), own
+
+    right = decode.prefix_decode_attention
+    monkeypatch.setattr(decode, "prefix_decode_attention", wrong)
+    rows = rows_of("attention", "--workload=decode", "--batch=16x64", "--groups=8x2")
+    assert all(row.error.endswith("not finite is 1, which must be at most 0") for row in rows), rows
+
+
+# ------------------------------------------------------------------------- whole commands
+
+
+PACKED_AND_DECODE = [
+    "packed_1x128_fwd",
+    "packed_1x128_fwdbwd",
+    "packed_shared_1x128_fwd",
+    "packed_shared_1x128_fwdbwd",
+    "decode_4x64",
+    "decode_4x64_shared",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
+        pytest.param(
+            ["generation", "--workload=prefill"],
+            ["prefill_3", "prefill_uneven_3"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["training", "--workload=mix", "--config.actor.micro_batch_tokens=128"],
+            ["update_mix_4x2"],
+            marks=pytest.mark.slow,
+        ),
+        (
+            ["training", "--workload=values", "--batch=2x8"]
+            + ["--config.critic.micro_batch_tokens=128"],
+            ["values_2x8"],
+        ),
+        (
+            ["attention", "--workload=dense", "--head_dim=8", "--window=9"],
+            ["dense_d8_w9_2x64_fwd", "dense_d8_w9_2x64_fwdbwd"],
+        ),
+        (
+            ["attention", "--workload=decode", "--cache=float8", "--head_dim=8"],
+            ["decode_d8_4x64_float8", "decode_d8_4x64_shared_float8"],
+        ),
+        pytest.param(
+            ["attention", "--workload=packed,decode"], PACKED_AND_DECODE, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["attention"],
+            ["dense_2x64_fwd", "dense_2x64_fwdbwd", *PACKED_AND_DECODE],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_command_measures_every_case(words, cases):
+    rows = rows_of(*words)
+    assert [row.error for row in rows] == [""] * len(cases)
+    assert [row.case for row in rows] == cases
+    for found in rows:
+        assert found.seconds and min(found.seconds) > 0 and found.checks
+        assert all(np.isfinite(value) and value >= 0 for value in found.figures.values())
+
+
+def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
+    words = ["rl_step", "--groups=2x2", "--workload=grpo", f"--profile={tmp_path}"]
+    (row,) = rows_of(*words)
+    assert (row.case, row.error) == ("grpo_2x2_8+8", "") and row.checks
+    assert all(np.isfinite(value) and value >= 0 for value in row.figures.values())
+    stages = {name.removeprefix("s ") for name in row.figures if name.startswith("s ")}
+    assert stages - set(row.profile) == {
+        "compiling",
+        "until compiled",
+        "lowering",
+        "first step",
+        "outside of the stages",
+        "reward",  # of the host
+    }
+    for name, part in row.profile.items():
+        assert 0 < part.busy <= part.seconds < 10
+        assert any((tmp_path / row.key / name).rglob("*.xplane.pb"))
+        assert sum(kernel.calls for kernel in part.kernels) > 1
+    text = io.StringIO()
+    records.show([row], Console(file=text, width=150))
+    largest = row.profile["update_actor"].kernels[0]
+    assert "update_actor: " in text.getvalue() and f" {largest.name} " in text.getvalue()
+    stored = json.loads(row.to_json({}))["profile"]["update_actor"]["kernels"]
+    assert stored[0] == [largest.name, largest.seconds, largest.calls]
+    assert len(stored) == len(row.profile["update_actor"].kernels) > records.SHOWN
+
+
+def test_script_writes_json_lines(tmp_path):
+    """Two devices, in a process of its own: the bytes that a device receives are half the model."""
+    file = tmp_path / "rows.jsonl"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "layout_switch", TINY, "--devices=2", f"--json={file}"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert json.loads(done.stdout) == record
+    assert record["case"] == "switch_data1_fsdp2_tensor1" and record["num_devices"] == 2
+    assert record["repeats"] == 3 and record["seconds_min"] <= record["seconds"]
+    assert record["versions"]["jax"] == jax.__version__ and record["command"].endswith(str(file))
+    axes = model_spec(SHAPES["tiny"]).axes
+    is_names = lambda x: isinstance(x, tuple)  # noqa: E731
+    split = [
+        np.prod(shape.shape)
+        for names, shape in zip(
+            jax.tree.leaves(axes, is_leaf=is_names),
+            jax.tree.leaves(model_spec(SHAPES["tiny"]).params),
+            strict=True,
+        )
+        if "embed" in names
+    ]
+    assert record["figures"]["GB received a device"] == pytest.approx(sum(split) * 2 / 2 / 1e9)
+
+
+def test_your_own_model_and_lengths_are_measured(tmp_path):
+    """Prompts of different lengths: every response has its own, the trainer's log-probs agree."""
+    (tmp_path / "mine").mkdir()
+    hf_config = to_hf_config(dataclasses.replace(SHAPES["tiny"], num_heads=2, vocab_size=200))
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(hf_config))
+    (tmp_path / "lengths.csv").write_text("9,7\n9,2\n3,4\n3,1\n")
+    words = [f"--shape={tmp_path / 'mine'}", f"--lengths={tmp_path / 'lengths.csv'}"]
+    for command_name, case in (("generation", "lengths_2x2"), ("training", "update_lengths_2x2")):
+        options = read_options([command_name, *words, "--groups=2x2", "--repeats=1"])
+        (found,) = run_cases(
+            command._cases(options), repeats=1, compiler_options={}, report=lambda row: None
+        )
+        assert (found.shape, found.case, found.error) == ("mine", case, "")
+        tokens = 14 if command_name == "generation" else 14 + 2 * (9 + 3)
+        assert found.figures["tokens/s"] == pytest.approx(tokens / found.median)
+
+
+def test_peers_are_found_when_scripts_are_apart_from_the_package(tmp_path):
+    """The package is imported from elsewhere, as where it is installed."""
+    scripts = tmp_path / "scripts"
+    shutil.copytree(SCRIPT.parent, scripts)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nif test -f "$1"; then echo "{\\"peer\\": \\"$1\\"}"; fi\n')
+    python.chmod(0o755)
+    code = (
+        "from benchmarks.baseline import run_peers\n"
+        "from benchmarks.options import read_options\n"
+        f"words = ['training', '--shape=tiny', '--baseline', '--peer_python={python}']\n"
+        "print([row.who for row in run_peers(read_options(words))])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(scripts)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert str(scripts / "benchmarks" / "peers" / "torch_training.py") in done.stdout, done.stderr
+
+
+def test_peers_of_generation():
+    options = read_options(
+        ["generation", TINY, "--batch=2", "--repeats=1", "--baseline", "--peer_python=/missing"]
+    )
+    fixed, mix, vllm = run_peers(options)
+    assert (fixed.who, fixed.case, mix.case) == ("naive_jax", "fixed_2", "rl_mix")
+    assert fixed.figures["tokens/s"] == pytest.approx(16 / fixed.seconds[0])
+    assert "--peer_python=/missing" in vllm.error
+
+
+@pytest.mark.torch
+def test_peers_of_training():
+    options = read_options(["training", TINY, "--workload=update,mix", "--repeats=2", "--baseline"])
+    update, mix = run_peers(options)
+    assert (update.who, update.case, mix.case) == ("torch_eager", "update_2x32", "update_mix_4x2")
+    assert len(update.seconds) == 2 and update.figures["TFLOP/s"] > 0 and not mix.error

@@ -1,0 +1,24 @@
+"""What a process does once for the lowering of kernels."""
+
+from types import SimpleNamespace
+
+from jax.experimental.mosaic.gpu import fragmented_array
+
+from jaxrl_llm.kernels.hopper import cache_ptxas_version
+
+
+def test_the_version_of_ptxas_is_asked_for_once(monkeypatch):
+    asked = []
+    extension = SimpleNamespace(_get_ptxas_isa_version=lambda: asked.append(1) or 88)
+    bindings = SimpleNamespace(_mosaic_gpu_ext=extension)
+    monkeypatch.setattr(fragmented_array, "mgpu_lib", bindings, raising=False)
+    cache_ptxas_version()
+    cached = extension._get_ptxas_isa_version
+    cache_ptxas_version()  # of no effect
+    assert extension._get_ptxas_isa_version is cached
+    assert [cached(), cached()] == [88, 88] and len(asked) == 1
+
+
+def test_without_the_cuda_plugin_there_is_nothing_to_cache(monkeypatch):
+    monkeypatch.delattr(fragmented_array, "mgpu_lib", raising=False)
+    cache_ptxas_version()

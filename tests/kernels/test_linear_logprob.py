@@ -1,0 +1,233 @@
+"""Chunked log-probs against whole logits, in value, gradient, precision and memory."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from finite_differences import numeric_gradient
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxrl_llm.kernels.linear_logprob import (
+    linear_logprob,
+    linear_logprob_reference,
+    sum_squared_probs,
+)
+
+
+def case(shape=(7,), width=5, vocab=11, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    hidden = jnp.array(rng.normal(size=(*shape, width)), dtype)
+    weight = jnp.array(rng.normal(size=(vocab, width)), dtype)
+    return hidden, weight, jnp.array(rng.integers(0, vocab, shape), jnp.int32)
+
+
+def total(fn, targets, **settings):
+    """A scalar that weighs every token and both outputs differently."""
+
+    def loss(hidden, weight):
+        logprobs, entropy = fn(hidden, weight, targets, **settings)
+        ramp = jnp.linspace(0.5, 2.0, targets.size).reshape(targets.shape)
+        return (ramp * logprobs).sum() + (ramp[..., ::-1] * entropy).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "temperature"),
+    [
+        ((7,), 1000, 1.0),  # one chunk
+        ((7,), 2, 0.6),  # a padded remainder: 4 chunks of 2
+        ((12,), 5, 1.0),  # divides at 3 chunks of 4
+        ((3, 6), 6, 0.6),  # 3 rows, 2 tokens of each in a chunk
+        ((3, 7), 9, 1.0),  # rows with a padded remainder
+        ((2, 2, 3), 1, 1.0),  # fewer tokens than rows: one of each row
+        ((1,), 4, 0.6),
+    ],
+)
+def test_values_and_gradients_equal_whole_logits(shape, chunk, temperature):
+    hidden, weight, targets = case(shape)
+
+    @partial(jax.jit, static_argnums=0)
+    def results(fn, hidden, weight):
+        gradients = jax.grad(total(fn, targets), argnums=(0, 1))(hidden, weight)
+        return fn(hidden, weight, targets), gradients
+
+    chunked = partial(linear_logprob, chunk=chunk, with_entropy=True, temperature=temperature)
+    whole = partial(linear_logprob_reference, temperature=temperature)
+    (outputs, got), (expected_outputs, expected) = (
+        results(fn, hidden, weight) for fn in (chunked, whole)
+    )
+    for a, b in zip(outputs, expected_outputs, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@jax.jit
+def loss_before_lengths(hidden, weight, targets, wanted, lengths):
+    """Gradients and outputs of two losses: in chunks up to the lengths, and of whole logits."""
+
+    def loss(fn, hidden, weight, **settings):
+        logprobs, entropy = fn(hidden, weight, targets, temperature=0.6, **settings)
+        return jnp.where(wanted, logprobs * 3 + entropy, 0).sum(), (logprobs, entropy)
+
+    chunked = partial(loss, linear_logprob, lengths=lengths, chunk=4, with_entropy=True)
+    whole = partial(loss, linear_logprob_reference)
+    finite = jnp.nan_to_num(hidden)
+    return [
+        jax.grad(fn, argnums=(0, 1), has_aux=True)(x, weight)
+        for fn, x in ((chunked, hidden), (whole, finite))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "computed"), [([5, 2], 6), ([6, 0], 6), ([0, 0], 0), ([1, 3], 4), ([8, 7], 8)]
+)
+def test_chunks_behind_the_lengths_are_not_computed(lengths, computed):
+    """Two rows of 8 tokens, two of each in a chunk; a NaN anywhere in one would be everywhere."""
+    hidden, weight, targets = case((2, 8))
+    hidden = np.where(np.arange(8)[:, None] < computed, hidden, np.nan)
+    lengths = np.array(lengths, np.int32)
+    wanted = np.arange(8) < lengths[:, None]
+    found = loss_before_lengths(hidden, weight, targets, wanted, lengths)
+    (gradients, results), (expected, whole) = jax.tree.map(np.asarray, found)
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    for a, b in zip(results, whole, strict=True):
+        np.testing.assert_allclose(a[wanted], b[wanted], atol=2e-6)
+        assert (a[:, computed:] == 0).all()
+
+
+def test_shapes_hold(checked):
+    hidden, weight, targets = case((2, 5))
+    logprobs, none = linear_logprob(hidden, weight, targets)
+    assert logprobs.shape == (2, 5) and none is None
+    checked(linear_logprob_reference)(hidden, weight, targets)
+
+
+def test_against_float64_finite_differences():
+    hidden, weight, targets = case((4,), width=3, vocab=5)
+    w = np.array(weight, np.float64)
+
+    def numpy_loss(h):
+        logits = h @ w.T / 0.7
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        entropy = -(np.exp(logprobs) * logprobs).sum(-1)
+        ramp = np.linspace(0.5, 2.0, 4)
+        return (ramp * logprobs[np.arange(4), np.array(targets)]).sum() + ramp[::-1] @ entropy
+
+    loss = total(linear_logprob, targets, chunk=3, temperature=0.7, with_entropy=True)
+    np.testing.assert_allclose(loss(hidden, weight), numpy_loss(np.array(hidden)), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.grad(loss)(hidden, weight), numeric_gradient(numpy_loss, np.array(hidden)), atol=1e-4
+    )
+
+
+def test_a_chunk_does_not_see_the_others():
+    hidden, weight, targets = case((9,))
+    changed = hidden.at[4].set(jnp.inf)
+    before = linear_logprob(hidden, weight, targets, chunk=2)[0]
+    after = linear_logprob(changed, weight, targets, chunk=2)[0]
+    keep = np.arange(9) != 4
+    np.testing.assert_array_equal(np.array(before)[keep], np.array(after)[keep])
+
+
+def test_bfloat16_accumulates_in_float32():
+    # The weight gradient is a sum over tokens: in bfloat16 it would stop growing after some 256
+    # equal terms. Here 4096 tokens in 64 chunks add the same one.
+    hidden = jnp.ones((4096, 2), jnp.bfloat16)
+    weight = jnp.zeros((4, 2), jnp.bfloat16)
+    targets = jnp.zeros(4096, jnp.int32)
+    logprobs, _ = linear_logprob(hidden, weight, targets, chunk=64)
+    assert logprobs.dtype == jnp.float32
+    gradient = jax.grad(lambda w: linear_logprob(hidden, w, targets, chunk=64)[0].sum())(weight)
+    assert gradient.dtype == jnp.bfloat16
+    expected = 4096 * (np.eye(4)[0] - 0.25)
+    np.testing.assert_allclose(
+        np.array(gradient, np.float32), np.stack([expected] * 2, axis=1), rtol=1e-2
+    )
+
+
+def test_bfloat16_is_near_float32():
+    hidden, weight, targets = case((16,), width=8, dtype=jnp.bfloat16)
+    logprobs, entropy = linear_logprob(hidden, weight, targets, chunk=5, with_entropy=True)
+    whole = linear_logprob_reference(hidden, weight, targets)
+    np.testing.assert_allclose(logprobs, whole[0], atol=1e-5)  # the inputs are exact in both
+    np.testing.assert_allclose(entropy, whole[1], atol=1e-5)
+    got = jax.grad(total(linear_logprob, targets, chunk=5, with_entropy=True))(hidden, weight)
+    expected = jax.grad(total(linear_logprob_reference, targets))(hidden, weight)
+    np.testing.assert_allclose(np.array(got, np.float32), np.array(expected, np.float32), atol=0.05)
+
+
+def sizes(jaxpr: Jaxpr):
+    """(elements, primitive) of every value in a jaxpr and in those inside it."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield int(np.prod(variable.aval.shape)), equation.primitive.name
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+        ):
+            if isinstance(parameter, ClosedJaxpr):
+                yield from sizes(parameter.jaxpr)
+            elif isinstance(parameter, Jaxpr):
+                yield from sizes(parameter)
+
+
+def count(operation, fn, *args):
+    names = [name for _, name in sizes(jax.make_jaxpr(fn)(*args).jaxpr)]
+    return names.count(operation)
+
+
+def test_no_array_is_larger_than_one_chunk_of_logits():
+    tokens, width, vocab, chunk = 256, 4, 512, 16
+    hidden, weight, targets = case((tokens,), width, vocab)
+    loss = total(linear_logprob, targets, chunk=chunk, with_entropy=True)
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    largest = max(sizes(jax.make_jaxpr(gradient)(hidden, weight).jaxpr))
+    assert largest[0] == chunk * vocab, largest
+    memory = jax.jit(gradient).lower(hidden, weight).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < tokens * vocab * 4 / 2  # whole logits would take it twice
+
+
+def test_entropy_costs_one_more_sum_and_nothing_unless_asked_for():
+    hidden, weight, targets = case((8,))
+
+    def run(hidden, with_entropy):
+        return linear_logprob(hidden, weight, targets, chunk=2, with_entropy=with_entropy)
+
+    for operation, with_entropy in (("exp", 1), ("reduce_max", 1), ("reduce_sum", 3)):
+        assert count(operation, lambda h: run(h, True), hidden) == with_entropy
+    assert count("exp", lambda h: run(h, False), hidden) == 1
+    assert count("reduce_sum", lambda h: run(h, False), hidden) == 2
+
+
+def test_no_tokens():
+    hidden, weight, targets = case((0,))
+    logprobs, entropy = linear_logprob(hidden, weight, targets, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    gradient = jax.grad(lambda w: linear_logprob(hidden, w, targets)[0].sum())(weight)
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_refusals():
+    hidden, weight, targets = case((4,))
+    with pytest.raises(ValueError, match="must be positive"):
+        linear_logprob(hidden, weight, targets, temperature=0.0)
+    with pytest.raises(ValueError, match="do not belong together"):
+        linear_logprob(hidden, weight.T, targets)
+    with pytest.raises(ValueError, match="one number a row"):
+        linear_logprob(hidden, weight, targets, lengths=targets)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_squared_probabilities_equal_those_of_whole_logits(chunk):
+    rng = np.random.default_rng(0)
+    hidden = jnp.array(rng.normal(size=(2, 5, 8)), jnp.float32)
+    weight = jnp.array(rng.normal(size=(11, 8)), jnp.float32)
+    probs = jax.nn.softmax(jnp.einsum("btd,vd->btv", hidden, weight) / 0.7)
+    found = sum_squared_probs(hidden, weight, temperature=0.7, chunk=chunk)
+    np.testing.assert_allclose(found, (probs**2).sum(-1), rtol=1e-5)
+    gradient = jax.grad(lambda h: sum_squared_probs(h, weight, chunk=chunk).sum())(hidden)
+    np.testing.assert_array_equal(gradient, 0.0)

@@ -1,0 +1,44 @@
+"""What `import jaxrl_llm.trainer.run` costs: each start and each test process pays it."""
+
+import os
+import subprocess
+import sys
+
+# CPU-seconds of this process, then the libraries that were imported.
+PROGRAM = """
+import resource, sys
+import {modules}
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, *sorted(sys.modules))
+"""
+# Not needed to start: imported where they are used, or never (torch).
+LAZY = {"torch", "tensorboardX", "transformers", "pandas", "matplotlib"}
+# The trainer's import in multiples of jax and flax, which it cannot do without. On an idle machine
+# those take 0.85 CPU-seconds, so this is 2 CPU-seconds; under load both grow.
+MOST = 2.3
+
+
+def imported(modules: str) -> tuple[float, set[str]]:
+    """CPU-seconds (of two starts the faster one), and what was imported."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PROGRAM.format(modules=modules)]
+    seconds, names = [], set()
+    for _ in range(2):
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        first, *names = result.stdout.split()
+        seconds.append(float(first))
+    return min(seconds), set(names)
+
+
+def test_starting_the_trainer_is_quick():
+    least, _ = imported("jax, flax.nnx")
+    seconds, modules = imported("jaxrl_llm.trainer.run")
+    assert modules & LAZY == set()
+    assert seconds < MOST * least, f"{seconds:.2f} CPU-s; jax and flax alone take {least:.2f}"
+
+
+def test_the_config_and_the_launcher_need_no_jax():
+    _, modules = imported("jaxrl_llm.launch.runtime, jaxrl_llm.launch.local, jaxrl_llm.config")
+    assert modules & {"jax", "numpy", "rich", *LAZY} == set()

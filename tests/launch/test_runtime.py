@@ -1,0 +1,231 @@
+"""Errors to exit codes, devices and processes, the compile cache, guards and the counter."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.algorithms.kl import kl_penalty
+from jaxrl_llm.config import ConfigError, MeshConfig
+from jaxrl_llm.kernels import hopper
+from jaxrl_llm.launch import runtime
+
+
+def run(main, capsys, *argv: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        runtime.run_script(main, argv)
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_exit_codes(capsys):
+    assert run(lambda argv: None, capsys) == (0, "")
+    assert run(lambda argv: len(argv), capsys, "a", "b", "c") == (3, "")
+
+    def mistake(argv):
+        raise ConfigError("write 3")
+
+    assert run(mistake, capsys) == (2, "error: write 3\n")
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    assert run(interrupted, capsys) == (130, "interrupted\n")
+
+
+def test_our_own_value_errors_need_no_traceback(capsys):
+    code, message = run(lambda argv: kl_penalty("k5"), capsys)
+    assert code == 2
+    assert "error: no KL estimator 'k5'" in message
+
+
+def test_other_value_errors_keep_their_traceback():
+    with pytest.raises(ValueError, match="reshape"):
+        runtime.run_script(lambda argv: np.zeros(3).reshape(2).size, [])
+    with pytest.raises(ValueError, match="a bug"):
+        runtime.run_script(broken, [])
+
+
+def broken(argv):
+    raise ValueError("a bug, in a file that is not the package's")
+
+
+def test_help_prints_the_docstring(tmp_path):
+    script = tmp_path / "tool.py"
+    script.write_text(
+        '"""What it does."""\nfrom jaxrl_llm.launch.runtime import run_script\nrun_script(print)\n'
+    )
+    command = [sys.executable, str(script), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "What it does.\n")
+
+
+def test_mesh_larger_than_the_cpu_names_the_flag():
+    count = jax.device_count()
+    with pytest.raises(ConfigError, match=f"--devices={8 * count}.*device_count={8 * count}"):
+        runtime.fit_mesh(MeshConfig(fsdp=8 * count))
+    assert runtime.fit_mesh(MeshConfig(data=count)) == MeshConfig(data=count)
+
+
+def test_devices_flag_splits_the_cpu():
+    program = (
+        "from jaxrl_llm.config import MeshConfig\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "runtime.prepare(num_cpu_devices=8)\n"
+        "import jax\n"
+        "print(jax.device_count(), runtime.fit_mesh(MeshConfig(fsdp=8)).fsdp)\n"
+        "runtime.fit_mesh(MeshConfig(data=2))\n"
+        "runtime.fit_mesh(MeshConfig(fsdp=2))\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert result.stdout == "8 8\n", result.stderr
+    assert result.stderr.splitlines() == [
+        "the mesh uses 2 of 8 devices, 6 are idle; --config.mesh.data=8 uses all",
+        "the mesh uses 2 of 8 devices, 6 are idle; with fsdp=2 and tensor=1, --config.mesh.data=4 "
+        "uses all",
+    ]
+
+
+def test_start_up_caches_the_version_of_ptxas(monkeypatch):
+    called = []
+    monkeypatch.setattr(hopper, "cache_ptxas_version", lambda: called.append(True))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    runtime.prepare()
+    assert called == [True]
+
+
+def test_memory_of_a_container(tmp_path):
+    machine = runtime.host_memory(())
+    assert machine > 2**28
+    for given, expected in (("max", machine), ("1048576", 2**20), (str(2**62), machine)):
+        (tmp_path / "memory.max").write_text(given + "\n")
+        limits = (tmp_path / "memory.max", tmp_path / "missing")
+        assert runtime.host_memory(limits) == expected
+
+
+def test_half_a_set_of_process_variables_is_refused():
+    with pytest.raises(ConfigError, match="JAXRL_NUM_PROCESSES, JAXRL_PROCESS_ID is not"):
+        runtime.join_processes({runtime.COORDINATOR: "127.0.0.1:1"})
+    values = {runtime.COORDINATOR: "127.0.0.1:1", runtime.NUM_PROCESSES: "2"}
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        runtime.join_processes({**values, runtime.PROCESS_ID: "2"})
+
+
+SHARED = {"SLURM_GPUS_ON_NODE": "4", "SLURM_NODEID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "expected"),
+    [
+        # One task a node with four GPUs: all of them, where jax takes the first one.
+        (SHARED | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, 4, [0, 1, 2, 3]),
+        (SHARED | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, 4, [2]),
+        (SHARED | {"SLURM_STEP_TASKS_PER_NODE": "1,2", "SLURM_LOCALID": "1"}, 4, [2, 3]),
+        # --gpus-per-task=1: the task sees only its own GPU, whatever its number is.
+        (SHARED | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, 1, [0]),
+        (SHARED | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, 0, None),  # a CPU
+        ({"OMPI_COMM_WORLD_RANK": "0"}, 4, None),
+    ],
+)
+def test_gpus_of_a_slurm_task(environment, gpus, expected):
+    assert runtime.slurm_gpus(environment, [str(i) for i in range(gpus)]) == expected
+
+
+def test_gpus_that_slurm_tasks_cannot_share_are_refused():
+    environment = SHARED | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_LOCALID": "0"}
+    with pytest.raises(ConfigError, match="3 Slurm tasks .* 4 GPUs .*--ntasks-per-node=1"):
+        runtime.slurm_gpus(environment, ["0", "1", "2", "3"])
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The arguments that jax.distributed.initialize gets."""
+    found = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: found.update(settings))
+    return found
+
+
+def test_a_slurm_step_with_one_task_a_node_joins_with_all_gpus(joined):
+    step = {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    step |= SHARED | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    runtime.join_processes(step)
+    assert joined["local_device_ids"] == [0, 1, 2, 3]
+    assert joined["coordinator_bind_address"] is None  # as jax detects it
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"),
+    [
+        ("127.0.0.1:99", "127.0.0.1:99"),
+        ("localhost:99", "localhost:99"),
+        ("[::1]:99", "[::1]:99"),
+        ("node7:99", None),
+    ],
+)
+def test_a_loopback_service_listens_on_loopback_only(joined, address, bound):
+    values = {runtime.COORDINATOR: address, runtime.NUM_PROCESSES: "2", runtime.PROCESS_ID: "0"}
+    runtime.join_processes(values | {"SLURM_LOCALID": "0"})
+    assert joined["coordinator_bind_address"] == bound
+    assert joined["local_device_ids"] is None
+    assert joined["cluster_detection_method"] == "deactivate"  # else Slurm would choose a GPU
+
+
+def test_one_process_joins_nothing():
+    runtime.join_processes({})
+    runtime.join_processes({"SLURM_NTASKS": "4"})  # a shell of an allocation, not a step of it
+    one = {runtime.COORDINATOR: "x:1", runtime.NUM_PROCESSES: "1", runtime.PROCESS_ID: "0"}
+    runtime.join_processes(one)
+    assert jax.process_count() == 1
+
+
+def test_where_programs_are_kept(tmp_path):
+    """The config's folder, else the one that jax's variable names, else the run's own."""
+    program = (
+        "import jax, os\n"
+        "from jaxrl_llm.config import Config\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "def show(**settings):\n"
+        "    runtime.start(Config(run_dir='run', **settings))\n"
+        "    print(jax.config.jax_compilation_cache_dir)\n"
+        "show()\n"
+        "show(compile_cache='given')\n"
+        "del os.environ['JAX_COMPILATION_CACHE_DIR']\n"
+        "show()\n"
+    )
+    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "/shared"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    expected = ["/shared", str(tmp_path / "given"), str(tmp_path / "run" / "compile_cache")]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+def test_compile_cache_is_used_by_the_next_process(tmp_path):
+    program = (
+        "import jax, sys\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "runtime.enable_compile_cache(sys.argv[1])\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "events = []\n"
+        "jax.monitoring.register_event_listener(lambda event, **_: events.append(event))\n"
+        "jax.jit(lambda x: x @ x)(jax.numpy.ones((4, 4)))\n"
+        "print('/jax/compilation_cache/cache_hits' in events)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "cache")]
+    runs = [subprocess.run(command, capture_output=True, text=True, timeout=60) for _ in range(2)]
+    assert [run.stdout for run in runs] == ["False\n", "True\n"], runs[1].stderr

@@ -1,0 +1,145 @@
+"""A run that was killed, interrupted or moved ends as one that was left alone."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_run import (
+    EPOCH_STEPS,
+    SAMPLES,
+    SAVE_EVERY,
+    TOTAL_STEPS,
+    TinyRun,
+    assert_close,
+    assert_same_bits,
+)
+
+
+@pytest.fixture(scope="module")
+def reference(ppo_run: TinyRun) -> TinyRun:
+    """A run from start to end, without a break."""
+    return ppo_run
+
+
+def assert_same_run(run: TinyRun, reference: TinyRun) -> None:
+    metrics, expected = run.metrics(), reference.metrics()
+    assert list(metrics) == list(range(TOTAL_STEPS + 1))
+    for step, row in expected.items():
+        assert metrics[step] == row, f"step {step}"
+    assert_same_bits(run.weights(TOTAL_STEPS), reference.weights(TOTAL_STEPS))
+    for kind in ("train", "validation"):
+        assert run.samples(kind) == reference.samples(kind)
+
+
+def test_reference_learns_and_keeps_what_it_should(reference: TinyRun) -> None:
+    metrics = reference.metrics()
+    assert metrics[TOTAL_STEPS]["critic/score/mean"] > metrics[1]["critic/score/mean"]
+    assert len(reference.samples("train")) == TOTAL_STEPS * SAMPLES
+    assert metrics[EPOCH_STEPS]["training/epoch"] == 1.0
+    assert reference.saved_steps() == kept_steps(reference)
+
+
+def kept_steps(run: TinyRun) -> list[int]:
+    """The newest two of the saved steps, and the one of the highest entropy."""
+    metrics = run.metrics()
+    saved = range(SAVE_EVERY, TOTAL_STEPS + 1, SAVE_EVERY)
+    best = max(saved, key=lambda step: metrics[step]["actor/entropy"])
+    newest = [TOTAL_STEPS - SAVE_EVERY, TOTAL_STEPS]
+    assert best not in newest  # or the test would not see whether the best is kept
+    return [best, *newest]
+
+
+def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
+    """Killed after the warm-up, during a save, and within a step at an epoch's boundary."""
+    # Compiled anew, and not where a killed process might leave half a program for other tests.
+    run = TinyRun(tmp_path, f"--config.compile_cache={tmp_path / 'compiled'}")
+    run.kill_when(run.step_path(0).exists)
+    warm_up = (run.run_dir / "warmup" / "metrics.jsonl").read_bytes()
+
+    def saving() -> list[Path]:
+        return list(run.checkpoints.glob("global_step_[1-9]*tmp*"))
+
+    for _ in range(5):
+        run.kill_when(saving)
+        if saving():
+            break  # cut off before the folder got its final name
+    assert saving()
+
+    boundary = 2 * EPOCH_STEPS
+    run.pause_at(boundary + 1)
+    run.kill_when(lambda: run.paused() and run.step_path(boundary).exists())
+    run.unpause()
+
+    assert f"resumed from {run.step_path(boundary)}" in run.finish()
+    assert (run.run_dir / "warmup" / "metrics.jsonl").read_bytes() == warm_up
+    assert_same_run(run, reference)
+    assert run.saved_steps() == kept_steps(reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_and_says_how_to_go_on(
+    tmp_path: Path, reference: TinyRun, number: signal.Signals
+) -> None:
+    run = TinyRun(tmp_path)
+    step = 5  # between two saves
+    run.pause_at(step)
+    with run.process() as process:
+        run.wait_for(run.paused, process)
+        os.killpg(process.pid, number)
+        run.unpause()
+        assert process.wait(60) == 130
+    output = (run.folder / "log.txt").read_text()
+    assert f"interrupted at step {step} of {TOTAL_STEPS}" in output
+    assert "run the same command again" in output
+    assert "Traceback" not in output
+    assert run.saved_steps()[-1] == step
+    assert list(run.metrics()) == list(range(step + 1))
+    run.finish()
+    assert_same_run(run, reference)
+
+
+def test_resume_never_refuses_a_used_folder(reference: TinyRun) -> None:
+    before = (reference.run_dir / "metrics.jsonl").read_bytes()
+    output = reference.finish("--config.resume=never", code=2)
+    assert "--config.resume=auto" in output and "--config.run_dir" in output
+    assert "Traceback" not in output
+    assert (reference.run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_is_left_as_it_is(reference: TinyRun) -> None:
+    before = reference.metrics(), reference.saved_steps()
+    output = reference.finish()
+    assert f"already at step {TOTAL_STEPS} of {TOTAL_STEPS}; nothing to do" in output
+    assert f"finished at step {TOTAL_STEPS}" in output
+    assert (reference.metrics(), reference.saved_steps()) == before
+
+
+@pytest.mark.slow
+def test_another_runs_checkpoint_goes_on_in_a_new_folder(
+    tmp_path: Path, reference: TinyRun
+) -> None:
+    start = TOTAL_STEPS - SAVE_EVERY
+    run = TinyRun(tmp_path)
+    run.finish(f"--config.resume={reference.step_path(start)}")
+    expected = reference.metrics()
+    assert run.metrics() == {step: expected[step] for step in range(start + 1, TOTAL_STEPS + 1)}
+    assert_same_bits(run.weights(TOTAL_STEPS), reference.weights(TOTAL_STEPS))
+    assert run.saved_steps() == [TOTAL_STEPS]
+
+
+@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, devices: int) -> None:
+    start = TOTAL_STEPS - SAVE_EVERY
+    run = TinyRun(tmp_path)
+    shutil.copytree(reference.run_dir, run.run_dir)
+    shutil.rmtree(run.step_path(TOTAL_STEPS))
+    (run.run_dir / "config.json").unlink()  # it names the other folder's reward
+    output = run.finish(f"--devices={devices}", f"--config.mesh.fsdp={devices}")
+    assert f"resumed from {run.step_path(start)}" in output
+    metrics, expected = run.metrics(), reference.metrics()
+    assert list(metrics) == list(range(TOTAL_STEPS + 1))
+    for step in range(start + 1, TOTAL_STEPS + 1):
+        assert_close(metrics[step], expected[step], rtol=1e-4, atol=1e-5)

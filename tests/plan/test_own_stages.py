@@ -1,0 +1,148 @@
+"""A user's stage, field and model from a file outside of the package: docs/add-a-stage.md."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_online_algorithms import config_of
+from tiny_iteration import MODEL, even_tokens, first_states, open_iteration, run_step
+
+from jaxrl_llm.config import ConfigError, Custom, ExtraModelConfig, load_config
+from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.trainer.rewarding import ArrayReward
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLE = DOCS / "examples" / "cost_model.py"
+COST = ExtraModelConfig(name="cost", hf_config=MODEL)
+
+
+def with_stage(path: str, *models: ExtraModelConfig, **settings):
+    config = config_of("grpo", use_kl_loss=False)
+    stage = Custom(path=path, settings=settings)
+    return replace(config, models=models, stages=(stage,))
+
+
+@pytest.mark.whole
+def test_the_score_of_a_second_model_is_taken_off_the_reward():
+    config = with_stage(f"{EXAMPLE}:cost_penalty", COST, weight=0.25, limit=-0.5)
+    iteration = open_iteration(config)
+    names = [stage.name for stage in iteration.stages]
+    assert {"cost", "reward", "cost_penalty"} <= set(names) and "cost" in iteration.roles
+    assert iteration.roles["cost"].spec.kind == "scalar"
+    _, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    cost = np.asarray(batch["cost_scores"])
+    assert cost.std() > 0
+    excess = np.maximum(cost + 0.5, 0)
+    np.testing.assert_allclose(batch["excess_cost"], excess, rtol=1e-6)
+    even = even_tokens(np.asarray(batch.responses), np.asarray(batch.mask))
+    np.testing.assert_allclose(batch.function_scores, even, rtol=1e-6)
+    np.testing.assert_allclose(batch.scores, even - 0.25 * excess, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["cost/excess"], excess.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["rewards/cost/mean"], cost.mean(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_is_a_config_that_plans(tmp_path):
+    config = load_config(str(EXAMPLE), [("run_dir", str(tmp_path))])
+    (iteration,) = _planned(config).iterations
+    assert "cost_penalty" in [stage.name for stage in iteration.stages]
+    page = (DOCS / "add-a-stage.md").read_text()
+    assert EXAMPLE.read_text().split("\n\n\n")[1] in page  # the stage, word for word
+
+
+def _planned(config):
+    from jaxrl_llm.distributed.mesh import make_mesh
+    from jaxrl_llm.tokenizer import load_tokenizer
+
+    return plan_online(config, load_tokenizer("char"), make_mesh(), ArrayReward(even_tokens))
+
+
+OWN = """
+from dataclasses import dataclass, replace
+
+from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.build import build_online
+from jaxrl_llm.config import GRPO
+from jaxrl_llm.plan.dataflow import Stage, StageOutput
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unread(Stage):
+    name = "unread"
+    writes = ("nobody",)
+
+    def __call__(self, state, step, *, scores):
+        return StageOutput({"nobody": scores})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights(Stage):
+    name = "weights"
+    writes = ("length_weights",)
+    returned: str = "length_weights"
+
+    def __call__(self, state, step, *, mask):
+        return StageOutput({self.returned: mask / mask.sum(axis=1, keepdims=True).clip(1)})
+
+
+def unread() -> Stage:
+    return Unread()
+
+
+def weights(*, returned: str = "length_weights") -> Stage:
+    return Weights(returned=returned)
+
+
+def no_stage() -> int:
+    return 1
+
+
+def weighted() -> Algorithm:
+    algorithm = build_online(GRPO(use_kl_loss=False))
+
+    def loss(logprobs, old_logprobs, advantages, mask, length_weights):
+        per_token, metrics = algorithm.policy_loss(logprobs, old_logprobs, advantages, mask)
+        return per_token * length_weights, metrics
+
+    return replace(algorithm, policy_loss=loss, own_fields=("length_weights",))
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+def test_a_loss_reads_the_field_of_a_stage_of_the_users(own):
+    algorithm = Custom(path=f"{own}:weighted")
+    config = replace(with_stage(f"{own}:weights"), algorithm=algorithm)
+    iteration = open_iteration(config)
+    assert "weights" in {stage.name for stage in iteration.stages}
+    batch = iteration.trace()
+    assert batch["length_weights"].shape == batch.mask.shape
+    with pytest.raises(ValueError, match="'update_actor' reads the field 'length_weights'"):
+        open_iteration(replace(config, stages=()))
+
+
+def test_what_cannot_work_is_refused_with_the_remedy(own):
+    with pytest.raises(ConfigError, match="nothing reads what the stage 'unread' writes"):
+        open_iteration(with_stage(f"{own}:unread"))
+    with pytest.raises(ConfigError, match="own.py:no_stage gave int, not a Stage"):
+        open_iteration(with_stage(f"{own}:no_stage"))
+    with pytest.raises(ValueError, match="did you mean 'function_scores'|reads the field 'cost_sc"):
+        open_iteration(with_stage(f"{EXAMPLE}:cost_penalty"))
+    taken = replace(COST, name="critic")
+    with pytest.raises(ConfigError, match="the name 'critic' is taken"):
+        open_iteration(with_stage(f"{EXAMPLE}:cost_penalty", taken))
+    small = replace(COST, hf_config=MODEL | {"vocab_size": 12})
+    with pytest.raises(ConfigError, match="cost has a vocabulary of 12 tokens and the actor"):
+        open_iteration(with_stage(f"{EXAMPLE}:cost_penalty", small))
+
+
+def test_keys_that_are_not_those_of_writes_are_refused_when_the_plan_is_traced(own):
+    algorithm = Custom(path=f"{own}:weighted")
+    config = with_stage(f"{own}:weights", returned="lenght_weights")
+    iteration = open_iteration(replace(config, algorithm=algorithm))
+    with pytest.raises(ValueError, match="writes length_weights and returned lenght_weights"):
+        iteration.trace()

@@ -1,0 +1,313 @@
+"""The planned iteration as compiled programs: how many there are, what they donate, their times."""
+
+import re
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_iteration import first_states, open_iteration, random_params, run_step, tiny_config
+from tiny_run import TinyRun
+
+from jaxrl_llm import config as c
+from jaxrl_llm.config import load_config
+from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
+from jaxrl_llm.distributed.multihost import make_global
+from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan import stages
+from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
+from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
+from jaxrl_llm.plan.program import Program
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer import evaluate
+from jaxrl_llm.trainer.evaluate import open_validator
+from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.training import Training
+from jaxrl_llm.types import INPUT_FIELDS, RolloutBatch
+
+
+def is_deleted(tree) -> list[bool]:
+    return [x.is_deleted() for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("model_reward", "programs"), [(True, 1), (False, 3)])
+def test_number_of_programs_and_donation(model_reward, programs):
+    """A model reward gives one program; a Python reward splits it in three. Then no more.
+
+    The states of learning roles are updated in place, those of frozen roles are left alone.
+    """
+    iteration = open_iteration(tiny_config(model_reward=model_reward))
+    first = first_states(iteration)
+    with count_compilations() as counter, warnings.catch_warnings():
+        warnings.filterwarnings("error", "Some donated buffers were not usable")
+        states, _, _ = run_step(iteration, first, 1)
+    assert counter.programs("iteration") == counter.count == programs, counter.names
+    with count_compilations() as counter:
+        for step in range(2, 6):
+            states, _, metrics = run_step(iteration, states, step)
+    assert counter.count == 0, counter.names
+    assert metrics["critic/score/max"] > metrics["critic/score/min"]
+    for role in ("actor", "critic", "kl_controller"):
+        assert all(is_deleted(first[role])), f"{role} was not donated"
+        assert not any(is_deleted(states[role]))
+    for role in first.keys() - {"actor", "critic", "kl_controller"}:
+        assert not any(is_deleted(first[role])), f"{role} is frozen and was donated"
+
+
+@pytest.mark.whole
+def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, capsys):
+    """The whole loop: data, reward pool, validation and saving as well as the programs."""
+    run = TinyRun(tmp_path)
+    overrides = {"run_dir": str(run.run_dir), "total_steps": "8", "warmup.steps": "2"}
+    config = load_config(str(tmp_path / "tiny.py"), list(overrides.items()))
+    begin_step, counts = Training.begin_step, []
+    update, traced = stages.Update.__call__, []
+
+    def traced_update(self, *arguments, **fields):
+        traced.append(self.name)
+        return update(self, *arguments, **fields)
+
+    monkeypatch.setattr(stages.Update, "__call__", traced_update)
+
+    with count_compilations() as counter:
+
+        def counted(self):
+            if self.clock is not None:  # a step of the run, not of its warm-up
+                # What the step before, its validation and save compiled.
+                counts.append(counter.count)
+            return begin_step(self)
+
+        monkeypatch.setattr(Training, "begin_step", counted)
+        summary = train(config)
+    assert summary.step == 8
+    # Validation and saving were done once before the first step, so all is compiled after it.
+    assert counts[1] > counts[0]
+    assert counts[1:] == [counts[1]] * 7, (counts, counter.names)
+    assert counter.count == counts[1]
+    # The plan is traced before the weights are made, and that is the only time.
+    assert sorted(traced) == ["update_actor", "update_critic", "update_sft"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OfOneField(Stage):
+    """A stage that computes one field from another by `fn(step, field)`."""
+
+    name: str
+    given: tuple[str, ...]
+    writes: tuple[str, ...]
+    role: str = "device"
+    fn: Callable[..., Any]
+    compiler_options: Any = ()
+
+    @property
+    def reads(self):
+        return self.given
+
+    def __call__(self, state, step, **fields):
+        (x,) = fields.values()
+        return StageOutput({self.writes[0]: self.fn(step, x)})
+
+
+def device_stage(name: str, reads: str, writes: str) -> Stage:
+    """Work that takes some 0.1 s, and is so much of it that it is not done inside the dispatch."""
+
+    def fn(step, x):
+        hard = jnp.outer(jnp.linspace(0.0, 1.0, 300), x[0] + jnp.ones(300))
+        hard = jax.lax.fori_loop(0, 150, lambda _, y: jnp.tanh(y @ y.T / 300), hard)
+        return x + hard.sum()
+
+    return OfOneField(name=name, fn=fn, given=(reads,), writes=(writes,))
+
+
+def host_stage(reads: str, writes: str) -> Stage:
+    def fn(step, x):
+        time.sleep(0.1)
+        return x
+
+    return OfOneField(name="reward", fn=fn, given=(reads,), writes=(writes,), role=HOST)
+
+
+@pytest.mark.parametrize(
+    ("fuse", "of_both", "taken"),
+    [(False, False, True), (True, False, False), (True, True, True)],
+)
+def test_a_program_has_the_compiler_options_that_all_its_stages_have(fuse, of_both, taken):
+    options = {"xla_no_such_option": True}
+    first = device_stage("first", "prompt_lengths", "old_logprobs")
+    beside = device_stage("beside", "old_logprobs", "values")
+    planned = [
+        replace(first, compiler_options=options),
+        replace(beside, compiler_options=options if of_both else {}),
+    ]
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments(planned, fuse=fuse), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    with pytest.raises(Exception, match="xla_no_such_option") if taken else nullcontext():
+        program.run({}, batch, 1, None, Timer())
+
+
+def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
+    traced = []
+
+    def counted(name, reads, writes):
+        def fn(step, x):
+            traced.append(name)
+            return x + step
+
+        return OfOneField(name=name, fn=fn, given=(reads,), writes=(writes,))
+
+    first = counted("first", "prompt_lengths", "old_logprobs")
+    last = counted("last", "scores", "returns")
+    planned = [first, host_stage("old_logprobs", "scores"), last]
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments(planned), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+    )
+    whole = program.trace({}, abstract)
+    for segment in program.segments:
+        if not segment.is_host:
+            program.lower(segment, {}, whole)
+    _, found, _ = program.run({}, batch, 1, None, Timer())
+    np.testing.assert_array_equal(found.returns, np.full(4, 3.0))
+    assert traced == ["first", "last"]
+
+
+def test_out_of_memory_names_the_program():
+    def fn(step, field):
+        return jnp.broadcast_to(field[:, None], (4, 2**48))
+
+    stage = OfOneField(name="gen", fn=fn, given=("old_logprobs",), writes=("values",))
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments([stage], fuse=True), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = RolloutBatch(**fields).replace(old_logprobs=np.ones(4, np.float32))
+    batch = make_global(batch, batch_sharding(mesh))
+    with pytest.raises(OutOfMemory, match="^gen does not fit"):
+        program.run({}, batch, 1, None, Timer())
+
+
+def test_out_of_memory_names_the_validation(monkeypatch):
+    def too_much(*arguments, **settings):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 51.24GiB")
+
+    monkeypatch.setattr(evaluate, "generate_on_mesh", too_much)
+    config, role = tiny_config(), open_iteration(tiny_config()).roles["actor"]
+    config = replace(config, data=replace(config.data, val_tasks=(c.ChainSum(size=4),)))
+    with ExitStack() as stack:
+        validator = open_validator(config, role, load_tokenizer("char"), None, stack)
+        params = make_global(random_params(role.spec.params, 0), role.param_shardings)
+        with pytest.raises(OutOfMemory, match="^validation does not fit(.|\n)*val_batch_size"):
+            validator.run(params, 0)
+
+
+class Named(Stage):
+    """A stage that is named only."""
+
+    def __init__(self, name, *, generates=False, updates=False):
+        self.name, self.generates, self.updates = name, generates, updates
+
+
+GREEDY = [Named("gen", generates=True), Named("gen_max", generates=True)]
+
+
+@pytest.mark.parametrize(
+    ("of_program", "remedies"),
+    [
+        (GREEDY, ["cache_tokens", "quantization", "mesh.fsdp"]),
+        (None, ["cache_tokens.*val_batch_size", "mesh.fsdp"]),
+        ([Named("old_log_prob")], ["micro_batch_tokens", "mesh.fsdp"]),
+        (
+            [Named("update_actor", updates=True)],
+            ["remat", "micro_batch_tokens", "moment_dtype", "mesh.fsdp"],
+        ),
+    ],
+)
+def test_out_of_memory_says_what_needs_less(of_program, remedies):
+    message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 51.24GiB\nat length"
+    segment = None if of_program is None else Segment(stages=tuple(of_program))
+    name = "validation" if segment is None else segment.name
+    matching = re.escape(name) + " does not fit.*51.24GiB"
+    with pytest.raises(OutOfMemory, match=matching) as raised, memory_guard(segment):
+        raise jax.errors.JaxRuntimeError(message)
+    found = str(raised.value).partition("cheapest first: ")[2].partition("\n")[0].split("; ")
+    assert len(found) == len(remedies)
+    assert all(re.search(remedy, text) for remedy, text in zip(remedies, found, strict=True))
+    assert "at length" not in str(raised.value)
+
+
+def test_other_errors_of_a_program_are_left_alone():
+    for message in ("INTERNAL: broken", "RESOURCE_EXHAUSTED: Shared memory size limit exceeded"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message), memory_guard(None):
+            raise jax.errors.JaxRuntimeError(message)
+
+
+def test_a_state_takes_its_parameters_over():
+    """No second copy: what it leaves behind would split the memory."""
+    role = open_iteration(tiny_config()).roles["actor"]
+    params = make_global(random_params(role.spec.params, 0), role.param_shardings)
+    params = jax.tree.map(jnp.copy, params)  # memory that belongs to the device
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)]
+    state = role.state(params)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.params)] == places
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_generation_has_options_for_its_samples_of_a_replica(monkeypatch):
+    monkeypatch.setattr(stages, "compiler_options", lambda *numbers: {"asked": numbers})
+    config = tiny_config()
+    iteration = open_iteration(config)
+    found = {stage.name: stage.compiler_options for stage in iteration.stages}
+    samples = config.data.train_batch_size * config.rollout.n // num_replicas(iteration.mesh)
+    assert found.pop("gen") == {"asked": (samples, config.rollout.num_slots)}
+    assert not any(found.values())  # of all others
+    remax = c.ReMax()
+    planned = open_iteration(replace(config, algorithm=remax)).stages
+    both = {s.name: s.compiler_options for s in planned if s.name in ("gen", "gen_max")}
+    assert both["gen"] == both["gen_max"] == {"asked": (samples, config.rollout.num_slots)}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_clocks_of_device_segments_do_not_overlap(fuse):
+    """Disjoint times within a step add up to no more than the step.
+
+    Not fused, the host's is disjoint as well. Fused, the device works while the host does.
+    """
+    first = device_stage("first", "prompt_lengths", "old_logprobs")
+    beside = device_stage("beside", "old_logprobs", "values")
+    also = device_stage("also", "values", "advantages")
+    last = device_stage("last", "scores", "returns")
+    planned = [first, beside, also, host_stage("old_logprobs", "scores"), last]
+    parts = segments(planned, fuse=fuse)
+    names = [part.name for part in parts]
+    assert names == (
+        ["first", "beside+also", "reward", "last"] if fuse else [s.name for s in planned]
+    )
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(parts, mesh=mesh, state_shardings={}, overlap=fuse)
+    rows = np.ones(4, np.float32)
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, rows)
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    for step in (1, 2):  # the first one compiles, which would hide the rest
+        timer = Timer()
+        start = time.perf_counter()
+        _, found, _ = program.run({}, batch, step, None, timer)
+        jax.block_until_ready(found)
+        elapsed = time.perf_counter() - start
+    seconds = timer.timings()
+    assert set(seconds) == set(names)
+    assert min(seconds.values()) > 0.01, seconds
+    if fuse:  # that program began before the host and is waited for after it
+        assert seconds["beside+also"] > seconds.pop("reward")
+    assert sum(seconds.values()) <= elapsed, (seconds, elapsed)

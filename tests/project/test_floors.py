@@ -1,0 +1,133 @@
+"""The house: a file imports only from floors below it, or from its own room."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Rooms of each floor. A room is a package, or the files named together.
+FLOORS: list[list[tuple[str, ...]]] = [
+    [("types",), ("numerics",), ("references", "data_files")],
+    [("config",)],
+    [("kernels",), ("distributed",), ("algorithms",), ("observability",), ("tokenizer",)],
+    [("models",)],
+    [("data",), ("rewards",), ("environments",), ("generation",), ("checkpoint",)],
+    [("rollout",), ("learner",)],
+    [("plan",)],
+    [("trainer",)],
+    [("launch",), ("benchmarks",)],
+    [("configs",), ("scripts",)],
+]
+ROOM_OF = {
+    name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room
+}
+
+
+def sources() -> list[Path]:
+    folders = ("jaxrl_llm", "models", "configs", "scripts")
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    """The dotted name under which `file` is imported."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    if parts[:2] == ("scripts", "benchmarks"):
+        parts = parts[1:]
+    if parts[0] in ("models", "configs"):
+        parts = ("jaxrl_llm", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, also inside functions; relative ones resolved."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                package = package[: len(package) - node.level + 1]
+                base = ".".join([*package, *([node.module] if node.module else [])])
+            if base == "jaxrl_llm":
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, base
+
+
+def room_name(module: str) -> str | None:
+    """The name in FLOORS that a module of ours belongs to; None for other people's modules."""
+    first, *rest = module.split(".")
+    if first in ("models", "configs", "scripts", "benchmarks"):
+        return first
+    return rest[0] if first == "jaxrl_llm" and rest else None
+
+
+def offences(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What the imports of a module do against the floors, in words."""
+    own = room_name(module)
+    if own is None:
+        return []  # jaxrl_llm/__init__.py, which imports nothing of ours
+    if own not in ROOM_OF:
+        return [f"{module}: room {own!r} is on no floor; add it to FLOORS"]
+    floor, room = ROOM_OF[own]
+    found = []
+    for line, target in imported_modules(ast.parse(source), module, is_package):
+        name = room_name(target)
+        if name is None:
+            continue
+        if target.split(".")[0] in ("models", "configs"):
+            found.append(f"{module}:{line} imports {target}; write jaxrl_llm.{target}")
+        elif name not in ROOM_OF:
+            found.append(f"{module}:{line} imports {target}, which is on no floor")
+        elif ROOM_OF[name][1] != room and ROOM_OF[name][0] >= floor:
+            way = "upward" if ROOM_OF[name][0] > floor else "sideways"
+            found.append(f"{module}:{line} imports {way}: {target}")
+    return found
+
+
+def test_imports_go_down():
+    found = []
+    for file in sources():
+        found += offences(file.read_text(), module_name(file), file.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_the_bottom_needs_no_jax():
+    """A bad config is answered before jax is imported: the files that do so never import it."""
+    package = ROOT / "jaxrl_llm"
+    files = (package / "references.py", package / "data_files.py")
+    for file in (*files, *(package / "config").glob("*.py")):
+        name = module_name(file)
+        tree = ast.parse(file.read_text())
+        for line, target in imported_modules(tree, name, file.name == "__init__.py"):
+            room = room_name(target) in (None, "config", "references", "data_files")
+            assert room and target.split(".")[0] != "jax", f"{file}:{line} imports {target}"
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "expected"),
+    [
+        ("import jaxrl_llm.trainer.loop", "jaxrl_llm.learner.x", "upward"),
+        ("def f():\n    from jaxrl_llm.learner import x", "jaxrl_llm.models.y", "upward"),
+        ("from jaxrl_llm import rollout", "jaxrl_llm.learner.x", "sideways"),
+        ("from ..data import x", "jaxrl_llm.generation.engine", "sideways"),
+        ("from .. import trainer", "jaxrl_llm.learner.x", "upward"),
+        ("import models.base", "jaxrl_llm.learner.x", "write jaxrl_llm.models"),
+        ("import benchmarks.harness", "jaxrl_llm.learner.x", "upward"),
+        ("import jaxrl_llm.attic", "jaxrl_llm.learner.x", "on no floor"),
+        ("import jaxrl_llm.configs.ppo", "scripts.train", "sideways"),
+        ("", "jaxrl_llm.attic.x", "on no floor"),
+    ],
+)
+def test_offences_are_found(source, module, expected):
+    (found,) = offences(source, module)
+    assert expected in found
+
+
+def test_legal_imports_pass():
+    source = "import jax\nfrom . import other\nfrom jaxrl_llm import types\nimport jaxrl_llm.models"
+    assert offences(source, "jaxrl_llm.learner.x") == []

@@ -1,0 +1,102 @@
+"""What can be checked of the house's prose: lengths, plain words, and pages equal to their data."""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])  # docs/history is the archive
+MOST_LINE, MOST_CELL = 200, 12
+MOST_LINES = {"README.md": 120, "docs/benchmarks.md": 150}
+
+# Words of an earlier idiolect. Widen CODE when a folder has been read in this light.
+FORBIDDEN = re.compile(r"\b(told|kin|beside|anew|of then|by chance|mends)\b", re.IGNORECASE)
+CODE = ("scripts/benchmarks", "tests/benchmarks")
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def words(cell: str) -> int:
+    """Words of a table cell: runs with two letters or more. A code span or a link is one word."""
+    cell = re.sub(r"`[^`]*`", " code ", cell)
+    cell = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", cell)
+    return sum(bool(re.search(r"[^\W\d_]{2}", word)) for word in cell.split())
+
+
+def prose(source: str) -> str:
+    """The docstrings and comments of a Python file."""
+    found = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n".join([*found, *(t.string for t in tokens if t.type == tokenize.COMMENT)])
+
+
+def test_words_of_a_cell():
+    assert words(" at most `a b c` x 3 [two words](http://x y) ") == 5
+    assert words("L = -A (4 / τ) sigmoid(τ (ρ - 1))") == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pages_are_short_and_plain(page):
+    lines = page.read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > MOST_LINE]
+    assert not long, f"lines over {MOST_LINE} characters: {long}"
+    assert len(lines) <= MOST_LINES.get(name(page), len(lines))
+    found = [f"{n}: {m[0]}" for n, line in enumerate(lines, 1) for m in FORBIDDEN.finditer(line)]
+    assert not found, found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_table_cells_are_short(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if words(cell) > MOST_CELL] == []
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_code_is_plain(folder):
+    found = [
+        f"{name(file)}: {match[0]}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for match in FORBIDDEN.finditer(prose(file.read_text()))
+    ]
+    assert not found, found
+
+
+def test_figures_and_the_page_of_results_are_generated():
+    """The committed page and figures are what the scripts make of the stored results."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, 'scripts')\n"
+        "from benchmarks import draw_figures, results, write_page\n"
+        "made = {write_page.PAGE: write_page.page(results.read_results())}\n"
+        "made |= {draw_figures.FIGURES / f'{n}.svg': f() for n, f in draw_figures.DRAWN.items()}\n"
+        "print([str(file) for file, text in made.items() if file.read_text() != text])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    help = "python scripts/benchmarks/write_page.py; python scripts/benchmarks/draw_figures.py"
+    assert done.stdout == "[]\n", f"run {help}: {done.stdout}{done.stderr}"
+
+
+def test_the_figures_of_readme_are_the_current_ones():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = (ROOT / "README.md").read_text().split("## Results")[1].split("| Learning")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in table.splitlines()]
+    compared = [row for row in rows if len(row) == 3 and re.fullmatch(r"\d\.\d\d", row[2])]
+    assert len(compared) >= 5
+    for ours, baseline, ratio in compared:
+        theirs = re.search(r": ([\d,]+)", baseline)
+        assert theirs is not None
+        shown = (f"| {ours.split()[0]} ", f": {theirs[1]} |", f"| {ratio} |")
+        assert any(all(part in line for part in shown) for line in page.splitlines()), shown

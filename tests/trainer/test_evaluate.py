@@ -1,0 +1,78 @@
+"""Held-out metrics by hand: means, best and majority over the samples of a prompt."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.trainer.evaluate import accuracy_metrics
+
+# Two prompts of one source and one of another, four samples each.
+SOURCES = ["a"] * 8 + ["b"] * 4
+GRADES = np.array([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1], np.float32)
+ANSWERS = ["3", "5", "5", "5", "7", "7", "7", "2", "1", "1", "1", "4"]
+
+
+def test_mean_and_best_of_each_source():
+    found = accuracy_metrics(SOURCES, GRADES, 4)
+    assert found == {
+        "val-core/a/acc/mean@4": 0.5,
+        "val-core/a/reward/mean@4": 0.5,
+        "val-core/a/acc/best@4/mean": 1.0,
+        "val-core/b/acc/mean@4": 0.25,
+        "val-core/b/reward/mean@4": 0.25,
+        "val-core/b/acc/best@4/mean": 1.0,
+    }
+    assert accuracy_metrics(SOURCES, GRADES, 1).keys() == {
+        "val-core/a/acc/mean@1",
+        "val-core/a/reward/mean@1",
+        "val-core/b/acc/mean@1",
+        "val-core/b/reward/mean@1",
+    }
+
+
+def test_the_most_frequent_answer_decides():
+    """Of four samples three agree: a draw has another majority about once in four times."""
+    found = accuracy_metrics(SOURCES, GRADES, 4, ANSWERS)
+    wrong, right = found["val-core/b/acc/maj@4/mean"], found["val-core/a/acc/maj@4/mean"]
+    assert 0 < wrong < 0.35
+    np.testing.assert_allclose(right, (wrong + (1 - wrong)) / 2, atol=0.1)
+
+
+def test_a_prompt_with_a_sample_without_an_answer_has_no_vote():
+    answers = [None, *ANSWERS[1:]]
+    found = accuracy_metrics(SOURCES, GRADES, 4, answers)
+    assert found["val-core/a/acc/maj@4/mean"] > 0.6  # of the second prompt alone
+    alone = accuracy_metrics(["b"] * 4, GRADES[8:], 4, [None] * 4)
+    assert "val-core/b/acc/maj@4/mean" not in alone
+
+
+@pytest.mark.torch
+def test_the_majority_is_verls():
+    reason = "pip install -e '.[parity]', and verl as tests/parity/verl_side.py says"
+    verl = pytest.importorskip("verl.trainer.ppo.metric_utils", reason=reason)
+    uids = [str(i // 4) for i in range(12)]
+    infos = {"acc": [float(x) for x in GRADES], "pred": ANSWERS}
+    expected = verl.process_validation_metrics(SOURCES, uids, infos)
+    found = accuracy_metrics(SOURCES, GRADES, 4, ANSWERS)
+    for source in ("a", "b"):
+        for name in ("mean@4", "maj@4/mean"):
+            theirs = expected[source]["acc"][name]
+            np.testing.assert_allclose(found[f"val-core/{source}/acc/{name}"], theirs, rtol=1e-12)
+
+
+def test_grades_beyond_0_and_1_have_a_mean_reward_next_to_the_accuracy():
+    grades = np.float32([3.5, 0.5, 1.0, 0.0, 4.0, -1.0])
+    found = accuracy_metrics(["a"] * 4 + ["b"] * 2, grades, 2)
+    assert found == {
+        "val-core/a/acc/mean@2": 0.5,
+        "val-core/a/reward/mean@2": 1.25,
+        "val-core/a/acc/best@2/mean": 1.0,
+        "val-core/b/acc/mean@2": 0.5,
+        "val-core/b/reward/mean@2": 1.5,
+        "val-core/b/acc/best@2/mean": 1.0,
+    }
+
+
+def test_of_grades_of_0_and_1_the_mean_reward_is_the_accuracy():
+    grades = np.float32([1.0, 0.0, 1.0])
+    found = accuracy_metrics(["a"] * 3, grades, 1)
+    assert found["val-core/a/reward/mean@1"] == found["val-core/a/acc/mean@1"] == 2 / 3

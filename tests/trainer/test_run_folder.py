@@ -1,0 +1,252 @@
+"""One process and one config a run folder: what goes on, what is refused, what is left alone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config import Config, ConfigError, LogConfig, MeshConfig
+from jaxrl_llm.trainer import run_folder
+from jaxrl_llm.trainer.run_folder import LOCK, differing_keys, open_run_folder
+
+HOLD = """
+import sys, time
+from jaxrl_llm.config import Config
+from jaxrl_llm.trainer.run_folder import open_run_folder
+with open_run_folder(Config(run_dir=sys.argv[1])):
+    print("open", flush=True)
+    time.sleep(60)
+"""
+
+
+def config_in(folder: Path, **changes) -> Config:
+    return replace(Config(run_dir=str(folder)), **changes)
+
+
+def a_run(folder: Path, step: int = 5, **changes) -> Path:
+    """What a run leaves behind that was stopped after `step` steps."""
+    with open_run_folder(config_in(folder, **changes)) as opened:
+        opened.write_config()
+    checkpoint = folder / "checkpoints" / f"global_step_{step}"
+    (checkpoint / "loop").mkdir(parents=True)
+    (checkpoint / "_CHECKPOINT_METADATA").touch()
+    return folder
+
+
+def lock_of(folder: Path, **values) -> None:
+    folder.mkdir(exist_ok=True)
+    own = {"host": socket.gethostname(), "pid": 1, "process_started": None, "started": "then"}
+    (folder / LOCK).write_text(json.dumps(own | values))
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught, open_run_folder(config):
+        pass
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------- config
+
+
+def test_another_config_is_refused_and_nothing_is_changed(tmp_path):
+    """A sweep in a shell loop: the second run must not report the first one's numbers."""
+    folder = a_run(tmp_path / "run")
+    stored = (folder / "config.json").read_bytes()
+    changed = config_in(folder, seed=3, total_steps=50)
+    actor = replace(changed.actor, ppo_epochs=7)
+    message = refusal(replace(changed, actor=actor))
+    assert "run at step 5 with another config" in message
+    assert "  seed: 0 there, 3 now\n" in message
+    assert "  actor.ppo_epochs: 1 there, 7 now\n" in message
+    assert "total_steps" not in message
+    assert f"--config.run_dir={folder}-2\n" in message
+    assert f"--config.resume={folder}/checkpoints/global_step_5" in message
+    assert (folder / "config.json").read_bytes() == stored
+    assert not (folder / LOCK).exists()
+    (tmp_path / "run-2").mkdir()
+    assert f"--config.run_dir={folder}-3" in refusal(changed)
+
+
+def test_length_logging_and_devices_may_change(tmp_path):
+    folder = a_run(tmp_path / "run")
+    config = config_in(
+        folder,
+        total_steps=1000,
+        save_every=1,
+        name="other",
+        log=LogConfig(console_every=9),
+        mesh=MeshConfig(fsdp=8),
+    )
+    config = replace(config, validation=replace(config.validation, every=3))
+    config = replace(config, actor=replace(config.actor, micro_batch_size=2, remat="full"))
+    with open_run_folder(config) as opened:
+        assert opened.latest_step == 5
+        opened.write_config()
+    assert json.loads((folder / "config.json").read_text())["total_steps"] == 1000
+
+
+def test_a_folder_without_a_checkpoint_holds_no_run(tmp_path):
+    folder = tmp_path / "run"
+    with open_run_folder(config_in(folder)) as opened:
+        opened.write_config()
+        assert opened.latest_step is None
+    (folder / "checkpoints" / "global_step_1").mkdir(parents=True)  # cut off while it was written
+    with open_run_folder(config_in(folder, seed=3)) as opened:
+        opened.write_config()
+    assert json.loads((folder / "config.json").read_text())["seed"] == 3
+
+
+def test_a_damaged_config_is_not_guessed(tmp_path):
+    folder = a_run(tmp_path / "run")
+    (folder / "config.json").write_text('{"seed": ')
+    assert "config.json is damaged" in refusal(config_in(folder))
+
+
+@pytest.mark.parametrize(
+    ("stored", "new", "expected"),
+    [
+        ({"a": {"b": 1}}, {"a": {"b": 2}}, [("a.b", 1, 2)]),
+        ({"a": None}, {"a": {"b": 2}}, [("a", None, {"b": 2})]),
+        ({"a": [1, 2]}, {"a": [1, 3]}, [("a.1", 2, 3)]),
+        ({"a": [1]}, {"a": [1, 2]}, [("a", [1], [1, 2])]),
+        ({"a": 1}, {"b": 1}, [("b", "(not set)", 1), ("a", 1, "(not set)")]),
+        ({"critic": {"remat": "none"}}, {"critic": {"remat": "full"}}, []),
+        ({"log": {"x": {"y": 1}}}, {"log": {}}, []),
+    ],
+)
+def test_differing_keys(stored, new, expected):
+    assert differing_keys(stored, new) == expected
+
+
+def test_a_run_with_all_steps_done_says_so(tmp_path):
+    folder = a_run(tmp_path / "run", step=5)
+    with open_run_folder(config_in(folder)) as opened:
+        assert opened.nothing_to_do(6) == ""
+        for total in (5, 4):
+            message = opened.nothing_to_do(total)
+            assert f"already at step 5 of {total}; nothing to do" in message
+            assert "--config.total_steps" in message and f"run_dir={folder}-2" in message
+
+
+def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        message = refusal(config_in(path))
+        assert str(path) in message and "--config.run_dir" in message and "\n" not in message
+
+
+# ------------------------------------------------------------------------- lock
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
+        assert first.stdout is not None and first.stdout.readline() == "open\n"
+        before = (folder / LOCK).read_bytes()
+        message = refusal(config_in(folder))
+        assert f"pid {first.pid} on host {socket.gethostname()}" in message
+        assert f"--config.run_dir={folder}-2" in message
+        assert (folder / LOCK).read_bytes() == before
+        first.send_signal(signal.SIGKILL)
+        first.wait(30)
+    assert (folder / LOCK).read_bytes() == before  # kill -9 leaves it behind
+    with open_run_folder(config_in(folder)):
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+    assert not (folder / LOCK).exists()
+
+
+def test_a_lock_is_released_when_the_run_fails(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError), open_run_folder(config_in(folder)):
+        raise RuntimeError
+    assert not (folder / LOCK).exists()
+
+
+def test_a_pid_that_another_process_has_by_now_is_stale(tmp_path, capsys):
+    folder = tmp_path / "run"
+    lock_of(folder, pid=os.getpid(), process_started=1)
+    with open_run_folder(config_in(folder)):
+        pass
+    assert f"left over from process {os.getpid()}" in capsys.readouterr().out
+
+
+def test_a_lock_of_another_host_is_live_while_it_is_renewed(tmp_path):
+    folder = tmp_path / "run"
+    lock_of(folder, host="elsewhere", pid=7)
+    message = refusal(config_in(folder))
+    assert "pid 7 on host elsewhere" in message and f"delete {folder / LOCK}" in message
+    old = time.time() - run_folder.STALE_S - 1
+    os.utime(folder / LOCK, (old, old))
+    with open_run_folder(config_in(folder)):
+        pass
+
+
+def test_a_lock_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "HEARTBEAT_S", 0.01)
+    folder = tmp_path / "run"
+    with open_run_folder(config_in(folder)):
+        os.utime(folder / LOCK, (1, 1))
+        deadline = time.monotonic() + 30
+        while (folder / LOCK).stat().st_mtime < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_lock_cut_off_while_it_was_written_is_taken_over(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / LOCK).write_text('{"host": "x", ')
+    with open_run_folder(config_in(folder)):
+        pass
+
+
+TWO = """
+import sys
+from pathlib import Path
+import jax
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed import multihost
+from jaxrl_llm.launch import runtime
+from jaxrl_llm.trainer.run_folder import open_run_folder
+
+def main(argv):
+    runtime.prepare()
+    runtime.join_processes()
+    with open_run_folder(Config(run_dir=sys.argv[1])) as folder:
+        locked = (folder.path / "run.lock").exists()
+        Path(f"{sys.argv[1]}.{jax.process_index()}").write_text(str(locked))
+        multihost.barrier("looked")
+        return 0
+
+runtime.run_script(main)
+"""
+
+
+def test_several_processes_share_a_folder_and_are_refused_together(tmp_path):
+    folder, script = tmp_path / "run", tmp_path / "program.py"
+    script.write_text(TWO)
+    launch = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+    def run() -> subprocess.CompletedProcess:
+        command = [*launch, str(script), str(folder)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    found = run()
+    assert found.returncode == 0, found.stderr
+    assert [(tmp_path / f"run.{i}").read_text() for i in (0, 1)] == ["True", "True"]
+    lock_of(folder, pid=os.getpid())
+    found = run()
+    assert found.returncode == 2
+    for rank in (0, 1):
+        message = f"[{rank}] error: another process uses the run folder {folder}: pid {os.getpid()}"
+        assert message in found.stderr

@@ -1,0 +1,339 @@
+"""The scripts for a trained model: generate, evaluate, export; from a checkpoint and from a folder.
+
+The model is a tiny one, and comes out of a real run of one step with every role there is.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from chat_tokenizer import write_chat_tokenizer
+from safetensors.numpy import load_file
+from tiny_models import tiny_config, write_directory
+
+from jaxrl_llm.checkpoint import manager
+from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config
+from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
+from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.trained_model import (
+    complete,
+    evaluate,
+    export_checkpoint,
+    open_model,
+    read_prompt,
+)
+
+pytestmark = pytest.mark.whole
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+CONFIG = """
+from jaxrl_llm.config import *
+
+TASK = ChainSum(num_terms=2, size=16)
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+
+
+def get_config() -> Config:
+    return Config(
+        name="tiny",
+        total_steps=1,
+        data=DataConfig(
+            tokenizer="char",
+            train_tasks=(TASK,),
+            val_tasks=(TASK,),
+            train_batch_size=8,
+            max_prompt_length=4,
+            max_response_length=4,
+            truncation="right",
+        ),
+        actor=ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8),
+        critic=CriticConfig(hf_config=MODEL | {"hidden_size": 24, "vocab_size": 96}),
+        rollout=RolloutConfig(n=2),
+        algorithm=PPO(use_kl_in_reward=True),
+        reward=RewardConfig(
+            model=RewardModelConfig(training=SupervisedConfig(steps=2, batch_size=16))
+        ),
+        log=LogConfig(tensorboard=False, samples_every=0),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("config") / "tiny.py"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.fixture(scope="module")
+def checkpoint(config_file, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    return train(load_config(str(config_file), (("run_dir", str(run_dir)),))).checkpoint
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint, tmp_path_factory) -> Path:
+    return export_checkpoint(checkpoint, tmp_path_factory.mktemp("export") / "out")
+
+
+@pytest.fixture(scope="module")
+def poison(tmp_path_factory) -> Path:
+    """A folder that makes `import jax` an error that a test can see."""
+    folder = tmp_path_factory.mktemp("poison")
+    (folder / "jax.py").write_text("raise SystemExit('jax was imported')")
+    return folder
+
+
+def run_script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *flags],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# ------------------------------------------------------------------------- generate
+
+
+def test_a_checkpoint_its_run_and_its_export_answer_alike(checkpoint, exported):
+    texts = set()
+    for path in (checkpoint, checkpoint.parent.parent, exported):
+        model = open_model(find_model_path(str(path)))
+        prompt = read_prompt("1+2=", model.tokenizer)
+        (completion,) = complete(model, prompt, SamplingParams(max_new_tokens=6, temperature=0.0))
+        texts.add(completion.tokens)
+        assert 1 <= len(completion.tokens) <= 6
+    assert len(texts) == 1
+
+
+def test_samples_depend_on_the_seed_and_not_on_their_number(exported):
+    model = open_model(find_model_path(str(exported)))
+    prompt = read_prompt("1+2=", model.tokenizer)
+    sampling = SamplingParams(max_new_tokens=8)
+    many = [c.tokens for c in complete(model, prompt, sampling, n=4)]
+    assert [c.tokens for c in complete(model, prompt, sampling, n=2)] == many[:2]
+    assert len(set(many)) > 1
+    assert [c.tokens for c in complete(model, prompt, sampling, n=4, seed=1)] != many
+
+
+def test_an_answer_stays_within_the_models_positions(exported):
+    model = open_model(find_model_path(str(exported)))
+    with pytest.raises(ValueError, match="16 tokens and the model 16 positions"):
+        complete(model, read_prompt("1" * 16, model.tokenizer), SamplingParams(max_new_tokens=1))
+    prompt = read_prompt("1" * 14, model.tokenizer)
+    (completion,) = complete(model, prompt, SamplingParams(max_new_tokens=100))
+    assert len(completion.tokens) <= 2
+
+
+def test_the_chat_template_is_used_where_there_is_one(tmp_path):
+    directory = write_directory(tmp_path / "chat", tiny_config(vocab_size=104))
+    write_chat_tokenizer(directory)
+    tokenizer = open_model(find_model_path(str(directory))).tokenizer
+    chat = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert read_prompt("hi", tokenizer).text == chat
+    assert read_prompt("hi", tokenizer, chat=True).text == chat
+    assert read_prompt("hi", tokenizer, chat=False).text == "hi"
+    char = open_model(find_model_path(str(write_directory(tmp_path / "c", tiny_config()))))
+    with pytest.raises(ValueError, match="has no chat template"):
+        read_prompt("hi", char.tokenizer, chat=True)
+
+
+def test_generate_prints_the_answers_alone(checkpoint):
+    flags = (f"--model={checkpoint}", "--prompt=1+2=", "--n=2", "--seed=3", "--max_new_tokens=3")
+    result = run_script("generate.py", *flags)
+    assert result.returncode == 0, result.stderr
+    model = open_model(find_model_path(str(checkpoint)))
+    prompt = read_prompt("1+2=", model.tokenizer)
+    expected = complete(model, prompt, SamplingParams(max_new_tokens=3), n=2, seed=3)
+    assert result.stdout == "".join(completion.text + "\n" for completion in expected)
+
+
+# ------------------------------------------------------------------------- evaluate
+
+
+def test_evaluation_repeats_the_runs_validation(checkpoint, config_file, tmp_path):
+    rows = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
+    output = tmp_path / "new" / "eval.json"
+    flags = (f"--model={checkpoint}", f"--config={config_file}", f"--output={output}")
+    result = run_script("evaluate.py", *flags)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(output.read_text())
+    names = [f"val-core/chain_sum_2x1/{metric}/mean@1" for metric in ("acc", "reward")]
+    assert report["metrics"] == {name: last[name] for name in names}
+    assert report["num_samples"] == {"chain_sum_2x1": 16}
+    assert result.stdout == "".join(f"{name}  {last[name]:.4f}\n" for name in names)
+
+
+def test_evaluation_takes_the_configs_settings(exported, config_file):
+    changes = (("actor.path", str(exported)), ("data.tokenizer", ""), ("validation.n", "3"))
+    found = evaluate(load_config(str(config_file), (*changes, ("validation.temperature", "1.0"))))
+    assert len(found.completions) == 3 * 16
+    assert "val-core/chain_sum_2x1/acc/best@3/mean" in found.metrics
+
+
+# ------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward", "reference"])
+def test_every_role_comes_back_bit_for_bit(checkpoint, tmp_path, role):
+    out = export_checkpoint(checkpoint, tmp_path / role, role=role)
+    abstract = manager.stored_roles(checkpoint)[role]
+    expected = manager.restore_role(checkpoint, role, abstract)
+    kind = "scalar" if role in ("critic", "reward") else "causal_lm"
+    params = import_params(out, model_spec(load_model_config(out), kind))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert (load_model_config(out).hidden_size == 24) == (role == "critic")
+
+
+def test_a_trained_role_differs_from_its_frozen_copy(checkpoint):
+    """Otherwise the test above could not tell them apart."""
+    roles = manager.stored_roles(checkpoint)
+    actor, reference = (
+        jax.tree.leaves(manager.restore_role(checkpoint, name, roles[name]))
+        for name in ("actor", "reference")
+    )
+    assert any((a != b).any() for a, b in zip(actor, reference, strict=True))
+
+
+def test_transformers_opens_an_export(exported, checkpoint, tmp_path):
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(exported)
+    assert config.architectures == ["LlamaForCausalLM"]
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.decode(tokenizer.encode("1+2=3")) == "1+2=3"
+    assert tokenizer.eos_token_id == config.eos_token_id[0] == 1
+    reward = export_checkpoint(checkpoint, tmp_path / "reward", role="reward")
+    assert AutoConfig.from_pretrained(reward).num_labels == 1
+
+
+def test_the_model_card_says_where_it_comes_from(exported, checkpoint):
+    card = (exported / "README.md").read_text()
+    rows = (checkpoint.parent.parent / "metrics.jsonl").read_text().splitlines()
+    accuracy = json.loads(rows[-1])["val-core/chain_sum_2x1/acc/mean@1"]
+    for fact in (
+        "| run | tiny |",
+        "| algorithm | ppo |",
+        "| step | 1 |",
+        f"| `val-core/chain_sum_2x1/acc/mean@1` | {accuracy:.4g} |",
+    ):
+        assert fact in card
+
+
+def test_export_script_casts_and_splits(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    flags = (f"--output={out}", "--dtype=bfloat16", "--max_shard_bytes=20000")
+    # The script exports from one device, whatever the machine offers.
+    result = run_script(
+        "export_hf.py",
+        f"--model={checkpoint}",
+        *flags,
+        XLA_FLAGS="",
+        JAX_NUM_CPU_DEVICES="4",
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"wrote {out}\n"
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 1 and (out / "model.safetensors.index.json").is_file()
+    assert {str(x.dtype) for file in files for x in load_file(file).values()} == {"bfloat16"}
+
+
+# ------------------------------------------------------------------------- mistakes
+
+
+def test_where_a_checkpoint_is_found(tmp_path):
+    for step in (2, 10, 9):
+        folder = tmp_path / "run" / "checkpoints" / f"global_step_{step}"
+        (folder / "loop").mkdir(parents=True)
+        if step != 10:  # a save that was cut off
+            (folder / "_CHECKPOINT_METADATA").touch()
+    newest = tmp_path / "run" / "checkpoints" / "global_step_9"
+    for path in (newest, newest.parent, tmp_path / "run"):
+        assert find_checkpoint(str(path)) == newest
+    assert find_model_path(str(tmp_path / "run")).checkpoint == newest
+    with pytest.raises(ConfigError, match="not written to its end"):
+        find_checkpoint(str(newest.parent / "global_step_10"))
+    with pytest.raises(ConfigError, match="did you mean .*global_step_9"):
+        find_checkpoint(str(newest.parent / "global_step_99"))
+    assert find_model_path("Owner/Model-1.5B").path == "Owner/Model-1.5B"
+
+
+@pytest.mark.parametrize(
+    "script, flags, message",
+    [
+        ("generate.py", ["--prompt=a"], "required: --model"),
+        ("generate.py", ["--model={run}"], "required: --prompt"),
+        ("generate.py", ["--model={run}x", "--prompt=a"], "there is no model"),
+        ("generate.py", ["--model={empty}", "--prompt=a"], "holds neither config.json"),
+        ("generate.py", ["--modle={run}"], "unknown flag --modle; did you mean '--model'?"),
+        ("generate.py", ["--config=a.py"], "unknown flag --config"),
+        ("generate.py", ["--temperature=hot"], "--temperature: invalid float value"),
+        ("generate.py", ["--chat=maybe"], "--chat: invalid choice: 'maybe'"),
+        ("generate.py", ["--model={run}", "--prompt=a", "--n=0"], "0: must be 1 or more"),
+        ("evaluate.py", ["--model={run}"], "--config=FILE is missing"),
+        ("evaluate.py", ["--config={config}"], "required: --model"),
+        ("evaluate.py", ["--model={run}", "--config={config}x"], "did you mean"),
+        ("evaluate.py", ["--model={run}", "--config={config}", "--output={run}"], "is a folder"),
+        (
+            "evaluate.py",
+            ["--model={run}", "--config={config}", "--config.validation.tempreture=1"],
+            "did you mean 'config.validation.temperature'?",
+        ),
+        (
+            "evaluate.py",
+            ["--model={run}", "--config={config}", "--config.data.val_tasks=[]"],
+            "no validation data",
+        ),
+        ("export_hf.py", ["--model={run}"], "required: --output"),
+        ("export_hf.py", ["--model={run}x", "--output=o"], "there is no checkpoint"),
+        ("export_hf.py", ["--model={empty}", "--output=o"], "holds no checkpoint"),
+        ("export_hf.py", ["--model={run}", "--output={config}"], "is a file"),
+        ("export_hf.py", ["--role=policy"], "--role: invalid choice: 'policy'"),
+    ],
+)
+def test_mistakes_end_fast_without_jax_or_traceback(
+    script, flags, message, checkpoint, config_file, poison, tmp_path
+):
+    names = {"run": checkpoint.parent.parent, "config": config_file, "empty": tmp_path}
+    start = time.monotonic()
+    result = run_script(script, *(f.format(**names) for f in flags), PYTHONPATH=str(poison))
+    assert time.monotonic() - start < 2
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr and "jax was imported" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("script", ["generate.py", "evaluate.py", "export_hf.py"])
+def test_help_is_the_docstring(script):
+    result = run_script(script, "--help")
+    assert result.returncode == 0
+    name = script.removesuffix(".py").removesuffix("_hf")
+    assert f"jaxrl {name} --model=PATH" in result.stdout and "Flags:" in result.stdout
+
+
+def test_a_role_that_is_not_there_is_named(checkpoint, tmp_path):
+    copy = tmp_path / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, copy)  # without the frozen roles beside it
+    with pytest.raises(ValueError, match="no role 'reference'; it has actor, critic$"):
+        export_checkpoint(copy, tmp_path / "out", role="reference")

@@ -1,0 +1,108 @@
+"""Signals that end a run, in real processes: saved at the boundary, never in the way for long."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+# A run of steps that "save" after each; `hung` is a reward function that never answers.
+PROGRAM = """
+import sys, threading, time
+from pathlib import Path
+from jaxrl_llm.launch.runtime import run_script
+from jaxrl_llm.trainer.signals import host_work, stop_requests
+
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+
+def main(argv):
+    with stop_requests(wait_s=0.5) as stop_requested:
+        for step in range(1, 10_000):
+            (folder / "started").write_text(str(step))
+            if kind == "hung":
+                with host_work():
+                    threading.Event().wait()
+            time.sleep(1.0 if kind == "slow device" else 0.05)
+            print("step", step, flush=True)
+            if stop_requested():
+                (folder / "saved").write_text(str(step))
+                return 130
+
+run_script(main)
+"""
+
+
+def started(
+    folder: Path, kind: str = "quick", prefix: Sequence[str] = (), **settings
+) -> subprocess.Popen:
+    (folder / "program.py").write_text(PROGRAM)
+    process = subprocess.Popen(
+        [*prefix, sys.executable, str(folder / "program.py"), str(folder), kind],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True} | settings,
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "started").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_saves_and_ends(tmp_path, name):
+    process = started(tmp_path)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(10) == 130
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_device_step_is_waited_for_longer_than_host_work(tmp_path):
+    process = started(tmp_path, "slow device")  # 1 s; the limit of host work is 0.5 s
+    process.terminate()
+    assert process.wait(10) == 130
+    assert (tmp_path / "saved").read_text() == (tmp_path / "started").read_text()
+
+
+def test_a_hung_reward_function_does_not_hold_up_the_end(tmp_path):
+    process = started(tmp_path, "hung")
+    process.terminate()
+    _, error = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "0.5 s after SIGTERM a reward function was still running" in error
+    assert "Traceback" not in error and not (tmp_path / "saved").exists()
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    process = started(tmp_path, "slow device")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    process.terminate()
+    _, error = process.communicate(timeout=10)
+    assert process.returncode == 130 and "second signal (SIGTERM)" in error
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_closed_terminal_saves_and_ends(tmp_path):
+    """As when an ssh connection breaks: SIGHUP, and every write to the terminal fails."""
+    ours, theirs = pty.openpty()
+    process = started(tmp_path, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(10) == 130
+    assert (tmp_path / "saved").exists()
+
+
+def test_nohup_is_respected(tmp_path):
+    process = started(tmp_path, prefix=["nohup"])
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None and not (tmp_path / "saved").exists()
+    process.terminate()
+    assert process.wait(10) == 130

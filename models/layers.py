@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
@@ -156,32 +156,30 @@ class Embedding(nnx.Module):
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return _lookup(_replicas(tokens_BT.shape[0]), self.table[...], tokens_BT)
+        return _lookup(_split_rows(tokens_BT.shape[0]), self.table[...], tokens_BT)
 
 
-def _replicas(num_rows: int) -> AbstractMesh | None:
-    """The mesh in scope if XLA would split this many rows over it, else None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(kinds.get(axis) is not AxisType.Auto for axis in REPLICA_AXES):
+def _split_rows(num_rows: int) -> Layout | None:
+    """The layout in scope if it splits this many rows over replicas, else None."""
+    layout = layout_in_scope()
+    if layout is None or layout.num_replicas == 1 or num_rows % layout.num_replicas:
         return None
-    size = num_replicas(mesh)
-    return mesh if size > 1 and num_rows % size == 0 else None
+    return layout
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup(mesh: AbstractMesh | None, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def _lookup(layout: Layout | None, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return jnp.take(table_VD, tokens_BT, axis=0)
 
 
 def _lookup_forward(
-    mesh: AbstractMesh | None, table_VD: jax.Array, tokens_BT: jax.Array
+    layout: Layout | None, table_VD: jax.Array, tokens_BT: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return _lookup(mesh, table_VD, tokens_BT), (table_VD, tokens_BT)
+    return _lookup(layout, table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
 def _lookup_backward(
-    mesh: AbstractMesh | None, residuals: Any, gradient_BTD: jax.Array
+    layout: Layout | None, residuals: Any, gradient_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
     """Add up each token's gradients in float32: a bf16 sum stops growing after 256 equal terms.
 
@@ -196,15 +194,16 @@ def _lookup_backward(
         sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
         return sums_VD.astype(table_VD.dtype)[None]
 
-    if mesh is None:
+    if layout is None:
         return add(gradient_BTD, tokens_BT)[0], None
-    by_row = PartitionSpec(REPLICA_AXES)
+    replicas = layout.axes("batch")
+    by_row = PartitionSpec(replicas)
     each_VD = jax.shard_map(
         add,
-        mesh=mesh,
+        mesh=layout.mesh.abstract_mesh,
         in_specs=(by_row, by_row),
         out_specs=by_row,
-        axis_names=set(REPLICA_AXES),
+        axis_names=set(replicas),
         check_vma=False,
     )(gradient_BTD, tokens_BT)
     return jax.lax.reduce(each_VD, jnp.zeros((), each_VD.dtype), jax.lax.add, (0,)), None

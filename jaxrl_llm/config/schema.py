@@ -3,6 +3,7 @@
 A config file holds `get_config() -> Config`. Names are verl's and TRL's where they have one.
 """
 
+import math
 from dataclasses import field
 from typing import Any, Literal
 
@@ -30,7 +31,8 @@ from jaxrl_llm.config.records import (
 )
 
 __all__ = [
-    "DType", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings", "ActorConfig",
+    "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
+    "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
     "LogConfig", "CheckpointConfig", "Config", "as_dict", "differences",
@@ -40,16 +42,38 @@ DType = Literal["float32", "bfloat16"]
 
 
 @record
+class PhaseMeshConfig(Record):
+    """How a phase lays the same devices out; the devices left over are replicas."""
+
+    tensor: Whole = 0  # neighbouring devices that share the heads; 0 takes mesh.tensor
+
+
+@record
 class MeshConfig(Record):
     """Devices along each mesh axis; the product is the number of devices used."""
 
-    data: Count = 1
-    fsdp: Count = 1
-    tensor: Count = 1
+    data: Count = 1  # replicas of the weights, for example one a node
+    fsdp: Count = 1  # shards of the weights; each is a replica of the batch too
+    sequence: Count = 1  # shards of the tokens of a row (context parallelism)
+    tensor: Count = 1  # shards of heads, MLP and vocabulary
+    pipeline: Count = 1  # stages of layers
+    generation: PhaseMeshConfig = PhaseMeshConfig()
+    passes: PhaseMeshConfig = PhaseMeshConfig()  # without a gradient: old log-probs, values, ...
+
+    @property
+    def sizes(self) -> dict[Any, int]:
+        """The size of each axis."""
+        return {
+            "data": self.data,
+            "pipeline": self.pipeline,
+            "fsdp": self.fsdp,
+            "sequence": self.sequence,
+            "tensor": self.tensor,
+        }
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.fsdp * self.tensor
+        return math.prod(self.sizes.values())
 
     @property
     def num_replicas(self) -> int:

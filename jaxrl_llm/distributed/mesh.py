@@ -1,18 +1,23 @@
-"""The device mesh. Its three named axes always exist, so one set of rules fits every size.
+"""The device mesh. Its five named axes always exist, so one set of rules fits every size.
 
-`data` and `fsdp` split the batch. `fsdp` also splits the stored weights in training. `tensor`
-splits heads, the inner MLP dim and the vocabulary.
+`data` and `fsdp` split the batch, `sequence` the tokens of its rows, `pipeline` the layers, and
+`tensor` heads, the inner MLP dim and the vocabulary. In training, `fsdp`, `sequence` and `pipeline`
+also split the stored weights.
+
+A phase may lay the same devices out otherwise, for example with a larger tensor size. Then an axis
+has several parts: "fsdp" and "fsdp.1" together are the axis fsdp, the outermost part first.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-MeshAxis = Literal["data", "fsdp", "tensor"]
+# Outermost first. Neighbours on the innermost axis are neighbours in the machine.
+MeshAxis = Literal["data", "pipeline", "fsdp", "sequence", "tensor"]
 AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
 # One coordinate of these axes is a replica: it holds a share of the batch.
 REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "fsdp")
@@ -22,54 +27,121 @@ def make_mesh(
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
+    *,
+    sequence: int = 1,
+    pipeline: int = 1,
+    cuts: Sequence[int] = (),
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of `data * fsdp * tensor` devices; all axes have the type Auto.
+    """A mesh of `data * pipeline * fsdp * sequence * tensor` devices; all axes have the type Auto.
+
+    A cut is a number of neighbouring devices that some phase uses together. The axis inside which
+    such a group ends is made of two parts, so that rules can name the group.
 
     A single process may leave devices unused; it takes the first ones. With several processes every
     device must be in the mesh, because each process must take part in the program.
 
     Raises: ValueError that names the size to change.
     """
-    sizes = (data, fsdp, tensor)
+    sizes: dict[MeshAxis, int] = {
+        "data": data,
+        "pipeline": pipeline,
+        "fsdp": fsdp,
+        "sequence": sequence,
+        "tensor": tensor,
+    }
     available = list(jax.devices() if devices is None else devices)
     check_mesh(sizes, len(available), jax.process_count())
-    wanted = math.prod(sizes)
-    axis_types = (AxisType.Auto,) * len(AXES)
+    parts = axis_parts(sizes, cuts)
+    names, shape = tuple(parts), tuple(parts.values())
+    wanted = math.prod(shape)
+    axis_types = (AxisType.Auto,) * len(names)
     if wanted == len(available) and devices is None:
         # jax.make_mesh orders the devices by their links. It needs all devices for that.
-        return jax.make_mesh(sizes, AXES, axis_types=axis_types)
-    return Mesh(np.asarray(available[:wanted]).reshape(sizes), AXES, axis_types=axis_types)
+        return jax.make_mesh(shape, names, axis_types=axis_types)
+    return Mesh(np.asarray(available[:wanted]).reshape(shape), names, axis_types=axis_types)
 
 
-def check_mesh(sizes: Sequence[int], num_devices: int, num_processes: int = 1) -> None:
-    """Raises: ValueError unless a mesh of these `sizes` (in the order of AXES) fits."""
-    named = ", ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"mesh {named}: every size must be 1 or more.")
-    wanted = math.prod(sizes)
+def axis_parts(sizes: Mapping[MeshAxis, int], cuts: Sequence[int] = ()) -> dict[str, int]:
+    """Names and sizes of the axes' parts, outermost first.
+
+    Raises: ValueError for a cut that does not end at a whole part of an axis.
+    """
+    inner, found = 1, {}
+    for axis in reversed(AXES):
+        size = sizes.get(axis, 1)
+        bounds = sorted({cut // inner for cut in cuts if inner < cut < inner * size})
+        ends = [1, *bounds, size]
+        exact = all(cut % inner == 0 for cut in cuts if inner < cut < inner * size)
+        if not exact or any(b % a for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(
+                f"groups of {', '.join(map(str, sorted(cuts)))} neighbouring devices do not fit "
+                f"into the mesh {named(sizes)}: choose sizes of which each divides the next."
+            )
+        widths = [b // a for a, b in zip(ends, ends[1:], strict=False)]
+        for i, width in enumerate(widths):  # the innermost part has the largest number
+            part = len(widths) - 1 - i
+            found[axis if part == 0 else f"{axis}.{part}"] = width
+        inner *= size
+    return dict(reversed(found.items()))
+
+
+def check_mesh(sizes: Mapping[MeshAxis, int], num_devices: int, num_processes: int = 1) -> None:
+    """Raises: ValueError unless a mesh of these `sizes` fits. An axis without a size has 1."""
+    shown = named(sizes)
+    if any(size < 1 for size in sizes.values()):
+        raise ValueError(f"mesh {shown}: every size must be 1 or more.")
+    wanted = math.prod(sizes.values())
     seen = f"{num_devices} devices are available"
     if num_processes > 1:
         seen += f" ({num_processes} processes with {num_devices / num_processes:g} each)"
     remedy = f"{seen}; {larger_mesh(sizes, num_devices)} fits"
     if wanted > num_devices:
-        raise ValueError(f"mesh {named} needs {wanted} devices, but {remedy}.")
+        raise ValueError(f"mesh {shown} needs {wanted} devices, but {remedy}.")
     if num_processes > 1 and wanted < num_devices:
         raise ValueError(
-            f"mesh {named} uses {wanted} devices, but with {num_processes} processes every device "
+            f"mesh {shown} uses {wanted} devices, but with {num_processes} processes every device "
             f"must be in it: {remedy}."
         )
 
 
-def larger_mesh(sizes: Sequence[int], num_devices: int) -> str:
+def larger_mesh(sizes: Mapping[Any, int], num_devices: int) -> str:
     """Flags of a mesh that uses all devices, with `data` changed only where that is possible."""
-    _, fsdp, tensor = sizes
-    if num_devices % (fsdp * tensor):
-        return f"--config.mesh.data=1 --config.mesh.fsdp={num_devices} --config.mesh.tensor=1"
-    data = f"--config.mesh.data={num_devices // (fsdp * tensor)}"
-    return data if fsdp * tensor == 1 else f"with fsdp={fsdp} and tensor={tensor}, {data}"
+    others = {axis: size for axis, size in sizes.items() if axis != "data" and size > 1}
+    split = math.prod(others.values())
+    if num_devices % split:
+        ones = "".join(f" --config.mesh.{axis}=1" for axis in others if axis != "fsdp")
+        return f"--config.mesh.data=1 --config.mesh.fsdp={num_devices}{ones}"
+    data = f"--config.mesh.data={num_devices // split}"
+    return f"with {named(others)}, {data}" if others else data
+
+
+def named(sizes: Mapping[Any, int]) -> str:
+    """The sizes for a message. The axes of size 1 that few use are left out."""
+    always = ("data", "fsdp", "tensor")
+    shown = {axis: sizes[axis] for axis in AXES if axis in sizes}
+    return ", ".join(f"{a}={n}" for a, n in shown.items() if n != 1 or a in always)
+
+
+def parts_of(mesh: Mesh | AbstractMesh, *axes: str) -> tuple[str, ...]:
+    """The parts of the mesh that make up these axes, each outermost first.
+
+    A name that is a part itself stands for itself. Raises: ValueError for an unknown axis.
+    """
+    found = []
+    for axis in axes:
+        parts = [part for part in mesh.axis_names if axis in (part, part.partition(".")[0])]
+        if not parts:
+            raise ValueError(f"the mesh has {tuple(mesh.axis_names)} and no axis {axis!r}.")
+        found += parts
+    return tuple(found)
+
+
+def axis_size(mesh: Mesh | AbstractMesh, *axes: str) -> int:
+    """The product of the sizes of these axes."""
+    return math.prod(mesh.shape[part] for part in parts_of(mesh, *axes))
 
 
 def num_replicas(mesh: Mesh | AbstractMesh) -> int:
-    """How many parts the batch is split into."""
-    return math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
+    """How many parts the batch is split into in training."""
+    return axis_size(mesh, *REPLICA_AXES)

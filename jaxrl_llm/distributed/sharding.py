@@ -5,7 +5,6 @@ object says where each of them lies. Training and generation differ only in thei
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,13 +12,23 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES, MeshAxis
+from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES, axis_size, parts_of
 
 LogicalAxis = Literal[
-    "batch", "embed", "vocab", "q_heads", "kv_heads", "mlp", "head_dim", "norm", "value"
+    "batch",
+    "tokens",
+    "layers",
+    "embed",
+    "vocab",
+    "q_heads",
+    "kv_heads",
+    "mlp",
+    "head_dim",
+    "norm",
+    "value",
 ]
-# One mesh axis, several (outermost first), or None: the dim is not split.
-MeshAxes = MeshAxis | tuple[MeshAxis, ...] | None
+# One mesh axis or part of one, several (outermost first), or None: the dim is not split.
+MeshAxes = str | tuple[str, ...] | None
 
 HOST_MEMORY = "pinned_host"  # memory kind of the host, from and to which a device can copy
 
@@ -29,6 +38,8 @@ class ShardingRules:
     """The mesh axes of each logical axis; the field names are `LogicalAxis`."""
 
     batch: MeshAxes = None
+    tokens: MeshAxes = None  # of the rows of activations
+    layers: MeshAxes = None  # stages of a pipeline; stored weights have no such dim
     embed: MeshAxes = None
     vocab: MeshAxes = None
     q_heads: MeshAxes = None
@@ -38,7 +49,7 @@ class ShardingRules:
     norm: MeshAxes = None  # norm scales and other vectors of the hidden size
     value: MeshAxes = None  # the output of a scalar head
 
-    def mesh_axes(self, logical: LogicalAxis) -> tuple[MeshAxis, ...]:
+    def mesh_axes(self, logical: LogicalAxis) -> tuple[str, ...]:
         """The mesh axes that split `logical`, outermost first.
 
         Raises: ValueError for an unknown name.
@@ -61,26 +72,35 @@ class ShardingRules:
 
 TRAIN_RULES = ShardingRules(
     batch=REPLICA_AXES,
-    embed="fsdp",
+    tokens="sequence",
+    layers="pipeline",
+    # Every axis that shares the work of one sample also shares the storage of weights.
+    embed=("fsdp", "sequence", "pipeline"),
     vocab="tensor",
     q_heads="tensor",
     kv_heads="tensor",
     mlp="tensor",
     # Norms and biases are small. To split them would save nothing and cost a collective each.
 )
-# Only `fsdp` is dropped, from a dim that nothing else splits: the switch is a plain all-gather.
-GENERATION_RULES = TRAIN_RULES.replace(embed=None)
+# Only `embed` is dropped, a dim that nothing else splits: the switch is a plain all-gather.
+GENERATION_RULES = TRAIN_RULES.replace(embed=None, tokens=None, layers=None)
 
 
-def partition_spec(axes: tuple[LogicalAxis, ...], rules: ShardingRules) -> PartitionSpec:
+def partition_spec(
+    axes: tuple[LogicalAxis, ...], rules: ShardingRules, mesh: Mesh | None = None
+) -> PartitionSpec:
     """The PartitionSpec of an array whose dims have these logical axes, one entry a dim.
 
-    Raises: ValueError when two dims would lie on one mesh axis.
+    With a `mesh`, axes are replaced by their parts, and those of size 1 are left out.
+
+    Raises: ValueError when two dims would lie on one mesh axis, or when the mesh lacks an axis.
     """
     owner: dict[str, str] = {}
     entries: list[MeshAxes] = []
     for logical in axes:
         targets = rules.mesh_axes(logical)
+        if mesh is not None:
+            targets = _split_by(targets, logical, mesh)
         for target in targets:
             if target in owner:
                 raise ValueError(
@@ -90,6 +110,17 @@ def partition_spec(axes: tuple[LogicalAxis, ...], rules: ShardingRules) -> Parti
             owner[target] = logical
         entries.append(None if not targets else targets[0] if len(targets) == 1 else targets)
     return PartitionSpec(*entries)
+
+
+def _split_by(axes: tuple[str, ...], logical: str, mesh: Mesh) -> tuple[str, ...]:
+    try:
+        parts = parts_of(mesh, *axes)
+    except ValueError as error:
+        raise ValueError(
+            f"the rule for {logical!r} does not fit: {error} Use one of its axes (make_mesh always "
+            f"makes {AXES})."
+        ) from None
+    return tuple(part for part in parts if mesh.shape[part] > 1)
 
 
 def shardings(axes_tree: Any, shapes_tree: Any, mesh: Mesh, rules: ShardingRules) -> Any:
@@ -119,15 +150,7 @@ def _named_sharding(
 ) -> NamedSharding:
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} logical axes {axes} for the shape {shape}; name every dim.")
-    spec = partition_spec(axes, rules)
-    for logical in axes:
-        for target in rules.mesh_axes(logical):
-            if target not in mesh.shape:
-                raise ValueError(
-                    f"the rule for {logical!r} names the mesh axis {target!r}, but the mesh has "
-                    f"{tuple(mesh.shape)}; use one of them (make_mesh always makes {AXES})."
-                )
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, partition_spec(axes, rules, mesh))
     try:
         sharding.shard_shape(shape)
     except ValueError:
@@ -140,8 +163,8 @@ def _indivisible(
 ) -> str:
     """The error message for the first dim that its mesh axes do not divide."""
     for logical, size in zip(axes, shape, strict=True):
-        targets = rules.mesh_axes(logical)
-        parts = math.prod(mesh.shape[target] for target in targets)
+        targets = _split_by(rules.mesh_axes(logical), logical, mesh)
+        parts = axis_size(mesh, *targets)
         if size % parts:
             fits = [n for n in range(1, parts + 1) if size % n == 0 and parts % n == 0]
             return (
@@ -154,7 +177,7 @@ def _indivisible(
 
 def batch_sharding(mesh: Mesh, rules: ShardingRules = TRAIN_RULES) -> NamedSharding:
     """The sharding of arrays whose first dim is the batch; later dims are whole."""
-    return NamedSharding(mesh, partition_spec(("batch",), rules))
+    return NamedSharding(mesh, partition_spec(("batch",), rules, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

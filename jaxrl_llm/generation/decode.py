@@ -8,7 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.generation.kv_cache import RESIDUAL_DTYPE, decode_attend, decode_context
+from jaxrl_llm.generation.kv_cache import (
+    RESIDUAL_DTYPE,
+    HeadAxes,
+    decode_attend,
+    decode_context,
+)
 from jaxrl_llm.generation.pages import PageSizes, take_pages
 from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
@@ -28,7 +33,7 @@ def decode(
     state: State,
     *,
     attention: Implementation,
-    heads_axis: str | None,
+    heads: HeadAxes | None,
 ) -> State:
     """Sample the next token of every live slot, and end the samples that are complete.
 
@@ -56,12 +61,12 @@ def decode(
         table.pages_BT,
         jnp.where(live_B, count_B + 1, 0),
         slots_per_prompt=group,
-        heads_axis=heads_axis,
+        heads=heads,
     )
     hidden_B1D, cache = model(
         jnp.where(live_B, slots.token_B, 0)[:, None],
         (prompt_B + own_B)[:, None],
-        attend=decode_attend(context, attention, heads_axis),
+        attend=decode_attend(context, attention, heads),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
     )

@@ -24,13 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
-from jaxrl_llm.distributed.sharding import GENERATION_RULES, ShardingRules, shardings
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.generation.decode import decode
-from jaxrl_llm.generation.kv_cache import page_entries
+from jaxrl_llm.generation.kv_cache import HeadAxes, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
@@ -85,12 +85,12 @@ def generate(
     settings: GenerationSettings,
     *,
     limits_N: jax.Array | None = None,
-    heads_axis: str | None = None,
+    heads: HeadAxes | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
-    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `heads_axis`
-    is the mesh axis that splits attention heads, where the caller left one automatic
+    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `heads` are
+    the mesh axes that split attention heads, where the caller left some automatic
     (`generate_on_mesh` does).
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
@@ -133,7 +133,7 @@ def generate(
         group=sizes.group,
         prefill=sizes.prefill,
     )
-    spec, params = _generation_form(spec, params, settings, heads_axis)
+    spec, params = _generation_form(spec, params, settings, split=heads is not None)
     state = empty_state(
         spec.config,
         queue,
@@ -144,7 +144,7 @@ def generate(
         max_new_tokens=max_new_tokens,
     )
     if num_samples > 0:
-        how = {"attention": settings.attention, "heads_axis": heads_axis}
+        how = {"attention": settings.attention, "heads": heads}
         state = _run_loops(
             partial(prefill, spec, params, queue, sizes, **how),
             partial(
@@ -175,28 +175,28 @@ def generate_on_mesh(
     seed_key: jax.Array,
     settings: GenerationSettings,
     *,
-    mesh: Mesh,
+    layout: Layout,
     limits_N: jax.Array | None = None,
-    rules: ShardingRules = GENERATION_RULES,
 ) -> GenerationOutput:
-    """`generate` on every replica of the mesh, each with its share of the prompts.
+    """`generate` on every replica of a layout, each with its share of the prompts.
 
-    The program contains the layout switch: `params` come in any layout and are brought into the
-    layout of `rules`, whole over the replica axes and split over `tensor`. Each replica has its own
-    slots and cache and runs its own number of steps. The loops contain no collectives except those
-    over `tensor`. A group that two replicas would share is computed in both. Call it inside jit.
+    The program contains the layout switch: `params` come in any layout and are brought into this
+    one, whole over the replicas and split by heads. Each replica has its own slots and cache and
+    runs its own number of steps. The loops contain no collectives except those over the axes of
+    the heads. A group that two replicas would share is computed in both. Call it inside jit.
 
     Requires: the replicas divide the number of prompts.
     """
-    replicas, num_samples = num_replicas(mesh), prompts_NP.shape[0]
+    replicas, num_samples = layout.num_replicas, prompts_NP.shape[0]
     if num_samples % replicas:
         raise ValueError(
             f"{num_samples} prompts do not divide over {replicas} replicas (data * fsdp); pad to "
             f"{-(-num_samples // replicas) * replicas} rows, the added ones of prompt length 0."
         )
-    # With tensor=1 there is nothing to split, so `tensor` is manual like the other axes.
-    split = mesh.shape["tensor"] > 1
-    params = to_layout(params, shardings(spec.axes, spec.params, mesh, rules))
+    # With whole heads there is nothing to split, so all axes are manual.
+    group = layout.axes("mlp")
+    split = layout.size("mlp") > 1
+    params = to_layout(params, shardings(spec.axes, spec.params, layout.mesh, layout.rules))
     if limits_N is None:
         limits_N = jnp.full((num_samples,), settings.sampling.max_new_tokens, jnp.int32)
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
@@ -213,16 +213,16 @@ def generate_on_mesh(
             key,
             settings,
             limits_N=limits,
-            heads_axis="tensor" if split else None,
+            heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
         )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
-    rows, whole = PartitionSpec(REPLICA_AXES), PartitionSpec()
-    # `tensor` stays automatic: the partitioner splits the matmuls as the parameters are split.
-    manual = REPLICA_AXES if split else mesh.axis_names
+    rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
+    # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
+    manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(
         one_replica,
-        mesh=mesh,
+        mesh=layout.mesh,
         in_specs=(whole, rows, rows, rows, whole, rows),
         out_specs=rows,
         axis_names=set(manual),
@@ -231,13 +231,13 @@ def generate_on_mesh(
 
 
 def _generation_form(
-    spec: ModelSpec, params: Any, settings: GenerationSettings, heads_axis: str | None
+    spec: ModelSpec, params: Any, settings: GenerationSettings, *, split: bool
 ) -> tuple[ModelSpec, Any]:
     """The model with merged projections, and with float8 ones if asked for."""
-    if heads_axis is None:
+    if not split:
         spec, params = merge_projections(spec, params)
     if settings.quantization == "float8":
-        if heads_axis is not None:
+        if split:
             raise ValueError(
                 "a float8 rollout needs whole weights on each device: mesh.tensor=1 (with fsdp or "
                 "data for more devices), or rollout.quantization=none"

@@ -10,6 +10,7 @@ Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -42,11 +43,40 @@ _prefix_decode_attention = jax.jit(
 )
 
 
+class HeadAxes(NamedTuple):
+    """The mesh axes that split attention heads, outermost first.
+
+    `kv` are all axes, or the first ones: then each device has one KV head, which the devices of the
+    other axes have too. Or none: every device has all KV heads.
+    """
+
+    query: tuple[str, ...]
+    kv: tuple[str, ...]
+
+    def num_query(self) -> int:
+        """Into how many parts query heads are split."""
+        return _size(self.query)
+
+    def num_kv(self) -> int:
+        """Into how many parts KV heads are split."""
+        return _size(self.kv)
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape[axis] for axis in axes)
+
+
 class LayerCache(NamedTuple):
     """Keys and values of one layer."""
 
     prompts: jax.Array  # [C, K, 2, P, H]
     own: jax.Array  # [O, K, 2, R, H]
+
+
+def _own_kv_heads(heads: HeadAxes, num_kv_heads: int) -> bool:
+    """Whether each device has the KV heads of its own query heads, and no others."""
+    return heads.kv == heads.query or heads.num_kv() == num_kv_heads
 
 
 def stored(keys: jax.Array, values: jax.Array, cache: jax.Array) -> jax.Array:
@@ -83,18 +113,20 @@ def decode_context(
     own_lengths_B: jax.Array,
     *,
     slots_per_prompt: int,
-    heads_axis: str | None,
+    heads: HeadAxes | None,
 ) -> Context:
     """What all layers of a step share, computed once. `cache` is the cache of any layer."""
-    heads_split = jax.sharding.get_abstract_mesh().shape[heads_axis] if heads_axis else 1
-    group_size, schedule = config.num_heads // config.num_kv_heads, None
+    num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+    if heads is not None and _own_kv_heads(heads, num_kv_heads):
+        num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
+    group_size, schedule = num_heads // num_kv_heads, None
     if group_size <= MAX_GROUP_SIZE:
         schedule = decode_schedule(
             prompt_rows_B,
             prompt_lengths_B,
             own_lengths_B,
             group_size=group_size,
-            num_kv_heads=max(1, config.num_kv_heads // heads_split),
+            num_kv_heads=num_kv_heads,
             prefix_capacity=cache.prompts.shape[3],
             own_capacity=pages_BT.shape[1] * cache.own.shape[3],
             slots_per_prompt=slots_per_prompt,
@@ -137,13 +169,13 @@ def prefill_attend(
     positions_AL: jax.Array,
     prompts_AL: jax.Array | None,
     implementation: Implementation,
-    heads_axis: str | None,
+    heads: HeadAxes | None,
 ) -> Attend:
     """Attention over rows of prompts that also writes keys and values into the cache.
 
     For each token, `rows_AL` is the row of the cache and `positions_AL` the entry in it.
     `prompts_AL` numbers the prompts of a row from 1 on, with 0 for padding; None means that a row
-    holds one prompt, padded on the right. For `heads_axis` see `_attention_by_heads`.
+    holds one prompt, padded on the right. For `heads` see `_attention_by_heads`.
 
     Requires: padding has distinct rows out of range. It is not written.
     """
@@ -158,7 +190,7 @@ def prefill_attend(
         window: int | None,
     ) -> tuple[jax.Array, LayerCache]:
         out_ALNH = _attention_by_heads(
-            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads_axis
+            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads
         )
         new_ALK2H = stored(k_ALKH, v_ALKH, layer_cache.prompts)
         entries = layer_cache.prompts.at[rows_AL, :, :, positions_AL]
@@ -175,12 +207,12 @@ def _attention_by_heads(
     prompts_AL: jax.Array | None,
     window: int | None,
     implementation: Implementation,
-    heads_axis: str | None,
+    heads: HeadAxes | None,
 ) -> jax.Array:
-    """Causal attention; each device of the mesh axis `heads_axis` (if given) has its own heads.
+    """Causal attention; each device of the axes `heads` (if given) has its own heads.
 
-    Inside a shard_map that leaves an axis automatic, the partitioner cannot split cuDNN's
-    attention. So that axis becomes manual here too.
+    Inside a shard_map that leaves axes automatic, the partitioner cannot split cuDNN's attention.
+    So these axes become manual here too.
     """
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, prompts: jax.Array | None) -> jax.Array:
@@ -189,29 +221,28 @@ def _attention_by_heads(
             masks = {"visibility": packed_visibility(prompts, window=window)}
         return attention(q, k, v, implementation=implementation, **masks)
 
-    if heads_axis is None:
+    if heads is None:
         return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
-    num_parts = jax.sharding.get_abstract_mesh().shape[heads_axis]
     num_heads, num_kv_heads = q_ALNH.shape[2], k_ALKH.shape[2]
-    by_heads = PartitionSpec(None, None, heads_axis)
-    if num_heads % num_parts:
-        by_heads = PartitionSpec()  # every device computes all heads
-    elif num_kv_heads % num_parts:
+    by_heads, by_kv_heads = (PartitionSpec(None, None, axes) for axes in heads)
+    if num_heads % heads.num_query():
+        by_heads = by_kv_heads = PartitionSpec()  # every device computes all heads
+    elif not _own_kv_heads(heads, num_kv_heads):
         # The devices do not divide the KV heads, so each device holds all of them. Every query head
         # gets its own copy.
-        repeats = num_heads // num_kv_heads
+        repeats, by_kv_heads = num_heads // num_kv_heads, by_heads
         k_ALKH, v_ALKH = (jnp.repeat(x, repeats, axis=2) for x in (k_ALKH, v_ALKH))
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_heads, by_heads, PartitionSpec()),
+        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec()),
         out_specs=by_heads,
-        axis_names={heads_axis},
+        axis_names=set(heads.query),
         check_vma=False,
     )(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
 
 
 def decode_attend(
-    context: Context, implementation: Implementation, heads_axis: str | None
+    context: Context, implementation: Implementation, heads: HeadAxes | None
 ) -> Attend:
     """Attention of one new token a slot. It also writes the token's key and value to its page."""
 
@@ -226,7 +257,7 @@ def decode_attend(
     ) -> tuple[jax.Array, LayerCache]:
         new_BK2H = stored(k_B1KH[:, 0], v_B1KH[:, 0], layer_cache.own)
         out_BNH, own = _decode_by_heads(
-            q_B1NH[:, 0], new_BK2H, layer_cache, context, window, implementation, heads_axis
+            q_B1NH[:, 0], new_BK2H, layer_cache, context, window, implementation, heads
         )
         return out_BNH[:, None], layer_cache._replace(own=own)
 
@@ -240,9 +271,9 @@ def _decode_by_heads(
     context: Context,
     window: int | None,
     implementation: Implementation,
-    heads_axis: str | None,
+    heads: HeadAxes | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Decode attention and the new pages; each device of `heads_axis` has its own KV heads."""
+    """Decode attention and the new pages; each device of `heads` has its own KV heads."""
     chosen: DecodeImplementation = "auto"
     if implementation == "pallas" or implementation == "xla":
         chosen = implementation
@@ -264,18 +295,18 @@ def _decode_by_heads(
             inputs, window=window, implementation=chosen, schedule=context.schedule
         )
 
-    if heads_axis is None:
+    if heads is None:
         return local(q_BNH, new_BK2H, cache, context)
-    if cache.own.shape[1] % jax.sharding.get_abstract_mesh().shape[heads_axis]:
+    if not _own_kv_heads(heads, new_BK2H.shape[1]):
         # The KV heads are whole on every device, while q may be split. The partitioner can do that
         # with XLA's matmuls, but not with a kernel.
         chosen = "xla"
         return local(q_BNH, new_BK2H, cache, context)
-    by_heads = PartitionSpec(None, heads_axis)
+    by_heads, by_kv_heads = (PartitionSpec(None, axes) for axes in heads)
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_heads, by_heads, PartitionSpec()),
-        out_specs=by_heads,
-        axis_names={heads_axis},
+        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec()),
+        out_specs=(by_heads, by_kv_heads),
+        axis_names=set(heads.query),
         check_vma=False,
     )(q_BNH, new_BK2H, cache, context)

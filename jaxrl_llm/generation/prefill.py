@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.generation.kv_cache import RESIDUAL_DTYPE, prefill_attend
+from jaxrl_llm.generation.kv_cache import RESIDUAL_DTYPE, HeadAxes, prefill_attend
 from jaxrl_llm.generation.packed_prompts import prefill_rows
 from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sizes import EngineSizes
@@ -25,7 +25,7 @@ def prefill(
     state: State,
     *,
     attention: Implementation,
-    heads_axis: str | None,
+    heads: HeadAxes | None,
 ) -> State:
     """Compute the next prompts of the queue into rows of the cache that no live slot reads.
 
@@ -55,7 +55,7 @@ def prefill(
             rows.position_AL,
             jnp.where(real_AL, rows.prompt_AL + 1, 0) if sizes.prefill.prompts > 1 else None,
             attention,
-            heads_axis,
+            heads,
         ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,

@@ -256,9 +256,8 @@ def fit_mesh(mesh: MeshConfig) -> MeshConfig:
     count, processes = jax.device_count(), jax.process_count()
     if processes > 1 and mesh.num_devices == 1:
         return replace(mesh, data=count)
-    sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     try:
-        check_mesh(sizes, count, processes)
+        check_mesh(mesh.sizes, count, processes)
     except ValueError as error:
         if jax.default_backend() == "cpu" and mesh.num_devices > count and processes == 1:
             raise ConfigError(
@@ -269,7 +268,7 @@ def fit_mesh(mesh: MeshConfig) -> MeshConfig:
     if mesh.num_devices < count:
         print(
             f"the mesh uses {mesh.num_devices} of {count} devices, {count - mesh.num_devices} are "
-            f"idle; {larger_mesh(sizes, count)} uses all",
+            f"idle; {larger_mesh(mesh.sizes, count)} uses all",
             file=sys.stderr,
             flush=True,
         )

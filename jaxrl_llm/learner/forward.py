@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.kernels.flash_attention import Implementation, attention
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
@@ -34,7 +34,7 @@ class ForwardSettings:
     scan_layers: bool = False
     residual_dtype: str = "float32"  # of the residual stream; the sampler's is float32
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
-    mesh: Mesh | None = None  # of several devices; kernels need it, XLA's operations do not
+    layout: Layout | None = None  # of several devices; kernels need it, XLA's operations do not
 
     @property
     def cast_ahead(self) -> CastAhead | None:
@@ -45,7 +45,7 @@ class ForwardSettings:
         """
         if self.remat not in ("none", "projections"):
             return None
-        wide = self.mesh is None and not self.scan_layers
+        wide = self.layout is None and not self.scan_layers
         return CastAhead(dtype=self.dtype, float32_gradients=wide)
 
 
@@ -79,7 +79,7 @@ def hidden_states(
         return out, cache
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    with _in_scope(settings.mesh):
+    with contextlib.nullcontext() if settings.layout is None else settings.layout.scope():
         hidden, _ = model(
             tokens,
             positions if rows is None else rows.positions,
@@ -89,12 +89,6 @@ def hidden_states(
             residual_dtype=settings.residual_dtype,
         )
     return hidden
-
-
-def _in_scope(mesh: Mesh | None) -> Any:
-    if mesh is None:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def prepare(spec: ModelSpec, params: Params, settings: ForwardSettings) -> Any:
@@ -147,7 +141,7 @@ def response_statistics(
         hidden,
         weight,
         rows.targets,
-        settings.mesh,
+        settings.layout,
         lengths=rows.num_targets,
         temperature=temperature,
         with_entropy=with_entropy,
@@ -157,7 +151,7 @@ def response_statistics(
         squares = rows.to_samples(sum_squared_probs(hidden, weight, temperature=temperature))
     if candidates is not None:
         run = partial(linear_logprobs_at, temperature=temperature)
-        found = _by_replica(run, settings.mesh, hidden, weight, rows.at_targets(candidates))
+        found = _by_replica(run, settings.layout, hidden, weight, rows.at_targets(candidates))
         at_candidates = rows.to_samples_each(found)
     if top_k:
         ids, top_logprobs = linear_top_k(hidden, weight, top_k, temperature=temperature)
@@ -221,7 +215,7 @@ def row_logprobs(
     """Log-prob of each token given the tokens before it; 0 at position 0."""
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)[:, :-1]
-    logprobs, _ = head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.mesh)
+    logprobs, _ = head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.layout)
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
@@ -229,7 +223,7 @@ def head_logprobs(
     hidden: Float[Array, "B X D"],
     weight: Float[Array, "V D"],
     targets: Int[Array, "B X"],
-    mesh: Mesh | None,
+    layout: Layout | None,
     *,
     lengths: Int[Array, " B"] | None = None,
     temperature: float = 1.0,
@@ -251,23 +245,28 @@ def head_logprobs(
             with_entropy=with_entropy,
         )
 
-    return _by_replica(run, mesh, hidden, weight, targets, lengths)
+    return _by_replica(run, layout, hidden, weight, targets, lengths)
 
 
 def _by_replica(
-    run: Callable[..., Any], mesh: Mesh | None, hidden: Array, weight: Array, *of_rows: Array | None
+    run: Callable[..., Any],
+    layout: Layout | None,
+    hidden: Array,
+    weight: Array,
+    *of_rows: Array | None,
 ) -> Any:
-    if mesh is None or hidden.shape[0] % num_replicas(mesh):
+    if layout is None or hidden.shape[0] % layout.num_replicas:
         return run(hidden, weight, *of_rows)
-    by_row = PartitionSpec(REPLICA_AXES)
+    replicas = layout.axes("batch")
+    by_row = PartitionSpec(replicas)
     # One copy for each replica, on its own devices. Of one array for all, the gradient would be
     # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
-    copies = jnp.broadcast_to(weight, (num_replicas(mesh), *weight.shape))
+    copies = jnp.broadcast_to(weight, (layout.num_replicas, *weight.shape))
     return jax.shard_map(
         lambda hidden, weight, *of_rows: run(hidden, weight[0], *of_rows),
-        mesh=mesh,
+        mesh=layout.mesh,
         in_specs=by_row,
         out_specs=by_row,
-        axis_names=set(REPLICA_AXES),
+        axis_names=set(replicas),
         check_vma=False,
     )(hidden, copies, *of_rows)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
-from jaxrl_llm.config import ModelSettings
+from jaxrl_llm.config import Config, ModelSettings
+from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.config import Kind
@@ -45,6 +47,17 @@ def find_model(settings: ModelSettings, tokenizer: Tokenizer | None = None) -> M
     return ModelSource(
         config=load_model_config(directory), directory=directory, checkpoint=found.checkpoint
     )
+
+
+def open_mesh(config: Config, tokenizer: Tokenizer | None = None) -> Mesh:
+    """The mesh of a run, with the parts that its models and phases need.
+
+    Raises: ValueError for sizes that do not fit the devices or each other.
+    """
+    models = [config.actor, config.critic, config.reward.model, config.teacher, *config.models]
+    named = [m for m in models if m is not None and (m.path or m.hf_config)]
+    heads = sorted({find_model(m, tokenizer).config.num_kv_heads for m in named})
+    return mesh_of(config.mesh, heads)
 
 
 def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:

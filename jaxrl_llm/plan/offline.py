@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.offline import (
     groups_of,
 )
 from jaxrl_llm.config import Config, SupervisedConfig
-from jaxrl_llm.distributed.mesh import num_replicas
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.offline_losses import (
@@ -236,10 +236,12 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     check_vocabulary(tokenizer, source.config.vocab_size)
     kind = algorithm.model_kind
     spec = spec_of(source, kind, config.actor)
-    learner = make_role(LEARNERS[kind], spec, config.actor, mesh, exact=config.exact)
+    learner = make_role(
+        LEARNERS[kind], spec, config.actor, mesh, phases=config.mesh, exact=config.exact
+    )
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
     reference = reference_role(config, source, mesh) if algorithm.reads_reference else None
-    micro_batches = _micro_batches(config, mesh)
+    micro_batches = _micro_batches(config, learner.layout)
     precomputed = reference is not None and config.precompute_reference
     catalogue = _forward_stages(
         algorithm, learner, reference, micro_batches, table=TRAIN if precomputed else None
@@ -277,9 +279,9 @@ def plan_supervised(
     `prefix` names its metrics: sft | teacher | reward_model.
     """
     learner = role.with_optimizer(training.optimizer, training.steps)
-    mesh, size = role.mesh, training.batch_size
-    rows = training.micro_batch_size * num_replicas(mesh) or size
-    micro_batches = Padded(num=size // rows, shard=shard_stacked(mesh))
+    size = training.batch_size
+    rows = training.micro_batch_size * role.layout.num_replicas or size
+    micro_batches = Padded(num=size // rows, shard=shard_stacked(role.layout))
     name = f"update_{prefix}"
     stages = plan([_update(learner, algorithm, micro_batches, name, prefix)], fields=OFFLINE)
     return OfflinePlan(
@@ -292,7 +294,7 @@ def plan_supervised(
         stages=stages,
         program=Program(
             segments(stages),
-            mesh=mesh,
+            mesh=role.mesh,
             state_shardings={learner.name: learner.shardings},
             supervised=True,
         ),
@@ -331,15 +333,15 @@ def _check(config: Config, algorithm: OfflineAlgorithm) -> None:
         )
 
 
-def _micro_batches(config: Config, mesh: Mesh) -> MicroBatches:
-    actor, replicas = config.actor, num_replicas(mesh)
+def _micro_batches(config: Config, layout: Layout) -> MicroBatches:
+    actor, replicas = config.actor, layout.num_replicas
     if actor.micro_batch_tokens:
         return Packed(
-            row_tokens=actor.micro_batch_tokens, num_replicas=replicas, shard=shard_rows(mesh)
+            row_tokens=actor.micro_batch_tokens, num_replicas=replicas, shard=shard_rows(layout)
         )
     batch = config.data.train_batch_size
     rows = actor.micro_batch_size * replicas or batch
-    return Padded(num=batch // rows, shard=shard_stacked(mesh))
+    return Padded(num=batch // rows, shard=shard_stacked(layout))
 
 
 # ------------------------------------------------------------------------- stages

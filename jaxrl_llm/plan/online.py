@@ -14,7 +14,6 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError, ModelSettings
-from jaxrl_llm.distributed.mesh import num_replicas
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -153,7 +152,7 @@ class OnlinePlan:
         dtype = jnp.dtype(self.config.rollout.dtype or self.config.actor.dtype)
         role = self.learner
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), role.spec.params)
-        return switch_bytes(shapes, role.param_shardings, role.use_shardings)
+        return switch_bytes(shapes, role.param_shardings, role.generation_shardings)
 
     def abstract_states(self) -> States:
         """Shapes and shardings of everything that the roles keep from start to end."""
@@ -316,29 +315,32 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
 
 
-def update_sizes(config: Config, role: str, mesh: Mesh) -> UpdateSizes:
-    """How the passes of `role` (actor or critic) walk through an iteration's samples.
+def update_sizes(config: Config, role: Role) -> UpdateSizes:
+    """How the passes of `role` walk through an iteration's samples, as the critic's or the actor's.
 
     Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
     """
-    settings = config.critic if role == "critic" else config.actor
+    settings = config.critic if role.name == "critic" else config.actor
     samples = config.data.train_batch_size * config.rollout.n
     mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    layout, of_passes = role.layout, role.passes.layout or role.layout
     if settings.micro_batch_tokens:
-        packed = Packed(
+        update = Packed(
             row_tokens=settings.micro_batch_tokens,
             group=config.rollout.n if settings.share_prompts else 1,
-            num_replicas=num_replicas(mesh),
-            shard=stages.shard_rows(mesh),
+            num_replicas=layout.num_replicas,
+            shard=stages.shard_rows(layout),
         )
-        update, forward = packed, packed
+        forward = replace(
+            update, num_replicas=of_passes.num_replicas, shard=stages.shard_rows(of_passes)
+        )
         if config.actor.shuffle:
-            update = replace(packed, group=1)
+            update = replace(update, group=1)
     else:
-        micro_batch = settings.micro_batch_size * config.mesh.num_replicas or mini_batch
-        shard = stages.shard_stacked(mesh)
-        update = Padded(num=mini_batch // micro_batch, shard=shard)
-        forward = Padded(num=samples // micro_batch, shard=shard)
+        micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
+        of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
+        update = Padded(num=mini_batch // micro_batch, shard=stages.shard_stacked(layout))
+        forward = Padded(num=samples // of_pass, shard=stages.shard_stacked(of_passes))
     return UpdateSizes(
         num_mini_batches=samples // mini_batch,
         num_epochs=settings.ppo_epochs,
@@ -381,11 +383,11 @@ def _roles(
             sources[name] = actor
         _check_vocabulary(name, source, actor)
         spec = spec_of(source, kind, settings)
-        roles[name] = make_role(name, spec, settings, mesh, exact=config.exact)
+        roles[name] = make_role(name, spec, settings, mesh, phases=config.mesh, exact=config.exact)
     iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
     for name, number in iterations.items():
         settings = config.actor if name == "actor" else config.critic
-        per_epoch = number * update_sizes(config, "actor", mesh).num_mini_batches
+        per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
         steps = max(per_epoch * settings.ppo_epochs, 1)
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
     roles["reference"] = reference_role(config, actor, mesh)
@@ -409,7 +411,7 @@ def reference_role(config: Config, source: ModelSource, mesh: Mesh) -> Role:
         attention=config.actor.attention,
     )
     spec: ModelSpec = spec_of(source, "causal_lm", settings)
-    return make_role("reference", spec, settings, mesh, exact=config.exact)
+    return make_role("reference", spec, settings, mesh, phases=config.mesh, exact=config.exact)
 
 
 # ------------------------------------------------------------------------- stages
@@ -450,7 +452,7 @@ class _Planning:
         Then no pass of their own does, unless something else reads them. Nor where only the critic
         warms up: there is no such step meanwhile, and the metrics would be missing.
         """
-        sizes = update_sizes(self.config, "actor", self.roles["actor"].mesh)
+        sizes = update_sizes(self.config, self.roles["actor"])
         own = (
             sizes.num_mini_batches == sizes.num_epochs == 1
             and "old_logprobs" in field_names(self.algorithm.policy_loss)
@@ -473,7 +475,7 @@ class _Planning:
     def catalogue(self, *, own_logprobs: bool) -> list[Stage]:
         """Every stage that might be needed; the planner keeps those that are."""
         config, algorithm, roles = self.config, self.algorithm, self.roles
-        sizes = update_sizes(config, "actor", roles["actor"].mesh)
+        sizes = update_sizes(config, roles["actor"])
         passes: dict[str, Any] = {
             "micro_batches": sizes.forward,
             "temperature": config.rollout.temperature,
@@ -489,7 +491,7 @@ class _Planning:
             ),
             stages.Values(
                 model=roles["critic"],
-                micro_batches=update_sizes(config, "critic", reference.mesh).forward,
+                micro_batches=update_sizes(config, roles["critic"]).forward,
             ),
             *self._rewards_and_advantages(),
         ]
@@ -566,7 +568,7 @@ class _Planning:
     def _updates(self, sizes: UpdateSizes, *, own_logprobs: bool) -> list[Stage]:
         config, algorithm = self.config, self.algorithm
         actor, critic = self.roles["actor"], self.roles["critic"]
-        critic_sizes = update_sizes(config, "critic", critic.mesh)
+        critic_sizes = update_sizes(config, critic)
         found: list[Stage] = []
         if algorithm.value_loss is not None:
             loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)

@@ -8,13 +8,10 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ModelSettings, OptimizerConfig
-from jaxrl_llm.distributed.sharding import (
-    GENERATION_RULES,
-    TRAIN_RULES,
-    check_host_memory,
-    shardings,
-)
+from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.layout import Layout, generation_layout, train_layout
+from jaxrl_llm.distributed.reshard import to_layout
+from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
@@ -27,14 +24,25 @@ class Role:
 
     name: str
     spec: ModelSpec
-    forward: ForwardSettings
-    param_shardings: Params  # storage: the training layout
-    use_shardings: Params  # gathered over fsdp: the generation layout
+    forward: ForwardSettings  # of updates
+    passes: ForwardSettings  # without a gradient; may have a layout of its own
+    layout: Layout  # of storage and updates
+    generation: Layout
+    param_shardings: Params  # in `layout`
     optimizer: optax.GradientTransformationExtraArgs | None = None
     offload: bool = False  # optimizer state is in host memory between steps
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
-    mesh: Mesh
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def generation_shardings(self) -> Params:
+        """Shardings of the parameters in the generation layout."""
+        spec = self.spec
+        return shardings(spec.axes, spec.params, self.mesh, self.generation.rules)
 
     @property
     def shardings(self) -> Any:
@@ -90,32 +98,55 @@ class Role:
 
 
 def make_role(
-    name: str, spec: ModelSpec, settings: ModelSettings, mesh: Mesh, *, exact: bool = False
+    name: str,
+    spec: ModelSpec,
+    settings: ModelSettings,
+    mesh: Mesh,
+    *,
+    phases: MeshConfig | None = None,
+    exact: bool = False,
 ) -> Role:
     """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
 
-    `exact` chooses attention whose gradient has the same bits in every run.
+    `phases` has the tensor sizes of generation and of passes without a gradient; None takes the
+    mesh's. `exact` chooses attention whose gradient has the same bits in every run.
     """
-    use = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
+    phases = phases or MeshConfig()
+    num_kv_heads = spec.config.num_kv_heads
+    layout = train_layout(mesh, num_kv_heads)
+    of_passes = train_layout(mesh, num_kv_heads, tensor=phases.passes.tensor)
+    generation = generation_layout(mesh, num_kv_heads, tensor=phases.generation.tensor)
+    forward = ForwardSettings(
+        dtype=settings.dtype,
+        attention="exact" if exact and settings.attention == "auto" else settings.attention,
+        remat=settings.remat,
+        scan_layers=settings.scan_layers,
+        residual_dtype=settings.residual_dtype,
+        gather=gather_to(layout, spec),
+        layout=layout if mesh.size > 1 else None,
+    )
+    passes = forward
+    if of_passes != layout:
+        passes = replace(forward, gather=switch_and_gather(of_passes, spec), layout=of_passes)
     return Role(
         name=name,
         spec=spec,
-        forward=ForwardSettings(
-            dtype=settings.dtype,
-            attention="exact" if exact and settings.attention == "auto" else settings.attention,
-            remat=settings.remat,
-            scan_layers=settings.scan_layers,
-            residual_dtype=settings.residual_dtype,
-            gather=gather_to(use, spec.axes, mesh),
-            mesh=mesh if mesh.size > 1 else None,
-        ),
-        param_shardings=shardings(spec.axes, spec.params, mesh, TRAIN_RULES),
-        use_shardings=use,
-        mesh=mesh,
+        forward=forward,
+        passes=passes,
+        layout=layout,
+        generation=generation,
+        param_shardings=shardings(spec.axes, spec.params, mesh, layout.rules),
     )
 
 
-def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Params], Params]:
+def switch_and_gather(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
+    """Brings all parameters into `layout`, then gathers as `gather_to` does."""
+    target = shardings(spec.axes, spec.params, layout.mesh, layout.rules)
+    gather = gather_to(layout, spec)
+    return lambda params: gather(to_layout(params, target))
+
+
+def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
     """Gathers the vocabulary tables over fsdp before a training pass uses them.
 
     A lookup in the stored layout of the embedding makes the partitioner move activations in every
@@ -123,8 +154,10 @@ def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Para
     does. Gathering all weights here would hold them all at once. The sharded optimizer state
     scatters the gradients back to the stored layout.
     """
-    if mesh.size == 1:
+    if layout.mesh.size == 1:
         return lambda params: params
+    axes = spec.axes
+    use = shardings(axes, spec.params, layout.mesh, layout.rules.replace(embed=None))
 
     def gather(names: tuple[str, ...], sharding: Any, param: jax.Array) -> jax.Array:
         if "vocab" not in names:
@@ -133,7 +166,7 @@ def gather_to(use_shardings: Params, axes: Params, mesh: Mesh) -> Callable[[Para
         return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
 
     return lambda params: jax.tree.map(
-        gather, axes, use_shardings, params, is_leaf=lambda x: isinstance(x, tuple)
+        gather, axes, use, params, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 

@@ -125,7 +125,7 @@ def _model_scores(role: Role, state: Any, micro_batches: MicroBatches, samples: 
             rows_of(part),
             part["mask"],
             spec=role.spec,
-            settings=role.forward,
+            settings=role.passes,
         )
 
     return micro_batches.join(forward, samples)

@@ -11,14 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
-from jaxrl_llm.distributed.mesh import REPLICA_AXES, num_replicas
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.forward import (
@@ -56,19 +56,18 @@ class ModelStage(Stage):
         return self.model.name
 
 
-def shard_stacked(mesh: Mesh) -> Callable[[Any], Any]:
+def shard_stacked(layout: Layout) -> Callable[[Any], Any]:
     """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
-    if mesh.size == 1:
+    if layout.mesh.size == 1:
         return _unchanged
-    sharding = NamedSharding(mesh, PartitionSpec(None, REPLICA_AXES))
-    return partial(_constrained, sharding=sharding)
+    return partial(_constrained, sharding=layout.sharding(None, "batch"))
 
 
-def shard_rows(mesh: Mesh) -> Callable[[Any], Any]:
+def shard_rows(layout: Layout) -> Callable[[Any], Any]:
     """Constrains arrays of rows, one row a replica, to the devices of their replica."""
-    if mesh.size == 1:
+    if layout.mesh.size == 1:
         return _unchanged
-    return partial(_constrained, sharding=NamedSharding(mesh, PartitionSpec(REPLICA_AXES)))
+    return partial(_constrained, sharding=layout.sharding("batch"))
 
 
 def _unchanged(tree: Any) -> Any:
@@ -110,12 +109,13 @@ class Generation:
             sample_ids,
             jax.random.fold_in(jax.random.key(self.seed), step),
             settings,
-            mesh=role.mesh,
+            layout=role.generation,
         )
 
     def compiler_options(self, role: Role) -> dict[str, bool]:
         """XLA's, for a program that generates a batch, with greedy answers or without."""
-        return compiler_options(self.samples // num_replicas(role.mesh), self.settings.num_slots)
+        samples = self.samples // role.generation.num_replicas
+        return compiler_options(samples, self.settings.num_slots)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +170,7 @@ class GenerateGreedily(ModelStage):
         rows, group = prompt_lengths.shape[0], settings.group
         # The others of a group are rows without a prompt: they generate nothing and take no slot.
         lengths = jnp.where(jnp.arange(rows) % group == 0, prompt_lengths, 0)
-        slots = settings.num_slots or -(-rows // (num_replicas(self.model.mesh) * group))
+        slots = settings.num_slots or -(-rows // (self.model.generation.num_replicas * group))
         greedy = replace(settings.sampling, temperature=0.0)
         settings = replace(settings, sampling=greedy, group=1, num_slots=slots)
         out = self.how.run(self.model, state, step, prompts, lengths, sample_ids, settings)
@@ -217,7 +217,7 @@ class OldLogprobs(ModelStage):
                 params_of(state),
                 rows_of(part),
                 spec=self.model.spec,
-                settings=self.model.forward,
+                settings=self.model.passes,
                 temperature=self.temperature,
                 with_entropy=True,
                 with_squares=with_squares,
@@ -265,7 +265,7 @@ class FrozenLogprobs(ModelStage):
                 params_of(state),
                 rows_of(part),
                 spec=self.model.spec,
-                settings=self.model.forward,
+                settings=self.model.passes,
                 temperature=self.temperature,
             )[0]
 
@@ -300,7 +300,7 @@ class TeacherTop(ModelStage):
                 params_of(state),
                 rows_of(part),
                 spec=self.model.spec,
-                settings=self.model.forward,
+                settings=self.model.passes,
                 temperature=self.temperature,
                 top_k=self.top_k,
             ).top
@@ -331,7 +331,7 @@ class Values(ModelStage):
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_values(
-                params_of(state), rows_of(part), spec=self.model.spec, settings=self.model.forward
+                params_of(state), rows_of(part), spec=self.model.spec, settings=self.model.passes
             )
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
@@ -479,7 +479,7 @@ class Update(ModelStage):
             fields,
             num_mini_batches=sizes.num_mini_batches,
             num_epochs=sizes.num_epochs,
-            shard=shard_stacked(role.mesh),
+            shard=shard_stacked(role.layout),
             shuffle_key=key,
         )
         optimizer_step = partial(

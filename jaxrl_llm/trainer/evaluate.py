@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.mesh import num_replicas
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
@@ -106,10 +105,10 @@ class Validator:
                 sample_ids,
                 key,
                 settings,
-                mesh=role.mesh,
+                layout=role.generation,
             )
 
-        samples = self._batch_size * self._n // num_replicas(self._mesh)
+        samples = self._batch_size * self._n // role.generation.num_replicas
         options = compiler_options(samples, settings.num_slots)
         return jax.jit(answer, compiler_options=options)
 

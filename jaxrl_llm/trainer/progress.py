@@ -102,7 +102,7 @@ class Clock:
                 num_devices=mesh.size,
                 peak=peak_flops(mesh.devices.flat[0].device_kind),
             )
-            if mesh.shape["fsdp"] > 1:
+            if plan.layout_switch_bytes:
                 metrics["perf/layout_switch_gb"] = plan.layout_switch_bytes / 1e9
         compiled = self.compilations.programs(PROGRAM) - self._compiled
         expected = self._steps == 0 or plan.begins_program(step)

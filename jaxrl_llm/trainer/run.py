@@ -15,12 +15,11 @@ from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
-from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
-from jaxrl_llm.plan.models import find_tokenizer, write_huggingface_files
+from jaxrl_llm.plan.models import find_tokenizer, open_mesh, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
@@ -241,8 +240,8 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
     """
     started = time.perf_counter()
     run_dir = folder.path
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    mesh = open_mesh(config, tokenizer)
     with ExitStack() as stack:
         plan, data = open_plan_and_data(config, tokenizer, mesh, run_dir, stack)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)

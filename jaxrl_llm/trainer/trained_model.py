@@ -31,7 +31,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, spec_of
+from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, open_mesh, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
@@ -113,10 +113,10 @@ def complete(
 
 def evaluate(config: Config) -> Validation:
     """Answer and grade the config's held-out data with `actor.path`, as its validation would."""
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     tokenizer = find_tokenizer("", config.actor)
-    source = find_model(config.actor)
-    role = make_role("actor", spec_of(source, "causal_lm", config.actor), config.actor, mesh)
+    mesh, source = open_mesh(config), find_model(config.actor)
+    spec = spec_of(source, "causal_lm", config.actor)
+    role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     with ExitStack() as stack:
         validator = open_validator(config, role, tokenizer, None, stack)
         return validator.run(load_params(role, source, config.seed), 0)

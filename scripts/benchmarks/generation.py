@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from benchmarks.harness import Case, CheckFailed, most_mult_prob_error, require
 from benchmarks.options import Options
@@ -15,13 +14,8 @@ from benchmarks.roofline import H200, decode_seconds, prefill_flops, prefill_sec
 from benchmarks.workloads import GenerationWorkload, generation_workloads
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
-from jaxrl_llm.distributed.sharding import (
-    GENERATION_RULES,
-    batch_sharding,
-    replicated,
-    shardings,
-)
+from jaxrl_llm.distributed.layout import Layout, generation_layout, mesh_of
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated, shardings
 from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -32,10 +26,10 @@ from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
 class Weights:
     """Random weights of one shape in the generation layout, shared by its cases."""
 
-    def __init__(self, spec: ModelSpec, config: Config, mesh: Mesh, users: int) -> None:
-        self._config, self._mesh = config, mesh
+    def __init__(self, spec: ModelSpec, config: Config, layout: Layout, users: int) -> None:
+        self._config, self._mesh = config, layout.mesh
         self._trainers: dict[tuple[int, int], jax.stages.Lowered] = {}
-        self.shardings = shardings(spec.axes, spec.params, mesh, GENERATION_RULES)
+        self.shardings = shardings(spec.axes, spec.params, layout.mesh, layout.rules)
         self.abstract = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             spec.params,
@@ -75,10 +69,16 @@ class Generation(Case):
     num_checked = 4  # rows
 
     def __init__(
-        self, shape: str, work: GenerationWorkload, config: Config, mesh: Mesh, weights: Weights
+        self,
+        shape: str,
+        work: GenerationWorkload,
+        config: Config,
+        layout: Layout,
+        weights: Weights,
     ) -> None:
         self.shape, self.name = shape, work.name
-        self.work, self.config, self.mesh, self.weights = work, config, mesh, weights
+        self.work, self.config, self.weights = work, config, weights
+        self.layout, self.mesh = layout, layout.mesh
         self.spec = weights.spec
         # Spread over all rows, with the last and the longest: refilled slots and every replica.
         spread = np.linspace(0, work.rows - 1, self.num_checked).astype(int)
@@ -99,7 +99,7 @@ class Generation(Case):
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         num_slots = self.config.rollout.num_slots
-        options = compiler_options(work.rows // num_replicas(self.mesh), num_slots)
+        options = compiler_options(work.rows // self.layout.num_replicas, num_slots)
         answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
         return {
             "main": answer.lower(self.weights.abstract, *inputs, key),
@@ -204,7 +204,7 @@ class Generation(Case):
                 quantization=rollout.quantization,
                 attention=self.config.actor.attention,
             ),
-            mesh=self.mesh,
+            layout=self.layout,
             limits_N=limits,
         )
 
@@ -232,17 +232,19 @@ def generation_cases(options: Options) -> Sequence[Case]:
     cases: list[Case] = []
     for shape in options.shapes:
         config = options.config(shape)
-        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        heads = options.shapes[shape].num_kv_heads
+        mesh = mesh_of(config.mesh, [heads])
+        layout = generation_layout(mesh, heads, tensor=config.mesh.generation.tensor)
         work = generation_workloads(options, shape)
         for one in work:
-            if one.rows % num_replicas(mesh):
+            if one.rows % layout.num_replicas:
                 raise ValueError(
                     f"{one.name} has {one.rows} rows, which do not divide over "
-                    f"{num_replicas(mesh)} replicas; choose others with --batch or --groups"
+                    f"{layout.num_replicas} replicas; choose others with --batch or --groups"
                 )
         spec = model_spec(options.shapes[shape], dtype=config.rollout.dtype or config.actor.dtype)
-        weights = Weights(spec, config, mesh, len(work))
+        weights = Weights(spec, config, layout, len(work))
         for one in work:
             kind = Prefill if one.prefill else Generation
-            cases.append(kind(shape, one, config, mesh, weights))
+            cases.append(kind(shape, one, config, layout, weights))
     return cases

@@ -11,9 +11,9 @@ from benchmarks.harness import Case, CheckFailed
 from benchmarks.options import Options
 from benchmarks.roofline import H200
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.layout import generation_layout, mesh_of, train_layout
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
-from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.models.base import init_sharded, model_spec
 from jaxrl_llm.models.config import ModelConfig
 
@@ -24,13 +24,15 @@ class LayoutSwitch(Case):
     benchmark = "layout_switch"
 
     def __init__(self, shape: str, model: ModelConfig, config: Config) -> None:
-        self.mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-        sizes = vars(config.mesh).items()
+        heads, own = model.num_kv_heads, config.mesh.generation.tensor
+        mesh = mesh_of(config.mesh, [heads])
+        sizes = {**config.mesh.sizes, "generation": own}.items()
         self.shape = shape
         self.name = "_".join(["switch", *(f"{axis}{size}" for axis, size in sizes)])
         self.spec = model_spec(model, dtype=config.rollout.dtype or config.actor.dtype)
-        layout = partial(shardings, self.spec.axes, self.spec.params, self.mesh)
-        self.before, self.after = layout(TRAIN_RULES), layout(GENERATION_RULES)
+        before, after = train_layout(mesh, heads), generation_layout(mesh, heads, tensor=own)
+        layout = partial(shardings, self.spec.axes, self.spec.params, mesh)
+        self.before, self.after = layout(before.rules), layout(after.rules)
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         abstract = jax.tree.map(

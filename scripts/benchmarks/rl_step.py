@@ -19,7 +19,7 @@ from benchmarks.iteration import planned
 from benchmarks.options import Options
 from benchmarks.roofline import H200
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.models.config import ModelConfig
@@ -40,7 +40,7 @@ class RlStep(Case):
         data, n = config.data, config.rollout.n
         sizes = f"{data.train_batch_size}x{n}_{data.max_prompt_length}+{data.max_response_length}"
         self.name = f"{workload}_{sizes}"
-        self.mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        self.mesh = mesh_of(config.mesh, [model.num_kv_heads])
         self.iteration = planned(config, self.mesh)
         self.step, self.stages, self.tokens = 0, [], 0
 

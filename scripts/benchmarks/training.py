@@ -18,7 +18,7 @@ from benchmarks.workloads import TrainingWorkload, training_workloads
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import ActorConfig, Config, CriticConfig, Custom, check
-from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_values
@@ -373,8 +373,8 @@ def training_cases(options: Options) -> Sequence[Case]:
     cases = []
     for shape in options.shapes:
         config = options.config(shape)
-        mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
         model = options.shapes[shape]
+        mesh = mesh_of(config.mesh, [model.num_kv_heads])
         checks = Checks(model, config)
         for work in training_workloads(options, shape):
             if min(work.limits) < 1:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_tokenizer import write_chat_tokenizer
+from tiny import model_config
 from tiny_models import tiny_config, write_directory
 
 from jaxrl_llm.config import (
@@ -26,9 +27,11 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.micro_batches import Packed, Padded
+from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration, plan_online, update_sizes
+from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import (
     held_out_sources,
@@ -183,12 +186,13 @@ def test_prompts_are_shared_as_the_config_says(settings, of_updates, of_log_prob
         actor=replace(config.actor, micro_batch_tokens=512, **settings),
         rollout=replace(config.rollout, n=4),
     )
-    mesh = make_mesh(1, 1, 1)
-    sizes = update_sizes(config, "actor", mesh)
+    spec, mesh = model_spec(model_config()), make_mesh(1, 1, 1)
+    actor, critic = (make_role(name, spec, config.actor, mesh) for name in ("actor", "critic"))
+    sizes = update_sizes(config, actor)
     assert isinstance(sizes.update, Packed) and isinstance(sizes.forward, Packed)
     assert (sizes.update.group, sizes.forward.group) == (of_updates, of_log_probs)
     assert sizes.update.row_tokens == sizes.forward.row_tokens == 512
-    assert isinstance(update_sizes(config, "critic", mesh).update, Padded)
+    assert isinstance(update_sizes(config, critic).update, Padded)
 
 
 def test_a_critic_warms_up_in_the_first_phase_that_has_one():

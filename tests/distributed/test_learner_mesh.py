@@ -22,6 +22,7 @@ from tiny_models import tiny_config as tiny_model_config
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.layout import train_layout
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -102,7 +103,7 @@ def test_gradients_of_embeddings_in_bf16_are_counts():
         mesh = make_mesh(**sizes)
 
         def total(params, tokens, mesh=mesh):
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            with train_layout(mesh, spec.config.num_kv_heads).scope():
                 out = bind(spec, params).decoder.embed(tokens)
             return out.astype(jnp.float32).sum() * 0.375
 
@@ -139,7 +140,8 @@ def test_gradient_of_the_head_in_bfloat16():
 
     def gradient(mesh):
         def loss(weight, hidden, targets):
-            return head_logprobs(hidden, weight, targets, mesh)[0].sum()
+            layout = None if mesh is None else train_layout(mesh, 1)
+            return head_logprobs(hidden, weight, targets, layout)[0].sum()
 
         arguments = weight, hidden, targets
         if mesh is not None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tiny import model_config
 
+from jaxrl_llm.distributed.layout import Layout, generation_layout
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, batch_sharding, shardings
+from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, shardings
 from jaxrl_llm.generation.engine import generate, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -31,11 +32,10 @@ def inputs():
 
 
 def on_mesh(mesh, sampling, **whole):
-    rules = GENERATION_RULES.replace(**whole)
+    layout = generation_layout(mesh, SPEC.config.num_kv_heads)
+    layout = Layout(mesh, layout.rules.replace(**whole))
     settings = GenerationSettings(sampling=sampling, num_slots=3)
-    return jax.jit(
-        functools.partial(generate_on_mesh, SPEC, settings=settings, mesh=mesh, rules=rules)
-    )
+    return jax.jit(functools.partial(generate_on_mesh, SPEC, settings=settings, layout=layout))
 
 
 def place(mesh, whole, params, tokens, lengths, ids, key):
@@ -69,8 +69,8 @@ def check_collectives(text, mesh):
     """In the entry only all-gathers over fsdp; in the loops only groups along tensor."""
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
     allowed = {
-        "fsdp": {tuple(group) for group in np.moveaxis(ids, 1, -1).reshape(-1, ids.shape[1])},
-        "tensor": {tuple(group) for group in ids.reshape(-1, ids.shape[2])},
+        axis: {tuple(group) for group in np.moveaxis(ids, i, -1).reshape(-1, ids.shape[i])}
+        for i, axis in enumerate(mesh.axis_names)
     }
     entry = text[text.index("\nENTRY") :].splitlines()
     seen = 0
@@ -143,5 +143,5 @@ def test_prompts_that_do_not_divide_are_refused_with_the_remedy():
     params, tokens, lengths, ids, key = inputs()
     with pytest.raises(ValueError, match="23 prompts.*8 replicas.*pad to 24 rows"):
         on_mesh(mesh, SAMPLED)(params, tokens[:23], lengths[:23], ids[:23], key)
-    with pytest.raises(ValueError, match="'kv_heads' of 2 does not divide over tensor=4"):
-        on_mesh(make_mesh(fsdp=2, tensor=4), SAMPLED)(*inputs())
+    with pytest.raises(ValueError, match="'q_heads' of 4 does not divide over tensor=8"):
+        on_mesh(make_mesh(tensor=8), SAMPLED)(*inputs())

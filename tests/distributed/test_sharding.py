@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.distributed.mesh import AXES, check_mesh, make_mesh, num_replicas
+from jaxrl_llm.distributed.mesh import (
+    AXES,
+    axis_parts,
+    axis_size,
+    check_mesh,
+    make_mesh,
+    num_replicas,
+    parts_of,
+)
 from jaxrl_llm.distributed.reshard import switch_bytes, time_switch, to_layout
 from jaxrl_llm.distributed.sharding import (
     GENERATION_RULES,
@@ -42,7 +50,7 @@ def shapes(vocab=64, heads=4):
 
 def test_rules_give_the_partition_spec():
     assert partition_spec(("embed", "q_heads", "head_dim"), TRAIN_RULES) == PartitionSpec(
-        "fsdp", "tensor", None
+        ("fsdp", "sequence", "pipeline"), "tensor", None
     )
     assert partition_spec(("vocab", "embed"), GENERATION_RULES) == PartitionSpec("tensor", None)
     assert partition_spec(("batch",), TRAIN_RULES) == PartitionSpec(("data", "fsdp"))
@@ -67,16 +75,40 @@ def test_every_logical_axis_has_a_rule():
 
 
 def test_mesh_sizes_are_refused_with_the_remedy():
-    check_mesh((2, 2, 2), 8)
-    check_mesh((1, 1, 1), 8)
+    check_mesh({"data": 2, "fsdp": 2, "tensor": 2}, 8)
+    check_mesh({}, 8)
     with pytest.raises(ValueError, match="needs 16 devices, but 8.*data=2 fits"):
-        check_mesh((4, 2, 2), 8)
-    with pytest.raises(ValueError, match="needs 9 devices, but 8.*fsdp=8"):
-        check_mesh((1, 3, 3), 8)
+        check_mesh({"data": 4, "fsdp": 2, "tensor": 2}, 8)
+    with pytest.raises(ValueError, match="needs 9 devices, but 8.*fsdp=8 --config.mesh.tensor=1"):
+        check_mesh({"data": 1, "fsdp": 3, "tensor": 3}, 8)
+    with pytest.raises(ValueError, match="sequence=4 needs 16 devices.*pipeline=2, .*data=1 fits"):
+        check_mesh({"data": 2, "sequence": 4, "pipeline": 2}, 8)
     with pytest.raises(ValueError, match="1 or more"):
-        check_mesh((1, 0, 1), 8)
+        check_mesh({"fsdp": 0}, 8)
     with pytest.raises(ValueError, match="with 2 processes every device"):
-        check_mesh((2, 1, 1), 8, num_processes=2)
+        check_mesh({"data": 2}, 8, num_processes=2)
+
+
+def test_an_axis_has_parts_where_a_group_of_devices_ends_inside_it():
+    assert axis_parts({"fsdp": 8, "tensor": 2}, [4]) == {
+        "data": 1,
+        "pipeline": 1,
+        "fsdp": 4,
+        "fsdp.1": 2,
+        "sequence": 1,
+        "tensor": 2,
+    }
+    assert axis_parts({"fsdp": 8}, [2, 4])["fsdp.2"] == 2
+    assert axis_parts({"fsdp": 8}) == {axis: 8 if axis == "fsdp" else 1 for axis in AXES}
+    with pytest.raises(ValueError, match="groups of 3 neighbouring devices.*fsdp=8"):
+        axis_parts({"fsdp": 8}, [3])
+    with pytest.raises(ValueError, match="groups of 2, 3"):
+        axis_parts({"fsdp": 6}, [2, 3])
+    mesh = make_mesh(fsdp=4, tensor=2, cuts=[4])
+    assert parts_of(mesh, "fsdp", "tensor") == ("fsdp", "fsdp.1", "tensor")
+    assert axis_size(mesh, "fsdp") == 4 and num_replicas(mesh) == 4
+    with pytest.raises(ValueError, match="no axis 'expert'"):
+        parts_of(mesh, "expert")
 
 
 def test_shardings_on_a_mesh_and_their_refusals():
@@ -96,8 +128,8 @@ def test_shardings_on_a_mesh_and_their_refusals():
     wide = make_mesh(fsdp=2, tensor=4)
     with pytest.raises(ValueError, match=r"layers/0/q: its dim 'q_heads' of 6.*use tensor of 2"):
         shardings(AXES_TREE, shapes(heads=6), wide, TRAIN_RULES)
-    with pytest.raises(ValueError, match=r"names the mesh axis 'sequence', but the mesh has"):
-        shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES.replace(embed="sequence"))
+    with pytest.raises(ValueError, match=r"rule for 'embed'.*no axis 'expert'.*Use one of"):
+        shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES.replace(embed="expert"))
     with pytest.raises(ValueError, match=r"layers/0/norm: 1 logical axes .* name every dim"):
         bad = {**shapes(), "layers": {"0": {**shapes()["layers"]["0"], "norm": jnp.ones((2, 2))}}}
         shardings(AXES_TREE, bad, mesh, TRAIN_RULES)

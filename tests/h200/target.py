@@ -22,11 +22,11 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 import jax
-import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.kernels.hopper import cache_ptxas_version
 
 cache_ptxas_version()  # as a run does when it starts: see launch/runtime.py
@@ -46,10 +46,13 @@ needs_compiler = [
 ]
 
 
-def h200_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    """A mesh of H200s of one host that exist for the compiler only."""
-    devices = np.array(_devices(math.prod(shape))).reshape(shape)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+def h200_mesh(sizes: tuple[int, int, int], **settings: Any) -> Mesh:
+    """A mesh (data, fsdp, tensor) of H200s of one host that exist for the compiler only.
+
+    `settings` are those of `make_mesh`.
+    """
+    others = math.prod(settings.get(axis, 1) for axis in ("sequence", "pipeline"))
+    return make_mesh(*sizes, **settings, devices=_devices(math.prod(sizes) * others))
 
 
 @functools.cache  # two topologies have two different devices 0
@@ -64,7 +67,7 @@ def _devices(count: int) -> tuple[Any, ...]:
 
 def one_h200() -> NamedSharding:
     """The sharding of arrays on a single card."""
-    return NamedSharding(h200_mesh((1,), ("data",)), PartitionSpec())
+    return NamedSharding(h200_mesh((1, 1, 1)), PartitionSpec())
 
 
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:

@@ -61,7 +61,7 @@ def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
 
 
 def test_kernels_compile_on_a_mesh_that_is_in_scope():
-    mesh = h200_mesh((1, 2, 2), ("data", "fsdp", "tensor"))
+    mesh = h200_mesh((1, 2, 2))
     rows, whole = (NamedSharding(mesh, PartitionSpec(axes)) for axes in (("data", "fsdp"), None))
     shapes = [(4, 256, heads, 64) for heads in (4, 2, 2)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

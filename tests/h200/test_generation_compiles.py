@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from target import abstract, h200_mesh, needs_compiler
 
-from jaxrl_llm.distributed.mesh import AXES
+from jaxrl_llm.distributed.layout import generation_layout
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
 from jaxrl_llm.generation.engine import (
     FEWEST_WITHOUT_TRITON,
@@ -267,7 +267,7 @@ def test_memory(program, case):
 def test_several_cards(stops, sizes):
     """The layout switch and the loops of the replicas, with whole heads and with heads that two
     cards share; stop ids or none."""
-    mesh = h200_mesh(sizes, AXES)
+    mesh = h200_mesh(sizes)
     spec = model_spec(ONE_LAYER)
     rows, whole = batch_sharding(mesh), replicated(mesh)
     layout = shardings(spec.axes, spec.params, mesh, TRAIN_RULES)
@@ -293,7 +293,7 @@ def test_several_cards(stops, sizes):
                 group=8,
                 attention="pallas",
             ),
-            mesh=mesh,
+            layout=generation_layout(mesh, spec.config.num_kv_heads),
         )
 
     text = jax.jit(answer).lower(*arguments).compile().as_text()

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from target import h200_mesh, in_memory, moments_in_memory, needs_compiler
 
 from jaxrl_llm.config import OptimizerConfig
-from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state, state_shardings
 from jaxrl_llm.learner.train_step import apply_gradients, mini_batches
@@ -22,7 +21,7 @@ SIZE = 4 * SHAPE[0] * SHAPE[1]  # bytes of one parameter, and of one of its mome
 
 def memory(kind, *, fsdp, num_epochs):
     """Of `num_epochs` updates, with the moments in a memory of that kind."""
-    mesh = h200_mesh((1, fsdp, 1), AXES)
+    mesh = h200_mesh((1, fsdp, 1))
     config = OptimizerConfig()
     optimizer = make_optimizer(config, 10)
     params = {f"{i:02}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(PARAMETERS)}

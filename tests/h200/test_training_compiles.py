@@ -13,7 +13,7 @@ from target import h200_mesh, needs_compiler
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import ModelSettings, OptimizerConfig
-from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES
+from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.learner.losses import PolicyLoss
 from jaxrl_llm.learner.micro_batches import Packed
 from jaxrl_llm.learner.train_step import mini_batches, train_step
@@ -43,7 +43,7 @@ ROW, SAMPLES, PROMPT, RESPONSE, GROUP = 4096, 32, 256, 1024, 8
 
 def update(sizes, *, compiler_options=None, **settings):
     """One optimizer step on packed groups, compiled for a mesh of these sizes."""
-    mesh = h200_mesh(sizes, AXES)
+    mesh = h200_mesh(sizes)
     model = ModelSettings(dtype="bfloat16", attention="pallas", **settings)
     role = make_role("actor", model_spec(CONFIG), model, mesh, exact=True)
     role = role.with_optimizer(OptimizerConfig(), 100)
@@ -58,7 +58,7 @@ def update(sizes, *, compiler_options=None, **settings):
         row_tokens=ROW,
         group=GROUP,
         num_replicas=sizes[0] * sizes[1],
-        shard=shard_rows(mesh),
+        shard=shard_rows(role.layout),
     )
 
     def step(state, fields):

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 from tiny_iteration import (
     PROMPTS,
     N,
@@ -24,6 +23,8 @@ from tiny_iteration import (
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import Custom, OptimizerConfig
+from jaxrl_llm.distributed.layout import train_layout
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner import optimizer as optimizer_module
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss, with_counts
@@ -225,8 +226,8 @@ def test_gradients_of_stored_weights_are_those_of_their_copies(remat):
 
 
 def test_what_several_devices_or_scanned_layers_send_is_not_float32():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    for settings in (ForwardSettings(mesh=mesh), ForwardSettings(scan_layers=True)):
+    layout = train_layout(make_mesh(devices=jax.devices()[:1]), 1)
+    for settings in (ForwardSettings(layout=layout), ForwardSettings(scan_layers=True)):
         assert settings.cast_ahead == CastAhead(dtype="float32", float32_gradients=False)
     assert ForwardSettings(remat="full").cast_ahead is None
 

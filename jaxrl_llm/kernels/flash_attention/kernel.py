@@ -72,11 +72,13 @@ def hopper_attention(
     if math.prod(mesh.shape[name] for name in automatic) == 1:
         return local(q_BTNH, k_BTKH, v_BTKH, lengths, visibility)
 
-    by_rows = _dividing(sorted(automatic - {"tensor"}), mesh.shape, q_BTNH.shape[0])
-    by_heads = _dividing(sorted(automatic & {"tensor"}), mesh.shape, q_BTNH.shape[2])
+    of_heads = {name for name in automatic if name.partition(".")[0] == "tensor"}
+    by_rows = _dividing(sorted(automatic - of_heads), mesh.shape, q_BTNH.shape[0])
+    by_heads = _dividing(sorted(of_heads), mesh.shape, q_BTNH.shape[2])
     if by_heads:
         # With fewer KV heads than devices, copy them until every device has its own.
-        repeats = math.lcm(k_BTKH.shape[2], mesh.shape["tensor"]) // k_BTKH.shape[2]
+        parts = math.prod(mesh.shape[name] for name in by_heads)
+        repeats = math.lcm(k_BTKH.shape[2], parts) // k_BTKH.shape[2]
         if repeats > 1:
             k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
     heads, rows = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows)

@@ -1,0 +1,190 @@
+"""Layouts: where the arrays of a role lie in a phase, such as training or generation.
+
+A layout is a mesh and one set of sharding rules. All phases share one mesh, so the switch from one
+layout to another stays inside a program. A phase with a tensor size of its own takes more or fewer
+neighbouring devices for the heads, and the others become replicas.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.mesh import (
+    REPLICA_AXES,
+    MeshAxis,
+    axis_parts,
+    axis_size,
+    make_mesh,
+    parts_of,
+)
+from jaxrl_llm.distributed.sharding import (
+    TRAIN_RULES,
+    LogicalAxis,
+    ShardingRules,
+    partition_spec,
+)
+
+_in_scope: ContextVar["Layout | None"] = ContextVar("layout", default=None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where arrays lie in one phase."""
+
+    mesh: Mesh
+    rules: ShardingRules
+
+    def axes(self, *logical: LogicalAxis) -> tuple[str, ...]:
+        """The parts of the mesh that split these logical axes; those of size 1 too."""
+        names = [axis for each in logical for axis in self.rules.mesh_axes(each)]
+        return parts_of(self.mesh, *names)
+
+    def size(self, *logical: LogicalAxis) -> int:
+        """Into how many shards these logical axes are split."""
+        return axis_size(self.mesh, *self.axes(*logical))
+
+    @property
+    def num_replicas(self) -> int:
+        """Into how many shares the batch is split."""
+        return self.size("batch")
+
+    def spec(self, *dims: LogicalAxis | None) -> PartitionSpec:
+        """The PartitionSpec of an array with these dims; None is a dim that is not split."""
+        split = iter(partition_spec(tuple(d for d in dims if d), self.rules, self.mesh))
+        return PartitionSpec(*(next(split) if dim else None for dim in dims))
+
+    def sharding(self, *dims: LogicalAxis | None) -> NamedSharding:
+        """The sharding of an array with these dims."""
+        return NamedSharding(self.mesh, self.spec(*dims))
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Layers find this layout, and jax its mesh, while the block runs."""
+        token = _in_scope.set(self)
+        try:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                yield
+        finally:
+            _in_scope.reset(token)
+
+
+def layout_in_scope() -> Layout | None:
+    """The layout whose `scope` is open, or None on one device."""
+    return _in_scope.get()
+
+
+def train_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:
+    """The layout of training, and of passes without a gradient.
+
+    `tensor` is a tensor size of its own; 0 is the size of the mesh's axis.
+
+    Raises: ValueError when the mesh was not made for that tensor size.
+    """
+    if tensor in (0, axis_size(mesh, "tensor")):
+        kv_axes = _kv_axes(mesh, parts_of(mesh, "tensor"), num_kv_heads)
+        return Layout(mesh, TRAIN_RULES.replace(kv_heads=kv_axes))
+    heads, others = _groups(mesh, tensor)
+    rows = tuple(a for a in others if a.partition(".")[0] in (*REPLICA_AXES, "tensor"))
+    embed = tuple(a for a in others if a.partition(".")[0] != "data")
+    rules = _by_heads(mesh, heads, num_kv_heads).replace(batch=rows, embed=embed)
+    named = {
+        field: tuple(a for a in others if a.partition(".")[0] == axis) or None
+        for field, axis in (("tokens", "sequence"), ("layers", "pipeline"))
+    }
+    return Layout(mesh, rules.replace(**named))
+
+
+def generation_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:
+    """The layout of generation: weights are whole but for the heads, all other devices replicas.
+
+    `tensor` is a tensor size of its own; 0 is the size of the mesh's axis.
+
+    Raises: ValueError when the mesh was not made for that tensor size.
+    """
+    heads, others = _groups(mesh, tensor or axis_size(mesh, "tensor"))
+    # Rows of a training replica stay on its devices.
+    rows = sorted(others, key=lambda axis: axis.partition(".")[0] not in REPLICA_AXES)
+    return Layout(mesh, _by_heads(mesh, heads, num_kv_heads).replace(batch=tuple(rows)))
+
+
+def _by_heads(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> ShardingRules:
+    kv_axes = _kv_axes(mesh, heads, num_kv_heads)
+    return ShardingRules(vocab=heads, q_heads=heads, kv_heads=kv_axes, mlp=heads)
+
+
+def _groups(mesh: Mesh, tensor: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes of groups of `tensor` devices, as heads are split, and all other axes.
+
+    Heads that training has split stay where they are. So a larger group begins with the axis
+    tensor and goes on with its neighbours; a smaller one is the outer part of the axis.
+    """
+    own = parts_of(mesh, "tensor")
+    if tensor < axis_size(mesh, *own):
+        heads = next(
+            (own[:i] for i in range(len(own)) if axis_size(mesh, *own[:i]) == tensor), None
+        )
+    else:
+        names = [part for part in mesh.axis_names if part not in own]
+        groups = [tuple(names[i:]) for i in range(len(names), -1, -1)]
+        size = tensor // axis_size(mesh, *own)
+        heads = next((own + group for group in groups if axis_size(mesh, *group) == size), None)
+    if heads is None or tensor % axis_size(mesh, *heads):
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has no groups of {tensor} neighbouring devices: make it "
+            "with `cuts` for that tensor size (`cuts_for`)"
+        )
+    return heads, tuple(part for part in mesh.axis_names if part not in heads)
+
+
+def _kv_axes(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> tuple[str, ...]:
+    """The axes that split KV heads: all axes of heads where they divide.
+
+    With fewer KV heads than devices, the first axes give each device one KV head, of which several
+    devices hold copies. Where no axes do, every device holds all KV heads.
+    """
+    if num_kv_heads % axis_size(mesh, *heads) == 0:
+        return heads
+    firsts = [heads[:i] for i in range(len(heads))]
+    return next((axes for axes in firsts if axis_size(mesh, *axes) == num_kv_heads), ())
+
+
+def mesh_of(config: MeshConfig, num_kv_heads: Sequence[int]) -> Mesh:
+    """The mesh of a config, with the parts that its phases and models with so many heads need.
+
+    Raises: ValueError for sizes that do not fit the devices or each other.
+    """
+    phases = (config.generation.tensor, config.passes.tensor)
+    cuts = cuts_for(config.sizes, phases, num_kv_heads)
+    return make_mesh(**config.sizes, cuts=cuts, devices=None)
+
+
+def cuts_for(
+    sizes: Mapping[MeshAxis, int], phases: Sequence[int], num_kv_heads: Sequence[int]
+) -> tuple[int, ...]:
+    """The cuts with which `make_mesh` can lay out every phase.
+
+    `phases` are the tensor sizes of the phases; 0 is that of the mesh. `num_kv_heads` are those of
+    the models: with fewer KV heads than devices, each head gets its own part of the axis, unless
+    that contradicts another cut.
+
+    Raises: ValueError for tensor sizes of phases that do not fit the mesh.
+    """
+    tensor = sizes.get("tensor", 1)
+    each = sorted({size or tensor for size in (0, *phases)})
+    cuts = {size if size > tensor else tensor // size for size in each if size != tensor}
+    if any(size < tensor and tensor % size for size in each):
+        raise ValueError(f"tensor sizes {each} of a mesh with tensor={tensor}: one must divide it")
+    axis_parts(sizes, tuple(cuts))
+    for size in each:
+        for heads in num_kv_heads:
+            if heads < size and size % heads == 0:
+                cut = max(tensor // heads, 1) if heads <= tensor else tensor * size // heads
+                with suppress(ValueError):
+                    axis_parts(sizes, (*cuts, cut))
+                    cuts.add(cut)
+    return tuple(sorted(cut for cut in cuts if cut > 1))

@@ -50,9 +50,9 @@ class Attention(nnx.Module):
         N, K = config.num_heads, config.num_kv_heads
         self.heads = (N, K)
         self.window = window
-        kind = Float8Projection if form == "float8" else Projection
+        kind = Float8Projection if form.startswith("float8") else Projection
         projection = partial(kind, bias=config.attention_bias, dtype=dtype)
-        if form == "separate":
+        if form.endswith("separate"):
             self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))
             self.k = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
             self.v = projection((D, K, H), ("embed", "kv_heads", "head_dim"))

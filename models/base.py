@@ -167,10 +167,10 @@ def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Pa
     Each output of a kernel has its own float32 scale. The embedding, the head, norms and biases
     keep their dtype. The result is for generation only; it cannot be trained.
 
-    Requires: a merged model.
+    Heads may be split over devices in a model whose projections are separate.
     """
-    assert spec.form == "merged"
-    quantized = model_spec(spec.config, spec.kind, spec.dtype, form="float8")
+    forms: dict[Form, Form] = {"merged": "float8", "separate": "float8_separate"}
+    quantized = model_spec(spec.config, spec.kind, spec.dtype, form=forms[spec.form])
 
     def projection(old: Params, new: Params) -> Params:
         outputs = new["scale"].ndim

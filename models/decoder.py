@@ -34,7 +34,7 @@ class Block(nnx.Module):
         self, config: ModelConfig, *, window: int | None, form: Form, dtype: DTypeLike
     ) -> None:
         D, eps = config.hidden_size, config.rms_norm_eps
-        float8 = form == "float8"
+        float8 = form.startswith("float8")
         self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
         self.attention = Attention(config, window=window, form=form, dtype=dtype)
         self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)

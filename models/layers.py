@@ -31,9 +31,9 @@ from jaxrl_llm.numerics import rms_norm, to_every_token
 # inside generation, where weights are whole.
 ParameterAxis = LogicalAxis | Literal["merged"]
 # How a model holds its projections. "separate": one kernel each. "merged": one kernel for those
-# that read the same input. "float8": merged and in float8. See `base.merge_projections` and
-# `base.quantize_projections`.
-Form = Literal["separate", "merged", "float8"]
+# that read the same input. "float8": merged and in float8. "float8_separate": one kernel each, in
+# float8, for heads that are split. See `base.merge_projections` and `base.quantize_projections`.
+Form = Literal["separate", "merged", "float8", "float8_separate"]
 PROJECTION = "projection"  # checkpoint name of a projection's output; see decoder.py
 
 
@@ -220,8 +220,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         D, F = config.hidden_size, config.intermediate_size
-        projection = Float8Projection if form == "float8" else Projection
-        if form == "separate":
+        projection = Float8Projection if form.startswith("float8") else Projection
+        if form.endswith("separate"):
             self.gate = projection((D, F), ("embed", "mlp"), dtype=dtype)
             self.up = projection((D, F), ("embed", "mlp"), dtype=dtype)
         else:

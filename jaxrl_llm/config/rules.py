@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Spread
 from jaxrl_llm.config.records import ConfigError, Custom
-from jaxrl_llm.config.schema import Config, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
 
@@ -25,6 +25,7 @@ def check(config: Config) -> None:
     else:
         _check_batches(config)
         _check_rewards(config)
+    _check_phases_of_mesh(config)
     _check_trainings(config)
     _check_teacher(config)
     _check_phases(config)
@@ -36,7 +37,6 @@ def check(config: Config) -> None:
         _check_path(key, model)
         _check_attention(config, key, model)
         _check_split(config, key, model)
-    _check_quantization(config)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
@@ -59,6 +59,45 @@ def _is_offline(algorithm: Any) -> bool:
 def _replicas(config: Config) -> str:
     mesh = config.mesh
     return f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data} × fsdp {mesh.fsdp})"
+
+
+def _check_phases_of_mesh(config: Config) -> None:
+    """Groups of devices of a phase are neighbours on the mesh, and their replicas get samples."""
+    mesh = config.mesh
+    for name, phase in (("generation", mesh.generation), ("passes", mesh.passes)):
+        size = phase.tensor
+        if size and size not in (fitting := _group_sizes(mesh)):
+            raise ConfigError(
+                f"config.mesh.{name}.tensor={size}: so many neighbouring devices do not fit into "
+                f"the mesh of {mesh.num_devices} devices; {_closest(fitting, size)} works, 0 takes "
+                f"config.mesh.tensor={mesh.tensor}"
+            )
+    if is_offline(config):
+        return
+    samples = config.data.train_batch_size * config.rollout.n
+    replicas = mesh.num_devices // (mesh.generation.tensor or mesh.tensor)
+    if samples % replicas:
+        fitting = [d for d in _group_sizes(mesh) if samples % (mesh.num_devices // d) == 0]
+        better = [p for p in range(1, 2 * samples) if p * config.rollout.n % replicas == 0]
+        remedy = f"config.data.train_batch_size={_closest(better, config.data.train_batch_size)}"
+        if fitting:
+            remedy += f" works, or config.mesh.generation.tensor={fitting[0]}"
+        raise ConfigError(
+            f"generation has {replicas} replicas (all {mesh.num_devices} devices in groups of "
+            f"config.mesh.generation.tensor or config.mesh.tensor), which do not divide the "
+            f"{samples} samples of an iteration; {remedy}"
+        )
+
+
+def _group_sizes(mesh: MeshConfig) -> list[int]:
+    """The tensor sizes that a phase may have: groups of neighbours, counted from `tensor` on."""
+    fitting = {d for d in range(1, mesh.tensor + 1) if mesh.tensor % d == 0}
+    inner = 1
+    for axis in reversed(mesh.sizes):
+        size = mesh.sizes[axis]
+        fitting |= {inner * d for d in range(1, size + 1) if size % d == 0 and axis != "tensor"}
+        inner *= size
+    return sorted(fitting)
 
 
 def _check_batches(config: Config) -> None:
@@ -207,30 +246,30 @@ def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
         )
 
 
-def _check_quantization(config: Config) -> None:
-    if config.rollout.quantization != "none" and config.mesh.tensor > 1:
-        raise ConfigError(
-            f"config.rollout.quantization={config.rollout.quantization} needs whole weights on "
-            f"each device, and config.mesh.tensor={config.mesh.tensor} splits them: use "
-            "config.mesh.fsdp or config.mesh.data, or --config.rollout.quantization=none"
-        )
-
-
 def _check_split(config: Config, key: str, model: ModelSettings) -> None:
     """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
     sizes = _hf_config(key, model)
+    mesh = config.mesh
+    by_heads = ("num_attention_heads", "intermediate_size", "vocab_size")
     names = {
-        "tensor": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"),
-        "fsdp": ("hidden_size",),
+        "tensor": (mesh.tensor, by_heads),
+        "generation.tensor": (mesh.generation.tensor or 1, by_heads),
+        "passes.tensor": (mesh.passes.tensor or 1, by_heads),
+        "fsdp": (mesh.pipeline * mesh.fsdp * mesh.sequence, ("hidden_size",)),
     }
-    for axis, of_axis in names.items():
-        parts = getattr(config.mesh, axis)
+    for axis, (parts, of_axis) in names.items():
         given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
         for name, size in given.items():
             if size < 0:
                 raise ConfigError(f"config.{key}.hf_config.{name}={size}: must be positive")
             if size % parts:
                 fitting = [d for d in range(1, parts) if not any(s % d for s in given.values())]
+                if axis == "fsdp" and parts != mesh.fsdp:
+                    raise ConfigError(
+                        f"config.mesh: pipeline × fsdp × sequence = {parts} splits the weights and "
+                        f"does not divide {name}={size} of the model config.{key}; sizes whose "
+                        f"product is {fitting[-1]} work, with config.mesh.data for other devices"
+                    )
                 raise ConfigError(
                     f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
                     f"config.{key}; config.mesh.{axis}={fitting[-1]} works"

@@ -5,7 +5,7 @@
 also split the stored weights.
 
 A phase may lay the same devices out otherwise, for example with a larger tensor size. Then an axis
-has several parts: "fsdp" and "fsdp.1" together are the axis fsdp, the outermost part first.
+has several parts: "fsdp.0" and "fsdp.1" together are the axis fsdp, the outermost part first.
 """
 
 import math
@@ -81,7 +81,7 @@ def axis_parts(sizes: Mapping[MeshAxis, int], cuts: Sequence[int] = ()) -> dict[
         widths = [b // a for a, b in zip(ends, ends[1:], strict=False)]
         for i, width in enumerate(widths):  # the innermost part has the largest number
             part = len(widths) - 1 - i
-            found[axis if part == 0 else f"{axis}.{part}"] = width
+            found[axis if len(widths) == 1 else f"{axis}.{part}"] = width
         inner *= size
     return dict(reversed(found.items()))
 

@@ -1,17 +1,79 @@
-"""The layout switch: the same parameters under other sharding rules."""
+"""The layout switch: the same parameters under other sharding rules.
+
+The collectives are written out. A sharding constraint would leave the choice to the partitioner,
+and where an axis moves from one dim to another it may gather the whole array first.
+"""
 
 import math
-import statistics
-import time
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
+
+Axes = tuple[str, ...]
 
 
-def to_layout(params: Any, shardings: Any) -> Any:
-    """`params` laid out by `shardings`, a pytree of the same structure. Call it inside jit."""
-    return jax.lax.with_sharding_constraint(params, shardings)
+def to_layout(params: Any, source: Any, target: Any) -> Any:
+    """`params` moved from the shardings `source` to `target` by all-to-alls and all-gathers.
+
+    Both are pytrees of NamedSharding with the structure of `params`. Call it inside jit.
+
+    Guarantees: an axis that changes its dim moves by an all-to-all, before other axes are gathered.
+        So no device receives more than its part of the target, and none holds a whole array that
+        the target splits.
+    Raises: ValueError for a target that splits a dim more than these collectives can.
+    """
+    before, after = (jax.tree.map(lambda s: s.spec, tree) for tree in (source, target))
+    (mesh,) = {sharding.mesh for sharding in jax.tree.leaves((source, target))}
+    if mesh.size == 1:
+        return params
+
+    def switch(params: Any) -> Any:
+        return jax.tree.map(_switch, params, before, after)
+
+    return jax.shard_map(switch, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)(
+        params
+    )
+
+
+def _switch(x: jax.Array, before: PartitionSpec, after: PartitionSpec) -> jax.Array:
+    """A device's shard under `after`, from its shard under `before`."""
+    held = [_axes(before, dim) for dim in range(x.ndim)]
+    wanted = [_axes(after, dim) for dim in range(x.ndim)]
+    for dim, axes in enumerate(wanted):
+        added = axes[len(held[dim]) :]
+        if axes[: len(held[dim])] != held[dim] or not added:
+            continue
+        origin = next((i for i in range(x.ndim) if set(added) <= set(held[i])), None)
+        if origin is None:  # whole on all of their devices: each keeps its part
+            size = x.shape[dim] // jax.lax.axis_size(added)
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(added) * size, size, dim)
+            held[dim] = axes
+            continue
+        # What lies inside the moved axes is gathered first, so that they are the innermost.
+        last = max(held[origin].index(axis) for axis in added) + 1
+        x = _gather(x, held[origin][last:], origin)
+        held[origin] = held[origin][:last]
+        if held[origin][-len(added) :] != added:
+            raise ValueError(f"no switch from {before} to {after}: {added} are not neighbours")
+        x = jax.lax.all_to_all(x, added, split_axis=dim, concat_axis=origin, tiled=True)
+        held[origin], held[dim] = held[origin][: -len(added)], axes
+    for dim, axes in enumerate(wanted):
+        if held[dim][: len(axes)] != axes:
+            raise ValueError(f"no switch from {before} to {after}")
+        x = _gather(x, held[dim][len(axes) :], dim)
+    return x
+
+
+def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def _axes(spec: PartitionSpec, dim: int) -> Axes:
+    entry = spec[dim] if dim < len(spec) else None
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def switch_bytes(shapes: Any, source: Any, target: Any) -> int:
@@ -51,18 +113,3 @@ def _elements_received(shape: tuple[int, ...], before: Sharding, after: Sharding
 def _span(part: slice, size: int) -> tuple[int, int]:
     start, stop, _ = part.indices(size)
     return start, stop
-
-
-def time_switch(params: Any, shardings: Any, *, repeats: int = 3) -> float:
-    """Median seconds of the switch alone, after compilation and one warm-up run.
-
-    Requires: memory for both layouts; every process of the mesh calls it.
-    """
-    switch = jax.jit(lambda tree: tree, out_shardings=shardings)
-    jax.block_until_ready(switch(params))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(switch(params))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)

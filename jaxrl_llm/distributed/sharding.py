@@ -74,8 +74,9 @@ TRAIN_RULES = ShardingRules(
     batch=REPLICA_AXES,
     tokens="sequence",
     layers="pipeline",
-    # Every axis that shares the work of one sample also shares the storage of weights.
-    embed=("fsdp", "sequence", "pipeline"),
+    # Every axis that shares the work of one sample also shares the storage of weights. They are in
+    # the order of the mesh, so that neighbouring devices hold neighbouring parts.
+    embed=("pipeline", "fsdp", "sequence"),
     vocab="tensor",
     q_heads="tensor",
     kv_heads="tensor",

@@ -176,14 +176,16 @@ def generate_on_mesh(
     settings: GenerationSettings,
     *,
     layout: Layout,
+    stored: Layout | None = None,
     limits_N: jax.Array | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
-    The program contains the layout switch: `params` come in any layout and are brought into this
-    one, whole over the replicas and split by heads. Each replica has its own slots and cache and
-    runs its own number of steps. The loops contain no collectives except those over the axes of
-    the heads. A group that two replicas would share is computed in both. Call it inside jit.
+    The program contains the layout switch: `params` come in the layout `stored` (None: in `layout`)
+    and are made whole over the replicas and split by heads. Each replica has its own slots and
+    cache and runs its own number of steps. The loops contain no collectives except those over the
+    axes of the heads. A group that two replicas would share is computed in both. Call it inside
+    jit.
 
     Requires: the replicas divide the number of prompts.
     """
@@ -196,7 +198,11 @@ def generate_on_mesh(
     # With whole heads there is nothing to split, so all axes are manual.
     group = layout.axes("mlp")
     split = layout.size("mlp") > 1
-    params = to_layout(params, shardings(spec.axes, spec.params, layout.mesh, layout.rules))
+    before, after = (
+        shardings(spec.axes, spec.params, layout.mesh, each.rules)
+        for each in (stored or layout, layout)
+    )
+    params = to_layout(params, before, after)
     if limits_N is None:
         limits_N = jnp.full((num_samples,), settings.sampling.max_new_tokens, jnp.int32)
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
@@ -237,11 +243,6 @@ def _generation_form(
     if not split:
         spec, params = merge_projections(spec, params)
     if settings.quantization == "float8":
-        if split:
-            raise ValueError(
-                "a float8 rollout needs whole weights on each device: mesh.tensor=1 (with fsdp or "
-                "data for more devices), or rollout.quantization=none"
-            )
         spec, params = quantize_projections(spec, params)
     return spec, params
 

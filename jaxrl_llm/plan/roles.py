@@ -127,7 +127,8 @@ def make_role(
     )
     passes = forward
     if of_passes != layout:
-        passes = replace(forward, gather=switch_and_gather(of_passes, spec), layout=of_passes)
+        gather = switch_and_gather(layout, of_passes, spec)
+        passes = replace(forward, gather=gather, layout=of_passes)
     return Role(
         name=name,
         spec=spec,
@@ -139,11 +140,15 @@ def make_role(
     )
 
 
-def switch_and_gather(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
-    """Brings all parameters into `layout`, then gathers as `gather_to` does."""
-    target = shardings(spec.axes, spec.params, layout.mesh, layout.rules)
-    gather = gather_to(layout, spec)
-    return lambda params: gather(to_layout(params, target))
+def switch_and_gather(
+    source: Layout, target: Layout, spec: ModelSpec
+) -> Callable[[Params], Params]:
+    """Brings all parameters from `source` to `target`, then gathers as `gather_to` does."""
+    before, after = (
+        shardings(spec.axes, spec.params, layout.mesh, layout.rules) for layout in (source, target)
+    )
+    gather = gather_to(target, spec)
+    return lambda params: gather(to_layout(params, before, after))
 
 
 def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:

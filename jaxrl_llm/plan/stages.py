@@ -110,6 +110,7 @@ class Generation:
             jax.random.fold_in(jax.random.key(self.seed), step),
             settings,
             layout=role.generation,
+            stored=role.layout,
         )
 
     def compiler_options(self, role: Role) -> dict[str, bool]:

@@ -106,6 +106,7 @@ class Validator:
                 key,
                 settings,
                 layout=role.generation,
+                stored=role.layout,
             )
 
         samples = self._batch_size * self._n // role.generation.num_replicas

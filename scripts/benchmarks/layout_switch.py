@@ -40,7 +40,7 @@ class LayoutSwitch(Case):
             self.spec.params,
             self.before,
         )
-        switch = jax.jit(lambda params: to_layout(params, self.after), out_shardings=self.after)
+        switch = jax.jit(lambda params: to_layout(params, self.before, self.after))
         return {"main": switch.lower(abstract)}
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:

@@ -367,13 +367,6 @@ def test_cudnn_takes_no_packed_rows(config_file, role):
         load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")
 
 
-def test_float8_needs_whole_weights(config_file):
-    flags = ["--config.rollout.quantization=float8", "--config.mesh.fsdp=2"]
-    load(config_file, *flags)
-    with pytest.raises(ConfigError, match="whole weights .*mesh.tensor=2 splits them"):
-        load(config_file, *flags, "--config.mesh.tensor=2")
-
-
 def test_sizes_of_an_imported_model(config_file, tmp_path):
     model = tmp_path / "model"
     model.mkdir()

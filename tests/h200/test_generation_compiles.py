@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from target import abstract, h200_mesh, needs_compiler
 
-from jaxrl_llm.distributed.layout import generation_layout
+from jaxrl_llm.distributed.layout import generation_layout, train_layout
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
 from jaxrl_llm.generation.engine import (
     FEWEST_WITHOUT_TRITON,
@@ -294,6 +294,7 @@ def test_several_cards(stops, sizes):
                 attention="pallas",
             ),
             layout=generation_layout(mesh, spec.config.num_kv_heads),
+            stored=train_layout(mesh, spec.config.num_kv_heads),
         )
 
     text = jax.jit(answer).lower(*arguments).compile().as_text()

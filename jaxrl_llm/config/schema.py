@@ -297,6 +297,9 @@ class LogConfig(Record):
     num_samples: Whole = 4
     tensorboard: bool = True
     trace: bool = True
+    # Steps between tables of what the devices exchange, the first step's too; 0 never. The file
+    # and the metrics of it are written on any mesh of several devices.
+    communication_every: Whole = 100
 
 
 @record

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS, TAIL_STEPS
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import shardings
@@ -267,16 +268,20 @@ def _run_loops(
         return (state.head < num_pending) | _more_live(fewest[0], state)
 
     def prefill_then_decode(state: State) -> State:
-        return lax.while_loop(
-            lambda state: unfinished(state) & ~prefill_due(state),
-            lambda state: fill_slots(decode(state)),
-            fill_slots(prefill(state)),
-        )
+        state = fill_slots(prefill(state))
+        with jax.named_scope(DECODE_STEPS):
+            return lax.while_loop(
+                lambda state: unfinished(state) & ~prefill_due(state),
+                lambda state: fill_slots(decode(state)),
+                state,
+            )
 
-    state = lax.while_loop(unfinished, prefill_then_decode, state)
+    with jax.named_scope(PREFILLS):
+        state = lax.while_loop(unfinished, prefill_then_decode, state)
     for num_slots, fewer in zip(sizes.tails, fewest[1:], strict=True):
         state = compact(state, num_slots)
-        state = lax.while_loop(partial(_more_live, fewer), decode, state)
+        with jax.named_scope(TAIL_STEPS):
+            state = lax.while_loop(partial(_more_live, fewer), decode, state)
     return state
 
 

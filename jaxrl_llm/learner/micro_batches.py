@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.learner.rows import ROWS, Fields, PackingPlan, packed_rows, plan_packing
 
 Pass = Callable[[Fields], Any]  # of one part
@@ -71,19 +72,26 @@ class MicroBatches(ABC):
             return jax.tree.map(jnp.add, total, fn(parts.at(index)))
 
         first = zeros_of(jax.eval_shape(lambda i: fn(parts.at(i)), jnp.int32(0)))
-        return jax.lax.fori_loop(0, parts.num, add, first)
+        with jax.named_scope(MICRO_BATCHES):
+            return jax.lax.fori_loop(0, parts.num, add, first)
 
     def join(self, fn: Pass, fields: Fields) -> Any:
         """fn's results, arrays with one entry a sample, for all samples in their order."""
+        return self.join_counted(fn, fields)[0]
+
+    def join_counted(self, fn: Pass, fields: Fields) -> tuple[Any, int | Array]:
+        """`join`, and how many parts there were."""
         parts = self.split(fields)
         if isinstance(parts.num, int) and parts.num == 1:
-            return fn(parts.at(0))
+            return fn(parts.at(0)), 1
 
         def collect(index: Array, collected: Any) -> Any:
             return parts.put(collected, fn(parts.at(index)), index)
 
         first = parts.empty(jax.eval_shape(lambda i: fn(parts.at(i)), jnp.int32(0)))
-        return parts.samples(jax.lax.fori_loop(0, parts.num, collect, first))
+        with jax.named_scope(MICRO_BATCHES):
+            collected = jax.lax.fori_loop(0, parts.num, collect, first)
+        return parts.samples(collected), parts.num
 
 
 @dataclass(frozen=True, kw_only=True)

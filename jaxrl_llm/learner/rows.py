@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
 
 Fields = dict[str, Any]  # a batch by the names of its fields
@@ -245,9 +246,10 @@ def _plan_replica(
         at, begins_S = carry
         return next_S[at], begins_S.at[at].set(True)
 
-    _, begins_S = jax.lax.while_loop(
-        lambda carry: carry[0] < size, walk, (jnp.int32(0), jnp.zeros(size, bool))
-    )
+    with jax.named_scope(MICRO_BATCHES):  # one step a row, and a row a micro-batch
+        _, begins_S = jax.lax.while_loop(
+            lambda carry: carry[0] < size, walk, (jnp.int32(0), jnp.zeros(size, bool))
+        )
     row_S = jnp.cumsum(begins_S) - 1
     begin_S = jax.lax.cummax(jnp.where(begins_S, index_S, 0))
     offset_S = total_S1[:-1] - total_S1[begin_S]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
@@ -144,7 +145,8 @@ def accumulate(
     else:
         shapes, of_samples = jax.eval_shape(partial(add, total=None), jnp.int32(0))
         first = zeros_of(shapes), parts.empty(of_samples)
-        (grads, metrics), collected = jax.lax.fori_loop(0, parts.num, add, first)
+        with jax.named_scope(MICRO_BATCHES):
+            (grads, metrics), collected = jax.lax.fori_loop(0, parts.num, add, first)
         samples = parts.samples(collected)
     metrics["row_use"] = micro_batches.row_use(batch)
     return grads, metrics if measure is None else metrics | measure(samples, batch)

@@ -67,6 +67,8 @@ class Stage:
     generates: bool = False  # bound by memory: its time says nothing about the use of FLOPs
     # XLA's, for a program whose stages all have the same.
     compiler_options: Mapping[str, bool] | tuple[()] = ()
+    # The metric that says how often a loop ran whose number is data, by the scope around the loop.
+    loop_metrics: Mapping[str, str] | tuple[()] = ()
     # Functions of the algorithm: their positional parameters are fields that are read too.
     functions: Sequence[Callable[..., Any]] = ()
     __call__: Callable[..., StageOutput]  # the work of one step; see above

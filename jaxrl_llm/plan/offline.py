@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms.offline import (
     groups_of,
 )
 from jaxrl_llm.config import Config, SupervisedConfig
+from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
@@ -487,6 +488,10 @@ class RecordUpdate(Update):
     """One optimizer step on a batch of records. Metrics have TRL's names, or a `prefix`."""
 
     prefix: str = ""
+
+    @property
+    def loop_metrics(self) -> Mapping[str, str]:
+        return {MICRO_BATCHES: f"{self.prefix}/micro_batches" if self.prefix else "micro_batches"}
 
     def summary(self, steps: Metrics) -> Metrics:
         assert isinstance(self.loss, RecordLoss)

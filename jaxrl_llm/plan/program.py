@@ -4,6 +4,7 @@ Consecutive device stages are one `jax.jit`: with a model reward the whole itera
 program. The states of roles that learn are donated, so an update needs no second copy.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -44,11 +45,13 @@ class Program:
         """
         self.segments = tuple(segments)
         self._overlap = overlap
-        self._mesh = mesh
+        self.mesh = mesh
+        self.runs: Counter[str] = Counter()  # of each device segment, since the start
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
         self._supervised = supervised
         self._traced: set[str] = set()
+        self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
 
@@ -70,7 +73,7 @@ class Program:
         a device segment follows another only where the host reads the fields of the first, and so
         waits for it.
         """
-        device_step = make_global(jnp.int32(step), replicated(self._mesh))
+        device_step = make_global(jnp.int32(step), replicated(self.mesh))
         metrics: dict[str, Any] = {}
         pending: list[tuple[Segment, Any]] = []  # the segment in flight
         for segment in self.segments if segments is None else segments:
@@ -85,11 +88,15 @@ class Program:
             timer.start(segment.name)
             reads = {name: batch[name] for name in self._reads[segment.name]}
             learning, fixed = _split_states(states, segment)
+            arguments = (learning, fixed, reads, device_step)
             compiled = self._compiled[segment.name]
+            if self.mesh.size > 1 and segment.name not in self._called:
+                self._called[segment.name] = jax.tree.map(_abstract, arguments)
             guard = transfer_guard() if segment.name in self._traced else nullcontext()
             with guard, memory_guard(segment):
-                new_states, writes, by_stage = compiled(learning, fixed, reads, device_step)
+                new_states, writes, by_stage = compiled(*arguments)
             self._traced.add(segment.name)
+            self.runs[segment.name] += 1
             states = states | new_states
             batch, metrics = batch.replace(**writes), metrics | _begun(segment, by_stage, step)
             pending.append((segment, writes or by_stage))
@@ -117,6 +124,16 @@ class Program:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
         return self._compiled[segment.name].lower(*self._arguments(segment, states, batch))
 
+    def compiled(self, segment: Segment) -> jax.stages.Compiled | None:
+        """The program that `run` has compiled, to look into; None on one device.
+
+        It is not compiled again: jax keeps it by the same arguments.
+
+        Requires: `run` has run the segment; every process calls this.
+        """
+        called = self._called.get(segment.name)
+        return None if called is None else self._compiled[segment.name].lower(*called).compile()
+
     def _arguments(self, segment: Segment, states: States, batch: Any) -> tuple[Any, ...]:
         """Abstract arguments, placed as `run` places them.
 
@@ -124,7 +141,7 @@ class Program:
         program.
         """
         reads = {name: batch[name] for name in self._reads[segment.name]}
-        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self._mesh))
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.mesh))
         return *_split_states(states, segment), reads, step
 
     def _placed(self, field: Any) -> jax.ShapeDtypeStruct:
@@ -150,9 +167,14 @@ class Program:
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
-            out_shardings=(learning_shardings, self._batch_sharding, replicated(self._mesh)),
+            out_shardings=(learning_shardings, self._batch_sharding, replicated(self.mesh)),
             compiler_options=options if all(other == options for other in others) else None,
         )
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """What decides which program an argument needs."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
 
 
 def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, Any]:

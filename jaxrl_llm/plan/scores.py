@@ -87,10 +87,10 @@ class ModelScores(ModelStage):
         mask: Any,
     ) -> StageOutput:
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
-        scores = _model_scores(self.model, state, self.micro_batches, samples)
+        scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
         metrics = score_metrics(self.model.name, scores) if self.measured else {}
         (field,) = self.writes
-        return StageOutput({field: scores}, metrics)
+        return StageOutput({field: scores}, metrics | self.count(parts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,12 +113,16 @@ class ModelScoresOfGreedy(ModelStage):
         greedy_mask: Any,
     ) -> StageOutput:
         samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_mask)
-        scores = _model_scores(self.model, state, self.micro_batches, samples)[:: self.group]
+        scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
+        scores = scores[:: self.group]
         (field,) = self.writes
-        return StageOutput({field: jnp.repeat(scores, self.group)}, {GREEDY_SCORE: scores.mean()})
+        metrics = {GREEDY_SCORE: scores.mean()} | self.count(parts)
+        return StageOutput({field: jnp.repeat(scores, self.group)}, metrics)
 
 
-def _model_scores(role: Role, state: Any, micro_batches: MicroBatches, samples: Fields) -> Any:
+def _model_scores(
+    role: Role, state: Any, micro_batches: MicroBatches, samples: Fields
+) -> tuple[Any, int | jax.Array]:
     def forward(part: Fields) -> Any:
         return response_scores(
             params_of(state),
@@ -128,7 +132,7 @@ def _model_scores(role: Role, state: Any, micro_batches: MicroBatches, samples: 
             settings=role.passes,
         )
 
-    return micro_batches.join(forward, samples)
+    return micro_batches.join_counted(forward, samples)
 
 
 class HostReward(ABC):

@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.distributed.communication import DECODE_STEPS, MICRO_BATCHES, PREFILLS
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -54,6 +55,16 @@ class ModelStage(Stage):
     @property
     def role(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.name
+
+    @property
+    def loop_metrics(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {MICRO_BATCHES: f"{self.name}/micro_batches"}
+
+    def count(self, parts: int | jax.Array) -> Metrics:
+        """How many parts a pass had, where that is data and, on a mesh, multiplies what moves."""
+        if isinstance(parts, int) or self.model.mesh.size == 1:
+            return {}
+        return {f"{self.name}/micro_batches": parts.astype(jnp.float32)}
 
 
 def shard_stacked(layout: Layout) -> Callable[[Any], Any]:
@@ -128,6 +139,7 @@ class Generate(ModelStage):
 
     generates = True
     name = "gen"
+    loop_metrics = {DECODE_STEPS: "rollout/decode_steps", PREFILLS: "rollout/prefills"}
     writes = ("responses", "mask", "rollout_logprobs")
 
     def __call__(
@@ -226,9 +238,9 @@ class OldLogprobs(ModelStage):
             return found.logprobs, found.entropy, found.sum_squares
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
-        old, entropy, squares = self.micro_batches.join(forward, samples)
+        (old, entropy, squares), parts = self.micro_batches.join_counted(forward, samples)
         rollout = {"rollout_logprobs": rollout_logprobs, "mask": mask}
-        metrics = policy_metrics((old, entropy), rollout)
+        metrics = policy_metrics((old, entropy), rollout) | self.count(parts)
         writes = {"old_logprobs": old}
         if with_squares:
             writes["sum_pi_squared"] = squares
@@ -272,7 +284,8 @@ class FrozenLogprobs(ModelStage):
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
         (field,) = self.writes
-        return StageOutput({field: self.micro_batches.join(forward, samples)})
+        logprobs, parts = self.micro_batches.join_counted(forward, samples)
+        return StageOutput({field: logprobs}, self.count(parts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -307,8 +320,9 @@ class TeacherTop(ModelStage):
             ).top
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
-        ids, logprobs = self.micro_batches.join(forward, samples)
-        return StageOutput({"teacher_top_ids": ids, "teacher_top_logprobs": logprobs})
+        (ids, logprobs), parts = self.micro_batches.join_counted(forward, samples)
+        writes = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
+        return StageOutput(writes, self.count(parts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -336,7 +350,8 @@ class Values(ModelStage):
             )
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
-        return StageOutput({"values": self.micro_batches.join(forward, samples)})
+        values, parts = self.micro_batches.join_counted(forward, samples)
+        return StageOutput({"values": values}, self.count(parts))
 
 
 # ------------------------------------------------------------------------- the algorithm's
@@ -469,6 +484,10 @@ class Update(ModelStage):
     @property
     def reads(self) -> tuple[str, ...]:
         return self.loss.reads
+
+    @property
+    def loop_metrics(self) -> Mapping[str, str]:
+        return {MICRO_BATCHES: f"{self.role}/micro_batches"}
 
     def __call__(self, state: TrainState, step: Any, **fields: Any) -> StageOutput:
         role, sizes = self.model, self.sizes

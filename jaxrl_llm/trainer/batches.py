@@ -36,6 +36,7 @@ from jaxrl_llm.trainer.progress import StepTokens
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import RolloutBatch
 
+WAITING = "data"  # `timing_s/data`: until the loader has the prompts or records of a step
 AnyLoader = PromptLoader | PriorityLoader | Loader[OfflineRecord, Any]
 
 
@@ -80,7 +81,7 @@ class PromptBatches(Batches):
         return self.loader.epoch
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
-        return self._prompts(step, first_sample=0)
+        return self._prompts(step, timer, first_sample=0)
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         self._note(step, context, batch)
@@ -94,10 +95,11 @@ class PromptBatches(Batches):
             lengths=(prompts + mask.sum(axis=1)).astype(int).tolist(),
         )
 
-    def _prompts(self, step: int, first_sample: int) -> tuple[Any, StepContext]:
+    def _prompts(self, step: int, timer: Timer, first_sample: int) -> tuple[Any, StepContext]:
         """The next prompts, after `first_sample` samples of the same step."""
         config, loader = self.plan.config, self.loader
-        prompts = loader.draw(step) if isinstance(loader, PriorityLoader) else next(loader)
+        with timer(WAITING):
+            prompts = loader.draw(step) if isinstance(loader, PriorityLoader) else next(loader)
         host_batch = prompt_batch(
             prompts,
             n=config.rollout.n,
@@ -139,7 +141,7 @@ class FilteredBatches(PromptBatches):
         samples = config.data.train_batch_size * config.rollout.n
         self._groups, self._rounds = groups, []
         while not groups.complete:
-            batch, context = self._prompts(step, first_sample=groups.rounds * samples)
+            batch, context = self._prompts(step, timer, groups.rounds * samples)
             _, batch, found = iteration.program.run(
                 states, batch, step, context, timer, iteration.collecting
             )
@@ -270,7 +272,8 @@ class RecordBatches(Batches):
         return self.loader.epoch
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
-        self._on_host = next(self.loader)
+        with timer(WAITING):
+            self._on_host = next(self.loader)
         return make_global(self._on_host, batch_sharding(self.plan.learner.mesh)), None
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from jaxrl_llm.trainer.batches import (
     PromptBatches,
     RecordBatches,
 )
+from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.data import (
     OfflineRecords,
     has_held_out,
@@ -152,6 +153,12 @@ class Run:
             step=step,
             is_new=self.resume is None,
             clock=Clock(totals=self.totals, compilations=compilations),
+            communication=CommunicationReport(
+                folder=self.run_dir,
+                every=config.log.communication_every,
+                total_steps=config.total_steps,
+                message=self.output.message,
+            ),
             stop_requested=self.stack.enter_context(stop_requests()),
             save_with=self._save,
             save_every=config.save_every,

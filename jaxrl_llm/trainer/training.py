@@ -12,6 +12,7 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import check_gradients
 from jaxrl_llm.plan.roles import params_of
 from jaxrl_llm.trainer.batches import Batches
+from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.evaluate import Evaluation
 from jaxrl_llm.trainer.output import MetricsLog
 from jaxrl_llm.trainer.progress import Clock, Plan, any_process
@@ -41,6 +42,7 @@ class Training:
     what: str = "step"  # in the message of a gradient that is not finite
     # Of a run's own steps:
     clock: Clock | None = None
+    communication: CommunicationReport | None = None
     stop_requested: Callable[[], bool] | None = None
     save_with: Save | None = None
     save_every: int = 0
@@ -65,6 +67,9 @@ class Training:
         if self.clock is not None:
             self.clock.stop()
             metrics |= self.clock.metrics(self.plan, self.step, self.batches.tokens(batch))
+            if self.communication is not None:
+                program = self.plan.at(self.step).program
+                metrics |= self.communication.step(program, self.step, metrics)
             metrics["training/epoch"] = float(self.batches.epoch)
             self.clock.totals.add_reward(metrics.get("critic/score/mean"))
             if self.clock.recompiled:

@@ -1,0 +1,195 @@
+"""What the devices of a run exchange, in each step: the metrics, a file and a table of it.
+
+`distributed/communication.py` reads the collectives of each compiled program. A step multiplies
+those in loops by the loops' counts, which are metrics of the step. On one device nothing is done.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.distributed.communication import Collective, Row, Totals, collectives, table
+from jaxrl_llm.distributed.device_groups import MeshAxes
+from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.observability.console import number
+from jaxrl_llm.plan.dataflow import Segment
+from jaxrl_llm.plan.program import Program
+
+FILE = "communication.json"
+SMALL = 1e-3  # share of all bytes
+COUNTED = (
+    "bytes that one device receives: all-gather and all-to-all (n-1)/n of the output, "
+    "reduce-scatter (n-1)/n of the input, all-reduce 2(n-1)/n, collective-permute the whole"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One row of a step's table."""
+
+    program: str
+    row: Row
+    totals: Totals
+
+    def to_json(self) -> dict[str, Any]:
+        row, totals = self.row, self.totals
+        return {
+            "program": self.program,
+            "stage": row.stage,
+            "axis": row.axis,
+            "collective": row.kind,
+            "count": totals.count,
+            "bytes": totals.bytes,
+            "notes": list(totals.notes),
+            "parts": [
+                {"loops": list(part.loops), "count": part.count, "bytes": part.bytes}
+                for part in row.parts
+            ],
+        }
+
+
+@dataclass(kw_only=True)
+class Known:
+    """A compiled program whose collectives were read."""
+
+    found: list[Collective]
+    rows: list[Row]
+    runs: int = 0  # before the current step
+
+
+@dataclass(kw_only=True)
+class CommunicationReport:
+    """The tables of the programs that a run's own steps run."""
+
+    folder: Path
+    every: int  # steps between tables on the console; 0 never
+    total_steps: int
+    message: Callable[[str], None]
+    rows: list[StepRow] = field(default_factory=list)  # of the last step
+    _program: Program | None = None
+    _known: dict[str, Known] = field(default_factory=dict)
+
+    def step(self, program: Program, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a step that `program` ran; the file and the table where they are due.
+
+        Requires: every process calls this. The main one alone gets metrics and writes.
+        """
+        if program.mesh.size == 1:
+            return {}
+        first = self._read(program)
+        if not is_main():
+            return {}
+        self.rows = self._rows(program, step, metrics)
+        due = first or step == self.total_steps or bool(self.every and step % self.every == 0)
+        if due:
+            self.write(step, program)
+        if self.every and (first or step % self.every == 0):
+            self.message("\n".join(table_lines(step, program.mesh.shape, self.rows)))
+        found: dict[str, float] = {}
+        for each in self.rows:
+            name = f"communication/{each.row.stage}/{each.row.axis}/{each.row.kind}_gb"
+            found[name] = found.get(name, 0.0) + each.totals.bytes / 1e9
+        return found
+
+    def write(self, step: int, program: Program) -> None:
+        """RUN/communication.json, of the last step."""
+        mesh = program.mesh
+        content = {
+            "step": step,
+            "mesh": dict(mesh.shape),
+            "device": mesh.devices.flat[0].device_kind,
+            "counted": COUNTED,
+            "rows": [each.to_json() for each in self.rows],
+        }
+        file = self.folder / FILE
+        draft = file.with_suffix(".tmp")
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(draft, file)
+
+    def _read(self, program: Program) -> bool:
+        """Read the programs that ran for the first time; whether there was one."""
+        if program is not self._program:
+            self._program, self._known = program, {}  # a phase has programs of its own
+        new = [s for s in program.segments if s.name not in self._known and program.runs[s.name]]
+        for segment in new:
+            compiled = program.compiled(segment)
+            found: list[Collective] = []
+            if is_main() and compiled is not None:
+                text = compiled.as_text()
+                assert text is not None
+                found = collectives(text, _axes(program), [stage.name for stage in segment.stages])
+            self._known[segment.name] = Known(found=found, rows=table(found))
+        return bool(new)
+
+    def _rows(self, program: Program, step: int, metrics: Mapping[str, float]) -> list[StepRow]:
+        rows: list[StepRow] = []
+        for segment in program.segments:
+            known = self._known.get(segment.name)
+            if known is None:
+                continue
+            runs = program.runs[segment.name] - known.runs
+            known.runs += runs
+            names = [stage.name for stage in segment.stages]
+            for row in sorted(known.rows, key=lambda row: _place(row.stage, names)):
+                counts = _loop_counts(segment, row.stage, step, metrics)
+                if runs and counts is not None:
+                    totals = row.totals(counts)
+                    of_all = Totals(
+                        count=totals.count * runs, bytes=totals.bytes * runs, notes=totals.notes
+                    )
+                    rows.append(StepRow(program=segment.name, row=row, totals=of_all))
+        return rows
+
+
+def _place(name: str, names: Sequence[str]) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+def _axes(program: Program) -> MeshAxes:
+    shape = program.mesh.shape
+    return MeshAxes(names=tuple(map(str, shape)), sizes=tuple(shape.values()))
+
+
+def _loop_counts(
+    segment: Segment, name: str, step: int, metrics: Mapping[str, float]
+) -> dict[str, float] | None:
+    """How often the loops of a stage ran; None for a stage that has not begun."""
+    for stage in segment.stages:
+        if stage.name == name:
+            known = dict(stage.loop_metrics)
+            counts = {loop: float(metrics[key]) for loop, key in known.items() if key in metrics}
+            return counts if step >= stage.first_step else None
+    return {}
+
+
+def table_lines(step: int, mesh: Mapping[Any, int], rows: Sequence[StepRow]) -> list[str]:
+    """The table as lines of plain text; what is less than SMALL of all is one line."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
+    title = f"step {step} on {sizes}: what a device received; * is explained in {FILE}"
+    least = SMALL * sum(each.totals.bytes for each in rows)
+    shown = [each for each in rows if each.totals.bytes > least]
+    small = [each for each in rows if each.totals.bytes <= least]
+    cells = [("stage", "axis", "collective", "count", "GB")]
+    for each in shown:
+        names = (each.row.stage, each.row.axis, each.row.kind)
+        cells.append((*names, *_figures([each])))
+    if small:
+        cells.append((f"{len(small)} others", "", "", *_figures(small)))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [title, *(_line(line, widths) for line in cells)]
+
+
+def _figures(rows: Sequence[StepRow]) -> tuple[str, str]:
+    count = sum(each.totals.count for each in rows)
+    size = sum(each.totals.bytes for each in rows)
+    flag = "*" if any(each.totals.notes for each in rows) else " "
+    return number(count), number(size / 1e9) + flag
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    names = [cell.ljust(width) for cell, width in zip(cells[:3], widths[:3], strict=True)]
+    figures = [cell.rjust(width) for cell, width in zip(cells[3:], widths[3:], strict=True)]
+    return "  " + "  ".join([*names, *figures])

@@ -11,13 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_iteration import first_states, open_iteration, packed, run_step, tiny_config
 
 from jaxrl_llm import config as c
-from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
 from jaxrl_llm.distributed import communication
 from jaxrl_llm.distributed.communication import NO_STAGE, collectives, table
 from jaxrl_llm.distributed.device_groups import OTHER, MeshAxes, parse_groups
+from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
-from jaxrl_llm.distributed.sharding import GENERATION_RULES, TRAIN_RULES, shardings
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.trainer.communication import CommunicationReport
 
@@ -38,10 +38,10 @@ def compiled_now():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-def rows_of(fn, *arguments, stages=("stage",), counts=None):
+def rows_of(fn, *arguments, stages=("stage",), counts=None, axes=MESH_AXES):
     """(stage, axis, kind) -> (count, bytes, whether all of it is known)."""
     text = jax.jit(fn).lower(*arguments).compile().as_text()
-    found = table(collectives(text, MESH_AXES, stages))
+    found = table(collectives(text, axes, stages))
     totals = {(row.stage, row.axis, row.kind): row.totals(counts or {}) for row in found}
     return {key: (each.count, each.bytes, not each.notes) for key, each in totals.items()}
 
@@ -150,23 +150,29 @@ def test_fsdp_and_tensor_as_the_partitioner_makes_them(mesh):
     }
 
 
-def test_layout_switch_moves_what_is_counted(mesh):
-    spec = open_iteration(tiny_config(model_reward=False)).roles["actor"].spec
-    before, after = (
-        shardings(spec.axes, spec.params, mesh, rules) for rules in (TRAIN_RULES, GENERATION_RULES)
-    )
+@pytest.mark.parametrize("tensor", [0, 4])
+def test_layout_switch_moves_what_is_counted(tensor):
+    """Generation in training's tensor size, then in one of its own: bytes of the role's switch."""
+    sizes = MeshConfig(**SIZES, generation=PhaseMeshConfig(tensor=tensor))
+    mesh = mesh_of(sizes, [2])
+    role = open_iteration(replace(tiny_config(), mesh=sizes), mesh).roles["actor"]
+    before, after = role.param_shardings, role.generation_shardings
     params = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), spec.params, before
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), role.spec.params, before
     )
 
     def switch(params):
         with jax.named_scope("gen"):
             return jax.tree.map(jnp.negative, to_layout(params, before, after))
 
-    found = rows_of(switch, params, stages=("gen",))
-    assert {key: size for key, (_, size, _) in found.items()} == {
-        ("gen", "fsdp", "all-gather"): switch_bytes(params, before, after)
-    }
+    axes = MeshAxes(names=mesh.axis_names, sizes=mesh.axis_sizes)
+    found = rows_of(switch, params, stages=("gen",), axes=axes)
+    assert {stage for stage, _, _ in found} == {"gen"}
+    if not tensor:
+        assert set(found) == {("gen", "fsdp", "all-gather")}
+    moved = sum(size for _, size, _ in found.values())
+    counted = switch_bytes(params, before, after)
+    assert counted <= moved <= (1.1 if tensor else 1.0) * counted
 
 
 def test_loops_multiply(mesh):
@@ -280,7 +286,7 @@ def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
         actor=replace(config.actor, ppo_epochs=1),
         algorithm=c.GRPO(use_kl_loss=True),
     )
-    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
+    mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     iteration = open_iteration(config, mesh)
     messages: list[str] = []
     report = CommunicationReport(folder=tmp_path, every=2, total_steps=9, message=messages.append)

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     _check_trainings(config)
     _check_teacher(config)
     _check_phases(config)
+    _check_profile(config)
     _check_data(config)
     _check_priority(config)
     _check_functions(config)
@@ -367,6 +368,15 @@ def _check_rewards(config: Config) -> None:
         raise ConfigError(
             "config.reward.model has no path and no training: set --config.reward.model.path=DIR, "
             "or --config.reward.model.training={} to train it in the run"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    late = [step for step in config.profile.steps if step > config.total_steps]
+    if late:
+        raise ConfigError(
+            f"config.profile.steps has {late[0]}, and config.total_steps={config.total_steps} is "
+            f"the last step: give steps up to that, such as [{min(3, config.total_steps)}]"
         )
 
 

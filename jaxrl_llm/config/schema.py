@@ -35,7 +35,7 @@ __all__ = [
     "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "CheckpointConfig", "Config", "as_dict", "differences",
+    "LogConfig", "ProfileConfig", "CheckpointConfig", "Config", "as_dict", "differences",
 ]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
@@ -303,6 +303,13 @@ class LogConfig(Record):
 
 
 @record
+class ProfileConfig(Record):
+    """Traces of jax's profiler, in <run_dir>/profile."""
+
+    steps: Many[Count] = ()  # on several GPUs, each also times its collectives
+
+
+@record
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
@@ -343,6 +350,7 @@ class Config(Record):
     validation: ValidationConfig = ValidationConfig()
     warmup: Maybe[SupervisedConfig] = None  # supervised training of the actor before RL
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
     compile_cache: str = ""

@@ -124,13 +124,18 @@ def collectives(text: str, axes: MeshAxes, stages: Iterable[str]) -> list[Collec
     return _Program(text, axes, stages).found()
 
 
+def stage_pattern(stages: Iterable[str]) -> re.Pattern[str]:
+    """Finds the stage, as group 1, in the scopes of an operation: `jit(function)/stage/...`."""
+    names = "|".join(map(re.escape, stages)) or "(?!)"  # the latter matches nothing
+    return re.compile(rf"(?:^|[(:])jit\([^)]*\)/({names})(?=[/:)]|$)")
+
+
 class _Program:
     """The text of a program, as far as collectives need it."""
 
     def __init__(self, text: str, axes: MeshAxes, stages: Iterable[str]) -> None:
         self._axes = axes
-        names = "|".join(map(re.escape, stages)) or "(?!)"  # the latter matches nothing
-        self._stage = re.compile(rf"(?:^|[(:])jit\([^)]*\)/({names})(?=[/:)]|$)")
+        self._stage = stage_pattern(stages)
         self._computations, self._entry = _parse(text)
         self._moves = cache(self._has_collectives)
 

@@ -139,8 +139,11 @@ class Generate(ModelStage):
 
     generates = True
     name = "gen"
-    loop_metrics = {DECODE_STEPS: "rollout/decode_steps", PREFILLS: "rollout/prefills"}
     writes = ("responses", "mask", "rollout_logprobs")
+
+    @property
+    def loop_metrics(self) -> Mapping[str, str]:
+        return {DECODE_STEPS: "rollout/decode_steps", PREFILLS: "rollout/prefills"}
 
     def __call__(
         self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any

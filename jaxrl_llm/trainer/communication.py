@@ -14,9 +14,11 @@ from typing import Any
 from jaxrl_llm.distributed.communication import Collective, Row, Totals, collectives, table
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.observability import profile
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.plan.dataflow import Segment
 from jaxrl_llm.plan.program import Program
+from jaxrl_llm.trainer.profiling import UNTIMED, Key, time_collectives
 
 FILE = "communication.json"
 SMALL = 1e-3  # share of all bytes
@@ -34,13 +36,17 @@ class StepRow:
     row: Row
     totals: Totals
 
+    @property
+    def key(self) -> Key:
+        return self.program, self.row.stage, self.row.axis, self.row.kind
+
+    def names(self) -> dict[str, str]:
+        return dict(zip(("program", "stage", "axis", "collective"), self.key, strict=True))
+
     def to_json(self) -> dict[str, Any]:
         row, totals = self.row, self.totals
         return {
-            "program": self.program,
-            "stage": row.stage,
-            "axis": row.axis,
-            "collective": row.kind,
+            **self.names(),
             "count": totals.count,
             "bytes": totals.bytes,
             "notes": list(totals.notes),
@@ -69,24 +75,33 @@ class CommunicationReport:
     total_steps: int
     message: Callable[[str], None]
     rows: list[StepRow] = field(default_factory=list)  # of the last step
+    profiles: list[dict[str, Any]] = field(default_factory=list)  # of traced steps
     _program: Program | None = None
     _known: dict[str, Known] = field(default_factory=dict)
 
-    def step(self, program: Program, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def step(
+        self, program: Program, step: int, metrics: Mapping[str, float], trace: Path | None = None
+    ) -> dict[str, float]:
         """The metrics of a step that `program` ran; the file and the table where they are due.
+
+        `trace` is the folder of the step's trace, if there is one.
 
         Requires: every process calls this. The main one alone gets metrics and writes.
         """
+        if trace is not None:
+            self.message(f"step {step} is traced in {trace}")
         if program.mesh.size == 1:
             return {}
         first = self._read(program)
         if not is_main():
             return {}
         self.rows = self._rows(program, step, metrics)
-        due = first or step == self.total_steps or bool(self.every and step % self.every == 0)
-        if due:
+        if trace is not None:
+            self._time(step, trace)
+        due = self.every and step % self.every == 0
+        if first or due or trace is not None or step == self.total_steps:
             self.write(step, program)
-        if self.every and (first or step % self.every == 0):
+        if due or (self.every and first):
             self.message("\n".join(table_lines(step, program.mesh.shape, self.rows)))
         found: dict[str, float] = {}
         for each in self.rows:
@@ -103,11 +118,37 @@ class CommunicationReport:
             "device": mesh.devices.flat[0].device_kind,
             "counted": COUNTED,
             "rows": [each.to_json() for each in self.rows],
+            "profiles": self.profiles,
         }
         file = self.folder / FILE
         draft = file.with_suffix(".tmp")
         draft.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(draft, file)
+
+    def _time(self, step: int, trace: Path) -> None:
+        """Read the trace of a step: the time of its rows."""
+        events = profile.first_gpu(profile.read(trace))
+        about: dict[str, Any] = {"step": step, "trace": str(trace.relative_to(self.folder))}
+        self.profiles.append(about)
+        if not events:
+            about["note"] = UNTIMED
+            self.message(UNTIMED)
+            return
+        programs = {name: known.found for name, known in self._known.items()}
+        found, missing = time_collectives(events, programs)
+        about["rows"] = [
+            {
+                **each.names(),
+                "bytes": each.totals.bytes,
+                **found[each.key].to_json(each.totals.bytes),
+            }
+            for each in self.rows
+            if each.key in found
+        ]
+        about["ms_of_no_row"] = 1e3 * missing
+        seconds = sum(each.seconds for each in found.values())
+        hidden = sum(each.hidden for each in found.values()) / seconds if seconds else 0.0
+        self.message(f"its collectives took {1e3 * seconds:.3g} ms, {hidden:.0%} behind other work")
 
     def _read(self, program: Program) -> bool:
         """Read the programs that ran for the first time; whether there was one."""

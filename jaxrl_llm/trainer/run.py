@@ -47,6 +47,7 @@ from jaxrl_llm.trainer.evaluate import (
     open_validator,
 )
 from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
 from jaxrl_llm.trainer.rewarding import open_reward
 from jaxrl_llm.trainer.run_folder import RunFolder, open_run_folder
@@ -142,6 +143,8 @@ class Run:
         """The run's own steps, from `step` on."""
         config = self.config
         compilations = self.stack.enter_context(count_compilations())
+        profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
+        self.stack.callback(profiler.close)
         return Training(
             plan=self.plan,
             batches=self._batches(),
@@ -159,6 +162,7 @@ class Run:
                 total_steps=config.total_steps,
                 message=self.output.message,
             ),
+            profiler=profiler,
             stop_requested=self.stack.enter_context(stop_requests()),
             save_with=self._save,
             save_every=config.save_every,

@@ -35,6 +35,8 @@ SCHEDULE_KEYS = (
     "save_every",
     "compile_cache",
     "log.*",
+    "profile",  # in a folder of a version without the key
+    "profile.*",
     "checkpoint.*",
     "validation.every",
     "validation.before_train",

@@ -15,6 +15,7 @@ from jaxrl_llm.trainer.batches import Batches
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.evaluate import Evaluation
 from jaxrl_llm.trainer.output import MetricsLog
+from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, any_process
 
 Save = Callable[[int, States, dict[str, float]], None]
@@ -43,6 +44,7 @@ class Training:
     # Of a run's own steps:
     clock: Clock | None = None
     communication: CommunicationReport | None = None
+    profiler: StepProfiler | None = None
     stop_requested: Callable[[], bool] | None = None
     save_with: Save | None = None
     save_every: int = 0
@@ -53,6 +55,8 @@ class Training:
         """Go on to the next step; the timer of its stages."""
         self.step += 1
         self.states = self.plan.enter(self.step, self.states)
+        if self.profiler is not None:
+            self.profiler.begin(self.step)
         return Timer() if self.clock is None else self.clock.start()
 
     def measure(self, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, float]:
@@ -66,10 +70,11 @@ class Training:
         metrics = {name: float(value) for name, value in found.items()}
         if self.clock is not None:
             self.clock.stop()
+            trace = None if self.profiler is None else self.profiler.end(self.step)
             metrics |= self.clock.metrics(self.plan, self.step, self.batches.tokens(batch))
             if self.communication is not None:
                 program = self.plan.at(self.step).program
-                metrics |= self.communication.step(program, self.step, metrics)
+                metrics |= self.communication.step(program, self.step, metrics, trace)
             metrics["training/epoch"] = float(self.batches.epoch)
             self.clock.totals.add_reward(metrics.get("critic/score/mean"))
             if self.clock.recompiled:

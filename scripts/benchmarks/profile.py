@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 
 from benchmarks.records import Kernel, Profile
+from jaxrl_llm.observability import profile
 
 # A number at the end distinguishes instances of one kernel: loop_add_fusion_12.
 INSTANCE = re.compile(r"([._]\d+)+$")
@@ -21,21 +21,16 @@ def record(folder: Path, run: Callable[[], Any]) -> Profile:
 
     An earlier trace there is replaced. RuntimeError if the profiler saw no kernel.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # a line a Python call would be most of the file
-    with jax.profiler.trace(folder, profiler_options=options):
+    with profile.trace(folder):
         jax.block_until_ready(run())
-    (file,) = folder.glob("**/*.xplane.pb")
-    return read_profile(jax.profiler.ProfileData.from_file(str(file)))
+    return read_profile(profile.read(folder))
 
 
 def read_profile(data: Any) -> Profile:
     """The kernels of the first GPU, or of the CPU where there is none."""
     planes = {plane.name: plane for plane in data.planes}
-    if "/device:GPU:0" in planes:
-        lines = [x for x in planes["/device:GPU:0"].lines if x.name.startswith("Stream")]
-        return summarise_gpu([_span(event) for line in lines for event in line.events])
+    if events := profile.first_gpu(data):
+        return summarise_gpu([(e.start, e.end, INSTANCE.sub("", e.name)) for e in events])
     return summarise_cpu(
         [_span(event) for event in line.events if "hlo_op" in dict(event.stats)]
         for line in planes["/host:CPU"].lines

@@ -1,14 +1,18 @@
 """The collectives of compiled programs: bytes computed by hand, loops, axes and stages."""
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from documented_metrics import documented
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_iteration import first_states, open_iteration, packed, run_step, tiny_config
+from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
@@ -18,8 +22,11 @@ from jaxrl_llm.distributed.device_groups import OTHER, MeshAxes, parse_groups
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
+from jaxrl_llm.observability.profile import DeviceEvent
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.trainer.communication import CommunicationReport
+from jaxrl_llm.trainer.profiling import UNTIMED, time_collectives
+from jaxrl_llm.trainer.run import train
 
 SIZES = {"fsdp": 4, "tensor": 2}
 MESH_AXES = MeshAxes(names=tuple(SIZES), sizes=tuple(SIZES.values()))
@@ -318,3 +325,70 @@ def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
         "step 2 on fsdp=2 tensor=2",
     ]
     assert "update_actor  tensor  all-reduce" in messages[0]
+
+
+# ------------------------------------------------------------------------- traces
+
+# Two H100s ran three rounds of four matmuls with gathered weights, a gradient, and a gather in a
+# program of its own. The text is shortened to the collectives and what uses them.
+TRACE = Path(__file__).parents[1] / "golden" / "h100_x2_trace.json"
+OTHER_PROGRAM = """
+ENTRY %main {
+  %all-gather.3 = bf16[8192,4096]{1,0} all-gather(%x), channel_id=1, replica_groups=[1,2]<=[2]
+  %add = bf16[8192,4096]{1,0} add(%all-gather.3, %one), metadata={op_name="jit(other)/gen/add"}
+}
+"""
+
+
+def test_times_of_a_trace_of_gpus():
+    stored = json.loads(TRACE.read_text())
+    names = [each.name for each in fields(DeviceEvent)]
+    events = [DeviceEvent(**dict(zip(names, row, strict=True))) for row in stored["events"]]
+    axes = MeshAxes(names=("fsdp",), sizes=(2,))
+    first = collectives("\n".join(stored["program"]), axes, ("old_log_prob", "update_actor"))
+    programs = {"train": first, "gen": collectives(OTHER_PROGRAM, axes, ("gen",))}
+    found, missing = time_collectives(events, programs)
+    assert missing == 0
+    busy = np.zeros(max(int(e.end) for e in events), bool)
+    for e in events:
+        if not e.name.startswith("nccl"):
+            busy[int(e.start) : int(e.end)] = True
+    for key, operations in {
+        ("train", "old_log_prob", "fsdp", "all-gather"): ("all-gather.7", *GATHERS),
+        ("train", "update_actor", "fsdp", "all-gather"): ("all-gather.4.2", "all-gather.5.1"),
+        ("train", "update_actor", "fsdp", "reduce-scatter"): SCATTERS,
+        ("gen", "gen", "fsdp", "all-gather"): ("all-gather.3",),
+    }.items():
+        own = [e for e in events if e.operation in operations]
+        measured = found.pop(key)
+        assert measured.calls == len(own)
+        assert measured.seconds == pytest.approx(sum(e.end - e.start for e in own) / 1e9)
+        hidden = sum(busy[int(e.start) : int(e.end)].sum() for e in own)
+        assert measured.hidden == pytest.approx(hidden / 1e9)
+    assert not found
+
+
+GATHERS = ("all-gather.1.1", "all-gather.2.1", "all-gather.3.1")
+SCATTERS = ("reduce-scatter.3", "reduce-scatter.1.1")
+
+
+def test_a_run_writes_the_table_and_traces(tmp_path):
+    """SFT of records on two devices, with the second of two steps traced."""
+    run = TinyRun(tmp_path)
+    flags = {"algorithm": "sft", "warmup": "null", "data.truncation": "right", "save_every": "0"}
+    flags |= {"total_steps": "2", "mesh.fsdp": "2", "profile.steps": "[2]", "log.trace": "false"}
+    flags |= {"validation.before_train": "false", "checkpoint.best_metric": ""}
+    flags["run_dir"] = str(run.run_dir)
+    run_dir = train(c.load_config(str(tmp_path / "tiny.py"), list(flags.items()))).run_dir
+    written = json.loads((run_dir / "communication.json").read_text())
+    (about,) = written["profiles"]
+    assert about == {"step": 2, "trace": "profile/step_2", "note": UNTIMED}
+    assert len(list((run_dir / "profile" / "step_2").glob("**/*.xplane.pb"))) == 1
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    totals: dict[str, float] = {}
+    for row in written["rows"]:
+        name = f"communication/{row['stage']}/{row['axis']}/{row['collective']}_gb"
+        totals[name] = totals.get(name, 0.0) + row["bytes"] / 1e9
+    assert totals == {k: v for k, v in last.items() if k.startswith("communication/")}
+    assert totals["communication/update_actor/fsdp/all-gather_gb"] > 0
+    assert last["timing_s/data"] > 0

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.float8 import to_float8
-from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
+from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import check_family
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
 from jaxrl_llm.models.layers import Form
@@ -29,7 +29,6 @@ __all__ = [
     "ModelConfig",
     "ModelSpec",
     "Params",
-    "RopeScaling",
     "bind",
     "init_params",
     "init_sharded",

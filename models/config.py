@@ -1,31 +1,11 @@
 """The sizes and features of a decoder, as hashable records without jax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from jaxrl_llm.models.rope import DynamicRope, LongRope, RopeScaling
+
 Kind = Literal["causal_lm", "scalar"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched for longer contexts.
-
-    "linear" divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595). "llama3"
-    divides only the low frequencies and interpolates in between (Llama 3.1, arXiv:2407.21783). Only
-    "llama3" reads the last three fields. Lengths are in tokens.
-    """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope scaling {self.kind!r} is not supported: use linear or llama3")
-        if self.factor < 1.0:
-            raise ValueError(f"rope scaling factor is {self.factor}: it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +55,23 @@ class ModelConfig:
             )
         if any(window is not None and window < 1 for window in self.sliding_window):
             raise ValueError(f"sliding_window {self.sliding_window}: a window must be at least 1")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.head_dim, self.rope_theta)
+
+    def for_context(self, length: int) -> "ModelConfig":
+        """This model with the rope frequencies of a run whose rows have up to `length` tokens.
+
+        Only dynamic and longrope depend on it; models/rope.py states the rule and its reason.
+
+        Guarantees: the result is its own `for_context` of any length up to `length`.
+        """
+        scaling, trained = self.rope_scaling, self.max_position_embeddings
+        if isinstance(scaling, DynamicRope) and length > trained:
+            theta = scaling.theta_at(length, trained, self.head_dim, self.rope_theta)
+            return replace(
+                self, rope_theta=theta, rope_scaling=None, max_position_embeddings=length
+            )
+        if isinstance(scaling, LongRope) and length > scaling.original_max_position_embeddings:
+            fixed = replace(scaling, short_factor=scaling.long_factor)
+            return replace(self, rope_scaling=fixed)
+        return self

@@ -6,10 +6,11 @@ imports transformers: the functions take and return dicts.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.rope import ROPE_KINDS, RopeScaling, is_positive
 
 Path = tuple[str, ...]  # path of a leaf in the nested dict of parameters
 
@@ -170,38 +171,58 @@ def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, s
 def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
     """Theta and scaling from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`.
 
-    Raises: ValueError for a rope type that is not implemented.
+    Raises: ValueError for a rope type that is not implemented, and for a bad or missing value.
     """
     # As in transformers, a legacy rope_scaling has precedence over rope_parameters.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope parameters are {rope!r}: give a table of keys and values")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
             f"rope parameters by layer type ({', '.join(rope)}) are not supported: "
             "one set for all layers is"
         )
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    if not is_positive(theta):
+        raise ValueError(f"config.json has rope_theta={theta!r}: give a positive number")
+    theta = float(theta)
     partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported: only 1.0 is")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind == "linear":
-        return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            kind="llama3",
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(
-                rope.get("original_max_position_embeddings", max_positions)
-            ),
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"rope type {kind!r} is not supported (supported: default, {', '.join(ROPE_KINDS)})"
         )
-    raise ValueError(
-        f"rope type {kind!r} is not supported (supported: default, linear, llama3): a model whose "
-        "scaling is optional, as Qwen's YaRN is, works within its trained length without it"
-    )
+    return theta, _scaling_from_hf(ROPE_KINDS[kind], rope, hf, max_positions)
+
+
+def _scaling_from_hf(
+    scaling: type[RopeScaling], rope: Mapping[str, Any], hf: Mapping[str, Any], max_positions: int
+) -> RopeScaling:
+    """The scaling with transformers' values for absent keys. A null value counts as absent."""
+    found = {field.name: rope.get(field.name) for field in fields(scaling)}
+    key = "original_max_position_embeddings"
+    if key in found:
+        # Phi-3's configs have this key outside, where transformers gives it precedence.
+        lengths = (hf.get(key), found[key], max_positions)
+        original = found[key] = next(length for length in lengths if length is not None)
+        if not is_positive(original):
+            raise ValueError(f"config.json has {key}={original!r}: give a positive number")
+        if scaling.kind in ("yarn", "longrope") and found["factor"] is None:
+            found["factor"] = max_positions / original
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in found.items()
+        if value is not None
+    }
+    if missing := [key for key in scaling.required() if key not in given]:
+        raise ValueError(
+            f"config.json has rope type {scaling.kind!r} without {', '.join(missing)}: add it"
+        )
+    return scaling(**given)
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -209,10 +230,11 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     described: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
-        described = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-                described[key] = getattr(scaling, key)
+        described = {"rope_type": scaling.kind}
+        for field in fields(scaling):
+            value = getattr(scaling, field.name)
+            if value is not None:
+                described[field.name] = list(value) if isinstance(value, tuple) else value
     return {
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling is None else dict(described),

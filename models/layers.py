@@ -8,7 +8,6 @@ values (`init`: "normal", "ones" or "zeros"); `base.init_params` draws them. Eve
 the dtype of its parameters and statistics in float32.
 """
 
-import math
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.weight import Weight, weight_matmul
 from jaxrl_llm.numerics import rms_norm, to_every_token
 
@@ -243,30 +243,19 @@ class MLP(nnx.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each pair of a head, in radians, float32 [H/2] (arXiv:2104.09864).
-
-    Computed in float32, as transformers does. A more exact table would give other angles than the
-    ones that the weights were trained with, which matters at long positions.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    stretched = frequencies / np.float32(scaling.factor)
-    if scaling.kind == "linear":
-        return stretched
-    length = scaling.original_max_position_embeddings
-    turns = length * frequencies / np.float32(2 * math.pi)  # turns of a pair in the old context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return ((1 - smooth) * stretched + smooth * frequencies).astype(np.float32)
+    """Angle per position of each pair of a head, in radians, float32 [H/2] (arXiv:2104.09864)."""
+    powers = rope_powers(config.rope_theta, config.head_dim)
+    if config.rope_scaling is None:
+        return 1 / powers
+    return config.rope_scaling.frequencies(powers, config.rope_theta)
 
 
 def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine for every position and pair, float32 [B, T, 1, H/2]."""
     angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_scale
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
 def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

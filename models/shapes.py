@@ -6,7 +6,8 @@ Sources: the config.json of Qwen/Qwen2.5-0.5B, -1.5B and -7B, and of meta-llama/
 
 from functools import partial
 
-from jaxrl_llm.models.config import ModelConfig, RopeScaling
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.rope import Llama3Rope
 
 _qwen = partial(
     ModelConfig,
@@ -60,7 +61,12 @@ SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-8b": ModelConfig(
         family="llama",
         rope_theta=5e5,
-        rope_scaling=RopeScaling(kind="llama3", factor=8.0, high_freq_factor=4.0),
+        rope_scaling=Llama3Rope(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
         rms_norm_eps=1e-5,
         max_position_embeddings=131072,
         vocab_size=128256,

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxrl_llm.models.config import Kind, ModelConfig, RopeScaling
+from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
+from jaxrl_llm.models.rope import Llama3Rope
 from jaxrl_llm.tokenizer import CharTokenizer
 
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -33,7 +34,12 @@ def tiny_config(family: str = "llama", **changes) -> ModelConfig:
 CONFIGS = {
     "llama": tiny_config(
         rope_theta=500000.0,
-        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=32),
+        rope_scaling=Llama3Rope(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
     ),
     "llama_tied": tiny_config(
         tie_word_embeddings=True, hidden_size=36, num_heads=9, num_kv_heads=3, head_dim=4

@@ -185,7 +185,7 @@ def _check_micro(key: str, micro: int, samples: int, replicas: int, what: str) -
 
 def _check_packing(config: Config, role: str, sizes: Any) -> None:
     tokens = sizes.micro_batch_tokens
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_row_length
     if tokens and sizes.micro_batch_size:
         raise ConfigError(
             f"config.{role}.micro_batch_tokens={tokens} and config.{role}.micro_batch_size="

@@ -107,6 +107,11 @@ class DataConfig(Record):
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
     dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
 
+    @property
+    def max_row_length(self) -> int:
+        """Tokens of the longest row, prompt and response."""
+        return self.max_prompt_length + self.max_response_length
+
 
 @record
 class OptimizerConfig(Record):

@@ -32,21 +32,23 @@ class ModelSource:
     checkpoint: Path | None = None  # a global_step_N folder of ours
 
 
-def find_model(settings: ModelSettings, tokenizer: Tokenizer | None = None) -> ModelSource:
-    """The model that `path` or `hf_config` describes.
+def find_model(
+    settings: ModelSettings, tokenizer: Tokenizer | None = None, *, context: int
+) -> ModelSource:
+    """The model that `path` or `hf_config` describes, for rows of up to `context` tokens.
 
-    A config without vocab_size takes the tokenizer's. ValueError when nothing can be found there.
+    Some rope frequencies depend on that length (`ModelConfig.for_context`). A config without
+    vocab_size takes the tokenizer's. ValueError when nothing can be found there.
     """
     if not settings.path:
         hf = dict(settings.hf_config)
         if tokenizer is not None:
             hf.setdefault("vocab_size", tokenizer.vocab_size)
-        return ModelSource(config=config_from_hf(hf))
+        return ModelSource(config=config_from_hf(hf).for_context(context))
     found = layout.find_model_path(settings.path)
     directory = model_directory(found.files)
-    return ModelSource(
-        config=load_model_config(directory), directory=directory, checkpoint=found.checkpoint
-    )
+    config = load_model_config(directory).for_context(context)
+    return ModelSource(config=config, directory=directory, checkpoint=found.checkpoint)
 
 
 def open_mesh(config: Config, tokenizer: Tokenizer | None = None) -> Mesh:
@@ -56,7 +58,8 @@ def open_mesh(config: Config, tokenizer: Tokenizer | None = None) -> Mesh:
     """
     models = [config.actor, config.critic, config.reward.model, config.teacher, *config.models]
     named = [m for m in models if m is not None and (m.path or m.hf_config)]
-    heads = sorted({find_model(m, tokenizer).config.num_kv_heads for m in named})
+    sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in named)
+    heads = sorted({source.config.num_kv_heads for source in sources})
     return mesh_of(config.mesh, heads)
 
 

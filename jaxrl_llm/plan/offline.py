@@ -139,7 +139,7 @@ class OfflinePlan:
     def abstract_batch(self) -> OfflineBatch:
         """Shapes of the batch that a step begins with."""
         data, rows = self.config.data, self.batch_size
-        length = data.max_prompt_length + data.max_response_length
+        length = data.max_row_length
         sharding = batch_sharding(self.learner.mesh)
 
         def array(dtype: Any, *shape: int) -> Any:
@@ -233,7 +233,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     """
     algorithm = build_offline(config.algorithm)
     _check(config, algorithm)
-    source = find_model(config.actor, tokenizer)
+    source = find_model(config.actor, tokenizer, context=config.data.max_row_length)
     check_vocabulary(tokenizer, source.config.vocab_size)
     kind = algorithm.model_kind
     spec = spec_of(source, kind, config.actor)

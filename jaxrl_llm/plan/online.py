@@ -357,7 +357,8 @@ def _roles(
     config: Config, tokenizer: Tokenizer, mesh: Mesh, waiting: int
 ) -> tuple[dict[str, Role], dict[str, ModelSource]]:
     """Every role that the config describes, and where weights come from, if not from the actor."""
-    actor = find_model(config.actor, tokenizer)
+    context = config.data.max_row_length
+    actor = find_model(config.actor, tokenizer, context=context)
     check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
     models: dict[str, tuple[Kind, ModelSettings]] = {
         "actor": ("causal_lm", config.actor),
@@ -378,7 +379,7 @@ def _roles(
     for name, (kind, settings) in models.items():
         source = actor
         if name != "actor" and (settings.path or settings.hf_config):
-            source = sources[name] = find_model(settings, tokenizer)
+            source = sources[name] = find_model(settings, tokenizer, context=context)
         elif name == TEACHER:
             sources[name] = actor
         _check_vocabulary(name, source, actor)

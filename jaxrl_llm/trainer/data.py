@@ -129,7 +129,7 @@ def _load(
     config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
 ) -> tuple[list[OfflineRecord], set[str]]:
     """Records of a kind, and the formats of their sources."""
-    rules = _rules(config, run_dir, _row_length(config))
+    rules = _rules(config, run_dir, config.data.max_row_length)
     loaded = LOADERS[kind](sources, tokenizer, rules)
     items: Any = loaded.items
     if kind == "unpaired":
@@ -186,7 +186,7 @@ class OfflineRecords:
         return self._padded(self.held_out_pairs, mismatched=False)
 
     def _collate(self, *, mismatched: bool) -> Any:
-        length = _row_length(self.config)
+        length = self.config.data.max_row_length
         return partial(collate_records, length=length, pad_id=self.pad_id, mismatched=mismatched)
 
     def _padded(self, records: list[OfflineRecord], *, mismatched: bool) -> list[OfflineBatch]:
@@ -260,12 +260,7 @@ def preference_data(
 
 
 def _collate(config: Config, tokenizer: Tokenizer) -> Any:
-    return partial(collate_records, length=_row_length(config), pad_id=tokenizer.pad_id)
-
-
-def _row_length(config: Config) -> int:
-    """Tokens of a whole row, prompt and completion."""
-    return config.data.max_prompt_length + config.data.max_response_length
+    return partial(collate_records, length=config.data.max_row_length, pad_id=tokenizer.pad_id)
 
 
 def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:

@@ -53,7 +53,7 @@ class OpenModel:
 def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
     """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
     settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype)
-    source = find_model(settings)
+    source = find_model(settings, context=1)  # `complete` knows the length
     mesh = make_mesh(devices=jax.local_devices()[:1])
     role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
     return OpenModel(
@@ -89,11 +89,13 @@ def complete(
     sampling = replace(
         sampling, stop_token_ids=stop_ids, max_new_tokens=min(sampling.max_new_tokens, left)
     )
+    longest = len(prompt.token_ids) + sampling.max_new_tokens
+    spec = model_spec(model.spec.config.for_context(longest), dtype=model.spec.dtype)
 
     @jax.jit
     def answer(params: Params, prompts: jax.Array, lengths: jax.Array, samples: jax.Array) -> Any:
         return generate(
-            model.spec,
+            spec,
             params,
             prompts,
             lengths,
@@ -114,7 +116,7 @@ def complete(
 def evaluate(config: Config) -> Validation:
     """Answer and grade the config's held-out data with `actor.path`, as its validation would."""
     tokenizer = find_tokenizer("", config.actor)
-    mesh, source = open_mesh(config), find_model(config.actor)
+    mesh, source = open_mesh(config), find_model(config.actor, context=config.data.max_row_length)
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     with ExitStack() as stack:
@@ -194,8 +196,8 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
         settings["teacher"] = config.teacher
         settings |= {model.name: model for model in config.models}
     own = settings.get(role)
-    if own is not None and (own.path or own.hf_config):
-        return find_model(own).config
+    if config and own is not None and (own.path or own.hf_config):
+        return find_model(own, context=config.data.max_row_length).config
     return load_model_config(checkpoint.parent / layout.HUGGINGFACE)
 
 

@@ -44,7 +44,7 @@ def test_a_run_its_checkpoints_and_a_step_are_models(run, place):
     assert found.checkpoint == newest
     assert found.files == str(run / "checkpoints" / "huggingface")
     settings = ModelSettings(path=str(run / place))
-    source = find_model(settings)  # what a config's actor.path does
+    source = find_model(settings, context=1)  # what a config's actor.path does
     assert (source.checkpoint, source.config) == (newest, tiny_config())
     assert isinstance(find_tokenizer("", settings), CharTokenizer)
 
@@ -75,6 +75,6 @@ def test_a_hugging_face_folder_and_a_hub_name_are_models(tmp_path):
 def test_what_is_no_model_is_refused_at_once(tmp_path, run, place, reason):
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)  # a run that has saved nothing yet
     (tmp_path / "empty").mkdir()
-    for refuse in (find_model_path, lambda path: find_model(ModelSettings(path=path))):
+    for refuse in (find_model_path, lambda path: find_model(ModelSettings(path=path), context=1)):
         with pytest.raises(ConfigError, match=re.compile(reason)):
             refuse(str(tmp_path / place))

@@ -22,6 +22,14 @@ LLAMA3 = {
 }
 
 
+# Both sets are far from 1, so that a mix-up shows. One pair of a head of 8 has the factor 1.
+LONGROPE = {
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 4.0, 6.0, 8.0],
+    "rope_theta": 10000.0,
+}
+
+
 def sizes(hidden: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     """A two-layer config.json with a vocabulary of 40."""
     return {
@@ -99,6 +107,76 @@ CASES: dict[str, dict[str, Any]] = {
             head_dim=4,
             tie_word_embeddings=True,
             rope_parameters={**LLAMA3, "rope_theta": 10000.0},
+        ),
+    ),
+    # Qwen's published YaRN: the old spelling, everything else by default. The windowed layer too.
+    "qwen2_yarn": case(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=1,
+            rope_theta=1e6,
+            rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        ),
+    ),
+    # Every key of YaRN; no whole pairs, and no factor of its own: 64 / 16.
+    "llama_yarn_mscale": case(
+        "llama",
+        "LlamaForCausalLM",
+        **sizes(
+            16,
+            2,
+            2,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": None,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 2.0,
+                "beta_slow": 0.25,
+                "mscale": 1.5,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            },
+        ),
+    ),
+    "llama_dynamic": case(  # 14 tokens are beyond the trained 10
+        "llama",
+        "LlamaForCausalLM",
+        **sizes(16, 2, 1, rope_scaling={"type": "dynamic", "factor": 2.0})
+        | {"max_position_embeddings": 10},
+    ),
+    "llama_longrope": case(  # 14 tokens are beyond the trained 8; factor = 64 / 8
+        "llama",
+        "LlamaForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            original_max_position_embeddings=8,
+            rope_scaling={"type": "longrope", **LONGROPE},
+        ),
+    ),
+    "qwen3_longrope_short": case(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            head_dim=8,
+            rope_parameters={
+                "rope_type": "longrope",
+                **LONGROPE,
+                "original_max_position_embeddings": 16,
+                "factor": 4.0,
+                "attention_factor": 1.25,
+            },
         ),
     ),
 }

@@ -15,7 +15,6 @@ from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX, to_float8
 from jaxrl_llm.models import families
 from jaxrl_llm.models.base import (
     ModelConfig,
-    RopeScaling,
     bind,
     init_params,
     init_sharded,
@@ -24,7 +23,6 @@ from jaxrl_llm.models.base import (
     quantize_projections,
     scalar_params_from,
 )
-from jaxrl_llm.models.layers import rope_frequencies
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
     path
@@ -91,7 +89,7 @@ def test_logits_equal_those_of_transformers(path):
     hf = json.loads(str(golden["config"]))
     weights = {k.removeprefix("weights/"): golden[k] for k in golden if k.startswith("weights/")}
     _, kind = families.find_architecture(hf)
-    config = families.config_from_hf(hf)
+    config = families.config_from_hf(hf).for_context(golden["tokens"].shape[1])
     names = families.hf_names(config, kind)
     assert {tensor.name for tensor in names.values()} == set(weights)
 
@@ -382,28 +380,11 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
         scalar_params_from(lm, model_spec(config), jax.random.key(1))
 
 
-def test_llama3_scaling_keeps_fast_pairs_and_divides_slow_ones():
-    scaling = RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=8192)
-    sizes = {"vocab_size": 8, "hidden_size": 128, "intermediate_size": 8, "num_layers": 1}
-    common = {**sizes, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "rope_theta": 500000.0}
-    plain = rope_frequencies(ModelConfig(family="llama", **common))
-    scaled = rope_frequencies(ModelConfig(family="llama", **common, rope_scaling=scaling))
-    wavelength = 2 * np.pi / plain
-    fast, slow = wavelength < 8192 / 4, wavelength > 8192
-    np.testing.assert_array_equal(scaled[fast], plain[fast])
-    np.testing.assert_allclose(scaled[slow], plain[slow] / 8, rtol=1e-6)
-    between = ~fast & ~slow
-    assert between.any()
-    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),

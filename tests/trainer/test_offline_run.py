@@ -170,7 +170,7 @@ def test_a_reward_model_begins_from_a_language_model(dpo):
 
 def _load(path: Path, kind: str):
     settings = ModelSettings(path=str(path))
-    source = find_model(settings)
+    source = find_model(settings, context=1)
     role = make_role("actor", spec_of(source, kind, settings), settings, make_mesh())
     return jax.tree.map(np.asarray, load_params(role, source, 0))
 

@@ -181,9 +181,10 @@ def pair(s: c.Pair) -> Algorithm:
     shared: dict[str, Any] = {entry.name: getattr(s, entry.name) for entry in fields(c.Shared)}
     if s.loss_aggregation is not None:
         shared["loss_aggregation"] = s.loss_aggregation
-    estimator = build_online(ESTIMATORS[s.adv_estimator](**shared))
     loss = build_online(LOSSES[s.loss_mode](**shared))
-    return replace(estimator, policy_loss=loss.policy_loss, aggregate=loss.aggregate)
+    # The estimator's own policy loss is dropped, so its ratio is no reason to refuse weights.
+    estimator = build_online(ESTIMATORS[s.adv_estimator](**shared | {"rollout_is": None}))
+    return replace(loss, advantage=estimator.advantage, value_loss=estimator.value_loss)
 
 
 def rejection_sampling(s: c.RejectionSampling) -> Algorithm:

@@ -217,6 +217,14 @@ def test_two_policies_weigh_and_reject_in_the_update():
     np.testing.assert_array_equal(metrics["rollout_corr/rollout_rs_masked_fraction"], MASK - kept)
     gradient = jax.grad(lambda x: loss(x)[0].sum())(old)  # none through the weight
     np.testing.assert_allclose(gradient, -advantages * RATIO * kept, rtol=1e-5)
+    # A pair is judged by the loss that it takes, whatever the estimator's own one is.
+    weights = {"bypass_mode": True, "rollout_is": "token"}
+    paired = build_online(c.Pair(adv_estimator="rloo", loss_mode="gpg", **weights))
+    found, _ = paired.policy_loss(old, advantages, mask, rollout)
+    cut = np.minimum(RATIO, 2)
+    np.testing.assert_allclose(found, -old * advantages * cut * MASK, rtol=1e-5)
+    with pytest.raises(ValueError, match="weighs twice"):
+        build_online(c.Pair(adv_estimator="rloo", loss_mode="vanilla", **weights))
     rejecting = build_online(
         c.GRPO(bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold=0.5)
     )

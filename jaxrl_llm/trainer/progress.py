@@ -160,8 +160,7 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     if config.log.trace:
         lines.append(f"  trace           {run_dir / 'trace'}")
     lines.append(
-        f"  export          python scripts/export_hf.py --checkpoint={summary.checkpoint} "
-        f"--output={run_dir / 'export'}"
+        f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
     )
     if summary.interrupted:
         again = "run the same command again"

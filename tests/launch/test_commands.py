@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.checkpoint.layout import find_model_path
-from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.launch.commands import COMMANDS
+from jaxrl_llm.trainer.progress import Summary, Totals, summary_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +49,22 @@ def test_a_mistake_is_one_message(words, message):
     result = jaxrl(*words)
     assert result.returncode != 0 and message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_command_that_a_run_ends_with_is_one(tmp_path):
+    summary = Summary(
+        run_dir=tmp_path,
+        step=3,
+        totals=Totals(),
+        seconds=1.0,
+        interrupted=False,
+        checkpoint=tmp_path / "checkpoints" / "global_step_3",
+    )
+    lines = [line for line in summary_lines(summary, Config()) if " jaxrl " in line]
+    (words,) = (line.split(" jaxrl ")[1].split() for line in lines)
+    assert words[0] == "export"
+    # Its flags are known: what is missing here is the checkpoint.
+    assert f"there is no checkpoint {summary.checkpoint}" in jaxrl(*words).stderr
 
 
 def test_a_runs_folder_is_a_model(tmp_path):

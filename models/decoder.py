@@ -14,7 +14,16 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.layers import MLP, PROJECTION, Embedding, Form, RMSNorm, rope_tables
+from jaxrl_llm.models.layers import (
+    MLP,
+    PROJECTION,
+    Embedding,
+    Form,
+    RMSNorm,
+    over_sequence,
+    rope_tables,
+    whole_over_heads,
+)
 
 # Activation checkpointing, from the least recomputation to the most. "none" keeps everything.
 # "projections" keeps the outputs of projections and attention. "attention" keeps the outputs of
@@ -47,9 +56,11 @@ class Block(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
-        x_BTD = x_BTD + mixed_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), new_cache
+        normed_BTD = whole_over_heads(self.attention_norm(x_BTD))
+        mixed_BTD, new_cache = self.attention(normed_BTD, rope, layer_cache, attend)
+        x_BTD = x_BTD + over_sequence(mixed_BTD)
+        mixed_BTD = self.mlp(whole_over_heads(self.mlp_norm(x_BTD)))
+        return x_BTD + over_sequence(mixed_BTD), new_cache
 
 
 class Decoder(nnx.Module):
@@ -91,7 +102,7 @@ class Decoder(nnx.Module):
         Raises: ValueError for `scan` over layers of different windows.
         """
         rope = rope_tables(self.config, positions_BT)
-        x_BTD = self.embed(tokens_BT)
+        x_BTD = over_sequence(self.embed(tokens_BT))
         if residual_dtype is not None:
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]

@@ -8,6 +8,7 @@ values (`init`: "normal", "ones" or "zeros"); `base.init_params` draws them. Eve
 the dtype of its parameters and statistics in float32.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -156,34 +157,59 @@ class Embedding(nnx.Module):
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return _lookup(_split_rows(tokens_BT.shape[0]), self.table[...], tokens_BT)
+        layout = layout_in_scope()
+        split = None if layout is None else _split_of(layout, tokens_BT.shape)
+        return _lookup(split, self.table[...], tokens_BT)
 
 
-def _split_rows(num_rows: int) -> Layout | None:
-    """The layout in scope if it splits this many rows over replicas, else None."""
+def over_sequence(x_BTD: Any) -> Any:
+    """The residual stream or an addend of it, as the layout in scope splits it between blocks."""
     layout = layout_in_scope()
-    if layout is None or layout.num_replicas == 1 or num_rows % layout.num_replicas:
-        return None
-    return layout
+    return x_BTD if layout is None else layout.constrain(x_BTD, "batch", "residual", None)
+
+
+def whole_over_heads(x_BTD: Any) -> Any:
+    """The input of projections: each device of a tensor group has the same tokens."""
+    layout = layout_in_scope()
+    if layout is None or layout.size("residual") == 1:
+        return x_BTD
+    return layout.constrain(x_BTD, "batch", "tokens", None)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How tokens [B, T] are split: the axes of either dim, none where they do not divide it."""
+
+    layout: Layout
+    rows: tuple[str, ...]
+    tokens: tuple[str, ...]
+
+
+def _split_of(layout: Layout, shape: tuple[int, ...]) -> _Split | None:
+    """The split of tokens of this shape; None where one device or replica has them all."""
+    replicas, parts = layout.num_replicas, layout.size("tokens")
+    rows = layout.axes("batch") if replicas > 1 and shape[0] % replicas == 0 else ()
+    tokens = layout.axes("tokens") if parts > 1 and shape[1] % parts == 0 else ()
+    return _Split(layout, rows, tokens) if rows or tokens else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup(layout: Layout | None, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def _lookup(split: _Split | None, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return jnp.take(table_VD, tokens_BT, axis=0)
 
 
 def _lookup_forward(
-    layout: Layout | None, table_VD: jax.Array, tokens_BT: jax.Array
+    split: _Split | None, table_VD: jax.Array, tokens_BT: jax.Array
 ) -> tuple[jax.Array, Any]:
-    return _lookup(layout, table_VD, tokens_BT), (table_VD, tokens_BT)
+    return _lookup(split, table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
 def _lookup_backward(
-    layout: Layout | None, residuals: Any, gradient_BTD: jax.Array
+    split: _Split | None, residuals: Any, gradient_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
     """Add up each token's gradients in float32: a bf16 sum stops growing after 256 equal terms.
 
-    Each replica adds its own rows. The sum over replicas is in the table's dtype.
+    Each device adds its own tokens. The sum over devices is in the table's dtype.
     """
     table_VD, tokens_BT = residuals
 
@@ -194,16 +220,16 @@ def _lookup_backward(
         sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
         return sums_VD.astype(table_VD.dtype)[None]
 
-    if layout is None:
+    if split is None:
         return add(gradient_BTD, tokens_BT)[0], None
-    replicas = layout.axes("batch")
-    by_row = PartitionSpec(replicas)
+    both = (*split.rows, *split.tokens)
+    by_row = PartitionSpec(split.rows, split.tokens) if split.tokens else PartitionSpec(split.rows)
     each_VD = jax.shard_map(
         add,
-        mesh=layout.mesh.abstract_mesh,
+        mesh=split.layout.mesh.abstract_mesh,
         in_specs=(by_row, by_row),
-        out_specs=by_row,
-        axis_names=set(replicas),
+        out_specs=PartitionSpec(both),
+        axis_names=set(both),
         check_vma=False,
     )(gradient_BTD, tokens_BT)
     return jax.lax.reduce(each_VD, jnp.zeros((), each_VD.dtype), jax.lax.add, (0,)), None

@@ -62,6 +62,22 @@ class Layout:
         """The sharding of an array with these dims."""
         return NamedSharding(self.mesh, self.spec(*dims))
 
+    def constrain(self, x: jax.Array, *dims: LogicalAxis | None) -> jax.Array:
+        """x with its leading dims laid out so. A dim that does not divide is left to the compiler.
+
+        Nothing is said of an array of which this layout splits no dim but the batch.
+        """
+        if all(dim in (None, "batch") or self.size(dim) == 1 for dim in dims):
+            return x
+        entries = list(self.spec(*dims))
+        for i, dim in enumerate(dims):
+            if dim is not None and x.shape[i] % self.size(dim):
+                entries[i] = PartitionSpec.UNCONSTRAINED
+        in_scope = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if in_scope.empty else in_scope
+        spec = PartitionSpec(*entries)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Layers find this layout, and jax its mesh, while the block runs."""
@@ -96,7 +112,8 @@ def train_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:
         field: tuple(a for a in others if a.partition(".")[0] == axis) or None
         for field, axis in (("tokens", "sequence"), ("layers", "pipeline"))
     }
-    return Layout(mesh, rules.replace(**named))
+    residual = (*(named["tokens"] or ()), *heads)
+    return Layout(mesh, rules.replace(**named, residual=residual))
 
 
 def generation_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:

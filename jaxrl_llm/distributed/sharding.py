@@ -17,6 +17,7 @@ from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES, axis_size, parts_of
 LogicalAxis = Literal[
     "batch",
     "tokens",
+    "residual",
     "layers",
     "embed",
     "vocab",
@@ -39,6 +40,7 @@ class ShardingRules:
 
     batch: MeshAxes = None
     tokens: MeshAxes = None  # of the rows of activations
+    residual: MeshAxes = None  # of the rows of the residual stream, between blocks
     layers: MeshAxes = None  # stages of a pipeline; stored weights have no such dim
     embed: MeshAxes = None
     vocab: MeshAxes = None
@@ -73,6 +75,7 @@ class ShardingRules:
 TRAIN_RULES = ShardingRules(
     batch=REPLICA_AXES,
     tokens="sequence",
+    residual=("sequence", "tensor"),
     layers="pipeline",
     # Every axis that shares the work of one sample also shares the storage of weights. They are in
     # the order of the mesh, so that neighbouring devices hold neighbouring parts.
@@ -84,7 +87,7 @@ TRAIN_RULES = ShardingRules(
     # Norms and biases are small. To split them would save nothing and cost a collective each.
 )
 # Only `embed` is dropped, a dim that nothing else splits: the switch is a plain all-gather.
-GENERATION_RULES = TRAIN_RULES.replace(embed=None, tokens=None, layers=None)
+GENERATION_RULES = TRAIN_RULES.replace(embed=None, tokens=None, residual=None, layers=None)
 
 
 def partition_spec(

@@ -4,24 +4,36 @@ Shape letters: B samples or rows, R response, T tokens of a row, D hidden.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.distributed.layout import Layout
-from jaxrl_llm.kernels.flash_attention import Implementation, attention
+from jaxrl_llm.distributed.mesh import axis_size
+from jaxrl_llm.kernels.flash_attention import (
+    Implementation,
+    TokenSplit,
+    attention,
+    gathered,
+    token_order,
+)
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
-from jaxrl_llm.learner.rows import Rows
-from jaxrl_llm.learner.train_state import CastAhead, Params, cast
+from jaxrl_llm.learner.rows import Rows, whole_rows
+from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
+
+# Sums of `attention_work`. Their quotient is the balance of attention over the parts of rows.
+LARGEST_PART, MEAN_PART = "attention pairs of the largest part", "attention pairs of the mean part"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,19 @@ class Statistics:
 def hidden_states(
     model: Any, tokens: Int[Array, "B T"], settings: ForwardSettings, rows: Rows | None = None
 ) -> Array:
-    """Final hidden states [B, T, D] of a bound model. Attention is causal, or as `rows` say."""
+    """Final hidden states [B, T, D] of a bound model. Attention is causal, or as `rows` say.
+
+    Those of `rows` are in the order of their tokens, see `Rows.spread`.
+    """
+    layout, split = settings.layout, None
+    if rows is None and layout is not None and layout.size("residual") > 1:
+        rows = spread(whole_rows(tokens), layout)
+        order = token_order(rows.tokens.shape[1], layout.size("tokens"))
+        in_order = np.argsort(order)[: tokens.shape[1]]
+        return hidden_states(model, rows.tokens, settings, rows)[:, in_order]
+    if layout is not None and layout.size("tokens") > 1:
+        rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
+        split = TokenSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
     def attend(q: Array, k: Array, v: Array, cache: None, *, window: int | None):
         visibility = None if rows is None else rows.visibility(window)
@@ -74,6 +98,7 @@ def hidden_states(
             v,
             window=window if visibility is None else None,
             visibility=visibility,
+            split=split,
             implementation=settings.attention,
         )
         return out, cache
@@ -89,6 +114,31 @@ def hidden_states(
             residual_dtype=settings.residual_dtype,
         )
     return hidden
+
+
+def spread(rows: Rows, layout: Layout | None) -> Rows:
+    """The rows in the order in which the devices of a layout compute their tokens."""
+    if layout is None or layout.size("residual") == 1:
+        return rows
+    rows = rows.spread(parts=layout.size("tokens"), shards=layout.size("residual"))
+    tokens, positions = (
+        layout.constrain(x, "batch", "tokens") for x in (rows.tokens, rows.positions)
+    )
+    return replace(rows, tokens=tokens, positions=positions)
+
+
+def attention_work(rows: Rows, spec: ModelSpec, settings: ForwardSettings) -> Metrics:
+    """Sums over rows and layers: (query, key) pairs of the largest part of a row, and of the mean.
+
+    {} unless rows are split over devices.
+    """
+    layout = settings.layout
+    if layout is None or layout.size("tokens") == 1:
+        return {}
+    rows = spread(rows, layout)
+    windows = Counter(spec.config.sliding_window)
+    pairs = jnp.stack([n * rows.visible_pairs(window) for window, n in windows.items()]).sum(axis=0)
+    return {LARGEST_PART: pairs.max(axis=1).sum(), MEAN_PART: pairs.mean(axis=1).sum()}
 
 
 def prepare(spec: ModelSpec, params: Params, settings: ForwardSettings) -> Any:
@@ -134,27 +184,30 @@ def response_statistics(
     top_k: int = 0,
 ) -> "Statistics":
     """The requested statistics of the distribution that each response token was drawn from."""
-    model = prepare(spec, params, settings)
-    hidden = rows.predicting(hidden_states(model, rows.tokens, settings, rows))
+    model, layout = prepare(spec, params, settings), settings.layout
+    rows = spread(rows, layout)
+    hidden = _predicting(rows, hidden_states(model, rows.tokens, settings, rows), layout)
     weight, temperature = model.unembedding(), temperature or 1.0
     logprobs, entropy = head_logprobs(
         hidden,
         weight,
         rows.targets,
-        settings.layout,
+        layout,
         lengths=rows.num_targets,
         temperature=temperature,
         with_entropy=with_entropy,
     )
     squares, at_candidates, top = None, None, None
     if with_squares:
-        squares = rows.to_samples(sum_squared_probs(hidden, weight, temperature=temperature))
+        run = partial(sum_squared_probs, temperature=temperature)
+        squares = rows.to_samples(_by_part(run, layout, hidden, weight))
     if candidates is not None:
         run = partial(linear_logprobs_at, temperature=temperature)
-        found = _by_replica(run, settings.layout, hidden, weight, rows.at_targets(candidates))
+        found = _by_replica(run, layout, hidden, weight, rows.at_targets(candidates))
         at_candidates = rows.to_samples_each(found)
     if top_k:
-        ids, top_logprobs = linear_top_k(hidden, weight, top_k, temperature=temperature)
+        run = partial(linear_top_k, k=top_k, temperature=temperature)
+        ids, top_logprobs = _by_part(run, layout, hidden, weight)
         top = rows.to_samples_each(ids), rows.to_samples_each(top_logprobs)
     return Statistics(
         logprobs=rows.to_samples(logprobs),
@@ -169,9 +222,13 @@ def response_values(
     params: Params, rows: Rows, *, spec: ModelSpec, settings: ForwardSettings
 ) -> Float[Array, "B R"]:
     """Value of the state before each response token, float32."""
-    model = prepare(spec, params, settings)
+    model, layout = prepare(spec, params, settings), settings.layout
+    rows = spread(rows, layout)
     hidden = hidden_states(model, rows.tokens, settings, rows)
-    return rows.to_samples(model.scores(rows.predicting(hidden)))
+    if layout is None or layout.size("residual") == 1:
+        return rows.to_samples(model.scores(rows.predicting(hidden)))
+    # Numbers are gathered, where hidden states would be: each device scores its own tokens.
+    return rows.to_samples(jnp.take_along_axis(model.scores(hidden), rows.predictors, axis=1))
 
 
 def response_scores(
@@ -184,6 +241,7 @@ def response_scores(
 ) -> Float[Array, " B"]:
     """Reward model's score at the last token of the response, float32; 0 for an empty response."""
     model = prepare(spec, params, settings)
+    rows = spread(rows, settings.layout)
     scores = model.scores(hidden_states(model, rows.tokens, settings, rows))
     last = mask.sum(axis=1).astype(jnp.int32) - 1
     chosen = jnp.take_along_axis(rows.own(scores), jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
@@ -229,10 +287,11 @@ def head_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Array, Array | None]:
-    """`linear_logprob`, each replica on its own rows.
+    """`linear_logprob`, each replica on its own rows, each device on its part of their targets.
 
     The partitioner would reduce the weight's gradient over the replicas once a chunk. Here each
-    replica sums its own, and one reduction follows.
+    replica sums its own, and one reduction follows. `lengths` are [B, parts] of targets that were
+    dealt to parts.
     """
 
     def run(hidden: Array, weight: Array, targets: Array, lengths: Array | None) -> Any:
@@ -240,12 +299,52 @@ def head_logprobs(
             hidden,
             weight,
             targets,
-            lengths=lengths,
+            lengths=lengths[:, 0] if lengths is not None and lengths.ndim > 1 else lengths,
             temperature=temperature,
             with_entropy=with_entropy,
         )
 
     return _by_replica(run, layout, hidden, weight, targets, lengths)
+
+
+def _predicting(rows: Rows, hidden: Float[Array, "B T D"], layout: Layout | None) -> Array:
+    """The hidden state before each target [B, X, D], those of a part on its own device."""
+    if layout is None or layout.size("residual") == 1:
+        return rows.predicting(hidden)
+    hidden = layout.constrain(hidden, "batch", "tokens", None)  # whole over heads
+    if rows.parts == 1:
+        return rows.predicting(hidden)
+    replicas, tokens = _split_axes(layout, hidden.shape[0], rows.parts)
+
+    def own(hidden: Array, predictors: Array) -> Array:
+        return jnp.take_along_axis(gathered(hidden, tokens), predictors[..., None], axis=1)
+
+    by_token = PartitionSpec(replicas, tokens)
+    return jax.shard_map(
+        own,
+        mesh=layout.mesh,
+        in_specs=by_token,
+        out_specs=by_token,
+        axis_names={*replicas, *tokens},
+        check_vma=False,
+    )(hidden, rows.predictors)
+
+
+def _split_axes(
+    layout: Layout, num_rows: int, num_targets: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that split rows and their targets; none where they do not divide."""
+    parts = layout.size("tokens")
+    replicas = () if num_rows % layout.num_replicas else layout.axes("batch")
+    tokens = layout.axes("tokens") if parts > 1 and num_targets % parts == 0 else ()
+    return replicas, tokens
+
+
+def _by_part(run: Callable[..., Any], layout: Layout | None, hidden: Array, weight: Array) -> Any:
+    """`run` without a gradient: by the partitioner, unless rows are split over devices."""
+    if layout is None or layout.size("tokens") == 1:
+        return run(hidden, weight)
+    return _by_replica(run, layout, hidden, weight)
 
 
 def _by_replica(
@@ -255,18 +354,21 @@ def _by_replica(
     weight: Array,
     *of_rows: Array | None,
 ) -> Any:
-    if layout is None or hidden.shape[0] % layout.num_replicas:
+    if layout is None:
         return run(hidden, weight, *of_rows)
-    replicas = layout.axes("batch")
-    by_row = PartitionSpec(replicas)
-    # One copy for each replica, on its own devices. Of one array for all, the gradient would be
+    replicas, tokens = _split_axes(layout, *hidden.shape[:2])
+    if not (replicas or tokens):
+        return run(hidden, weight, *of_rows)
+    both = (*replicas, *tokens)
+    by_token = PartitionSpec(replicas, tokens) if tokens else PartitionSpec(replicas)
+    # One copy for each device that computes its own. Of one array for all, the gradient would be
     # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
-    copies = jnp.broadcast_to(weight, (layout.num_replicas, *weight.shape))
+    copies = jnp.broadcast_to(weight, (axis_size(layout.mesh, *both), *weight.shape))
     return jax.shard_map(
         lambda hidden, weight, *of_rows: run(hidden, weight[0], *of_rows),
         mesh=layout.mesh,
-        in_specs=by_row,
-        out_specs=by_row,
-        axis_names=set(replicas),
+        in_specs=(by_token, PartitionSpec(both), *[by_token] * len(of_rows)),
+        out_specs=by_token,
+        axis_names=set(both),
         check_vma=False,
     )(hidden, copies, *of_rows)

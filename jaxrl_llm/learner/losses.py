@@ -16,7 +16,12 @@ from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_names
 from jaxrl_llm.algorithms.kl import masked_kl
-from jaxrl_llm.learner.forward import ForwardSettings, response_statistics, response_values
+from jaxrl_llm.learner.forward import (
+    ForwardSettings,
+    attention_work,
+    response_statistics,
+    response_values,
+)
 from jaxrl_llm.learner.rows import SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
@@ -55,11 +60,11 @@ class PolicyLoss:
     def __call__(self, params: Params, part: Fields) -> tuple[Array, Any]:
         """The part's contribution to the loss, and metrics."""
         algorithm = self.algorithm
-        reads = field_names(algorithm.policy_loss)
+        reads, rows = field_names(algorithm.policy_loss), rows_of(part)
         bonus_or_read = algorithm.entropy_coef != 0.0 or "entropy" in reads
         found = response_statistics(
             params,
-            rows_of(part),
+            rows,
             spec=self.spec,
             settings=self.settings,
             temperature=self.temperature,
@@ -95,6 +100,7 @@ class PolicyLoss:
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term
+        metrics |= attention_work(rows, self.spec, self.settings)
         return total, (metrics, (logprobs, entropy)) if self.own_logprobs else metrics
 
 
@@ -119,13 +125,15 @@ class ValueLoss:
         """The part's contribution to the loss, and metrics."""
         value_loss = self.algorithm.value_loss
         assert value_loss is not None
-        new_values = response_values(params, rows_of(part), spec=self.spec, settings=self.settings)
+        rows = rows_of(part)
+        new_values = response_values(params, rows, spec=self.spec, settings=self.settings)
         current = part | {"new_values": new_values}
         counts, mask = _counts(part), part["mask"]
         per_token, parts = value_loss(*(current[name] for name in field_names(value_loss)))
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])
-        return total, {"critic/vf_loss": total} | means
+        work = attention_work(rows, self.spec, self.settings)
+        return total, {"critic/vf_loss": total} | means | work
 
 
 def with_counts(fields: Fields, first: bool | Array) -> Fields:

@@ -13,7 +13,12 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.offline import REFERENCE, OfflineAlgorithm, groups_of
-from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_scores
+from jaxrl_llm.learner.forward import (
+    ForwardSettings,
+    attention_work,
+    response_logprobs,
+    response_scores,
+)
 from jaxrl_llm.learner.rows import ROWS, Fields, Rows, padded_rows
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
@@ -66,7 +71,9 @@ class RecordLoss:
         if self.algorithm.token_loss is not None:
             mean = sums[TOKEN_LOSS] / jnp.maximum(part[NUM_TOKENS][0], 1.0)
             total += self.algorithm.token_loss_coef * mean
-        return total, jax.lax.stop_gradient(sums)
+        rows, _ = _rows(part, len(self.groups))
+        work = attention_work(rows, self.spec, self.settings)
+        return total, jax.lax.stop_gradient(sums) | work
 
     def sums(self, params: Params, part: Fields) -> Metrics:
         """Sums over the records of a part: losses, metrics, and their weights (`WEIGHT`)."""

@@ -9,15 +9,17 @@ Shape letters: B samples, P prompt, R response, T tokens of a row, X predicted t
 D replicas of the mesh, S samples of a replica (B = D * S).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
-from jaxrl_llm.kernels.flash_attention.visibility import Visibility
+from jaxrl_llm.kernels.flash_attention import Visibility, token_order
 
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
@@ -27,33 +29,43 @@ SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "mask")  # what rows ar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """What attention in a packed row depends on, all int32 [D, T]."""
+    """What attention in a packed row depends on, all int32 [D, T].
+
+    Tokens may be in another order than in the row: then `token` has their positions in the row.
+    """
 
     start: Int[Array, "D T"]  # first token of the run of tokens that a token belongs to
     position: Int[Array, "D T"]  # in its sample's sequence
     prefix_start: Int[Array, "D T"]  # first token of a prompt that is not part of the run
     prefix_end: Int[Array, "D T"]
+    token: Int[Array, "D T"] | None = None
 
     def visibility(self, window: int | None, *, shared: bool) -> Visibility:
         """Causal within the run and over the prompt. A window counts positions of the sequence."""
         if window is None:
             start, prefix_start = self.start, self.prefix_start
         else:
-            token = jnp.arange(self.start.shape[1])
+            token = jnp.arange(self.start.shape[1]) if self.token is None else self.token
             start = jnp.maximum(self.start, token - window + 1)
             hidden = jnp.maximum(self.position - window + 1, 0)
             prefix_start = jnp.minimum(self.prefix_start + hidden, self.prefix_end)
         if not shared:
-            return Visibility(start_BT=start)
+            return Visibility(start_BT=start, last_BT=self.token)
         return Visibility(
-            start_BT=start, prefix_start_BT=prefix_start, prefix_end_BT=self.prefix_end
+            start_BT=start,
+            prefix_start_BT=prefix_start,
+            prefix_end_BT=self.prefix_end,
+            last_BT=self.token,
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of tokens for one forward pass. Built by `padded_rows` and `packed_rows`."""
+    """Rows of tokens for one forward pass. Built by `padded_rows` and `packed_rows`.
+
+    `spread` puts tokens and targets into another order. Results come back as samples all the same.
+    """
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
@@ -61,17 +73,94 @@ class Rows:
     targets: Int[Array, "B X"]
     included: Bool[Array, " B"]  # the samples that are in these rows
     # For packed rows only. They have as many targets as tokens; those of responses come first.
-    num_targets: Int[Array, " B"] | None = None  # of responses
+    num_targets: Int[Array, " B"] | Int[Array, "B parts"] | None = None  # of responses
     target_tokens: Int[Array, "B X"] | None = None  # the token of the row that the target is
     ranges: Ranges | None = None
     sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
     column: Int[Array, "B X"] | None = None
     response_length: int = field(metadata={"static": True})
     shared: bool = field(default=False, metadata={"static": True})
+    parts: int = field(default=1, metadata={"static": True})  # to which the targets were dealt
+
+    def spread(self, *, parts: int, shards: int) -> "Rows":
+        """The rows for devices of which each computes a part of their tokens.
+
+        Tokens are in `token_order`. Targets are dealt to the parts in turns, because those of
+        responses come first. Both are padded: tokens to equal shards of equal parts.
+        """
+        length = self.tokens.shape[1]
+        multiple = np.lcm(2 * parts if parts > 1 else 1, shards)
+        padded = int(-(-length // multiple) * multiple)
+        if parts == 1 and padded == length:
+            return self
+        order = token_order(padded, parts)
+        inverse = jnp.asarray(np.argsort(order))
+
+        def ordered(x: Array, fill: int = 0) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, padded - length)), constant_values=fill)
+            return x if parts == 1 else x[:, order]
+
+        def dealt(x: Array | None, fill: Any = 0) -> Any:
+            if x is None or parts == 1:
+                return x
+            added = jnp.broadcast_to(fill, (x.shape[0], -x.shape[1] % parts)).astype(x.dtype)
+            return _deal(jnp.concatenate([x, added], axis=1), parts)
+
+        own, num = self.target_tokens, self.num_targets
+        if own is None:
+            own = jnp.minimum(self.predictors + 1, length - 1)
+        if num is not None and parts > 1:
+            num = -(-(num[:, None] - jnp.arange(parts)) // parts)
+        # Out of range and all different, as for the tokens that are no responses.
+        num_samples = self.included.shape[0] // self.tokens.shape[0]
+        of_none = num_samples + length + jnp.arange(-self.targets.shape[1] % parts)
+        return replace(
+            self,
+            tokens=ordered(self.tokens),
+            positions=ordered(self.positions),
+            predictors=dealt(inverse[self.predictors]),
+            targets=dealt(self.targets),
+            num_targets=num,
+            target_tokens=dealt(inverse[own]),
+            ranges=self._ordered_ranges(ordered, order if parts > 1 else None),
+            sample=dealt(self.sample, of_none),
+            column=dealt(self.column),
+            parts=parts,
+        )
+
+    def _ordered_ranges(
+        self, ordered: Callable[..., Array], order: np.ndarray | None
+    ) -> Ranges | None:
+        if self.ranges is None and order is None:
+            return None
+        none = jnp.zeros_like(self.tokens)
+        ranges = self.ranges or Ranges(
+            start=none, position=self.positions, prefix_start=none, prefix_end=none
+        )
+        start = ordered(ranges.start, fill=np.iinfo(np.int32).max)  # past every token
+        token = None if order is None else jnp.broadcast_to(order.astype(np.int32), start.shape)
+        return Ranges(
+            start=start,
+            position=ordered(ranges.position),
+            prefix_start=ordered(ranges.prefix_start),
+            prefix_end=ordered(ranges.prefix_end),
+            token=token,
+        )
 
     def visibility(self, window: int | None) -> Visibility | None:
         """What attention may see; None for causal rows, where the window is an argument."""
         return None if self.ranges is None else self.ranges.visibility(window, shared=self.shared)
+
+    def visible_pairs(self, window: int | None) -> Float[Array, "B parts"]:
+        """How many keys the queries of each part see together, of rows that were `spread`."""
+        visibility = self.visibility(window)
+        assert visibility is not None and visibility.last_BT is not None
+        seen = jnp.maximum(visibility.last_BT - visibility.start_BT + 1, 0)
+        if visibility.prefix_start_BT is not None and visibility.prefix_end_BT is not None:
+            seen += jnp.maximum(visibility.prefix_end_BT - visibility.prefix_start_BT, 0)
+        # A long row has more pairs than an int32 holds.
+        by_part = seen.astype(jnp.float32).reshape(seen.shape[0], self.parts, -1)
+        return by_part.sum(axis=2)
 
     def predicting(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B X D"]:
         """The hidden state before each target."""
@@ -80,19 +169,22 @@ class Rows:
     def to_samples(self, x: Float[Array, "B X"]) -> Float[Array, "B R"]:
         """One value a target as [B, R]; 0 for samples that are not in these rows."""
         if self.sample is None:
-            return x
+            return x if self.parts == 1 else _deal_back(x, self.parts)[:, : self.response_length]
         return self._scatter(x)
 
     def to_samples_each(self, x: Shaped[Array, "B X K"]) -> Shaped[Array, "B R K"]:
         """`to_samples` of K values a target."""
-        if self.sample is None:
+        if self.sample is None and self.parts == 1:
             return x
-        return jax.vmap(self._scatter, in_axes=-1, out_axes=-1)(x)
+        return jax.vmap(self.to_samples, in_axes=-1, out_axes=-1)(x)
 
     def at_targets(self, x: Shaped[Array, "B R K"]) -> Shaped[Array, "B X K"]:
         """Values of response tokens in the order of the targets; any value elsewhere."""
         if self.sample is None:
-            return x
+            if self.parts == 1:
+                return x
+            added = ((0, 0), (0, -x.shape[1] % self.parts), (0, 0))
+            return _deal(jnp.pad(x, added), self.parts)
         assert self.column is not None
         samples = x.reshape(self.tokens.shape[0], -1, *x.shape[1:])
         return jax.vmap(lambda x, sample, column: x.at[sample, column].get(mode="clip"))(
@@ -104,7 +196,7 @@ class Rows:
         if self.target_tokens is None:
             index = jnp.minimum(self.predictors + 1, x.shape[1] - 1)
             return jnp.take_along_axis(x, index, axis=1)
-        return self._scatter(jnp.take_along_axis(x, self.target_tokens, axis=1))
+        return self.to_samples(jnp.take_along_axis(x, self.target_tokens, axis=1))
 
     def _scatter(self, x: Array) -> Array:
         assert self.sample is not None and self.column is not None
@@ -116,6 +208,17 @@ class Rows:
             return empty.at[sample_T, column_T].set(x_T, mode="drop", unique_indices=True)
 
         return jax.vmap(one)(x, self.sample, self.column).reshape(-1, self.response_length)
+
+
+def _deal(x_BX: Array, parts: int) -> Array:
+    """Part after part, of which part p gets entries p, p + parts, and so on."""
+    B, X, *rest = x_BX.shape
+    return x_BX.reshape(B, X // parts, parts, *rest).swapaxes(1, 2).reshape(x_BX.shape)
+
+
+def _deal_back(x_BX: Array, parts: int) -> Array:
+    """The inverse of `_deal`."""
+    return _deal(x_BX, x_BX.shape[1] // parts)
 
 
 def sample_fields(
@@ -154,6 +257,19 @@ def padded_rows(
         targets=responses,
         included=jnp.ones(prompts.shape[0], bool),
         response_length=num_response,
+    )
+
+
+def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
+    """One row a sequence of tokens, each of which is a target that the token before it predicts."""
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return Rows(
+        tokens=tokens,
+        positions=position,
+        predictors=jnp.maximum(position - 1, 0),
+        targets=tokens,
+        included=jnp.ones(tokens.shape[0], bool),
+        response_length=tokens.shape[1],
     )
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
 from jaxrl_llm.learner.offline_losses import RecordLoss
@@ -30,7 +31,7 @@ Loss = PolicyLoss | ValueLoss | RecordLoss
 PartLoss = Callable[[Params, Any], tuple[Array, Any]]
 Measure = Callable[[Any, Fields], Metrics]
 # What a step measures of itself; its loss has metrics of its own.
-STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use")
+STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance")
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
 
 
@@ -118,9 +119,10 @@ def accumulate(
 
     Gradients are summed in float32. The loss gets parameters as they are stored, or in the dtype of
     `cast_ahead` (see `ForwardSettings`). The metric `micro_batches` counts the parts, `row_use`
-    says how full their rows are. With `measure` the loss returns a pair in place of its metrics:
-    the metrics, and arrays with one entry a sample. `measure` makes more metrics of these arrays
-    once they are complete.
+    says how full their rows are. Where rows are split over devices, `attention_balance` is the work
+    of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
+    metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
+    arrays once they are complete.
     """
     computed = params
     if cast_ahead is not None:
@@ -149,6 +151,8 @@ def accumulate(
             (grads, metrics), collected = jax.lax.fori_loop(0, parts.num, add, first)
         samples = parts.samples(collected)
     metrics["row_use"] = micro_batches.row_use(batch)
+    if LARGEST_PART in metrics:
+        metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 

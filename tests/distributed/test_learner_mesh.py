@@ -23,7 +23,7 @@ from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.layout import train_layout
-from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.forward import head_logprobs, response_values
@@ -58,10 +58,11 @@ def fields() -> dict[str, np.ndarray]:
 def learn(mesh=None, *, row_tokens=0):
     """(loss, gradients) of actor and critic, and values, in numpy; packed into rows or padded."""
     iteration = open_iteration(tiny_config(), mesh)
-    micro_batches = Padded(num=2, shard=shard_stacked(iteration.mesh))
+    layout = iteration.roles["actor"].layout
+    micro_batches = Padded(num=2, shard=shard_stacked(layout))
     if row_tokens:
-        replicas = num_replicas(iteration.mesh)
-        shard = shard_rows(iteration.mesh)
+        replicas = layout.num_replicas
+        shard = shard_rows(layout)
         micro_batches = Packed(row_tokens=row_tokens, num_replicas=replicas, shard=shard)
     batch = make_global(fields(), batch_sharding(iteration.mesh))
     out = {}

@@ -46,7 +46,7 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
         algorithm={cls.kind: cls for cls in c.ALGORITHMS}[algorithm](),
     )
     tokenizer = load_tokenizer("char")
-    devices = make_mesh(mesh.data, mesh.fsdp, mesh.tensor)
+    devices = make_mesh(**mesh.sizes)
     iteration = plan_offline(config, tokenizer, devices)
     kind, role = iteration.algorithm.records, iteration.learner
     records = load_records(config, train_sources(config), kind.name, tokenizer, None)[:SIZE]

@@ -1,5 +1,6 @@
 """The Hopper attention kernels through the real compiler: registers, spills, shared memory."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ SPILL_LIMIT = {64: 0, 96: 20, 128: 320, 256: 508}
 SHARED_MEMORY_LIMIT = 227 * 1024
 
 
-def compile_gradient(head_dim: int) -> None:
+def compile_gradient(head_dim: int, part: bool = False) -> None:
     """Forward and gradient kernels, of packed rows with a shared prefix and of whole rows.
 
     The packed rows' keys are divided among programs, those of whole rows are not, as in many rows.
@@ -34,10 +35,19 @@ def compile_gradient(head_dim: int) -> None:
         whole = attention(q, k, v, implementation="pallas")
         return jnp.sum(out.astype(jnp.float32) ** 2 + whole.astype(jnp.float32) ** 2)
 
+    def loss_of_part(q, k, v, segments, prefixes):
+        """Of the queries of the last half of the rows."""
+        ranges = packed_visibility(segments, prefixes)
+        half = jax.tree.map(lambda x: x[:, 512:], ranges)
+        last = jnp.broadcast_to(jnp.arange(512, 1024), half.start_BT.shape)
+        half = dataclasses.replace(half, last_BT=last)
+        out = attention(q[:, 512:], k, v, visibility=half, implementation="pallas")
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
     shapes = [(2, 1024, heads, head_dim) for heads in (8, 2, 2)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     ids = [jax.ShapeDtypeStruct((2, 1024), jnp.int32)] * 2
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    gradient = jax.jit(jax.grad(loss_of_part if part else loss, argnums=(0, 1, 2)))
     gradient.lower(*abstract((*arrays, *ids), one_h200())).compile()
 
 
@@ -45,12 +55,20 @@ def compile_gradient(head_dim: int) -> None:
     "head_dim", [64, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (96, 256))]
 )
 def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
-    logs, resources = compiled_in_a_process(
-        f"from {Path(__file__).stem} import *; compile_gradient({head_dim})"
-    )
     # Forward, dq, dk and dv by one kernel or, where they fill the registers, by two; and the sums
     # of the parts of the packed rows' dk and dv.
-    assert len(logs) == (10 if head_dim == 256 else 8), logs
+    fits(head_dim, 10 if head_dim == 256 else 8, f"compile_gradient({head_dim})")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_of_a_part_of_the_queries_fit_too(head_dim):
+    fits(head_dim, 5, f"compile_gradient({head_dim}, part=True)")
+
+
+def fits(head_dim, num_kernels, compiling):
+    """Compile in a process of its own: little is spilled, and shared memory suffices."""
+    logs, resources = compiled_in_a_process(f"from {Path(__file__).stem} import *; {compiling}")
+    assert len(logs) == num_kernels, logs
     for log in logs:
         (spilled,) = re.findall(r"(\d+) bytes spill stores", log.split("Function properties")[-1])
         assert int(spilled) <= SPILL_LIMIT[head_dim], log

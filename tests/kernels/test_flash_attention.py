@@ -17,6 +17,7 @@ from jaxrl_llm.kernels.flash_attention import (
     attention,
     attention_reference,
     packed_visibility,
+    token_order,
 )
 from jaxrl_llm.kernels.flash_attention.common import Tuning, default_tuning
 from jaxrl_llm.kernels.flash_attention.kernel import hopper_attention
@@ -149,6 +150,39 @@ def test_packed_rows_with_seven_heads_a_kv_head_and_blocks_of_64():
     check(qkvd, visibility=visibility, real=segments > 0, tuning=tuning)
 
 
+def of_part(visibility, part=0, parts=2):
+    """The ranges of the queries of one part of the row, and where in the row they are."""
+    tokens = token_order(256, parts).reshape(parts, -1)[part]
+    ranges = jax.tree.map(lambda x: jnp.asarray(x)[:, tokens], visibility)
+    last = jnp.broadcast_to(tokens, ranges.start_BT.shape)
+    return dataclasses.replace(ranges, last_BT=last), tokens
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "prefixes", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared", "apart"]
+)
+def test_queries_of_a_part_of_the_row(prefixes):
+    """Against all queries of the row, of which the others have no cotangent."""
+    segments = jnp.asarray(SEGMENTS[:1])
+    whole = packed_visibility(segments, jnp.asarray(PREFIXES[:1]) if prefixes else None)
+    part, tokens = of_part(whole, part=int(prefixes))
+    q, k, v, dout = random_qkv((2, 1), length=256)
+    k, v = (jnp.where(segments[..., None, None] > 0, x, 0) for x in (k, v))
+    q, dout = q[:, tokens], dout[:, tokens]
+    ours = with_gradients(
+        partial(hopper_attention, visibility=part, interpret=interpret()), q, k, v, dout
+    )
+
+    def reference(q, k, v):
+        rows = jnp.zeros((1, 256, 2, 64)).at[:, tokens].set(q)
+        return attention_reference(rows, k, v, visibility=whole)[:, tokens]
+
+    expected = with_gradients(reference, *(x.astype(jnp.float32) for x in (q, k, v, dout)))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), ours, expected, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b), name
+
+
 @interpreted
 def test_windows():
     visibility, real = packed(slice(0, 1), window=40)
@@ -226,19 +260,25 @@ def random_ranges(seed, padding=0.1):
     )
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_schedules_visit_every_visible_block_once(seed):
+def test_schedules_visit_every_visible_block_once(seed, parts):
     visibility = random_ranges(seed) if seed else packed(window=50)[0]
-    dense = np.asarray(visibility.dense())
+    if parts > 1:
+        visibility, _ = of_part(visibility, part=seed % 2)
+    dense = np.asarray(visibility.dense(256))
     options = dict(causal=True, window=None, lengths=None)
-    ranges = ranges_of(256, 256, visibility=visibility, **options)
-    rows = len(dense)
-    blocks = dense.reshape(rows, 8, 32, 16, 16)
+    T = 256 // parts
+    ranges = ranges_of(T, T, visibility=visibility, num_keys=256, **options)
+    rows, num_blocks = len(dense), 8 // parts
+    blocks = dense.reshape(rows, num_blocks, 32, 16, 16)
 
     schedule = query_schedule(ranges, rows, block_q=32, block_k=16, tile_q=64)
     np.testing.assert_array_equal(np.asarray(schedule.full_RQK), blocks.all((2, 4)))
     jobs = np.asarray(schedule.jobs)
-    assert sorted(map(tuple, jobs[:, :2])) == list(itertools.product(range(rows), range(4)))
+    assert sorted(map(tuple, jobs[:, :2])) == list(
+        itertools.product(range(rows), range(num_blocks // 2))
+    )
     assert (np.diff(jobs[:, 5]) <= 0).all()  # the longest first
     for row, tile, first, num_first, second, num, *_ in jobs.tolist():
         visited = [*range(first, first + num_first), *range(second, second + num - num_first)]
@@ -250,7 +290,7 @@ def test_schedules_visit_every_visible_block_once(seed):
     jobs = np.asarray(key_schedule(ranges, rows, block_q=32, block_k=16, tile_k=32).jobs)
     for row, tile, first, begin, end, num, *_ in jobs.tolist():
         needed = np.flatnonzero(blocks[row, :, :, 2 * tile : 2 * tile + 2].any((1, 2, 3)))
-        assert set(needed) <= set(range(first, first + num)) <= set(range(8))
+        assert set(needed) <= set(range(first, first + num)) <= set(range(num_blocks))
         assert (begin, end) == (0, num)
 
 

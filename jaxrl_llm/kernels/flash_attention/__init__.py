@@ -15,6 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.common import HEAD_DIMS, default_tuning
+from jaxrl_llm.kernels.flash_attention.context import (
+    TokenSplit,
+    gathered,
+    split_attention,
+    token_order,
+)
 from jaxrl_llm.kernels.flash_attention.kernel import ATTENTION, SCHEDULE, hopper_attention
 from jaxrl_llm.kernels.flash_attention.reference import (
     attention_reference,
@@ -29,11 +35,14 @@ __all__ = [
     "ATTENTION",
     "SCHEDULE",
     "Implementation",
+    "TokenSplit",
     "Visibility",
     "attention",
     "attention_reference",
     "chosen_attention",
+    "gathered",
     "packed_visibility",
+    "token_order",
     "visible_keys",
 ]
 
@@ -51,20 +60,22 @@ Implementation = Literal["auto", "exact", "pallas", "cudnn", "xla"]
 
 def attention(
     q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
+    k_BTKH: Float[Array, "B S K H"],
+    v_BTKH: Float[Array, "B S K H"],
     *,
     causal: bool = True,
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
     visibility: Visibility | None = None,
+    split: TokenSplit | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v with grouped KV heads, in the dtype of q.
 
     With a `window` a token sees the last `window` positions, its own included. `lengths` (int32,
     tokens) hides keys at or past a row's length. `visibility` replaces these three: it says for
-    each token which keys it sees.
+    each token which keys it sees. `split` says that the devices of the mesh in scope hold parts of
+    each row, in `token_order`.
 
     - "pallas": our Hopper kernels, for bf16 and H of 64, 96, 128 or 256. Best if T is a multiple
       of 128. Gradients have the same bits in every run. On several devices it needs the mesh in
@@ -75,12 +86,21 @@ def attention(
     - "auto": the fastest by measurement, both passes together (see `chosen_attention`). "exact":
       the fastest whose gradient has the same bits in every run.
 
-    Requires: `window` only with `causal`; no causal=False, window or lengths with `visibility`.
+    Requires: `window` only with `causal`; no causal=False, window or lengths with `visibility`. A
+        `split` needs a visibility with `last`. Without a split, `last` allows keys that are more
+        than the queries; they are finite.
     Guarantees: outputs of queries at or past a row's length are 0. With `visibility`, what padding
     tokens hold, NaN included, reaches no output and no gradient, and their own are 0.
     Raises: ValueError for shapes that do not fit together or that the implementation cannot take.
     """
     check_inputs(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
+    if split is not None:
+        assert visibility is not None and visibility.last_BT is not None
+
+        def own(q: Array, k: Array, v: Array, visibility: Visibility) -> Array:
+            return attention(q, k, v, visibility=visibility, implementation=implementation)
+
+        return split_attention(own, q_BTNH, k_BTKH, v_BTKH, visibility, split)
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     plain = causal and window is None and lengths is None and visibility is None
     implementation = chosen_attention(

@@ -113,10 +113,9 @@ def backward_schedules(
         tile_q=NUM_CONSUMERS * tuning.dq_block_q,
     )
     tile_k = NUM_CONSUMERS * tuning.dkv_block_k
-    num_tiles = num_rows * (ranges.num_tokens // tile_k) * num_kv_heads
+    num_tiles = num_rows * (ranges.num_keys // tile_k) * num_kv_heads
     # Rows that are not causal have prefixes too. Splitting them gains nothing.
-    prefixes = ranges.values_RCT is not None and ranges.values_RCT.shape[1] == 3
-    split = prefixes or num_tiles < 1.5 * SMS
+    split = ranges.has_prefixes or num_tiles < 1.5 * SMS
     of_dkv = key_schedule(
         ranges,
         num_rows,

@@ -1,8 +1,8 @@
 """What the forward and gradient kernels of flash attention share.
 
-Shape letters of this package: B rows of the batch, T query tokens, S key tokens (T == S), N query
-heads, K KV heads, G = N / K query heads of a KV head, H head dim. In a kernel `block_q` queries
-belong to a warpgroup, and a step has `block_k` keys.
+Shape letters of this package: B rows of the batch, T query tokens, S key tokens (T == S unless the
+queries are a part of the row), N query heads, K KV heads, G = N / K query heads of a KV head, H
+head dim. In a kernel `block_q` queries belong to a warpgroup, and a step has `block_k` keys.
 """
 
 import inspect
@@ -266,11 +266,15 @@ def load_ranges(
 
 
 def sees(ranges: tuple[Array, ...], query: Array, key: Array, axis: int) -> Array:
-    """Which query sees which key. `query` and `key` are positions; `axis` is that of queries."""
-    seen = key <= query
+    """Which query sees which key. `query` and `key` are positions; `axis` is that of queries.
+
+    An even number of ranges ends with `last`, see `Ranges`.
+    """
+    of_parts = len(ranges) in (2, 4)
+    seen = key <= (along(ranges[-1], key.shape, axis) if of_parts else query)
     if ranges:
         seen &= key >= along(ranges[0], key.shape, axis)
-    if len(ranges) > 1:
+    if len(ranges) > 2:
         seen |= (key >= along(ranges[1], key.shape, axis)) & (
             key < along(ranges[2], key.shape, axis)
         )

@@ -108,10 +108,16 @@ def _attention_of_one_device(
     tuning: Tuning,
     interpret: Interpret,
 ) -> Array:
-    T = q_BTNH.shape[1]
-    padded = tuning.padded(T)
+    T, S = q_BTNH.shape[1], k_BTKH.shape[1]
+    padded, num_keys = tuning.padded(T), tuning.padded(S)
     ranges = ranges_of(
-        T, padded, causal=causal, window=window, lengths=lengths, visibility=visibility
+        T,
+        padded,
+        causal=causal,
+        window=window,
+        lengths=lengths,
+        visibility=visibility,
+        num_keys=num_keys,
     )
     real_BT = None
     if visibility is not None:
@@ -119,13 +125,16 @@ def _attention_of_one_device(
     elif lengths is not None:
         real_BT = jnp.arange(T) < lengths[:, None]
 
-    def prepared(x: Array) -> Array:
+    of_part = visibility is not None and visibility.last_BT is not None
+
+    def prepared(x: Array, size: int, real_BT: Array | None) -> Array:
         if real_BT is not None:
             # An unseen key has weight 0, and 0 * NaN is NaN.
             x = jnp.where(real_BT[:, :, None, None], x, 0)
-        return jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), (0, 0), (0, 0)))
 
-    q, k, v = (prepared(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q = prepared(q_BTNH, padded, real_BT)
+    k, v = (prepared(x, num_keys, None if of_part else real_BT) for x in (k_BTKH, v_BTKH))
     out: Array = mosaic_attention(q, k, v, ranges, tuning, interpret)
     return out[:, :T]
 

@@ -12,8 +12,8 @@ from jaxrl_llm.kernels.flash_attention.visibility import Visibility
 
 def attention_reference(
     q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
+    k_BTKH: Float[Array, "B S K H"],
+    v_BTKH: Float[Array, "B S K H"],
     *,
     causal: bool = True,
     window: int | None = None,
@@ -25,13 +25,14 @@ def attention_reference(
     Raises: ValueError as `attention` does.
     """
     check_inputs(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
-    q_BTNH, k_BTKH, v_BTKH = (_zero_unseeing(x, visibility) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q_BTNH = _zero_unseeing(q_BTNH, visibility)
+    k_BTKH, v_BTKH = (_zero_unseen(x, visibility) for x in (k_BTKH, v_BTKH))
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     q = q_BTNH.astype(jnp.float32)
     k = jnp.repeat(k_BTKH.astype(jnp.float32), groups, axis=2)
     v = jnp.repeat(v_BTKH.astype(jnp.float32), groups, axis=2)
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
-    visible = visible_keys(q.shape[1], causal, window, lengths, visibility)[:, None]
+    visible = visible_keys(k.shape[1], causal, window, lengths, visibility)[:, None]
     scores = jnp.where(visible, scores, -1e30)
     weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
@@ -49,12 +50,14 @@ def attention_xla(
     visibility: Visibility | None,
 ) -> Array:
     """The attention by XLA, which materialises the scores: memory grows with T squared."""
-    q_BTNH, k_BSKH, v_BSKH = (_zero_unseeing(x, visibility) for x in (q_BTNH, k_BSKH, v_BSKH))
+    q_BTNH = _zero_unseeing(q_BTNH, visibility)
+    k_BSKH, v_BSKH = (_zero_unseen(x, visibility) for x in (k_BSKH, v_BSKH))
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    visible = visible_keys(T, causal, window, lengths, visibility)[:, None, None]
+    S = k_BSKH.shape[1]
+    visible = visible_keys(S, causal, window, lengths, visibility)[:, None, None]
     # Not -inf: a row without a visible key would become NaN, and so would its gradient.
     scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
@@ -69,9 +72,9 @@ def visible_keys(
     lengths: Int[Array, " B"] | None,
     visibility: Visibility | None = None,
 ) -> Bool[Array, "#B T S"]:
-    """Which key each query sees: bool [B or 1, T, S]."""
+    """Which of `length` keys each query sees: bool [B or 1, T, S]."""
     if visibility is not None:
-        return visibility.dense()
+        return visibility.dense(length)
     t, s = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
     visible = jnp.ones((1, length, length), bool)
     if causal:
@@ -95,7 +98,9 @@ def check_inputs(
     """Raise ValueError, with the remedy, for shapes and masks that do not fit together."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
-    if k_BTKH.shape != (B, T, K, H) or v_BTKH.shape != k_BTKH.shape:
+    of_part = visibility is not None and visibility.last_BT is not None
+    keys = k_BTKH.shape[1] if of_part else T
+    if k_BTKH.shape != (B, keys, K, H) or v_BTKH.shape != k_BTKH.shape:
         raise ValueError(
             f"q {q_BTNH.shape} needs k and v of shape [{B}, {T}, KV heads, {H}], "
             f"not {k_BTKH.shape} and {v_BTKH.shape}"
@@ -127,3 +132,10 @@ def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
     if visibility is None:
         return x_BTNH
     return jnp.where(visibility.real()[:, :, None, None], x_BTNH, 0)
+
+
+def _zero_unseen(x_BSKH: Array, visibility: Visibility | None) -> Array:
+    """`_zero_unseeing` of keys, where each query has its key; those of other queries are finite."""
+    if visibility is None or visibility.last_BT is not None:
+        return x_BSKH
+    return _zero_unseeing(x_BSKH, visibility)

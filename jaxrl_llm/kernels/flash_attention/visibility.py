@@ -1,11 +1,12 @@
 """Which keys each token of a row sees, as ranges, and the tile jobs that follow from them.
 
 Token t sees the keys s with `prefix_start[t] <= s < prefix_end[t]` or `start[t] <= s <= t`. These
-two ranges cover causal rows, packed rows, windows, and prompts that several responses share.
+two ranges cover causal rows, packed rows, windows, and prompts that several responses share. Where
+the queries are only a part of the row, `last[t]` takes the place of t.
 
-Shape letters: B rows of the batch, T tokens of a row, S keys of a row (T == S), R rows of a
-schedule (B, or 1 if all rows have the same ranges), C arrays of ranges (0, 1 or 3), Q query blocks,
-K key blocks, I tile jobs.
+Shape letters: B rows of the batch, T query tokens, S keys of a row (T == S where all tokens of the
+row are queries), R rows of a schedule (B, or 1 if all rows have the same ranges), C arrays of
+ranges (0 to 4), Q query blocks, K key blocks, I tile jobs.
 """
 
 from dataclasses import dataclass
@@ -29,23 +30,30 @@ class Visibility:
     A padding token has `start` past itself and no prefix: it sees nothing, and its output and its
     gradients are 0.
 
+    With `last` the tokens are queries of any order, and a token's first range ends with that key.
+
     Requires: no range of a real token contains a padding token; both prefix arrays or none.
     """
 
     start_BT: Int[Array, "B T"]
     prefix_start_BT: Int[Array, "B T"] | None = None
     prefix_end_BT: Int[Array, "B T"] | None = None
+    last_BT: Int[Array, "B T"] | None = None
 
     def real(self) -> Array:
         """Which tokens see anything, that is, are not padding: bool [B, T]."""
-        real_BT = self.start_BT <= jnp.arange(self.start_BT.shape[1])
+        last = jnp.arange(self.start_BT.shape[1]) if self.last_BT is None else self.last_BT
+        real_BT = self.start_BT <= last
         if self.prefix_start_BT is not None and self.prefix_end_BT is not None:
             real_BT |= self.prefix_start_BT < self.prefix_end_BT
         return real_BT
 
-    def dense(self) -> Array:
-        """The visibility as a mask: bool [B, T, S]."""
-        t, s = (jnp.arange(self.start_BT.shape[1])[:, None], jnp.arange(self.start_BT.shape[1]))
+    def dense(self, num_keys: int | None = None) -> Array:
+        """The visibility as a mask: bool [B, T, S]. None: as many keys as tokens."""
+        T = self.start_BT.shape[1]
+        t, s = (jnp.arange(T)[:, None], jnp.arange(num_keys or T))
+        if self.last_BT is not None:
+            t = self.last_BT[..., None]
         visible_BTS = (self.start_BT[..., None] <= s) & (s <= t)
         if self.prefix_start_BT is not None and self.prefix_end_BT is not None:
             visible_BTS |= (self.prefix_start_BT[..., None] <= s) & (
@@ -102,15 +110,20 @@ def packed_visibility(
     )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values_RCT"], meta_fields=["num_tokens"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values_RCT"],
+    meta_fields=["num_tokens", "num_keys"],
+)
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges as the kernels take them, for rows of `num_tokens` T: int32 [R, C, T].
+    """The ranges as the kernels take them, of `num_tokens` queries T: int32 [R, C, T].
 
-    None: plain causal. C = 1: start. C = 3: start, prefix start, prefix end.
+    None: plain causal. C = 1: start. C = 3: start, prefix start, prefix end. One more: `last`.
     """
 
     num_tokens: int
+    num_keys: int
     values_RCT: HostOrDevice | None = None
 
     def rows(self) -> tuple[HostOrDevice, HostOrDevice, HostOrDevice]:
@@ -126,6 +139,17 @@ class Ranges:
             return start, none, none
         return start, self.values_RCT[:, 1], self.values_RCT[:, 2]
 
+    def last(self) -> HostOrDevice:
+        """The last key of each query's first range: [R, T], or [T] if it is the query itself."""
+        if self.values_RCT is None or self.values_RCT.shape[1] % 2:
+            return np.arange(self.num_tokens, dtype=np.int32)
+        return self.values_RCT[:, -1]
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether some queries may have a second range."""
+        return self.values_RCT is not None and self.values_RCT.shape[1] >= 3
+
 
 def ranges_of(
     length: int,
@@ -135,20 +159,29 @@ def ranges_of(
     window: int | None,
     lengths: Array | None,
     visibility: Visibility | None,
+    num_keys: int | None = None,
 ) -> Ranges:
-    """The ranges of rows of `length` tokens that are padded to `padded` tokens."""
+    """The ranges of rows of `length` tokens that are padded to `padded` tokens.
+
+    `num_keys` is that of a visibility with `last`, padded too.
+    """
     t = np.arange(padded, dtype=np.int32)
     if visibility is not None:
-        arrays = [visibility.start_BT]
+        num_keys = num_keys or padded
+        arrays, fill = [visibility.start_BT], [num_keys]
         if visibility.prefix_start_BT is not None:
             arrays += [visibility.prefix_start_BT, visibility.prefix_end_BT]
-        fill = [padded, 0, 0]
+            fill += [0, 0]
+        if visibility.last_BT is not None:
+            arrays.append(visibility.last_BT)
+            fill.append(-1)
         return Ranges(
             padded,
+            num_keys,
             jnp.stack(
                 [
                     jnp.pad(x.astype(jnp.int32), ((0, 0), (0, padded - length)), constant_values=c)
-                    for x, c in zip(arrays, fill, strict=False)
+                    for x, c in zip(arrays, fill, strict=True)
                 ],
                 axis=1,
             ),
@@ -156,17 +189,17 @@ def ranges_of(
     if causal and window is None and lengths is None and padded == length:
         # None and no empty array: in a shard_map that would become an unused argument, on which
         # Shardy of jax 0.11.2 crashes.
-        return Ranges(padded)
+        return Ranges(padded, padded)
     xp: Any = np if lengths is None else jnp
     stop_R1 = np.full((1, 1), length, np.int32) if lengths is None else lengths[:, None]
     real_RT = t[None] < stop_R1
     if causal:
         start_RT = t - window + 1 if window is not None else np.zeros_like(t)
         start_RT = xp.where(real_RT, xp.maximum(start_RT, 0), padded)
-        return Ranges(padded, start_RT[:, None].astype(np.int32))
+        return Ranges(padded, padded, start_RT[:, None].astype(np.int32))
     start_RT = xp.full(real_RT.shape, padded, np.int32)
     end_RT = xp.where(real_RT, stop_R1, 0).astype(np.int32)
-    return Ranges(padded, xp.stack([start_RT, xp.zeros_like(start_RT), end_RT], axis=1))
+    return Ranges(padded, padded, xp.stack([start_RT, xp.zeros_like(start_RT), end_RT], axis=1))
 
 
 @jax.tree_util.register_dataclass
@@ -194,17 +227,16 @@ def query_schedule(
     """The tile jobs of a kernel whose CTAs own `tile_q` queries and loop over key blocks."""
     start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
     xp = _module(start_RT)
-    T = ranges.num_tokens
-    t = np.arange(T, dtype=np.int32)
+    T, S = ranges.num_tokens, ranges.num_keys
 
     def hull(low_RT: HostOrDevice, high_RT: HostOrDevice) -> tuple[HostOrDevice, HostOrDevice]:
         """First block and end of the blocks that the non-empty ranges of a tile touch."""
         some = low_RT < high_RT
-        low = xp.where(some, low_RT, T).reshape(-1, T // tile_q, tile_q).min(axis=2)
+        low = xp.where(some, low_RT, S).reshape(-1, T // tile_q, tile_q).min(axis=2)
         high = xp.where(some, high_RT, 0).reshape(-1, T // tile_q, tile_q).max(axis=2)
         return low // block_k, -(-high // block_k)
 
-    own_low, own_high = hull(start_RT, xp.broadcast_to(t + 1, start_RT.shape))
+    own_low, own_high = hull(start_RT, xp.broadcast_to(ranges.last() + 1, start_RT.shape))
     prefix_low, prefix_high = hull(prefix_start_RT, prefix_end_RT)
     own = xp.maximum(own_high - own_low, 0)
     prefix = xp.maximum(prefix_high - prefix_low, 0)
@@ -236,14 +268,14 @@ def key_schedule(
     """
     start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()
     xp = _module(start_RT)
-    T = ranges.num_tokens
-    t = np.arange(T, dtype=np.int32)[:, None]
-    low, high = (np.arange(T // tile_k, dtype=np.int32) + i for i in (0, 1))
+    T, S = ranges.num_tokens, ranges.num_keys
+    t, last = np.arange(T, dtype=np.int32)[:, None], ranges.last()[..., None]
+    low, high = (np.arange(S // tile_k, dtype=np.int32) + i for i in (0, 1))
     low, high = low * tile_k, high * tile_k
     start, prefix_start, prefix_end = (
         x[..., None] for x in (start_RT, prefix_start_RT, prefix_end_RT)
     )
-    sees_RTK = (start < high) & (start <= t) & (t >= low)
+    sees_RTK = (start < high) & (start <= last) & (last >= low)
     sees_RTK |= (prefix_start < prefix_end) & (prefix_start < high) & (prefix_end > low)
     block = t // block_q
     first = xp.where(sees_RTK, block, T).min(axis=1)
@@ -285,10 +317,9 @@ def _split_tiles(tiles: HostOrDevice, extra_jobs: int) -> tuple[HostOrDevice, Ho
 
 def _full(ranges: Ranges, block_q: int, block_k: int) -> HostOrDevice:
     start_RT, prefix_start_RT, prefix_end_RT = (x[..., None] for x in ranges.rows())
-    T = ranges.num_tokens
-    t = np.arange(T, dtype=np.int32)[:, None]
-    low = np.arange(T // block_k, dtype=np.int32) * block_k
-    full_RTK = (start_RT <= low) & (low + block_k - 1 <= t)
+    T, S = ranges.num_tokens, ranges.num_keys
+    low = np.arange(S // block_k, dtype=np.int32) * block_k
+    full_RTK = (start_RT <= low) & (low + block_k - 1 <= ranges.last()[..., None])
     full_RTK |= (prefix_start_RT <= low) & (prefix_end_RT >= low + block_k)
     by_block = full_RTK.reshape(full_RTK.shape[0], T // block_q, block_q, -1)
     return _module(full_RTK).all(by_block, axis=2).astype(np.int32)

@@ -1,0 +1,116 @@
+"""Attention of rows whose tokens are split over devices (context parallelism).
+
+Each device has two chunks of every row: of 2n equal chunks, device i of n has i and 2n - 1 - i.
+Causal attention is then the same work on each device. Keys and values are gathered over the
+devices, which grouped heads make small, and each device computes its own queries.
+
+Shape letters: those of common.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array
+
+from jaxrl_llm.kernels.flash_attention.visibility import Visibility
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSplit:
+    """The mesh axes that split rows, the tokens of a row, and heads, outermost first."""
+
+    rows: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+
+def token_order(length: int, parts: int) -> np.ndarray:
+    """The position in the row of each token, in the order in which `parts` devices hold them.
+
+    Requires: `length` is a multiple of 2 * `parts`, or `parts` is 1.
+    """
+    if parts == 1:
+        return np.arange(length)
+    first = np.arange(parts)
+    mine = np.stack([first, 2 * parts - 1 - first], axis=1)
+    return np.arange(length).reshape(2 * parts, -1)[mine].reshape(-1)
+
+
+def split_attention(
+    attend: Callable[[Array, Array, Array, Visibility], Array],
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    visibility: Visibility,
+    split: TokenSplit,
+) -> Array:
+    """`attend` on each device of the mesh in scope: its own queries with all keys of their rows.
+
+    Requires: tokens are in `token_order`; `visibility` has `last`, and its ranges are positions in
+        the row.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
+
+    def size(axes: tuple[str, ...]) -> int:
+        return int(np.prod([mesh.shape[name] for name in axes], dtype=int))
+
+    # Where rows or heads do not divide, every device computes all of them.
+    rows = split.rows if q_BTNH.shape[0] % size(split.rows) == 0 else ()
+    heads = split.heads if q_BTNH.shape[2] % size(split.heads) == 0 else ()
+    repeats = np.lcm(k_BTKH.shape[2], size(heads)) // k_BTKH.shape[2]
+    if repeats > 1:  # each device gets the KV heads of its own query heads
+        k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
+
+    def local(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, visibility: Visibility) -> Array:
+        real_BT11 = visibility.real()[:, :, None, None]
+        k_BSKH, v_BSKH = (
+            _in_row_order(gathered(jnp.where(real_BT11, x, 0), split.tokens), size(split.tokens))
+            for x in (k_BTKH, v_BTKH)
+        )
+        return attend(q_BTNH, k_BSKH, v_BSKH, visibility)
+
+    by_token = PartitionSpec(rows or None, split.tokens)
+    by_head = PartitionSpec(*by_token, heads or None)
+    return jax.shard_map(
+        local,
+        in_specs=(by_head, by_head, by_head, by_token),
+        out_specs=by_head,
+        axis_names=automatic,
+        check_vma=False,
+    )(q_BTNH, k_BTKH, v_BTKH, visibility)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(x_BT: Array, axes: tuple[str, ...]) -> Array:
+    """The second dim of all devices along `axes`, inside a shard_map.
+
+    The gradient is reduced and scattered in float32: the sum of many devices' bfloat16 is coarse.
+    """
+    return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
+
+
+def _gathered_backward(axes: tuple[str, ...], _: None, gradient: Array) -> tuple[Array]:
+    total = jax.lax.psum_scatter(
+        gradient.astype(jnp.float32), axes, scatter_dimension=1, tiled=True
+    )
+    return (total.astype(gradient.dtype),)
+
+
+gathered.defvjp(lambda x, axes: (gathered(x, axes), None), _gathered_backward)
+
+
+def _in_row_order(x_BS: Array, parts: int) -> Array:
+    """Tokens in the order of their row, of tokens in `token_order`."""
+    B, S, *rest = x_BS.shape
+    x = x_BS.reshape(B, parts, 2, S // (2 * parts), *rest)
+    return jnp.concatenate([x[:, :, 0], x[:, ::-1, 1]], axis=1).reshape(x_BS.shape)

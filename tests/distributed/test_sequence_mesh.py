@@ -1,0 +1,241 @@
+"""Rows whose tokens are split over devices: passes and updates equal those on one device."""
+
+import functools
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_learner_mesh import V, fields, learn
+from test_offline_mesh import step as offline_step
+from test_online_mesh import config_of, single
+from tiny_iteration import (
+    OF_THE_DECODE_LOOP,
+    first_states,
+    in_micro_batches,
+    open_iteration,
+    packed,
+    random_params,
+    run_step,
+    tiny_config,
+)
+from tiny_models import CONFIGS
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.layout import train_layout
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated, shardings
+from jaxrl_llm.kernels.flash_attention import token_order
+from jaxrl_llm.learner.forward import (
+    ForwardSettings,
+    attention_work,
+    response_scores,
+    response_statistics,
+    response_values,
+    row_logprobs,
+    spread,
+)
+from jaxrl_llm.learner.micro_batches import Packed, Padded
+from jaxrl_llm.learner.rows import rows_of, whole_rows
+from jaxrl_llm.models.base import model_spec
+
+ALONE = {"sequence": 8}
+WITH_DATA = {"data": 2, "sequence": 4}
+WITH_ALL = {"fsdp": 2, "sequence": 2, "tensor": 2}
+# Of these, one device has nothing to compare: packed parts and balance depend on the mesh.
+OF_THE_MESH = {"micro_batches", "row_use", "attention_balance"}
+
+
+def close(found, expected, what):
+    """Within 1e-5 of the norm."""
+    difference = np.linalg.norm(np.asarray(found, np.float64) - expected)
+    assert difference <= 1e-5 * np.linalg.norm(expected) + 1e-9, (what, difference)
+
+
+@functools.cache
+def learnt_on_one_device():
+    return learn()
+
+
+def check_learning(sizes, row_tokens=0):
+    """PPO's actor and critic, with a KL term and an entropy bonus: losses, gradients, values."""
+    expected, found = learnt_on_one_device(), learn(make_mesh(**sizes), row_tokens=row_tokens)
+    close(found["values"], expected["values"], "values")
+    for role in ("actor", "critic"):
+        (metrics, grads), (expected_metrics, expected_grads) = found[role], expected[role]
+        assert metrics.keys() == {*expected_metrics, "attention_balance"}
+        for name in expected_metrics.keys() - OF_THE_MESH:
+            close(metrics[name], expected_metrics[name], name)
+        for one, other in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
+            close(one, other, role)
+
+
+def test_ppo_on_fsdp_2_sequence_2_tensor_2():
+    check_learning(WITH_ALL, row_tokens=25)
+
+
+@pytest.mark.slow
+def test_ppo_on_sequence_8():
+    check_learning(ALONE)
+
+
+@pytest.mark.slow
+def test_ppo_packed_on_data_2_sequence_4():
+    check_learning(WITH_DATA, row_tokens=22)
+
+
+def passes(part, params, specs, settings):
+    """All that passes without a gradient compute, by name."""
+    rows = rows_of(part)
+    common = {"spec": specs[0], "settings": settings}
+    found = response_statistics(
+        params[0],
+        rows,
+        temperature=0.8,
+        with_entropy=True,
+        with_squares=True,
+        candidates=part["candidates"],
+        top_k=2,
+        **common,
+    )
+    scalar = {"spec": specs[1], "settings": settings}
+    return {
+        "logprobs": found.logprobs,
+        "entropy": found.entropy,
+        "squares": found.sum_squares,
+        "at candidates": found.at_candidates,
+        "top": found.top[1],
+        "values": response_values(params[1], rows, **scalar),
+        "scores": response_scores(params[1], rows, part["mask"], **scalar),
+    }
+
+
+def test_passes_with_windows_and_shared_prompts():
+    """Layers that see all and layers with a window; packed rows whose prompts are shared."""
+    specs = [model_spec(CONFIGS["qwen2_window"], kind) for kind in ("causal_lm", "scalar")]
+    params = [random_params(spec.params, seed) for seed, spec in enumerate(specs)]
+    batch = fields()
+    for name in ("prompts", "prompt_lengths"):  # groups of two
+        batch[name] = batch[name][::2].repeat(2, axis=0)
+    batch["candidates"] = np.stack([batch["responses"], (batch["responses"] + 1) % V], axis=-1)
+    expected = jax.jit(partial(passes, params=params, specs=specs, settings=ForwardSettings()))(
+        batch
+    )
+    mesh = make_mesh(**WITH_DATA)
+    layout = train_layout(mesh, num_kv_heads=2)
+    settings = ForwardSettings(layout=layout)
+    placed = [
+        jax.device_put(of_one, shardings(spec.axes, spec.params, mesh, layout.rules))
+        for spec, of_one in zip(specs, params, strict=True)
+    ]
+    run = partial(passes, params=placed, specs=specs, settings=settings)
+    rows = Packed(row_tokens=27, group=2, num_replicas=2)
+    for parts in (rows, Padded()):
+        found = fetch(jax.jit(partial(parts.join, run))(make_global(batch, batch_sharding(mesh))))
+        for name, value in expected.items():
+            mask = {1: 1.0, 2: batch["mask"], 3: batch["mask"][..., None]}[value.ndim]
+            np.testing.assert_allclose(found[name] * mask, value * mask, rtol=1e-5, atol=2e-5)
+            assert np.abs(found[name]).max() > 0.1, name
+
+
+def test_whole_rows_come_back_in_their_order():
+    spec = model_spec(CONFIGS["llama"])
+    params = random_params(spec.params, seed=0)
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 19)).astype(np.int32)
+    run = partial(row_logprobs, spec=spec)
+    expected = jax.jit(partial(run, settings=ForwardSettings()))(params, tokens)
+    mesh = make_mesh(sequence=4, tensor=2)
+    settings = ForwardSettings(layout=train_layout(mesh, num_kv_heads=2))
+    placed = jax.device_put((params, tokens), replicated(mesh))
+    close(fetch(jax.jit(partial(run, settings=settings))(*placed)), expected, "log-probs")
+
+
+def test_causal_work_is_balanced():
+    assert token_order(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    layout = train_layout(make_mesh(sequence=4), num_kv_heads=2)
+    rows = spread(whole_rows(jnp.zeros((1, 64), jnp.int32)), layout)
+    assert rows.visible_pairs(None).tolist() == [[16 * 65 / 2] * 4]
+    # The first and the last eight tokens of the row are the first device's.
+    assert rows.visible_pairs(3)[0].tolist() == [1 + 2 + 3 * 14] + [3 * 16] * 3
+    spec = model_spec(CONFIGS["qwen2_window"])  # one layer of each kind, with a window of 4
+    work = attention_work(
+        whole_rows(jnp.zeros((1, 64), jnp.int32)), spec, ForwardSettings(layout=layout)
+    )
+    largest, mean = work.values()
+    assert (largest, mean) == (520 + 64, 520 + (4 * 64 - 6) / 4)
+
+
+def updated(config, sizes, *, row_tokens=0):
+    """Metrics and every role's parameters after an iteration, in numpy."""
+    devices = jax.devices()[: math.prod(sizes.values())]
+    if row_tokens:
+        config = packed(config, row_tokens)
+    config = replace(config, mesh=MeshConfig(**sizes))
+    iteration = open_iteration(config, make_mesh(**sizes, devices=devices))
+    states, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    params = {name: fetch(states[name].params) for name in ("actor", "critic") if name in states}
+    return batch, metrics, params
+
+
+def check_updated(config, sizes, **rows):
+    batch, metrics, params = updated(config, sizes, **rows)
+    expected_batch, expected_metrics, expected = updated(config, {}, **rows)
+    np.testing.assert_array_equal(batch.responses, expected_batch.responses)
+    for role in params:
+        assert 1 <= metrics.pop(f"{role}/attention_balance") < 2
+        close(metrics[f"{role}/grad_norm"], expected_metrics[f"{role}/grad_norm"], "norm")
+        for one, other in zip(*map(jax.tree.leaves, (params[role], expected[role])), strict=True):
+            close(one, other, role)
+    for name in metrics.keys() - OF_THE_DECODE_LOOP:
+        if name.partition("/")[2] not in OF_THE_MESH:
+            np.testing.assert_allclose(
+                metrics[name], expected_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name
+            )
+
+
+def test_grpo_packed_on_data_2_sequence_4():
+    check_updated(single(config_of("grpo")), WITH_DATA, row_tokens=33)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [ALONE, WITH_ALL])
+def test_grpo_packed_on_other_meshes(sizes):
+    check_updated(config_of("grpo"), sizes, row_tokens=33)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [ALONE, WITH_ALL, WITH_DATA])
+def test_ppo_iteration(sizes):
+    """Actor, critic, reference and reward model; the KL penalty is in the reward."""
+    check_updated(in_micro_batches(tiny_config(), 8 // MeshConfig(**sizes).num_replicas), sizes)
+
+
+def check_offline(sizes, algorithm="dpo", **actor):
+    (params, metrics) = offline_step(algorithm, MeshConfig(**sizes), **actor)
+    (expected_params, expected) = offline_step(algorithm, MeshConfig())
+    assert metrics.keys() == {*expected, "attention_balance"}
+    for name in expected.keys() - OF_THE_MESH:
+        np.testing.assert_allclose(
+            metrics[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        close(one, other, algorithm)
+
+
+def test_dpo_on_sequence_8():
+    check_offline(ALONE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [WITH_ALL, WITH_DATA])
+def test_dpo_on_other_meshes(sizes):
+    check_offline(sizes, micro_batch_size=2)
+
+
+@pytest.mark.slow
+def test_packed_kto_on_fsdp_2_sequence_2_tensor_2():
+    check_offline(WITH_ALL, "kto", micro_batch_tokens=16)

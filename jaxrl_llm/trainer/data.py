@@ -1,6 +1,6 @@
 """Data of a run: prompts, examples and pairs from files; samples as arrays and as text again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -318,30 +318,29 @@ def _loader(
 
 
 def prompt_batch(
-    prompts: Sequence[Prompt],
+    prompts: Mapping[int, Prompt],
+    rows: np.ndarray,
     *,
     n: int,
     max_prompt_length: int,
     pad_id: int,
-    num_prompts: int = 0,
     first_sample: int = 0,
 ) -> RolloutBatch:
-    """numpy batch of n samples a prompt, group after group.
+    """numpy batch of these rows of n samples a prompt, group after group.
 
-    `num_prompts` is a fixed size, up to which rows of length 0 are added; they generate nothing.
-    `first_sample` is the number of samples that the step has had before.
+    `prompts` has those of the rows, by group. A group without one gets rows of length 0, which
+    generate nothing. `first_sample` is the number of samples that the step has had before.
     """
-    tokens, lengths = collate_prompts(prompts, length=max_prompt_length, pad_id=pad_id)
-    missing = max(num_prompts - len(prompts), 0)
-    tokens = np.pad(tokens, ((0, missing), (0, 0)), constant_values=pad_id)
-    lengths = np.pad(lengths, (0, missing))
-    rows = len(lengths)
+    groups, group_of = np.unique(rows // n, return_inverse=True)
+    none = Prompt(token_ids=(), text="")
+    chosen = [prompts.get(group, none) for group in groups.tolist()]
+    tokens, lengths = collate_prompts(chosen, length=max_prompt_length, pad_id=pad_id)
     # numpy arrays until the batch is placed on the mesh.
     fields: dict[str, Any] = {
-        "prompts": tokens.repeat(n, axis=0),
-        "prompt_lengths": lengths.repeat(n),
-        "sample_ids": np.arange(first_sample, first_sample + rows * n, dtype=np.uint32),
-        "group_ids": np.arange(rows, dtype=np.int32).repeat(n),
+        "prompts": tokens[group_of],
+        "prompt_lengths": lengths[group_of],
+        "sample_ids": (first_sample + rows).astype(np.uint32),
+        "group_ids": groups[group_of].astype(np.int32),
     }
     return RolloutBatch(**fields)
 

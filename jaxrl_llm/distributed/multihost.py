@@ -206,7 +206,7 @@ def place_held(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
     def put(array: Any) -> jax.Array:
         array = np.asarray(array)
 
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(rows.num_rows)
             first = int(np.searchsorted(rows.held, start))
             return array[first : first + stop - start]
@@ -237,7 +237,7 @@ def place_owned(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
         array = np.asarray(array)
         given: set[int] = set()  # each owned row is given by one device, the others give zeros
 
-        def piece(device: Any, index: tuple[slice, ...]) -> np.ndarray:
+        def piece(device: Any, index: Any) -> jax.Array:
             start, stop, _ = index[1].indices(rows.num_rows)
             part = np.zeros((1, stop - start, *array.shape[1:]), array.dtype)
             if start not in given:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import FilterGroupsConfig
 from jaxrl_llm.data.loader import Loader, PromptLoader
@@ -32,17 +32,16 @@ from jaxrl_llm.distributed.multihost import (
     HostRows,
     fetch,
     fetch_rows,
-    host_rows,
     make_global,
     place_held,
 )
-from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import prompt_batch
+from jaxrl_llm.trainer.data import held_groups, prompt_batch
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.progress import StepTokens
 from jaxrl_llm.trainer.rewarding import StepContext
@@ -115,12 +114,8 @@ class PromptBatches(Batches):
     def _prompts(self, step: int, first_sample: int) -> tuple[Any, StepContext]:
         """The next prompts, after `first_sample` samples of the same step."""
         config, loader, rows = self.plan.config, self.loader, self._rows
-        groups = np.unique(rows.held // config.rollout.n)
-        if isinstance(loader, PriorityLoader):
-            found = loader.draw(step, groups)
-        else:
-            every = next(loader)
-            found = [every[group] for group in groups]
+        groups = held_groups(rows, config.rollout.n)
+        found = loader.draw(step, groups) if isinstance(loader, PriorityLoader) else next(loader)
         prompts = dict(zip(groups.tolist(), found, strict=True))
         host_batch = prompt_batch(
             prompts,
@@ -277,7 +272,8 @@ def _variation(
         groups = values.reshape(-1, group)
         return groups.max(axis=1) != groups.min(axis=1)
 
-    return jax.jit(varies, out_shardings=None if sharding is None else replicated(sharding.mesh))
+    whole = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(varies, out_shardings=whole)
 
 
 @lru_cache
@@ -299,19 +295,19 @@ class RecordBatches(Batches):
 
     loader: Loader[OfflineRecord, Any]
     plan: OfflinePlan
-    _on_host: Any = None
+    _on_host: Any = None  # the rows that this process holds
 
     @cached_property
     def _rows(self) -> HostRows:
         """This process's records of a batch."""
-        return host_rows(batch_sharding(self.plan.learner.mesh), self.plan.batch_size)
+        return self.plan.program.host_rows(self.plan.batch_size)
 
     @property
     def epoch(self) -> int:
         return self.loader.epoch
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
-        self._on_host = jax.tree.map(lambda x: x[self._rows.held], next(self.loader))
+        self._on_host = next(self.loader)
         return place_held(self._on_host, batch_sharding(self.plan.learner.mesh), self._rows), None
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:

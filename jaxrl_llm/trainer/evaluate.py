@@ -6,7 +6,7 @@ Each process grades the samples that it owns. One grade a sample is gathered.
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import (
+    HostRows,
     fetch,
     fetch_rows,
     gather_objects,
@@ -311,18 +312,20 @@ class RecordEvaluation(Evaluation):
         self,
         sums: Callable[[States, OfflineBatch], dict[str, Any]],
         means: Callable[[dict[str, Any]], dict[str, Any]],
-        batches: Sequence[OfflineBatch],
+        batches: Iterable[OfflineBatch],
         mesh: Mesh,
+        rows: HostRows,
         *,
         prefix: str,
     ):
         """`sums` is compiled; `means` divides its results, added up over the batches.
 
+        `batches` have the `rows` of this process, of every batch.
         `prefix` begins the names of the metrics.
         """
         self._means = means
         self._sums = jax.jit(sums, out_shardings=replicated(mesh))
-        self._batches = batches
+        self._batches, self._rows = list(batches), rows
         self._sharding = batch_sharding(mesh)
         self._prefix = prefix
 
@@ -330,7 +333,7 @@ class RecordEvaluation(Evaluation):
         """Means over all held-out records."""
         total: dict[str, Any] = {}
         for batch in self._batches:
-            found = fetch(self._sums(states, make_global(batch, self._sharding)))
+            found = fetch(self._sums(states, place_held(batch, self._sharding, self._rows)))
             total = {name: total.get(name, 0.0) + np.float64(x) for name, x in found.items()}
         return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}
 

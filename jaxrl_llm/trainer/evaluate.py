@@ -115,7 +115,7 @@ class Validator:
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
-            return generate_on_mesh(
+            out = generate_on_mesh(
                 role.spec,
                 cast(params, dtype),
                 prompts,
@@ -126,10 +126,11 @@ class Validator:
                 layout=role.generation,
                 stored=role.layout,
             )
+            return out.tokens, out.mask, out.logprobs
 
         samples = self._batch_size * self._n // role.generation.num_replicas
         options = compiler_options(samples, settings.num_slots)
-        return jax.jit(answer, compiler_options=options)
+        return jax.jit(answer, out_shardings=self._sharding, compiler_options=options)
 
     def run(self, params: Params, step: int) -> Validation:
         """Evaluate `params` (in the training layout) after `step` iterations."""
@@ -151,9 +152,7 @@ class Validator:
             with memory_guard(None):
                 arguments = *place_held(arrays, self._sharding, self._rows), device_step
                 out = self._answer(params, *arguments)
-                tokens, mask, logprobs = fetch_rows(
-                    (out.tokens, out.mask, out.logprobs), self._rows
-                )
+                tokens, mask, logprobs = fetch_rows(out, self._rows)
             found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
                 if first + row < self._num_prompts * self._n:  # the others only fill the batch

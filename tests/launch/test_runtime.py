@@ -150,7 +150,7 @@ def test_gpus_that_slurm_tasks_cannot_share_are_refused():
 @pytest.mark.parametrize(
     ("tasks", "gpus", "variables", "remedy"),
     [
-        ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "8"}, "8 GPUs .* 1 task .* 1 of them .*per-task=8"),
+        ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "8"}, "8 GPUs .* 1 task .* 1 of them"),
         # The step was given one GPU, the job eight.
         ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_GPUS": "0,1,2,3,4,5,6,7"}, "8 GPUs"),
         ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_NODE": "h100:8"}, "8 GPUs"),

@@ -1,4 +1,4 @@
-"""Four processes give the metrics and the trace of one, also where several hold the same samples."""
+"""Four processes give the metrics and the trace of one, also where several hold one sample."""
 
 import sys
 from pathlib import Path

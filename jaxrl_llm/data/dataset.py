@@ -1,15 +1,20 @@
 """Data sets of prompts, supervised examples or preference pairs. Bad rows are set aside.
 
-All rows are read and tokenised before the first step, so that a bad row is found at once.
+All rows are read and tokenised before the first step, so that a bad row is found at once. Several
+processes share this work: each checks a stripe of every source, and keeps its records.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
 
 from jaxrl_llm.config import Task
 from jaxrl_llm.data.formats import (
@@ -29,15 +34,19 @@ from jaxrl_llm.data.formats import (
     rated_of,
     unpaired_of,
 )
+from jaxrl_llm.data.share import Source, Striped
 from jaxrl_llm.data.sources import (
     BadRow,
+    ListedRows,
     RawRow,
+    Rows,
     custom_rows,
-    read_rows,
+    open_rows,
     takes_split,
 )
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
 from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.references import load
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
@@ -85,8 +94,8 @@ class Sources:
 class Loaded(Generic[T]):
     """The records of a data set, and the rows that are not among them."""
 
-    items: list[T]
-    num_rows: int  # all rows that were read, bad and overlong ones included
+    items: Sequence[T]  # a list; a Share of them with several processes
+    num_rows: int  # all rows, bad and overlong ones included
     bad_rows: list[BadRow]
     num_overlong: int  # left out by filter_overlong
     formats: dict[str, str]  # source -> detected format
@@ -163,7 +172,11 @@ def load_ratings(
 
 def _alone(convert: Callable[..., T], tokenizer: Tokenizer) -> Callable[..., list[T]]:
     """A converter from a row to one record, as a converter from a row to a list of records."""
-    return lambda *row, **named: [convert(*row, tokenizer=tokenizer, **named)]
+    return partial(_in_a_list, partial(convert, tokenizer=tokenizer))
+
+
+def _in_a_list(convert: Callable[..., T], *row: Any, **named: Any) -> list[T]:
+    return [convert(*row, **named)]
 
 
 def _load(
@@ -174,47 +187,147 @@ def _load(
     rules: RowRules,
 ) -> Loaded[T]:
     truncation = "error" if rules.filter_overlong else rules.truncation
-    items: list[T] = []
-    bad: list[BadRow] = []
-    formats: dict[str, str] = {}
-    num_rows = num_overlong = 0
+    own: list[_Stripe[T]] = []
     for name, rows in _read(sources, purpose):
-        num_rows += len(rows)
-        bad.extend(row for row in rows if isinstance(row, BadRow))
-        good = [row for row in rows if isinstance(row, RawRow)]
-        if good:
-            formats[name] = _source_format(name, good, purpose, sources.keys)
-        for row in good:
-            try:
-                found = convert(
-                    row.data, formats[name], data_source=_default_source(name), index=row.row
-                )
-                items += [fit(item, rules.max_length, truncation) for item in found]
-            except Overlong as error:  # the user set the limit: such a row is not bad
-                if not rules.filter_overlong:
-                    raise ValueError(f"{row.source} row {row.row}: {error}") from None
-                num_overlong += 1
-            except ValueError as error:
-                bad.append(BadRow(row.source, row.row, str(error)))
+        every = (row for row in rows.read(0, len(rows)) if isinstance(row, RawRow))
+        first = list(islice(every, DETECTION_ROWS))
+        kind = _source_format(name, first, purpose, sources.keys) if first else ""
+        reader = _Reader(name, kind, rows, convert, fit, rules.max_length, truncation)
+        own.append(_check_stripe(reader, rules.filter_overlong))
+        if own[-1].error:
+            break
+    # One list a process, of one summary a source.
+    everyone = gather_objects([stripe.summary() for stripe in own], "data")
+    by_source = list(zip_longest(*everyone))
+    found = [[one for one in summaries if one is not None] for summaries in by_source]
+    errors = [one["error"] for summaries in found for one in summaries if one["error"]]
+    if errors:
+        raise ValueError(errors[0])
+    bad = [
+        BadRow(*row)
+        for summaries in found
+        for kind in ("unread", "unconverted")
+        for one in summaries
+        for row in one[kind]
+    ]
+    num_rows = sum(len(stripe.reader.rows) for stripe in own)
+    num_overlong = sum(one["num_overlong"] for summaries in found for one in summaries)
     if rules.bad_rows_file is not None:
         _set_aside(bad, Path(rules.bad_rows_file))
     _check_bad(bad, num_rows, rules)
+    items = _joined(own, found)
     if not items:
         raise ValueError(
             f"no rows are left of {num_rows} ({num_overlong} of them overlong): check "
             f"{sources.keys}, and {LENGTH_KEYS}"
         )
+    formats = {stripe.reader.name: stripe.reader.kind for stripe in own if stripe.reader.kind}
     return Loaded(
         items=items, num_rows=num_rows, bad_rows=bad, num_overlong=num_overlong, formats=formats
     )
 
 
-def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, list[RawRow | BadRow]]]:
+@dataclass(frozen=True)
+class _Reader(Generic[T]):
+    """How the rows of one source become records."""
+
+    name: str
+    kind: str  # the format
+    rows: Rows
+    convert: Callable[..., list[T]]
+    fit: Callable[[T, int, str], T]
+    limit: int
+    truncation: str
+
+    def records_of(self, row: RawRow) -> list[T]:
+        """Raises ValueError for a bad row, Overlong for one beyond the limit."""
+        found = self.convert(
+            row.data, self.kind, data_source=_default_source(self.name), index=row.row
+        )
+        return [self.fit(item, self.limit, self.truncation) for item in found]
+
+    def records_at(self, place: int) -> list[T]:
+        """The records of a row that some process has checked."""
+        row = self.rows.one(place)
+        assert isinstance(row, RawRow), (self.name, place)
+        return self.records_of(row)
+
+
+@dataclass
+class _Stripe(Generic[T]):
+    """What this process found in its stripe of one source."""
+
+    reader: _Reader[T]
+    items: list[T] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # records of each row
+    unread: list[BadRow] = field(default_factory=list)
+    unconverted: list[BadRow] = field(default_factory=list)
+    num_overlong: int = 0
+    error: str = ""
+
+    def summary(self) -> dict[str, Any]:
+        """All but the records, in JSON's types; counts as runs of equal ones."""
+        return {
+            "counts": [(count, len(list(run))) for count, run in groupby(self.counts)],
+            "unread": [astuple(row) for row in self.unread],
+            "unconverted": [astuple(row) for row in self.unconverted],
+            "num_overlong": self.num_overlong,
+            "error": self.error,
+        }
+
+
+def _check_stripe(reader: _Reader[T], filter_overlong: bool) -> _Stripe[T]:
+    """Read and convert the rows of this process: an equal part of the source, in order."""
+    stripe, size = _Stripe(reader), len(reader.rows)
+    start, stop = (
+        size * index // jax.process_count()
+        for index in (jax.process_index(), jax.process_index() + 1)
+    )
+    for row in reader.rows.read(start, stop):
+        records: list[T] = []
+        if isinstance(row, BadRow):
+            stripe.unread.append(row)
+        else:
+            try:
+                records = reader.records_of(row)
+            except Overlong as error:  # the user set the limit: such a row is not bad
+                if not filter_overlong:
+                    stripe.error = f"{row.source} row {row.row}: {error}"
+                    break
+                stripe.num_overlong += 1
+            except ValueError as error:
+                stripe.unconverted.append(BadRow(row.source, row.row, str(error)))
+        stripe.items += records
+        stripe.counts.append(len(records))
+    return stripe
+
+
+def _joined(own: Sequence[_Stripe[T]], found: Sequence[Sequence[Any]]) -> Sequence[T]:
+    """The records of all sources: a list, or with several processes what reads the others'.
+
+    `found` has the summaries of each source, in the order of the processes.
+    """
+    if jax.process_count() == 1:
+        return [item for stripe in own for item in stripe.items]
+    sources: list[Source[T]] = []
+    kept: dict[int, T] = {}
+    first = 0  # index of the first record of the source
+    for stripe, summaries in zip(own, found, strict=True):
+        parts = [np.repeat(*np.array(one["counts"], int).reshape(-1, 2).T) for one in summaries]
+        before = first + sum(int(part.sum()) for part in parts[: jax.process_index()])
+        kept |= dict(enumerate(stripe.items, before))
+        counts = np.concatenate(parts)
+        sources.append(Source(stripe.reader.records_at, counts))
+        first += int(counts.sum())
+    return Striped(sources, kept)
+
+
+def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
     """(name, rows) of each source. Names and settings are checked before any file is read."""
     spaces = [problem_space(task.kind, task.settings) for task in sources.tasks]
     dataset_class = load(sources.dataset_class) if sources.dataset_class else None
     if dataset_class and (sources.split == "train" or takes_split(dataset_class)):
-        yield sources.dataset_class, _class_rows(dataset_class, sources)
+        yield sources.dataset_class, ListedRows(_class_rows(dataset_class, sources))
     elif not sources.files and not sources.tasks:
         only = (
             f"config.data.dataset_class={sources.dataset_class} takes no keyword `split`, so its "
@@ -226,18 +339,18 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, list[RawRow | B
     else:
         files = [file for pattern in sources.files for file in resolve_files(pattern)]
         for file in files:  # all were found before the first is read
-            yield file.path, list(read_rows(file))
+            yield file.path, open_rows(file)
     paired = {"preferences": task_pairs, "unpaired": task_pairs, "ratings": task_ratings}
     rows_of = paired.get(purpose, task_rows)
     for task, space in zip(sources.tasks, spaces, strict=True):
-        rows = rows_of(
+        made = rows_of(
             task.kind,
             split=sources.split,
             size=task.size,
             prompt_style=sources.prompt_style,
             settings=task.settings,
         )
-        yield space.name, [RawRow(space.name, i, row) for i, row in enumerate(rows)]
+        yield space.name, ListedRows([RawRow(space.name, i, row) for i, row in enumerate(made)])
 
 
 def _class_rows(
@@ -276,7 +389,7 @@ def _default_source(name: str) -> str:
 
 def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:
     """The format of most of the first rows. ValueError if it does not serve the purpose."""
-    votes = Counter(detect_format(row.data) for row in rows[:DETECTION_ROWS])
+    votes = Counter(detect_format(row.data) for row in rows)
     kind = max(votes, key=lambda found: (found is not None, votes[found]))
     wanted = ", ".join(other for other, purposes in SERVES.items() if purpose in purposes)
     if kind is not None and purpose in SERVES[kind]:

@@ -1,30 +1,23 @@
-"""Endless batches of records, made by grain, with a position for the checkpoint.
+"""Endless batches of records, in an order that grain gives, with a position for the checkpoint.
 
 Rows are shuffled again in every epoch. A batch at the end of an epoch is filled from the next
 epoch, so no row is dropped: over n epochs each row is drawn n times. A batch can therefore hold a
 row twice, and always does if it is larger than the data.
 
 grain computes batch i without reading the batches before it, so the position is one number. It does
-not depend on `num_workers` or `prefetch`: a resumed run may change them.
+not depend on `num_workers`, `prefetch` or the number of processes: a resumed run may change them.
+Every process computes the same order, and reads only the records that its rows are made of.
 """
 
-import zlib
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from jaxrl_llm.data.share import Picked, Tokens, digest
 from jaxrl_llm.types import Prompt
-
-
-class Tokens(Protocol):
-    """What the loader reads of a record, to check that a checkpoint belongs to the same data."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Every token of the record."""
-        ...
-
 
 NEXT_BATCH = "next_batch"  # the only entry of a position that changes
 
@@ -36,9 +29,10 @@ class Loader(Generic[T, B]):
     """An endless iterator of `collate(records)`, `batch_size` records at a time.
 
     Args:
-        items: the records, kept in memory.
+        items: the records.
         collate: makes the batch, e.g. `functools.partial(collate_records, length=256, pad_id=0)`.
-            It is pickled if there are workers.
+            It gets a sequence, whose records are read when it asks for them. It is pickled if there
+            are workers.
         seed: any integer. Seed and epoch determine the shuffle.
         num_workers: processes that make batches; 0 uses a thread of this process. Processes are
             spawned, so a script needs its `if __name__ == "__main__"`.
@@ -74,13 +68,14 @@ class Loader(Generic[T, B]):
         self._unchanged = dict(unchanged or {})
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._fingerprint: int | None = None
+        self._digest: int | None = None
         self._items = items
         import grain  # takes 0.3 CPU-seconds to import
 
-        dataset = grain.MapDataset.source(items).seed(self._order["seed"])
-        dataset = dataset.shuffle() if shuffle else dataset
-        self._batches = dataset.repeat().batch(batch_size, batch_fn=collate)
+        order = grain.MapDataset.source(range(len(items))).seed(self._order["seed"])
+        order = order.shuffle() if shuffle else order
+        batches = _Batches(items, order.repeat(), batch_size, collate)
+        self._batches: Any = grain.MapDataset.source(batches)
         self._next_batch = 0
         self._iterator: Any = None
 
@@ -105,7 +100,7 @@ class Loader(Generic[T, B]):
             NEXT_BATCH: self._next_batch,
             "batch_size": self._batch_size,
             "num_items": self._num_items,
-            "items_crc32": self._items_crc32(),
+            "items_digest": self._items_digest(),
             **self._order,
             **self._unchanged,
         }
@@ -143,16 +138,39 @@ class Loader(Generic[T, B]):
             )
         return iter(dataset)
 
-    def _items_crc32(self) -> int:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._items)
-        return self._fingerprint
+    def _items_digest(self) -> int:
+        if self._digest is None:
+            self._digest = digest(self._items)
+        return self._digest
+
+
+class _Batches(Generic[T, B]):
+    """Batch i of the records at `order`, which has no end. A source for grain."""
+
+    def __init__(
+        self,
+        items: Sequence[T],
+        order: Any,  # of grain: index to place in the data
+        batch_size: int,
+        collate: Callable[[Sequence[T]], B],
+    ):
+        self._items, self._order = items, order
+        self._batch_size, self._collate = batch_size, collate
+
+    def __len__(self) -> int:
+        return sys.maxsize // self._batch_size
+
+    def __getitem__(self, index: int) -> B:
+        first = index * self._batch_size
+        places = Picked(self._order, range(first, first + self._batch_size))
+        return self._collate(Picked(self._items, places))
 
 
 class PromptLoader(Loader[Prompt, list[Prompt]]):
     """Endless lists of `batch_size` prompts. Arguments as for `Loader`.
 
-    There are no workers: the prompts are tokenised already, and a process could only copy them.
+    `groups` are the places in each batch that are read, by default all. There are no workers: the
+    prompts that this process keeps are tokenised already, and a process could only copy them.
     """
 
     def __init__(
@@ -163,10 +181,11 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
         seed: int,
         shuffle: bool = True,
         prefetch: int = 2,
+        groups: np.ndarray | None = None,
     ) -> None:
         super().__init__(
             prompts,
-            list,
+            list if groups is None else partial(_at, places=groups.tolist()),
             batch_size=batch_size,
             seed=seed,
             shuffle=shuffle,
@@ -174,12 +193,8 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
         )
 
 
-def fingerprint(items: Sequence[Tokens]) -> int:
-    """CRC-32 of the tokens of all records, in order."""
-    crc = 0
-    for item in items:
-        crc = zlib.crc32(np.asarray(item.token_ids, np.int32).tobytes(), crc)
-    return crc
+def _at(prompts: Sequence[Prompt], places: list[int]) -> list[Prompt]:
+    return [prompts[place] for place in places]
 
 
 def check_position(

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
+from jaxrl_llm.data.share import Mapped, Share
 from jaxrl_llm.types import OfflineBatch, Prompt, TokenBatch
 
 
@@ -60,9 +62,15 @@ class OfflineRecord:
 def offline_records(
     items: Sequence[TokenExample] | Sequence[PreferencePair] | Sequence[LabelledExample],
     number: str = "labels",
-) -> list[OfflineRecord]:
-    """Records of a data set. `number` is the OfflineBatch field for a LabelledExample's label."""
-    return [_record(i, item, number) for i, item in enumerate(items)]
+) -> Sequence[OfflineRecord]:
+    """Records of a data set. `number` is the OfflineBatch field for a LabelledExample's label.
+
+    Of a `Share` they are made when they are asked for.
+    """
+    record = partial(_record, number=number)
+    if isinstance(items, Share):
+        return Mapped(items, record)
+    return [record(i, item) for i, item in enumerate(items)]
 
 
 def _record(
@@ -84,12 +92,14 @@ def collate_records(
     mismatched: bool = False,
     before: OfflineRecord | None = None,
     size: int = 0,
+    rows: Sequence[int] | None = None,
 ) -> OfflineBatch:
     """An OfflineBatch of numpy arrays. Rows are [B, length].
 
     `mismatched` adds rows with the prompt of record i and the completion of record i - 1, truncated
     to `length`. The first record gets the completion of `before`, or of the last record if `before`
-    is None. `size` pads the batch with copies of weight 0.
+    is None. `size` pads the batch with copies of weight 0. `rows` are those of the batch to make,
+    by default all; no other record is read.
 
     Raises:
         ValueError: a record would get its own completion.
@@ -100,22 +110,27 @@ def collate_records(
             "there is one record, so no other completion can follow its prompt: "
             "held-out data need 2 records or more"
         )
-    records = [*records, *[records[0]] * (size - num)]
-    groups = {name: [record.rows[name] for record in records] for name in records[0].rows}
+    rows = range(max(num, size)) if rows is None else rows
+    read = cache(records.__getitem__)  # a record may stand in two rows
+    chosen = [read(row if row < num else 0) for row in rows]
+    groups = {name: [record.rows[name] for record in chosen] for name in chosen[0].rows}
     if mismatched:
-        own = groups["completion"][:num]
-        first = own[-1] if before is None else before.rows["completion"]
-        swapped = [
-            mismatch(prompt, answer, length)
-            for prompt, answer in zip(own, [first, *own[:-1]], strict=True)
+
+        def other(row: int) -> OfflineRecord:
+            if row:
+                return read(row - 1)
+            return read(num - 1) if before is None else before
+
+        groups["mismatched"] = [
+            mismatch(own, other(row).rows["completion"], length) if row < num else own
+            for row, own in zip(rows, groups["completion"], strict=True)
         ]
-        groups["mismatched"] = [*swapped, *groups["completion"][num:]]
     numbers: dict[str, Any] = {
-        name: np.array([record.numbers[name] for record in records], np.float32)
-        for name in records[0].numbers
+        name: np.array([record.numbers[name] for record in chosen], np.float32)
+        for name in chosen[0].numbers
     }
-    index: Any = np.array([record.index for record in records], np.int32)
-    weights: Any = (np.arange(len(records)) < num).astype(np.float32)
+    index: Any = np.array([record.index for record in chosen], np.int32)
+    weights: Any = (np.asarray(rows) < num).astype(np.float32)
     return OfflineBatch(
         index=index,
         weights=weights,

@@ -19,8 +19,10 @@ from jaxtyping import Float
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.data.loader import NEXT_BATCH, check_position, fingerprint
-from jaxrl_llm.distributed.multihost import gather_rows
+from jaxrl_llm.data.loader import NEXT_BATCH, check_position
+from jaxrl_llm.data.share import digest
+from jaxrl_llm.distributed.multihost import HostRows, gather_objects, value_of_main
+from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.references import check_settings, load, nearest
 from jaxrl_llm.types import Prompt
 
@@ -169,8 +171,11 @@ class PriorityLoader:
         """Number of prompts drawn, divided by the number of prompts and rounded down."""
         return self._next_batch * self._batch_size // len(self._prompts)
 
-    def draw(self, step: int) -> list[Prompt]:
-        """The next batch, for `step` (1-based). Requires: `update` was called for the last one."""
+    def draw(self, step: int, groups: np.ndarray | None = None) -> list[Prompt]:
+        """The next batch, for `step` (1-based); with `groups` only those prompts of it.
+
+        Requires: `update` was called for the last one.
+        """
         assert self._drawn is None, "the scores of the last batch are missing"
         rng = np.random.default_rng([self._seed, self._next_batch])
         # An exponential race: the first arrivals at rates q are successive draws with weights q.
@@ -183,20 +188,40 @@ class PriorityLoader:
             arrival[visited] /= np.where(rates > 0, rates, 1.0)
             rank[visited[self._memory["last_step"][visited] == step]] = THIS_STEP
         chosen = np.lexsort((arrival, rank))[: self._batch_size].astype(np.int32)
-        self._drawn = drawn = gather_rows(chosen[None])[0]
+        self._drawn = drawn = np.array(value_of_main(chosen.tolist(), "drawn"), np.int32)
         self._next_batch += 1
-        return [self._prompts[i] for i in drawn]
+        return [self._prompts[i] for i in (drawn if groups is None else drawn[groups]).tolist()]
 
-    def update(self, step: int, scores: np.ndarray) -> None:
-        """Record the scores [B * samples] of the last batch; a prompt's samples are adjacent."""
+    def update(self, step: int, scores: np.ndarray, rows: HostRows | None = None) -> None:
+        """Record the scores of the last batch [B * samples]; a prompt's samples are adjacent.
+
+        With `rows`, `scores` are those of the rows that this process owns. All processes must call
+        it then: the mean and the deviation of each prompt are gathered.
+        """
         assert self._drawn is not None, "no batch was drawn"
-        groups = np.asarray(scores, np.float64).reshape(self._batch_size, -1)
+        if rows is None:
+            groups = np.asarray(scores, np.float64).reshape(self._batch_size, -1)
+            mean = groups.mean(axis=1)
+            std = groups.std(axis=1, ddof=1) if groups.shape[1] > 1 else 0.0
+        else:
+            mean, std = self._gathered(np.asarray(scores, np.float64), rows)
         memory, drawn = self._memory, self._drawn
-        memory["mean"][drawn] = groups.mean(axis=1)
-        memory["std"][drawn] = groups.std(axis=1, ddof=1) if groups.shape[1] > 1 else 0.0
+        memory["mean"][drawn] = mean
+        memory["std"][drawn] = std
         memory["visits"][drawn] += 1
         memory["last_step"][drawn] = step
         self._drawn = None
+
+    def _gathered(self, scores: np.ndarray, rows: HostRows) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and deviation of each prompt's scores; the samples of one may be on two hosts."""
+        samples = rows.num_rows // self._batch_size
+        prompts = rows.owned // samples
+        own = [[int(p), *Moments.of(scores[prompts == p]).numbers] for p in np.unique(prompts)]
+        found = [Moments()] * self._batch_size
+        for one in gather_objects(own, "priorities"):
+            for prompt, *numbers in one:
+                found[prompt] += Moments(*numbers)
+        return np.array([x.mean for x in found]), np.array([x.std for x in found])
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the state from which the step after `step` draws."""
@@ -231,13 +256,13 @@ class PriorityLoader:
             NEXT_BATCH: self._next_batch,
             "batch_size": self._batch_size,
             "num_items": len(self._prompts),
-            "items_crc32": self._items_crc32,
+            "items_digest": self._items_digest,
             "seed": self._seed,
         }
 
     @cached_property
-    def _items_crc32(self) -> int:
-        return fingerprint(self._prompts)
+    def _items_digest(self) -> int:
+        return digest(self._prompts)
 
     def _visited(self) -> np.ndarray:
         return np.flatnonzero(self._memory["visits"])

@@ -1,19 +1,26 @@
 """Rows from disk (parquet, arrow, JSON) and from a user's dataset class. Imports no jax.
 
 A file that cannot be opened ends the run at once. A row that cannot be read is returned as a
-`BadRow`, in its place among the others.
+`BadRow`, in its place among the others. Rows can be read by their place: parquet by row groups,
+arrow and JSON lines row by row. A JSON list and the rows of a class are in memory.
 """
 
 import inspect
 import json
+import threading
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data_files import DataFile
 
 BATCH_ROWS = 1024
+ROW_GROUPS = 8  # of a parquet file, that stay in memory
 
 
 @dataclass(frozen=True)
@@ -34,9 +41,44 @@ class BadRow:
     reason: str
 
 
+class Rows(ABC):
+    """The rows of one source, by place. It can be pickled: no file stays open in it."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows there are."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        """The rows from `start` to before `stop`."""
+
+    def one(self, place: int) -> RawRow | BadRow:
+        """One row. What was read around it may be kept for the next."""
+        return next(self.read(place, place + 1))
+
+
+@dataclass(frozen=True)
+class ListedRows(Rows):
+    """Rows that are in memory."""
+
+    rows: Sequence[RawRow | BadRow]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        return iter(self.rows[start:stop])
+
+
+def open_rows(file: DataFile) -> Rows:
+    """The rows of the file. ValueError for a file that cannot be read."""
+    return _READERS[file.kind](file.path)
+
+
 def read_rows(file: DataFile) -> Iterator[RawRow | BadRow]:
     """Every row of the file, in order. ValueError for a file that cannot be read."""
-    return _READERS[file.kind](file.path)
+    rows = open_rows(file)
+    return rows.read(0, len(rows))
 
 
 def parse_json(text: str) -> Any:
@@ -73,29 +115,115 @@ def custom_rows(
     ]
 
 
-def _read_parquet(path: str) -> Iterator[RawRow | BadRow]:
-    import pyarrow as pa
-    from pyarrow import parquet
+class ParquetRows(Rows):
+    """A parquet file. A row group is decoded as a whole, and the last few stay in memory."""
 
-    try:
-        file = parquet.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path!r} is not a readable parquet file: {error}") from error
-    with file:
+    def __init__(self, path: str):
+        self._path = path
+        self._file: Any = None
+        self._groups: dict[int, Any] = {}  # the oldest first
+        file = self._opened()
         _refuse_double_columns(path, file.schema_arrow)
-        yield from _table_rows(path, file.iter_batches(batch_size=BATCH_ROWS))
+        groups = range(file.metadata.num_row_groups)
+        self._ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_file": None, "_groups": {}}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        groups = list(range(bisect_right(self._ends, start), len(self._ends)))
+        if groups and start < stop:
+            first = self._ends[groups[0] - 1] if groups[0] else 0
+            batches = self._opened().iter_batches(batch_size=BATCH_ROWS, row_groups=groups)
+            yield from _table_rows(self._path, batches, first, start, stop)
+
+    def one(self, place: int) -> RawRow | BadRow:
+        group = bisect_right(self._ends, place)
+        first = self._ends[group - 1] if group else 0
+        with _READING:
+            table = self._groups.pop(group, None) or self._opened().read_row_group(group)
+            self._groups[group] = table
+            if len(self._groups) > ROW_GROUPS:
+                del self._groups[next(iter(self._groups))]
+        return next(_table_rows(self._path, table.to_batches(), first, place, place + 1))
+
+    def _opened(self) -> Any:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        if self._file is None:
+            try:
+                self._file = parquet.ParquetFile(self._path)
+            except pa.ArrowInvalid as error:
+                message = f"{self._path!r} is not a readable parquet file: {error}"
+                raise ValueError(message) from error
+        return self._file
 
 
-def _read_arrow(path: str) -> Iterator[RawRow | BadRow]:
-    import pyarrow as pa
+class ArrowRows(Rows):
+    """An arrow stream, mapped into memory."""
 
-    with pa.memory_map(path) as file:
-        try:
-            batches = pa.ipc.open_stream(file)
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"{path!r} is not a readable arrow stream: {error}") from error
-        _refuse_double_columns(path, batches.schema)
-        yield from _table_rows(path, batches)
+    def __init__(self, path: str):
+        self._path = path
+        self._batches: list[Any] | None = None
+        self._ends = list(accumulate(batch.num_rows for batch in self._opened()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_batches": None}
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        number = bisect_right(self._ends, start)
+        first = self._ends[number - 1] if number else 0
+        yield from _table_rows(self._path, self._opened()[number:], first, start, stop)
+
+    def _opened(self) -> list[Any]:
+        """The batches of the stream; their memory is the mapped file's."""
+        import pyarrow as pa
+
+        if self._batches is None:
+            try:
+                stream = pa.ipc.open_stream(pa.memory_map(self._path))
+            except pa.ArrowInvalid as error:
+                message = f"{self._path!r} is not a readable arrow stream: {error}"
+                raise ValueError(message) from error
+            _refuse_double_columns(self._path, stream.schema)
+            self._batches = list(stream)
+        return self._batches
+
+
+class JsonLines(Rows):
+    """A file of JSON lines. The whole file is searched once for the starts of its lines."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._starts, self._lines = array("q"), array("q")  # of the lines that are not blank
+        position = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file):
+                if line.strip():
+                    self._starts.append(position)
+                    self._lines.append(number)
+                position += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        with open(self._path, "rb") as file:
+            for i in range(start, min(stop, len(self))):
+                file.seek(self._starts[i])
+                line, number = file.readline(), self._lines[i]
+                text = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
+                yield _json_row(self._path, number, text)
+
+
+_READING = threading.Lock()  # a parquet file is read by one thread at a time
 
 
 def _refuse_double_columns(path: str, fields: Iterable[Any], where: str = "") -> None:
@@ -112,16 +240,23 @@ def _refuse_double_columns(path: str, fields: Iterable[Any], where: str = "") ->
         _refuse_double_columns(path, children, f"{where}{field.name}.")
 
 
-def _table_rows(path: str, batches: Iterable[Any]) -> Iterator[RawRow | BadRow]:
-    start = 0
+def _table_rows(
+    path: str, batches: Iterable[Any], first: int, start: int, stop: int
+) -> Iterator[RawRow | BadRow]:
+    """Rows `start` to `stop` of batches, of which the first begins with row `first`."""
     for batch in batches:
-        try:
-            rows = batch.to_pylist()
-        except UnicodeDecodeError:  # raised for the whole batch, though only some rows are bad
-            yield from _single_rows(path, batch, start)
-        else:
-            yield from (RawRow(path, start + i, data) for i, data in enumerate(rows))
-        start += batch.num_rows
+        if first >= stop:
+            return
+        begin, end = max(start - first, 0), min(stop - first, batch.num_rows)
+        if begin < end:
+            part = batch.slice(begin, end - begin)
+            try:
+                rows = part.to_pylist()
+            except UnicodeDecodeError:  # raised for the whole batch, though only some rows are bad
+                yield from _single_rows(path, part, first + begin)
+            else:
+                yield from (RawRow(path, first + begin + i, data) for i, data in enumerate(rows))
+        first += batch.num_rows
 
 
 def _single_rows(path: str, batch: Any, start: int) -> Iterator[RawRow | BadRow]:
@@ -133,26 +268,17 @@ def _single_rows(path: str, batch: Any, start: int) -> Iterator[RawRow | BadRow]
         yield row
 
 
-def _read_jsonl(path: str) -> Iterator[RawRow | BadRow]:
-    with open(path, "rb") as file:
-        for i, line in enumerate(file):
-            if line.strip():
-                yield _json_row(path, i, line.removeprefix(b"\xef\xbb\xbf") if i == 0 else line)
-
-
-def _read_json(path: str) -> Iterator[RawRow | BadRow]:
+def _open_json(path: str) -> Rows:
     """A .json file: one list of objects, or JSON lines under another name."""
     with open(path, "rb") as file:
         is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:
-        yield from _read_jsonl(path)
-        return
+        return JsonLines(path)
     try:
         rows = parse_json(Path(path).read_bytes().decode("utf-8-sig"))
     except ValueError as error:  # a UnicodeDecodeError is one too
         raise ValueError(f"{path!r} is not a readable JSON file: {error}") from error
-    for i, data in enumerate(rows):
-        yield _json_object(path, i, data)
+    return ListedRows([_json_object(path, i, data) for i, data in enumerate(rows)])
 
 
 def _json_row(path: str, row: int, line: bytes) -> RawRow | BadRow:
@@ -183,9 +309,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_READERS: dict[str, Callable[[str], Iterator[RawRow | BadRow]]] = {
-    "parquet": _read_parquet,
-    "jsonl": _read_jsonl,
-    "json": _read_json,
-    "arrow": _read_arrow,
+_READERS: dict[str, Callable[[str], Rows]] = {
+    "parquet": ParquetRows,
+    "jsonl": JsonLines,
+    "json": _open_json,
+    "arrow": ArrowRows,
 }

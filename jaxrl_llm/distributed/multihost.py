@@ -1,24 +1,36 @@
 """Several processes, one program: joining, barriers with a time limit, and shared values.
 
+Each process holds the rows of a batch that lie on its devices (`HostRows`), and nothing of the size
+of the batch comes to its memory. What hosts say to each other is small and goes through the
+coordination service, which names a process that is missing.
+
 Every function also works in a single process that never joined anything.
 """
 
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # jax has no public barrier with a time limit: multihost_utils.sync_global_devices waits for ever.
 from jax._src import distributed
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
-DEFAULT_TIMEOUT_S = 300.0
+# The limit of every wait for other processes, and for the first contact. The slowest thing that one
+# process does while others wait is to compile, to grade a batch, or to read its share of the data.
+DEFAULT_TIMEOUT_S = 1800.0
+JOIN_TIMEOUT_S = 300.0
 
-_barrier_uses: Counter[str] = Counter()
+_uses: Counter[str] = Counter()  # of each name of a barrier or an exchange
 
 
 class BarrierTimeout(RuntimeError):
@@ -40,7 +52,7 @@ def initialize(
     process_id: int | None = None,
     *,
     local_device_ids: Sequence[int] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = JOIN_TIMEOUT_S,
 ) -> None:
     """Join the other processes.
 
@@ -90,9 +102,9 @@ def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     if client is None:
         return
     # Each use has its own id, so a late process cannot join the next use of the same name.
-    _barrier_uses[name] += 1
+    _uses[name] += 1
     try:
-        client.wait_at_barrier(f"{name}#{_barrier_uses[name]}", round(timeout_s * 1000))
+        client.wait_at_barrier(f"{name}#{_uses[name]}", round(timeout_s * 1000))
     except jax.errors.JaxRuntimeError as error:
         detail = str(error)
         if "DEADLINE_EXCEEDED" not in detail:
@@ -104,6 +116,153 @@ def _task_ids(message: str) -> tuple[int, ...]:
     """The process ids that the coordination service lists, one a line. It cuts long lists."""
     listed = message.partition("timed out task names:")[2].partition("\n\n")[0]
     return tuple(sorted(int(number) for number in re.findall(r"(\d+)\s*$", listed, re.MULTILINE)))
+
+
+# ------------------------------------------------------------------------- rows of a batch
+
+
+@dataclass(frozen=True, eq=False)
+class HostRows:
+    """Which rows of a batch this process holds and which it owns; both in ascending order.
+
+    It holds the rows that lie on its devices. Processes that hold the same row (a `tensor` axis
+    over several processes) share the work: each row is owned by one of them. The owner computes
+    the row's reward and writes it to the trace.
+    """
+
+    num_rows: int  # of the batch
+    held: np.ndarray
+    owned: np.ndarray
+    shared: bool  # some row is held by several processes, which all know it
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this process owns every row."""
+        return len(self.owned) == self.num_rows
+
+
+@lru_cache(maxsize=64)
+def host_rows(sharding: NamedSharding, num_rows: int, group: int = 1) -> HostRows:
+    """The share of this process in batches of `num_rows` rows.
+
+    Processes that hold the same rows divide them by whole groups of `group` rows, where they hold
+    whole groups.
+    """
+    holders: dict[tuple[int, int], set[int]] = {}
+    for device, (rows,) in sharding.devices_indices_map((num_rows,)).items():
+        start, stop, _ = rows.indices(num_rows)
+        holders.setdefault((start, stop), set()).add(device.process_index)
+    return rows_of_process(holders, num_rows, group, jax.process_index())
+
+
+def rows_of_process(
+    holders: Mapping[tuple[int, int], set[int]], num_rows: int, group: int, process: int
+) -> HostRows:
+    """`host_rows` from the processes that hold each range (start, stop) of rows."""
+    held, owned = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+    for (start, stop), processes in holders.items():
+        if process not in processes:
+            continue
+        held[start:stop] = True
+        count, rank = len(processes), sorted(processes).index(process)
+        first, last = (start + (stop - start) * k // count for k in (rank, rank + 1))
+        # Up to the next group that begins in the range.
+        first, last = (min(-(-row // group) * group, stop) for row in (first, last))
+        owned[start if rank == 0 else first : stop if rank == count - 1 else last] = True
+    return HostRows(
+        num_rows=num_rows,
+        held=np.flatnonzero(held),
+        owned=np.flatnonzero(owned),
+        shared=any(len(processes) > 1 for processes in holders.values()),
+    )
+
+
+def fetch_rows(tree: Any, rows: HostRows) -> Any:
+    """The rows that this process owns, of every leaf [B, ...], as numpy arrays.
+
+    Not a collective: it copies from the devices of this process.
+    """
+
+    def leaf(x: Any) -> np.ndarray:
+        if not isinstance(x, jax.Array):
+            return np.asarray(x)[rows.owned]
+        pieces: dict[int, jax.Array] = {}
+        for shard in x.addressable_shards:
+            pieces.setdefault(shard.index[0].start or 0, shard.data)
+        starts = sorted(pieces)
+        data = [_to_host(pieces[start]) for start in starts]
+        present = [np.arange(s, s + len(piece)) for s, piece in zip(starts, data, strict=True)]
+        whole = data[0] if len(data) == 1 else np.concatenate(data)
+        if len(whole) == len(rows.owned):
+            return whole
+        return whole[np.searchsorted(np.concatenate(present), rows.owned)]
+
+    return jax.tree.map(leaf, tree)
+
+
+def place_held(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
+    """Global arrays of a batch from the rows that each process holds, [len(rows.held), ...]."""
+
+    def put(array: Any) -> jax.Array:
+        array = np.asarray(array)
+
+        def piece(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(rows.num_rows)
+            first = int(np.searchsorted(rows.held, start))
+            return array[first : first + stop - start]
+
+        shape = (rows.num_rows, *array.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, piece)
+
+    return jax.tree.map(put, tree)
+
+
+def place_owned(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
+    """Global arrays of a batch from the rows that each process owns, [len(rows.owned), ...].
+
+    A row that several processes hold reaches the others through the devices.
+
+    Requires: all processes call this with trees of the same structure.
+    """
+    if not rows.shared:
+        return place_held(tree, sharding, rows)
+    mesh = sharding.mesh
+    (split,) = sharding.spec
+    batch_axes = split if isinstance(split, tuple) else (split,)
+    others = tuple(name for name in mesh.axis_names if name not in batch_axes)
+    stacked = NamedSharding(mesh, PartitionSpec(others, split))
+    copies = math.prod(mesh.shape[axis] for axis in others)
+
+    def put(array: Any) -> jax.Array:
+        array = np.asarray(array)
+        given: set[int] = set()  # each owned row is given by one device, the others give zeros
+
+        def piece(device: Any, index: Any) -> jax.Array:
+            start, stop, _ = index[1].indices(rows.num_rows)
+            part = np.zeros((1, stop - start, *array.shape[1:]), array.dtype)
+            if start not in given:
+                given.add(start)
+                first, last = np.searchsorted(rows.owned, (start, stop))
+                part[0, rows.owned[first:last] - start] = array[first:last]
+            return jax.device_put(part, device)
+
+        shape = (copies, rows.num_rows, *array.shape[1:])
+        indices = stacked.addressable_devices_indices_map(shape)
+        parts = [piece(device, index) for device, index in indices.items()]
+        whole = jax.make_array_from_single_device_arrays(shape, stacked, parts)
+        return _sum_copies(whole, sharding)
+
+    return jax.tree.map(put, tree)
+
+
+def _sum_copies(stacked: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def add(x: jax.Array) -> jax.Array:
+        return jnp.any(x, axis=0) if x.dtype == bool else x.sum(axis=0, dtype=x.dtype)
+
+    return jax.jit(add, out_shardings=sharding)(stacked)
+
+
+# ------------------------------------------------------------------------- whole arrays
 
 
 def make_global(tree: Any, shardings: Any) -> Any:
@@ -125,7 +284,8 @@ def make_global(tree: Any, shardings: Any) -> Any:
 def fetch(tree: Any) -> Any:
     """The whole global value of every leaf as numpy arrays, on every process.
 
-    A leaf is first replicated on the devices, so fetch large trees leaf by leaf.
+    For metrics, and for weights that a process writes to a file. A leaf is first replicated on the
+    devices, so fetch large trees leaf by leaf. Of a batch, take `fetch_rows`.
 
     Requires: when a leaf also lies on other processes' devices, all processes call this with the
         same tree.
@@ -133,34 +293,51 @@ def fetch(tree: Any) -> Any:
 
     def leaf(x: Any) -> np.ndarray:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
-            return np.asarray(x)
+            return _to_host(x)
         if x.is_fully_replicated:
-            return np.asarray(x.addressable_data(0))
+            return _to_host(x.addressable_data(0))
+        barrier("fetch")  # the collective below would wait for ever
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(leaf, tree)
 
 
-def gather_rows(array: np.ndarray) -> np.ndarray:
-    """The rows of every process's `array`, concatenated in the order of the processes.
-
-    Requires: all processes call it, with the same shape and dtype.
-    """
-    if jax.process_count() == 1:
-        return array
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+def _to_host(array: Any) -> np.ndarray:
+    """A copy of one device's array. What comes from devices to a host passes here."""
+    return np.asarray(array)
 
 
-def gather_objects(value: Any) -> list[Any]:
+# ------------------------------------------------------------------------- small values
+
+
+def gather_objects(
+    value: Any, name: str = "gather", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
     """Every process's `value` (of JSON types), in the order of the processes.
 
-    Requires: all processes call it.
+    For small values: it passes through the coordination service, not through the devices.
+
+    Requires: all processes call it, in the same order of calls.
+    Raises: BarrierTimeout that names the processes that did not come.
     """
-    if jax.process_count() == 1:
+    client = distributed.global_state.client
+    if client is None:
         return [value]
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = gather_rows(np.array([data.size]))
-    padded = np.zeros((1, int(lengths.max())), np.uint8)
-    padded[0, : data.size] = data
-    rows = gather_rows(padded)
-    return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
+    use = f"jaxrl/{name}/{_uses[name]}"
+    client.key_value_set_bytes(f"{use}/{jax.process_index()}", json.dumps(value).encode())
+    barrier(name, timeout_s)
+    found = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get_bytes(use)}
+    if is_main() and _uses[name] > 1:
+        # Everybody has read the values of the last use: each came to the barrier after that.
+        client.key_value_delete(f"jaxrl/{name}/{_uses[name] - 2}")
+    return [json.loads(found[process]) for process in range(jax.process_count())]
+
+
+def sum_over_processes(value: float, name: str = "sum") -> float:
+    """The sum of every process's number. All processes must call it."""
+    return sum(gather_objects(value, name))
+
+
+def value_of_main(value: Any, name: str = "main") -> Any:
+    """Process 0's `value` (of JSON types). All processes must call it."""
+    return gather_objects(value if is_main() else None, name)[0]

@@ -198,13 +198,22 @@ def slurm_gpus(environment: Mapping[str, str], gpus: Sequence[str]) -> list[int]
     jax gives each task one GPU, by the task's number on its node. A task that has several GPUs,
     such as the only task of a node, would lose the others. `gpus` are those that the task can see.
 
-    Raises: ConfigError when the tasks of a node cannot share its GPUs equally.
+    Raises: ConfigError when the tasks of a node cannot share its GPUs equally, or when they leave
+        some of the job's GPUs idle.
     """
     tasks = _tasks_on_this_node(environment)
     if not gpus or tasks is None:
         return None
     # With --gpus-per-task each task sees only its own GPUs.
-    on_node = int(environment.get("SLURM_GPUS_ON_NODE") or len(gpus))
+    on_node = _gpus_of_job(environment) or len(gpus)
+    if len(gpus) * tasks < on_node:
+        raise ConfigError(
+            f"Slurm gave the job {on_node} GPUs on this node, and its {_count(tasks, 'task')} "
+            f"here can use {len(gpus) * tasks} of them ({_count(len(gpus), 'GPU')} seen by each): "
+            f"start one task a node that sees all, srun --ntasks-per-node=1 "
+            f"--gpus-per-task={on_node}, or one task a GPU, srun --ntasks-per-node={on_node} "
+            f"--gpus-per-task=1; to use fewer, ask for fewer with --gpus-per-node"
+        )
     if tasks == 1 or len(gpus) < on_node:
         return list(range(len(gpus)))
     if len(gpus) % tasks:
@@ -214,6 +223,21 @@ def slurm_gpus(environment: Mapping[str, str], gpus: Sequence[str]) -> list[int]
         )
     each, number = len(gpus) // tasks, int(environment["SLURM_LOCALID"])
     return list(range(number * each, (number + 1) * each))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _gpus_of_job(environment: Mapping[str, str]) -> int:
+    """The GPUs that Slurm gave the job on this node, as far as its variables say; 0 if unknown.
+
+    A step may have fewer. SLURM_GPUS_PER_NODE may have a type: "h100:8".
+    """
+    found = [environment.get("SLURM_GPUS_ON_NODE") or ""]
+    found.append(environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2])
+    found.append(str(len([gpu for gpu in environment.get("SLURM_JOB_GPUS", "").split(",") if gpu])))
+    return max(int(text) for text in (*found, "0") if text.isdecimal())
 
 
 def _tasks_on_this_node(environment: Mapping[str, str]) -> int | None:

@@ -44,13 +44,13 @@ class TraceWriter:
         parts: Mapping[str, np.ndarray] | None = None,
         extras: Sequence[Mapping[str, Any]] | None = None,
         failures: Mapping[int, Sequence[str]] | None = None,
-        first_index: int = 0,
+        indices: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Append the samples of one step; `kind` is "train" or "validation".
 
         prompts[i] belongs to completions[i]. `failures` maps such an i to messages. A process that
         writes a part of the batch adds its number to `kind` ("train.process1"), and passes the
-        batch index of its first sample as `first_index`.
+        batch index of each of its samples as `indices`.
         """
         records = []
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -58,7 +58,7 @@ class TraceWriter:
                 {
                     STEP: step,
                     "policy_version": policy_version,
-                    "index": first_index + i,
+                    "index": i if indices is None else int(indices[i]),
                     "data_source": prompt.data_source,
                     "row": prompt.row,
                     "prompt": prompt.text,

@@ -54,7 +54,8 @@ class Stage:
     traced.
 
     A device stage is traced: `__call__(state of its role, step, *, ...)`. A host stage runs Python:
-    `__call__(context, step, *, ...)` with numpy arrays.
+    `__call__(context, step, *, ...)` with numpy arrays. With several processes it gets the rows
+    that its process owns, and writes those.
     """
 
     name: str  # its own among the stages of a plan; `timing_s/<name>`
@@ -64,6 +65,9 @@ class Stage:
     # The step of the run (1-based) with which it begins. An update that has not begun leaves the
     # state as it was, and reports nothing.
     first_step: int = 1
+    # Of a host stage: its metrics are of all processes already. Otherwise they count as means over
+    # the rows of a process, and the mean over all rows is reported.
+    gathers: bool = False
     generates: bool = False  # bound by memory: its time says nothing about the use of FLOPs
     # XLA's, for a program whose stages all have the same.
     compiler_options: Mapping[str, bool] | tuple[()] = ()

@@ -256,6 +256,7 @@ def plan_iteration(
             mesh=mesh,
             state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
             overlap=config.fuse_stages,
+            group=config.rollout.n,
         ),
         collecting=collecting,
         filter_column=column,

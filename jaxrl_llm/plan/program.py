@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.multihost import (
+    HostRows,
+    fetch_rows,
+    gather_objects,
+    host_rows,
+    make_global,
+    place_owned,
+)
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
@@ -36,9 +43,11 @@ class Program:
         state_shardings: Mapping[str, Any],
         overlap: bool = True,
         supervised: bool = False,
+        group: int = 1,
     ):
         """`state_shardings` has one entry for each role that keeps state.
 
+        `group` samples in a row answer one prompt: hosts divide rows by whole groups if they can.
         `overlap` lets a device segment run while a host stage does that reads nothing of it.
         Without it, each segment has ended before the next begins, and its time is its own.
         `supervised` programs are counted apart from those of the run's own steps.
@@ -50,6 +59,7 @@ class Program:
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
         self._supervised = supervised
+        self._group = group
         self._traced: set[str] = set()
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
@@ -105,6 +115,10 @@ class Program:
         _wait(pending, timer)
         return states, batch, metrics
 
+    def host_rows(self, num_rows: int) -> HostRows:
+        """The rows of a batch of `num_rows` that this process holds, and those that it owns."""
+        return host_rows(self._batch_sharding, num_rows, self._group)
+
     def trace(self, states: States, batch: Any) -> Any:
         """Shapes of the whole step without computing: a config that is wrong fails here.
 
@@ -155,11 +169,15 @@ class Program:
     def _run_host(
         self, stage: Stage, batch: Any, step: int, context: Any
     ) -> tuple[Any, dict[str, Any]]:
-        fields = fetch({name: batch[name] for name in stage.reads})
+        rows = self.host_rows(jax.tree.leaves(batch)[0].shape[0])
+        fields = fetch_rows({name: batch[name] for name in stage.reads}, rows)
         output = stage(context, step, **fields)
         stage.check(output)
-        writes = make_global(dict(output.writes), self._batch_sharding)
-        return batch.replace(**writes), dict(output.metrics)
+        writes = place_owned(dict(output.writes), self._batch_sharding, rows)
+        metrics = dict(output.metrics)
+        if not stage.gathers and jax.process_count() > 1:
+            metrics = _mean_over_hosts(metrics, len(rows.owned))
+        return batch.replace(**writes), metrics
 
     def _compile(self, segment: Segment) -> Any:
         options, *others = (dict(stage.compiler_options) for stage in segment.stages)
@@ -175,6 +193,20 @@ class Program:
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     """What decides which program an argument needs."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+
+
+def _mean_over_hosts(metrics: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Means over the rows of all hosts, from each host's means over its `num_rows` rows.
+
+    A host that did not measure something does not count for it.
+    """
+    own = {name: float(value) for name, value in metrics.items()} if num_rows else {}
+    everyone = gather_objects([num_rows, own], "host_metrics")
+    means: dict[str, Any] = {}
+    for name in dict.fromkeys(name for _, one in everyone for name in one):
+        found = [(rows, one[name]) for rows, one in everyone if name in one]
+        means[name] = sum(n * value for n, value in found) / sum(n for n, _ in found)
+    return means
 
 
 def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, Any]:

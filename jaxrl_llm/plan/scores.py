@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.learner.forward import response_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
@@ -136,7 +137,10 @@ def _model_scores(
 
 
 class HostReward(ABC):
-    """Rewards that Python computes, on the host; arrays are numpy."""
+    """Rewards that Python computes, on the host; arrays are numpy.
+
+    Each process scores the rows that it owns. Metrics are of the rows of all processes.
+    """
 
     names: tuple[str, ...]  # of the parts that the score is made of
 
@@ -144,13 +148,13 @@ class HostReward(ABC):
     def score(
         self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-        """The scores [B], the parts [B, K] and metrics."""
+        """The scores of the rows given [N], the parts [N, K] and metrics."""
 
     @abstractmethod
     def greedy(
         self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
     ) -> np.ndarray:
-        """Scores of one answer to each prompt [B / group]."""
+        """Scores [N] of greedy answers: those to the prompts whose first sample is given."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,6 +166,7 @@ class FunctionScores(Stage):
 
     name = "reward"
     role = HOST
+    gathers = True
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         parts = jax.ShapeDtypeStruct((rows, len(self.reward.names)), jnp.float32)
@@ -184,21 +189,29 @@ class FunctionScoresOfGreedy(Stage):
 
     name = "reward_max"
     role = HOST
+    gathers = True
 
     def __call__(
         self,
         state: Any,
         step: Any,
         *,
+        sample_ids: Any,
+        group_ids: Any,
         greedy_responses: Any,
         greedy_mask: Any,
         greedy_logprobs: Any,
     ) -> StageOutput:
-        answers = (x[:: self.group] for x in (greedy_responses, greedy_mask, greedy_logprobs))
+        first = sample_ids % self.group == 0  # the answer stands on the first sample of a group
+        answers = (x[first] for x in (greedy_responses, greedy_mask, greedy_logprobs))
         scores = self.reward.greedy(state, step, *answers)
+        # One number a prompt. The other samples of a group may lie on another host.
+        pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))
+        every = dict(sorted(pair for one in gather_objects(pairs, "greedy") for pair in one))
+        of_rows = np.array([every[group] for group in group_ids.tolist()], np.float32)
+        metrics = {GREEDY_SCORE: float(np.array(list(every.values()), np.float32).mean())}
         (field,) = self.writes
-        metrics = {GREEDY_SCORE: float(scores.mean())}
-        return StageOutput({field: scores.repeat(self.group)}, metrics)
+        return StageOutput({field: of_rows}, metrics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from jaxrl_llm.distributed.multihost import sum_over_processes
 from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.plan.dataflow import Segment
 from jaxrl_llm.plan.roles import Role
@@ -50,7 +51,8 @@ def mfu_metrics(
     The FLOPs of a program are divided by its seconds and by the `peak` FLOPs a second of its
     devices. Passes before the update that are in the same program count. A program that generates
     is left out, because decoding is bound by memory. So is an update that has not begun at `step`,
-    and everything where `peak` is None.
+    and everything where `peak` is None. `lengths` are those of this process's samples, and every
+    process must call this.
     """
     metrics: dict[str, float] = {}
     if peak is None:
@@ -61,7 +63,8 @@ def mfu_metrics(
         updated = [s.role for s in segment.stages if s.updates and step >= s.first_step]
         updated = [name for name in updated if name in roles]
         if updated:
-            flops = segment_flops(segment, roles, epochs, lengths, step=step)
+            own = segment_flops(segment, roles, epochs, lengths, step=step)
+            flops = sum_over_processes(own, "flops")
             used = flops / (timings[segment.name] * num_devices * peak)
             metrics |= {f"perf/mfu/{name}": used for name in updated}
     return metrics

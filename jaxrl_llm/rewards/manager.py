@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config import Custom, Grader
+from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.observability.names import is_reserved
 from jaxrl_llm.references import split_path
 from jaxrl_llm.rewards.calling import (
@@ -34,6 +35,7 @@ from jaxrl_llm.rewards.loading import (
     load_bound,
 )
 from jaxrl_llm.rewards.pool import Hopeless, Task, WorkerPool
+from jaxrl_llm.rewards.statistics import RewardStatistics
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
     from jaxrl_llm.types import Completion, Prompt
@@ -66,9 +68,14 @@ class RewardResult:
 
     scores: np.ndarray  # float32 [N], weighted sum of the parts
     parts: dict[str, np.ndarray]  # function name -> float32 [N], unweighted; NaN for None
-    metrics: dict[str, float]
+    statistics: RewardStatistics  # adds up over the processes that graded parts of a batch
     extras: list[dict[str, Any]]  # one a sample: log_extra columns, other keys of verl dicts
     failures: list[RewardFailure] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of these samples."""
+        return self.statistics.metrics()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +214,10 @@ class RewardManager:
         errors += [("all", int(index), none) for index in np.flatnonzero(~applicable)]
         failures = [_failure(*error, prompts, completions) for error in errors]
         _warn_of_failures(failures, len(prompts))
-        metrics = {name: float(np.mean(values)) for name, values in logged.items()}
         return RewardResult(
             scores=scores,
             parts=parts,
-            metrics=metrics | _metrics(parts, failures),
+            statistics=_statistics(logged, parts, failures),
             extras=extras,
             failures=failures,
         )
@@ -375,25 +381,17 @@ def _failure(
     )
 
 
-def _metrics(
-    parts: Mapping[str, np.ndarray], failures: Sequence[RewardFailure]
-) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for name, part in parts.items():
-        metrics |= part_metrics(name, part)
-        own = [failure for failure in failures if failure.function == name]
-        metrics[f"rewards/{name}/failures"] = float(len(own))
-    metrics["rewards/failures"] = float(len({failure.index for failure in failures}))
-    return metrics
-
-
-def part_metrics(name: str, part: np.ndarray) -> dict[str, float]:
-    """`rewards/<function>/{mean,std}` over the samples to which the function applied, unbiased."""
-    valid = part[~np.isnan(part)].astype(np.float64)
-    if valid.size == 0:
-        return {}
-    std = float(valid.std(ddof=1)) if valid.size > 1 else 0.0
-    return {f"rewards/{name}/mean": float(valid.mean()), f"rewards/{name}/std": std}
+def _statistics(
+    logged: Mapping[str, Sequence[float]],
+    parts: Mapping[str, np.ndarray],
+    failures: Sequence[RewardFailure],
+) -> RewardStatistics:
+    return RewardStatistics(
+        logged={name: Moments.of(values) for name, values in logged.items()},
+        parts={name: Moments.of(part[~np.isnan(part)]) for name, part in parts.items()},
+        failures={name: sum(f.function == name for f in failures) for name in parts},
+        num_failed=len({failure.index for failure in failures}),
+    )
 
 
 def _unique_names(references: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:

@@ -8,29 +8,40 @@ again, on the loader's next prompts, until enough groups vary. The rest of the i
 once, on those. Groups that are too many are dropped, as in verl. So the only state is the loader's
 position, which a checkpoint holds, and a resumed run generates the same rounds.
 
+The samples stay on the devices meanwhile: a host learns only which groups vary.
+
 Yu et al. 2025, arXiv:2503.14476.
 """
 
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import FilterGroupsConfig
 from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import OfflineRecord
 from jaxrl_llm.data.priority import PriorityLoader
-from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.multihost import (
+    HostRows,
+    fetch,
+    fetch_rows,
+    make_global,
+    place_held,
+)
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import prompt_batch
+from jaxrl_llm.trainer.data import held_groups, prompt_batch
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.progress import StepTokens
 from jaxrl_llm.trainer.rewarding import StepContext
@@ -88,33 +99,45 @@ class PromptBatches(Batches):
         return found | self._priorities(step)
 
     def tokens(self, batch: Any) -> StepTokens:
-        prompts, mask = fetch((batch.prompt_lengths, batch.mask))
-        return StepTokens(
+        prompts, mask = fetch_rows((batch.prompt_lengths, batch.mask), self._rows)
+        return StepTokens.of_all(
             num_prompt=int(prompts.sum()),
             num_response=int(mask.sum()),
             lengths=(prompts + mask.sum(axis=1)).astype(int).tolist(),
         )
 
+    @cached_property
+    def _rows(self) -> HostRows:
+        """This process's rows of the samples of a batch."""
+        config = self.plan.config
+        return self.plan.at(1).program.host_rows(config.data.train_batch_size * config.rollout.n)
+
     def _prompts(self, step: int, timer: Timer, first_sample: int) -> tuple[Any, StepContext]:
         """The next prompts, after `first_sample` samples of the same step."""
-        config, loader = self.plan.config, self.loader
+        config, loader, rows = self.plan.config, self.loader, self._rows
+        groups = held_groups(rows, config.rollout.n)
         with timer(WAITING):
-            prompts = loader.draw(step) if isinstance(loader, PriorityLoader) else next(loader)
+            drawn = isinstance(loader, PriorityLoader)
+            found = loader.draw(step, groups) if drawn else next(loader)
+        prompts = dict(zip(groups.tolist(), found, strict=True))
         host_batch = prompt_batch(
             prompts,
+            rows.held,
             n=config.rollout.n,
             max_prompt_length=config.data.max_prompt_length,
             pad_id=self.tokenizer.pad_id,
             first_sample=first_sample,
         )
-        context = StepContext(prompts=prompts, n=config.rollout.n, first_sample=first_sample)
-        return make_global(host_batch, batch_sharding(self.plan.learner.mesh)), context
+        context = StepContext(
+            prompts=prompts, n=config.rollout.n, rows=rows, first_sample=first_sample
+        )
+        return place_held(host_batch, batch_sharding(self.plan.learner.mesh), rows), context
 
     def _note(self, step: int, context: StepContext, batch: Any) -> None:
         """Trace the samples. Priorities follow all scores, also of groups that are not kept."""
         self.output.rollout(step, context, batch)
         if isinstance(self.loader, PriorityLoader):
-            self.loader.update(step, fetch(batch.scores))
+            self.loader.update(step, fetch_rows(batch.scores, self._rows), self._rows)
 
     def _priorities(self, step: int) -> dict[str, float]:
         return self.loader.metrics(step) if isinstance(self.loader, PriorityLoader) else {}
@@ -137,6 +160,7 @@ class FilteredBatches(PromptBatches):
             num_groups=config.data.train_batch_size,
             group=config.rollout.n,
             column=iteration.filter_column,
+            sharding=batch_sharding(iteration.mesh),
         )
         samples = config.data.train_batch_size * config.rollout.n
         self._groups, self._rounds = groups, []
@@ -145,10 +169,10 @@ class FilteredBatches(PromptBatches):
             _, batch, found = iteration.program.run(
                 states, batch, step, context, timer, iteration.collecting
             )
-            groups.add(fetch(batch))
+            groups.add(batch)
             self._note(step, context, batch)
             self._rounds.append(fetch(found))
-        return make_global(groups.batch(), batch_sharding(iteration.mesh)), None
+        return groups.batch(), None
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         assert self._groups is not None
@@ -160,17 +184,22 @@ class FilteredBatches(PromptBatches):
 
 @dataclass(kw_only=True)
 class GroupFilter:
-    """Takes in the rounds of one iteration and gives its batch; all in numpy.
+    """Takes in the rounds of one iteration and gives its batch; the samples stay on the devices.
 
     `column` is the column of `reward_parts` that must vary; None stands for the score.
+    `sharding` is that of batches; None, of one device, leaves it to jax.
     """
 
     config: FilterGroupsConfig
     num_groups: int  # wanted
     group: int  # samples of each
     column: int | None = None
-    _varied: list[RolloutBatch] = field(default_factory=list)
-    _constant: list[RolloutBatch] = field(default_factory=list)
+    sharding: NamedSharding | None = None
+    # The first `num_groups` groups: those that vary, then the others, each in their order.
+    _kept: RolloutBatch | None = None
+    _kept_vary: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    _varied: int = 0  # groups, also those that were one too many
+    _constant: int = 0
     _rounds: int = 0
 
     @property
@@ -181,22 +210,24 @@ class GroupFilter:
     @property
     def complete(self) -> bool:
         """True when no other round is to be generated."""
-        return self._count(self._varied) >= self.num_groups or (
-            self._rounds >= self.config.max_num_gen_batches
-        )
+        return self._varied >= self.num_groups or (self._rounds >= self.config.max_num_gen_batches)
 
     def add(self, batch: RolloutBatch) -> None:
         """Take in a round: whole groups, the samples of a group one after the other."""
-        if self.column is None:
-            assert batch.scores is not None
-            values: Any = batch.scores
+        values = batch.scores if self.column is None else batch.reward_parts
+        assert values is not None
+        varies = fetch(_variation(self.sharding, self.group, self.column)(values))
+        candidates = np.concatenate([self._kept_vary, varies])
+        order = np.argsort(~candidates, kind="stable")[: self.num_groups]
+        rows = (order[:, None] * self.group + np.arange(self.group)).reshape(-1)
+        select, kept = _selection(self.sharding), self._kept
+        if kept is None:
+            self._kept = jax.tree.map(lambda new: select(None, new, rows), batch)
         else:
-            assert batch.reward_parts is not None
-            values = np.nan_to_num(np.asarray(batch.reward_parts)[:, self.column])  # None adds 0
-        groups = np.asarray(values).reshape(-1, self.group)
-        varies = (groups.max(axis=1) != groups.min(axis=1)).repeat(self.group)
-        self._varied.append(_rows(batch, varies))
-        self._constant.append(_rows(batch, ~varies))
+            self._kept = jax.tree.map(lambda old, new: select(old, new, rows), kept, batch)
+        self._kept_vary = candidates[order]
+        self._varied += int(varies.sum())
+        self._constant += int((~varies).sum())
         self._rounds += 1
 
     def batch(self) -> RolloutBatch:
@@ -205,27 +236,24 @@ class GroupFilter:
         Raises ValueError when there are too few, unless the config fills up with groups that do
         not vary; those come last.
         """
-        missing = self.num_groups - self._count(self._varied)
-        rounds = list(self._varied)
-        if missing > 0:
-            if self.config.shortage == "error":
-                raise ValueError(
-                    f"after {self._rounds} rounds of generation only "
-                    f"{self._count(self._varied)} of {self.num_groups} groups vary in "
-                    f"{self.config.metric!r}: the prompts are too easy or too hard by now. Raise "
-                    "config.rollout.filter_groups.max_num_gen_batches or config.rollout.n, lower "
-                    "config.data.train_batch_size, or go on with the groups there are by "
-                    "config.rollout.filter_groups.shortage=fill"
-                )
-            rounds += self._constant
-        whole = _join(rounds)
-        whole = _rows(whole, np.arange(len(whole.sample_ids)) < self.num_groups * self.group)
+        assert self._kept is not None
+        if self._varied < self.num_groups and self.config.shortage == "error":
+            raise ValueError(
+                f"after {self._rounds} rounds of generation only {self._varied} of "
+                f"{self.num_groups} groups vary in "
+                f"{self.config.metric!r}: the prompts are too easy or too hard by now. Raise "
+                "config.rollout.filter_groups.max_num_gen_batches or config.rollout.n, lower "
+                "config.data.train_batch_size, or go on with the groups there are by "
+                "config.rollout.filter_groups.shortage=fill"
+            )
         ids: Any = np.arange(self.num_groups, dtype=np.int32).repeat(self.group)
-        return whole.replace(group_ids=ids)
+        if self.sharding is not None:
+            ids = make_global(ids, self.sharding)
+        return self._kept.replace(group_ids=ids)
 
     def metrics(self) -> dict[str, float]:
         """How many groups were generated, how many varied, how many replace others."""
-        varied, constant = self._count(self._varied), self._count(self._constant)
+        varied, constant = self._varied, self._constant
         return {
             "train/num_gen_batches": float(self._rounds),
             "rollout/groups_generated": float(varied + constant),
@@ -234,26 +262,31 @@ class GroupFilter:
             "frac_reward_zero_std": constant / (varied + constant),
         }
 
-    def _count(self, rounds: list[RolloutBatch]) -> int:
-        return sum(len(batch.sample_ids) for batch in rounds) // self.group
+
+@lru_cache
+def _variation(
+    sharding: NamedSharding | None, group: int, column: int | None
+) -> Callable[[Any], jax.Array]:
+    """Whether the scores, or a column of the parts, of each group differ: [B] -> [B / group]."""
+
+    def varies(values: jax.Array) -> jax.Array:
+        if column is not None:
+            values = jnp.nan_to_num(values[:, column])  # None adds 0
+        groups = values.reshape(-1, group)
+        return groups.max(axis=1) != groups.min(axis=1)
+
+    whole = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(varies, out_shardings=whole)
 
 
-def _rows(batch: RolloutBatch, chosen: np.ndarray) -> RolloutBatch:
-    return batch.replace(**{name: x[chosen] for name, x in _written(batch).items()})
+@lru_cache
+def _selection(sharding: NamedSharding | None) -> Callable[[Any, Any, np.ndarray], jax.Array]:
+    """Rows of two arrays of samples, one behind the other; the first may be None."""
 
+    def select(kept: jax.Array | None, new: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.take(new if kept is None else jnp.concatenate([kept, new]), rows, axis=0)
 
-def _join(batches: list[RolloutBatch]) -> RolloutBatch:
-    names = _written(batches[0])
-    return batches[0].replace(
-        **{name: np.concatenate([batch[name] for batch in batches]) for name in names}
-    )
-
-
-def _written(batch: RolloutBatch) -> Mapping[str, Any]:
-    """The fields that were written."""
-    every = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    extra = every.pop("extra")
-    return {name: x for name, x in every.items() if x is not None} | extra
+    return jax.jit(select, out_shardings=sharding, donate_argnums=0)
 
 
 # ------------------------------------------------------------------------- offline
@@ -265,7 +298,12 @@ class RecordBatches(Batches):
 
     loader: Loader[OfflineRecord, Any]
     plan: OfflinePlan
-    _on_host: Any = None
+    _on_host: Any = None  # the rows that this process holds
+
+    @cached_property
+    def _rows(self) -> HostRows:
+        """This process's records of a batch."""
+        return self.plan.program.host_rows(self.plan.batch_size)
 
     @property
     def epoch(self) -> int:
@@ -274,14 +312,15 @@ class RecordBatches(Batches):
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
         with timer(WAITING):
             self._on_host = next(self.loader)
-        return make_global(self._on_host, batch_sharding(self.plan.learner.mesh)), None
+        return place_held(self._on_host, batch_sharding(self.plan.learner.mesh), self._rows), None
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         return found
 
     def tokens(self, batch: Any) -> StepTokens:
-        rows = [self._on_host[name] for name in self.plan.algorithm.records.groups]
-        rows = [group for group in rows if group is not None]
-        total = sum(int(group.lengths.sum()) for group in rows)
-        answers = sum(int(group.loss_mask.sum()) for group in rows)
-        return StepTokens(num_prompt=total - answers, num_response=answers)
+        groups = [self._on_host[name] for name in self.plan.algorithm.records.groups]
+        owned = np.isin(self._rows.held, self._rows.owned)
+        groups = [group for group in groups if group is not None]
+        total = sum(int(group.lengths[owned].sum()) for group in groups)
+        answers = sum(int(group.loss_mask[owned].sum()) for group in groups)
+        return StepTokens.of_all(num_prompt=total - answers, num_response=answers)

@@ -1,6 +1,6 @@
 """Data of a run: prompts, examples and pairs from files; samples as arrays and as text again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from jaxrl_llm.data.dataset import (
     load_unpaired,
 )
 from jaxrl_llm.data.formats import SERVES
-from jaxrl_llm.data.loader import Loader, PromptLoader, fingerprint
+from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import (
     OfflineRecord,
     collate_prompts,
@@ -28,7 +28,8 @@ from jaxrl_llm.data.packing import (
     offline_records,
 )
 from jaxrl_llm.data.priority import PriorityLoader, weight_function
-from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.data.share import Picked, Share, digest
+from jaxrl_llm.distributed.multihost import HostRows, is_main
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt, RolloutBatch
@@ -73,14 +74,20 @@ def has_held_out(config: Config) -> bool:
 
 def load_run_prompts(
     config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path | None
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     """Prompts of `sources` under the run's length limits; bad rows go to a file in `run_dir`."""
     rules = _rules(config, run_dir, config.data.max_prompt_length)
     return load_prompts(sources, tokenizer, rules).items
 
 
-def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader | PriorityLoader:
-    """Endless batches of training prompts, in epochs or by priority."""
+def train_batches(
+    config: Config, prompts: Sequence[Prompt], rows: HostRows | None = None
+) -> PromptLoader | PriorityLoader:
+    """Endless batches of training prompts, in epochs or by priority.
+
+    In epochs only the prompts of `rows` are read, the samples that this process holds; None reads
+    all.
+    """
     data = config.data
     if data.num_workers and not any(training for _, training in _trainings(config)):
         raise ValueError(
@@ -102,19 +109,25 @@ def train_batches(config: Config, prompts: list[Prompt]) -> PromptLoader | Prior
         seed=config.seed,
         shuffle=data.shuffle,
         prefetch=data.prefetch,
+        groups=None if rows is None else held_groups(rows, config.rollout.n),
     )
+
+
+def held_groups(rows: HostRows, n: int) -> np.ndarray:
+    """The prompts of a batch, n samples each, that this process holds samples of."""
+    return np.unique(rows.held // n)
 
 
 def load_records(
     config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
-) -> list[OfflineRecord]:
+) -> Sequence[OfflineRecord]:
     """Records of a kind (examples, preferences, unpaired, ratings) for offline training."""
     return _load(config, sources, kind, tokenizer, run_dir)[0]
 
 
 def load_held_out(
     config: Config, kind: str, tokenizer: Tokenizer, run_dir: Path | None
-) -> tuple[list[OfflineRecord], bool]:
+) -> tuple[Sequence[OfflineRecord], bool]:
     """Held-out records of a kind, and whether the rows that they are made of are all pairs.
 
     No records, of a config without validation data.
@@ -127,7 +140,7 @@ def load_held_out(
 
 def _load(
     config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
-) -> tuple[list[OfflineRecord], set[str]]:
+) -> tuple[Sequence[OfflineRecord], set[str]]:
     """Records of a kind, and the formats of their sources."""
     rules = _rules(config, run_dir, config.data.max_row_length)
     loaded = LOADERS[kind](sources, tokenizer, rules)
@@ -135,7 +148,9 @@ def _load(
     if kind == "unpaired":
         # A pair gives two records of one prompt, and neighbours in a batch exchange their
         # completions: in order, these would not be mismatched.
-        Random(config.seed).shuffle(items)
+        order = list(range(len(items)))
+        Random(config.seed).shuffle(order)
+        items = Picked(items, order) if isinstance(items, Share) else [items[i] for i in order]
     records = offline_records(items, number=kind if kind == "ratings" else "labels")
     return records, set(loaded.formats.values())
 
@@ -148,9 +163,10 @@ class OfflineRecords:
     pad_id: int
     mismatched: bool  # the algorithm also gives a prompt the completion of another record
     precomputed: bool  # log-probs of the reference are tables over these records
-    train: list[OfflineRecord]
-    held_out: list[OfflineRecord]
-    held_out_pairs: list[OfflineRecord]  # of an algorithm that judges pairs
+    rows: HostRows  # of a batch
+    train: Sequence[OfflineRecord]
+    held_out: Sequence[OfflineRecord]
+    held_out_pairs: Sequence[OfflineRecord]  # of an algorithm that judges pairs
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -161,7 +177,7 @@ class OfflineRecords:
         """Endless batches of training records."""
         data = self.config.data
         # Tables of log-probs are of these held-out records too.
-        unchanged = {"held_out_crc32": fingerprint(self.held_out)} if self.precomputed else {}
+        unchanged = {"held_out_digest": digest(self.held_out)} if self.precomputed else {}
         return Loader(
             self.train,
             self._collate(mismatched=self.mismatched),
@@ -173,30 +189,30 @@ class OfflineRecords:
             unchanged=unchanged,
         )
 
-    def train_batches(self) -> list[OfflineBatch]:
-        """All training records in order, in batches of one size."""
+    def train_batches(self) -> Iterator[OfflineBatch]:
+        """All training records in order, in batches of one size: the rows of this process."""
         return self._padded(self.train, mismatched=self.mismatched)
 
-    def held_out_batches(self) -> list[OfflineBatch]:
-        """All held-out records in order, in batches of one size."""
+    def held_out_batches(self) -> Iterator[OfflineBatch]:
+        """All held-out records in order, in batches of one size: the rows of this process."""
         return self._padded(self.held_out, mismatched=self.mismatched)
 
-    def held_out_pair_batches(self) -> list[OfflineBatch]:
-        """All held-out pairs in order, in batches of one size."""
+    def held_out_pair_batches(self) -> Iterator[OfflineBatch]:
+        """All held-out pairs in order, in batches of one size: the rows of this process."""
         return self._padded(self.held_out_pairs, mismatched=False)
 
     def _collate(self, *, mismatched: bool) -> Any:
-        length = self.config.data.max_row_length
-        return partial(collate_records, length=length, pad_id=self.pad_id, mismatched=mismatched)
+        return _collate(self.config, self.pad_id, self.rows, mismatched=mismatched)
 
-    def _padded(self, records: list[OfflineRecord], *, mismatched: bool) -> list[OfflineBatch]:
-        size, collate, batches = self.config.data.train_batch_size, self._collate, []
+    def _padded(
+        self, records: Sequence[OfflineRecord], *, mismatched: bool
+    ) -> Iterator[OfflineBatch]:
+        size, collate = self.config.data.train_batch_size, self._collate(mismatched=mismatched)
         for start in range(0, len(records), size):
             part = records[start : start + size]
             # A single record in the last batch has no other to be mismatched with.
             before = records[start - 1] if start and len(part) == 1 else None
-            batches.append(collate(mismatched=mismatched)(part, size=size, before=before))
-        return batches
+            yield collate(part, size=size, before=before)
 
 
 def load_offline_records(
@@ -213,7 +229,7 @@ def load_offline_records(
     if mismatched:
         _refuse_one_record("train", records, "2 records or more work")
         _refuse_one_record("val", held_out, "2 records or more work, or none")
-    pairs: list[OfflineRecord] = []
+    pairs: Sequence[OfflineRecord] = []
     if are_pairs and plan.algorithm.judge_pairs is not None:
         pairs = load_records(config, held_out_sources(config), "preferences", tokenizer, run_dir)
     return OfflineRecords(
@@ -221,13 +237,14 @@ def load_offline_records(
         pad_id=tokenizer.pad_id,
         mismatched=mismatched,
         precomputed=plan.precomputed,
+        rows=plan.program.host_rows(plan.batch_size),
         train=records,
         held_out=held_out,
         held_out_pairs=pairs,
     )
 
 
-def _refuse_one_record(split: str, records: list[OfflineRecord], remedy: str) -> None:
+def _refuse_one_record(split: str, records: Sequence[OfflineRecord], remedy: str) -> None:
     if len(records) == 1:
         raise ValueError(
             f"config.data.{split}_files and {split}_tasks give one record, whose prompt no other "
@@ -236,21 +253,36 @@ def _refuse_one_record(split: str, records: list[OfflineRecord], remedy: str) ->
 
 
 def sft_batches(
-    config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
+    config: Config,
+    training: SupervisedConfig,
+    tokenizer: Tokenizer,
+    run_dir: Path,
+    rows: HostRows,
 ) -> Loader[Any, OfflineBatch]:
-    """Endless padded batches of completions to learn: the training's own data, or the run's."""
+    """Endless padded batches of completions to learn: the training's own data, or the run's.
+
+    Of each batch, the `rows` of this process.
+    """
     sources = _sources(config, training)
     examples = load_records(config, sources, "examples", tokenizer, run_dir)
-    return _loader(config, training, examples, _collate(config, tokenizer), SFT_STREAM)
+    collate = _collate(config, tokenizer.pad_id, rows)
+    return _loader(config, training, examples, collate, SFT_STREAM)
 
 
 def preference_data(
-    config: Config, training: SupervisedConfig, tokenizer: Tokenizer, run_dir: Path
+    config: Config,
+    training: SupervisedConfig,
+    tokenizer: Tokenizer,
+    run_dir: Path,
+    rows: HostRows,
 ) -> tuple[Loader[Any, OfflineBatch], list[OfflineBatch]]:
-    """Endless batches of training pairs, and all held-out pairs in batches of one size."""
-    collate, size = _collate(config, tokenizer), training.batch_size
+    """Endless batches of training pairs, and all held-out pairs in batches of one size.
+
+    Of each batch, the `rows` of this process.
+    """
+    collate, size = _collate(config, tokenizer.pad_id, rows), training.batch_size
     pairs = load_records(config, _sources(config, training), "preferences", tokenizer, run_dir)
-    held_out: list[OfflineRecord] = []
+    held_out: Sequence[OfflineRecord] = []
     if has_held_out(config):
         sources = held_out_sources(config)
         held_out = load_records(config, sources, "preferences", tokenizer, run_dir)
@@ -259,8 +291,15 @@ def preference_data(
     return _loader(config, training, pairs, collate, REWARD_STREAM), batches
 
 
-def _collate(config: Config, tokenizer: Tokenizer) -> Any:
-    return partial(collate_records, length=config.data.max_row_length, pad_id=tokenizer.pad_id)
+def _collate(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = False) -> Any:
+    """Makes the rows of a batch that this process holds."""
+    return partial(
+        collate_records,
+        length=config.data.max_row_length,
+        pad_id=pad_id,
+        mismatched=mismatched,
+        rows=rows.held.tolist(),
+    )
 
 
 def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
@@ -313,30 +352,29 @@ def _loader(
 
 
 def prompt_batch(
-    prompts: Sequence[Prompt],
+    prompts: Mapping[int, Prompt],
+    rows: np.ndarray,
     *,
     n: int,
     max_prompt_length: int,
     pad_id: int,
-    num_prompts: int = 0,
     first_sample: int = 0,
 ) -> RolloutBatch:
-    """numpy batch of n samples a prompt, group after group.
+    """numpy batch of these rows of n samples a prompt, group after group.
 
-    `num_prompts` is a fixed size, up to which rows of length 0 are added; they generate nothing.
-    `first_sample` is the number of samples that the step has had before.
+    `prompts` has those of the rows, by group. A group without one gets rows of length 0, which
+    generate nothing. `first_sample` is the number of samples that the step has had before.
     """
-    tokens, lengths = collate_prompts(prompts, length=max_prompt_length, pad_id=pad_id)
-    missing = max(num_prompts - len(prompts), 0)
-    tokens = np.pad(tokens, ((0, missing), (0, 0)), constant_values=pad_id)
-    lengths = np.pad(lengths, (0, missing))
-    rows = len(lengths)
+    groups, group_of = np.unique(rows // n, return_inverse=True)
+    none = Prompt(token_ids=(), text="")
+    chosen = [prompts.get(group, none) for group in groups.tolist()]
+    tokens, lengths = collate_prompts(chosen, length=max_prompt_length, pad_id=pad_id)
     # numpy arrays until the batch is placed on the mesh.
     fields: dict[str, Any] = {
-        "prompts": tokens.repeat(n, axis=0),
-        "prompt_lengths": lengths.repeat(n),
-        "sample_ids": np.arange(first_sample, first_sample + rows * n, dtype=np.uint32),
-        "group_ids": np.arange(rows, dtype=np.int32).repeat(n),
+        "prompts": tokens[group_of],
+        "prompt_lengths": lengths[group_of],
+        "sample_ids": (first_sample + rows).astype(np.uint32),
+        "group_ids": groups[group_of].astype(np.int32),
     }
     return RolloutBatch(**fields)
 

@@ -1,9 +1,12 @@
-"""Held-out evaluation: generate (greedy by default), grade, report under verl's names."""
+"""Held-out evaluation: generate (greedy by default), grade, report under verl's names.
+
+Each process grades the samples that it owns. One grade a sample is gathered.
+"""
 
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +18,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.multihost import (
+    HostRows,
+    fetch,
+    fetch_rows,
+    gather_objects,
+    host_rows,
+    make_global,
+    place_held,
+)
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -25,7 +36,7 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.online import stop_ids
 from jaxrl_llm.plan.roles import Role, params_of
-from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.manager import RewardManager, RewardResult
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import (
     completions_of,
@@ -44,17 +55,16 @@ SEED_STREAM = 1  # validation draws from another stream than training
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """One evaluation: metrics, and each sample with its grade for the trace."""
+    """One evaluation: metrics of all samples, and for the trace those that this process owns."""
 
     metrics: dict[str, float]
+    accuracy: float  # share of samples that are right, over all sources
+    num_samples: dict[str, int]  # by source
+
+    indices: list[int]  # of the samples of this process, among all
     prompts: list[Prompt]  # one a sample
     completions: list[Completion]
     grades: np.ndarray  # float32, one a sample
-
-    @property
-    def accuracy(self) -> float:
-        """Share of samples that are right, over all sources."""
-        return float((self.grades >= CORRECT).mean())
 
 
 class Validator:
@@ -73,7 +83,7 @@ class Validator:
         dtype: str,
         seed: int,
     ):
-        self._prompts = list(prompts)
+        self._num_prompts = len(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
         self._stop_ids = settings.sampling.stop_token_ids
@@ -83,6 +93,14 @@ class Validator:
         self._mesh = role.mesh
         self._settings = settings
         self._dtype, self._seed = dtype, seed
+        self._sharding = batch_sharding(role.mesh)
+        self._rows = host_rows(self._sharding, self._batch_size * self._n, self._n)
+        groups = np.unique(self._rows.held // self._n).tolist()
+        starts = range(0, len(prompts), self._batch_size)
+        # Those that this process holds rows of, by group; one entry a batch.
+        self._prompts = [
+            {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
+        ]
         self._answer = self._compile(role)
 
     def of(self, role: Role) -> "Validator":
@@ -97,7 +115,7 @@ class Validator:
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
-            return generate_on_mesh(
+            out = generate_on_mesh(
                 role.spec,
                 cast(params, dtype),
                 prompts,
@@ -108,46 +126,66 @@ class Validator:
                 layout=role.generation,
                 stored=role.layout,
             )
+            return out.tokens, out.mask, out.logprobs
 
         samples = self._batch_size * self._n // role.generation.num_replicas
         options = compiler_options(samples, settings.num_slots)
-        return jax.jit(answer, compiler_options=options)
+        return jax.jit(answer, out_shardings=self._sharding, compiler_options=options)
 
     def run(self, params: Params, step: int) -> Validation:
         """Evaluate `params` (in the training layout) after `step` iterations."""
         device_step = make_global(jnp.int32(step), replicated(self._mesh))
+        indices: list[int] = []
         prompts: list[Prompt] = []
         completions: list[Completion] = []
-        for start in range(0, len(self._prompts), self._batch_size):
-            chunk = self._prompts[start : start + self._batch_size]
+        for number, chunk in enumerate(self._prompts):
+            first = number * self._batch_size * self._n  # sample of the batch, among all
             batch = prompt_batch(
                 chunk,
+                self._rows.held,
                 n=self._n,
                 max_prompt_length=self._max_prompt_length,
                 pad_id=self._tokenizer.pad_id,
-                num_prompts=self._batch_size,
+                first_sample=first,
             )
-            sample_ids = batch.sample_ids + np.uint32(start * self._n)
-            arrays = (batch.prompts, batch.prompt_lengths, sample_ids)
-            rows = len(chunk) * self._n
+            arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids)
             with memory_guard(None):
-                arguments = *make_global(arrays, batch_sharding(self._mesh)), device_step
+                arguments = *place_held(arrays, self._sharding, self._rows), device_step
                 out = self._answer(params, *arguments)
-                tokens, mask, logprobs = fetch((out.tokens, out.mask, out.logprobs))
-            completions += completions_of(
-                self._tokenizer, self._stop_ids, tokens[:rows], mask[:rows], logprobs[:rows]
-            )
-            prompts += [p for p in chunk for _ in range(self._n)]
+                tokens, mask, logprobs = fetch_rows(out, self._rows)
+            found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)
+            for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
+                if first + row < self._num_prompts * self._n:  # the others only fill the batch
+                    indices.append(first + row)
+                    prompts.append(chunk[row // self._n])
+                    completions.append(completion)
         with host_work():
             graded = self._grader.score(prompts, completions, step)
-        grades, sources = graded.scores, [p.data_source for p in prompts]
-        answers = [_answer(extras) for extras in graded.extras]
+        sources, grades, answers = self._all_grades(indices, prompts, graded)
         return Validation(
             metrics=accuracy_metrics(sources, grades, self._n, answers),
+            accuracy=float((grades >= CORRECT).mean()),
+            num_samples={name: sources.count(name) for name in dict.fromkeys(sources)},
+            indices=indices,
             prompts=prompts,
             completions=completions,
-            grades=grades,
+            grades=graded.scores,
         )
+
+    def _all_grades(
+        self, indices: list[int], prompts: list[Prompt], graded: RewardResult
+    ) -> tuple[list[str], np.ndarray, list[Any]]:
+        """Source, grade and answer of every sample of all processes, in order."""
+        sources = [prompt.data_source for prompt in prompts]
+        answers = [_answer(extras) for extras in graded.extras]
+        if jax.process_count() == 1:
+            return sources, graded.scores, answers
+        texts = [None if answer is None or self._n == 1 else str(answer) for answer in answers]
+        own = zip(indices, sources, graded.scores.tolist(), texts, strict=True)
+        everyone = gather_objects(list(own), "grades")
+        samples = sorted((sample for one in everyone for sample in one), key=lambda s: s[0])
+        _, sources, grades, answers = (list(column) for column in zip(*samples, strict=True))
+        return sources, np.array(grades, np.float32), answers
 
 
 def open_validator(
@@ -260,7 +298,9 @@ class AnswerEvaluation(Evaluation):
     def run(self, states: States, step: int) -> dict[str, float]:
         found = self.validator.run(params_of(states[self.role]), step)
         if self.output is not None:
-            self.output.validation(step, found.prompts, found.completions, found.grades)
+            self.output.validation(
+                step, found.prompts, found.completions, found.grades, found.indices
+            )
         return {self.accuracy_name: found.accuracy} if self.accuracy_name else found.metrics
 
 
@@ -271,18 +311,20 @@ class RecordEvaluation(Evaluation):
         self,
         sums: Callable[[States, OfflineBatch], dict[str, Any]],
         means: Callable[[dict[str, Any]], dict[str, Any]],
-        batches: Sequence[OfflineBatch],
+        batches: Iterable[OfflineBatch],
         mesh: Mesh,
+        rows: HostRows,
         *,
         prefix: str,
     ):
         """`sums` is compiled; `means` divides its results, added up over the batches.
 
+        `batches` have the `rows` of this process, of every batch.
         `prefix` begins the names of the metrics.
         """
         self._means = means
         self._sums = jax.jit(sums, out_shardings=replicated(mesh))
-        self._batches = batches
+        self._batches, self._rows = list(batches), rows
         self._sharding = batch_sharding(mesh)
         self._prefix = prefix
 
@@ -290,7 +332,7 @@ class RecordEvaluation(Evaluation):
         """Means over all held-out records."""
         total: dict[str, Any] = {}
         for batch in self._batches:
-            found = fetch(self._sums(states, make_global(batch, self._sharding)))
+            found = fetch(self._sums(states, place_held(batch, self._sharding, self._rows)))
             total = {name: total.get(name, 0.0) + np.float64(x) for name, x in found.items()}
         return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.multihost import barrier, fetch, is_main
+from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.observability.console import Console
 from jaxrl_llm.observability.trace import TraceWriter
 from jaxrl_llm.observability.tracker import (
@@ -22,7 +22,7 @@ from jaxrl_llm.observability.tracker import (
 )
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
-from jaxrl_llm.trainer.rewarding import StepContext, group_share
+from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 GLOBAL_STEP = "training/global_step"
@@ -70,8 +70,8 @@ class RunOutput(MetricsLog):
                 self._trace.truncate_after(keep)
             barrier("trace")  # no process writes while the main one cuts
             self._stack.callback(self._trace.close)
-        # Every process traces the samples that it scored, in files of its own.
-        self._kind = "train" if is_main() else f"train.process{jax.process_index()}"
+        # Every process traces the samples that it owns, in files of its own.
+        self._suffix = "" if is_main() else f".process{jax.process_index()}"
 
     def _open_trackers(self, keep: int) -> None:
         config = self._config
@@ -136,18 +136,17 @@ class RunOutput(MetricsLog):
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
             if batch.model_scores is not None:
-                start = context.first_group * context.n
-                rows = slice(start, start + len(context.completions))
-                total, of_model = fetch((batch.scores, batch.model_scores))
-                scores, parts = total[rows], parts | {"model": of_model[rows]}
+                given = (batch.scores, batch.model_scores)
+                scores, of_model = fetch_rows(given, context.rows)
+                parts = parts | {"model": of_model}
             failures: dict[int, list[str]] = {}
             for failure in reward.failures:
                 failures.setdefault(failure.index, []).append(failure.describe())
-        groups = context.prompts[context.first_group :]
-        prompts = [p for p in groups for _ in range(context.n)][: len(context.completions)]
+        owned = context.rows.owned
+        prompts = context.prompts_of(owned)
         if self._trace is not None:
             self._trace.write(
-                self._kind,
+                "train" + self._suffix,
                 step,
                 policy_version=step - 1,
                 prompts=prompts,
@@ -156,7 +155,7 @@ class RunOutput(MetricsLog):
                 parts=parts,
                 extras=extras,
                 failures=failures,
-                first_index=context.first_sample + context.first_group * context.n,
+                indices=context.first_sample + owned,
             )
         if self._console is not None:
             first = slice(0, None, context.n)  # one sample of each group
@@ -170,29 +169,28 @@ class RunOutput(MetricsLog):
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         grades: np.ndarray,
+        indices: Sequence[int],
     ) -> None:
-        """Trace the answers to the held-out prompts."""
-        if self._trace is not None and is_main():
+        """Trace this process's answers to held-out prompts; `indices` are those of the samples."""
+        if self._trace is not None:
             self._trace.write(
-                "validation",
+                "validation" + self._suffix,
                 step,
                 policy_version=step,
                 prompts=prompts,
                 completions=completions,
                 scores=grades,
+                indices=indices,
             )
 
     def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
-        """Responses that no host stage has seen; returns this process's scores."""
+        """Responses that no host stage has seen; returns the scores of the owned rows."""
         fields = (batch.responses, batch.mask, batch.rollout_logprobs, batch.scores)
-        responses, mask, logprobs, scores = fetch(fields)
-        share = group_share(len(context.prompts))
-        rows = slice(share.start * context.n, share.stop * context.n)
-        context.first_group = share.start
+        responses, mask, logprobs, scores = fetch_rows(fields, context.rows)
         context.completions = completions_of(
-            self._tokenizer, self._stop_ids, responses[rows], mask[rows], logprobs[rows]
+            self._tokenizer, self._stop_ids, responses, mask, logprobs
         )
-        return scores[rows]
+        return scores
 
 
 @dataclass(frozen=True, kw_only=True)

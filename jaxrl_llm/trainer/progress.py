@@ -5,11 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jax
-import numpy as np
-
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.multihost import gather_rows, is_main
+from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.models.flops import peak_flops
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
@@ -54,7 +51,17 @@ class StepTokens:
 
     num_prompt: int
     num_response: int
-    lengths: Sequence[int] = ()  # of whole samples, where they were generated
+    # Of whole samples, where they were generated; of those that this process owns.
+    lengths: Sequence[int] = ()
+
+    @classmethod
+    def of_all(
+        cls, *, num_prompt: int, num_response: int, lengths: Sequence[int] = ()
+    ) -> "StepTokens":
+        """From the numbers of this process's samples. Every process must call it."""
+        everyone = gather_objects([num_prompt, num_response], "tokens")
+        prompt, response = (sum(numbers) for numbers in zip(*everyone, strict=True))
+        return cls(num_prompt=prompt, num_response=response, lengths=lengths)
 
 
 @dataclass(kw_only=True)
@@ -113,9 +120,7 @@ class Clock:
 
 def any_process(flag: bool) -> bool:
     """Whether `flag` is set on a process: all must stop after the same step. A collective."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(gather_rows(np.array([flag])).any())
+    return any(gather_objects(flag, "any_process"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,18 @@
-"""Python reward functions, as the host stages call them.
-
-Several processes share the work by whole groups; every process ends with all scores.
-"""
+"""Python reward functions, as the host stages call them: each process grades the rows it owns."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.multihost import gather_objects, gather_rows
+from jaxrl_llm.distributed.multihost import HostRows, gather_objects
 from jaxrl_llm.plan.online import stop_ids
 from jaxrl_llm.plan.scores import HostReward
-from jaxrl_llm.rewards.manager import RewardManager, RewardResult, part_metrics
+from jaxrl_llm.rewards.manager import RewardManager, RewardResult
+from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.signals import host_work
@@ -26,12 +23,16 @@ from jaxrl_llm.types import Completion, Prompt
 class StepContext:
     """What the host knows of one iteration. Host stages read it and write their results here."""
 
-    prompts: list[Prompt]  # one a group
+    prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
     n: int  # samples a prompt
+    rows: HostRows  # of the batch
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
-    completions: list[Completion] = field(default_factory=list)  # those that this process scored
+    completions: list[Completion] = field(default_factory=list)  # one an owned row
     reward: RewardResult | None = None  # of `completions`
-    first_group: int = 0  # index of the first prompt that this process scored
+
+    def prompts_of(self, rows: np.ndarray) -> list[Prompt]:
+        """The prompts that these rows of the batch answer."""
+        return [self.prompts[row // self.n] for row in rows.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +56,14 @@ class RewardFunctions(HostReward):
         mask: np.ndarray,
         logprobs: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-        """Scores [B] and their parts [B, K], float32, in the order of the samples; metrics."""
-        share = group_share(len(context.prompts))
-        rows = slice(share.start * context.n, share.stop * context.n)
-        context.first_group = share.start
-        context.completions = self._completions(responses[rows], mask[rows], logprobs[rows])
-        repeated = [p for p in context.prompts[share] for _ in range(context.n)]
+        """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows."""
+        context.completions = self._completions(responses, mask, logprobs)
+        prompts = context.prompts_of(context.rows.owned)
         with host_work():
-            context.reward = self.manager.score(repeated, context.completions, step)
-        scores = gather_rows(context.reward.scores)
-        metrics = over_processes(context.reward.metrics)
-        parts = {name: gather_rows(part) for name, part in context.reward.parts.items()}
-        for name, part in parts.items():
-            metrics |= part_metrics(name, part)
-        columns = np.stack([parts[name] for name in self.names], axis=1)
-        return scores, columns, metrics
+            reward = context.reward = self.manager.score(prompts, context.completions, step)
+        columns = np.stack([reward.parts[name] for name in self.names], axis=1)
+        statistics = merge(gather_objects(reward.statistics.to_json(), "rewards"))
+        return reward.scores, columns, statistics.metrics()
 
     def greedy(
         self,
@@ -79,12 +73,12 @@ class RewardFunctions(HostReward):
         mask: np.ndarray,
         logprobs: np.ndarray,
     ) -> np.ndarray:
-        """Scores of one greedy answer to each prompt, float32."""
-        share = group_share(len(context.prompts))
-        completions = self._completions(responses[share], mask[share], logprobs[share])
+        """Scores of the greedy answers to the prompts whose first sample is owned, float32."""
+        owned = context.rows.owned
+        prompts = context.prompts_of(owned[owned % context.n == 0])
+        completions = self._completions(responses, mask, logprobs)
         with host_work():
-            found = self.manager.score(context.prompts[share], completions, step)
-        return gather_rows(found.scores)
+            return self.manager.score(prompts, completions, step).scores
 
     def _completions(
         self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
@@ -131,26 +125,3 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
         tokenizer=tokenizer,
         stop_ids=stop_ids(config, tokenizer),
     )
-
-
-def group_share(num_groups: int) -> slice:
-    """The groups that this process scores; all of them when they do not divide evenly."""
-    count, index = jax.process_count(), jax.process_index()
-    assert num_groups % count == 0, (num_groups, count)
-    size = num_groups // count
-    return slice(index * size, (index + 1) * size)
-
-
-def over_processes(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of all processes as one: failures are summed, other metrics averaged.
-
-    A name that some process did not log is averaged over the processes that did.
-    """
-    if jax.process_count() == 1:
-        return dict(metrics)
-    everyone = gather_objects(dict(metrics))
-    out = {}
-    for name in sorted({name for one in everyone for name in one}):
-        values = [one[name] for one in everyone if name in one]
-        out[name] = sum(values) if name.endswith("failures") else sum(values) / len(values)
-    return out

@@ -309,18 +309,17 @@ class RunData:
             return found
         mesh = plan.learner.mesh
         assert records is not None
+        rows = records.rows
         if records.held_out:
             # What pairs and single completions both measure is reported of the completions.
             if records.held_out_pairs:
                 pairs = records.held_out_pair_batches()
-                found.append(
-                    RecordEvaluation(
-                        plan.held_out_pairs, weighted_means, pairs, mesh, prefix="eval_"
-                    )
-                )
-            divide = partial(means, plan.algorithm)
-            batches = records.held_out_batches()
-            found.append(RecordEvaluation(plan.held_out, divide, batches, mesh, prefix="eval_"))
+                sums, divide = plan.held_out_pairs, weighted_means
+                found.append(RecordEvaluation(sums, divide, pairs, mesh, rows, prefix="eval_"))
+            divide, batches = partial(means, plan.algorithm), records.held_out_batches()
+            found.append(
+                RecordEvaluation(plan.held_out, divide, batches, mesh, rows, prefix="eval_")
+            )
         if self.validator is not None:
             role = plan.learner.name
             found.append(AnswerEvaluation(validator=self.validator, role=role))
@@ -345,7 +344,8 @@ def open_plan_and_data(
     else:
         plan = plan_online(config, tokenizer, mesh, open_reward(config, tokenizer, stack))
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
-        loader = train_batches(config, prompts)
+        samples = config.data.train_batch_size * config.rollout.n
+        loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True

@@ -1,6 +1,6 @@
 """The first states of a run's roles, and their shape in a checkpoint."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
-from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.offline_losses import means
@@ -168,15 +168,20 @@ def first_offline_states(
     output.message("log-probs of the reference model, once")
     batches = {TRAIN: records.train_batches(), HELD_OUT: records.held_out_batches()}
     states["reference"] = {
-        table: reference_table(plan, reference, batches[table], size)
+        table: reference_table(plan, reference, batches[table], records.rows, size)
         for table, size in records.sizes.items()
         if size
     }
     return states
 
 
-def reference_table(plan: OfflinePlan, params: Params, batches: list[Any], size: int) -> Any:
-    """The reference's log-prob of every completion, by the name of its field: [size] each."""
+def reference_table(
+    plan: OfflinePlan, params: Params, batches: Iterable[Any], held: HostRows, size: int
+) -> Any:
+    """The reference's log-prob of every completion, by the name of its field: [size] each.
+
+    `batches` have the rows of this process. Every device keeps the table: one number a record.
+    """
     assert plan.reference is not None
     stage = reference_stage(plan.reference, plan.algorithm, plan.micro_batches)
     sharding = batch_sharding(plan.learner.mesh)
@@ -187,7 +192,7 @@ def reference_table(plan: OfflinePlan, params: Params, batches: list[Any], size:
 
     found: dict[str, list[np.ndarray]] = {name: [] for name in stage.writes}
     for batch in batches:
-        rows = make_global({name: batch[name] for name in stage.reads}, sharding)
+        rows = place_held({name: batch[name] for name in stage.reads}, sharding, held)
         for name, values in fetch(compute(params, rows)).items():
             found[name].append(values)
     table = {name: np.concatenate(values)[:size] for name, values in found.items()}
@@ -231,9 +236,10 @@ class _Supervised:
         training = config.reward.model.training
         if training is None:
             return None
-        loader, held_out = preference_data(config, training, self.tokenizer, self._run_dir)
         algorithm = build_offline(PairwiseRewardModel(center=config.reward.model.center))
         plan = plan_supervised(config, training, role, algorithm, prefix="reward_model")
+        rows = plan.program.host_rows(training.batch_size)
+        loader, held_out = preference_data(config, training, self.tokenizer, self._run_dir, rows)
         evaluations = []
         if held_out:
             evaluation = RecordEvaluation(
@@ -241,6 +247,7 @@ class _Supervised:
                 partial(means, algorithm),
                 held_out,
                 role.mesh,
+                rows,
                 prefix="reward_model/eval_",
             )
             evaluations.append(evaluation)
@@ -257,7 +264,8 @@ class _Supervised:
     ) -> Training:
         algorithm = build_offline(SFT())
         plan = plan_supervised(self.config, training, role, algorithm, prefix=prefix)
-        loader = sft_batches(self.config, training, self.tokenizer, self._run_dir)
+        rows = plan.program.host_rows(training.batch_size)
+        loader = sft_batches(self.config, training, self.tokenizer, self._run_dir, rows)
         evaluations = []
         if validator is not None:
             accuracy = f"{prefix}/eval_accuracy"

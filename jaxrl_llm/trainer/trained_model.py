@@ -5,7 +5,6 @@ A model is a Hugging Face directory or one of our checkpoints.
 
 import json
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -231,12 +230,11 @@ def _model_card(spec: ModelSpec, facts: RunFacts, role: str) -> str:
 
 def validation_report(config: Config, model: str, found: Validation) -> dict[str, Any]:
     """What scripts/evaluate.py writes: the metrics and what they were measured on."""
-    sources: Sequence[str] = [prompt.data_source for prompt in found.prompts]
     return {
         "model": model,
         "config": config.name,
         "metrics": found.metrics,
-        "num_samples": {name: sources.count(name) for name in dict.fromkeys(sources)},
+        "num_samples": found.num_samples,
         "samples_per_prompt": config.validation.n,
         "temperature": config.validation.temperature,
     }

@@ -101,7 +101,7 @@ def test_a_fresh_loader_continues_at_any_batch(stop):
         ({"batch_size": 5}, "its batch_size is 4, here it is 5"),
         ({"shuffle": False}, "its shuffle is True"),
         ({"prompts": prompts(9)}, "its num_items is 10, here it is 9"),
-        ({"prompts": prompts(offset=1)}, "its items_crc32 is"),
+        ({"prompts": prompts(offset=1)}, "its items_digest is"),
     ],
 )
 def test_a_position_in_other_data_is_refused(other, message):

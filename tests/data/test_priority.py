@@ -227,7 +227,7 @@ def test_a_state_of_something_else_is_refused():
         ({"seed": 6}, "its seed is 0, here it is 6"),
         ({"batch_size": 5}, "its batch_size is 4, here it is 5"),
         ({"prompts": prompts(9)}, "its num_items is 10, here it is 9"),
-        ({"prompts": prompts(10, offset=1)}, "its items_crc32 is"),
+        ({"prompts": prompts(10, offset=1)}, "its items_digest is"),
     ):
         options = {"prompts": prompts(10), "batch_size": 4, "seed": 0, "uniform": 0.0, **other}
         with pytest.raises(ValueError, match=message):
@@ -313,7 +313,7 @@ def memory(run: TinyRun, step: int) -> PriorityLoader:
     """The loader of a run's checkpoint; of its prompts only the number matters."""
     state = manager.restore(run.step_path(step), {})[1]["data"]
     found = loader(state["num_items"], batch_size=state["batch_size"])
-    found.set_state(state | {"items_crc32": found.get_state()["items_crc32"]})
+    found.set_state(state | {"items_digest": found.get_state()["items_digest"]})
     return found
 
 

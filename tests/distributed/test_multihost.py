@@ -1,4 +1,4 @@
-"""Two real processes over loopback: joining, barriers, global arrays, draws by priority."""
+"""Two real processes over loopback: joining, barriers, rows of hosts, draws by priority."""
 
 import os
 import socket
@@ -8,6 +8,7 @@ import textwrap
 
 import jax
 import numpy as np
+import pytest
 
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -47,6 +48,28 @@ PROGRAM = """
     np.testing.assert_array_equal(host["twice"], rows * 2)
     assert host["total"] == rows.sum() and host["mine"] == 7
 
+    # Each holds two of four rows. Under `tensor` both hold all of them, and own two each.
+    for axes, held in (({"fsdp": 2}, [2 * process, 2 * process + 1]), ({"tensor": 2}, range(4))):
+        sharding = batch_sharding(make_mesh(**axes))
+        mine = multihost.host_rows(sharding, 4)
+        assert mine.held.tolist() == list(held) and mine.shared == ("tensor" in axes), mine
+        assert mine.owned.tolist() == [2 * process, 2 * process + 1], mine
+        placed = multihost.place_held({"rows": rows[mine.held]}, sharding, mine)
+        np.testing.assert_array_equal(multihost.fetch_rows(placed, mine)["rows"], rows[mine.owned])
+        scores = np.array([0.5, np.nan, -3.0, 1e-8], np.float32)
+        kinds = {"scores": scores, "ids": np.arange(4, dtype=np.uint32), "flags": scores > 0}
+        owned = {name: x[mine.owned] for name, x in kinds.items()}
+        placed = multihost.place_owned(owned, sharding, mine)
+        for name, array in multihost.fetch(placed).items():
+            assert placed[name].sharding == sharding and array.dtype == kinds[name].dtype
+            np.testing.assert_array_equal(array, kinds[name])
+
+    for turn in range(3):
+        found = multihost.gather_objects({"process": process, "turn": turn})
+        assert found == [{"process": i, "turn": turn} for i in range(2)], found
+    assert multihost.value_of_main(process) == 0
+    assert multihost.sum_over_processes(process + 0.5) == 2.0
+
     # Weights that differ between processes, as a wrong function of a user's may: draws do not.
     prompts = [Prompt(token_ids=(i,), text=str(i), row=i) for i in range(8)]
     tilt = (1 + np.arange(8.0)) ** (9 if process else -9)
@@ -57,9 +80,9 @@ PROGRAM = """
     loader = PriorityLoader(prompts, weigh, batch_size=2, seed=0, uniform=0.0)
     for step in range(1, 13):
         drawn = np.array([prompt.row for prompt in loader.draw(step)])
-        everyone = multihost.gather_rows(drawn[None])
-        np.testing.assert_array_equal(everyone[0], everyone[1])
-        loader.update(step, np.zeros(2, np.float32))
+        everyone = multihost.gather_objects(drawn.tolist())
+        assert everyone[0] == everyone[1], everyone
+        loader.update(step, np.zeros(1, np.float32), multihost.host_rows(batch_sharding(mesh), 2))
 
     multihost.barrier("ready", timeout_s=30)
     multihost.barrier("ready", timeout_s=30)  # a name may be used again
@@ -72,6 +95,11 @@ PROGRAM = """
             assert error.missing == (1,), error
             assert "'lonely': process 1 of 2 did not arrive within 1 s" in str(error), error
         assert time.monotonic() - start < 20
+        try:
+            multihost.gather_objects(1, "lonely gather", timeout_s=1)
+            raise SystemExit("a value was gathered from one process")
+        except multihost.BarrierTimeout as error:
+            assert error.missing == (1,), error
     multihost.barrier("end", timeout_s=60)
     print("process", process, "is done")
 """
@@ -97,6 +125,32 @@ def test_two_processes_share_arrays_and_a_barrier_names_who_is_missing():
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+
+
+@pytest.mark.parametrize(
+    "holders, group, owned",
+    [
+        ({(0, 8): {0}, (8, 16): {1}}, 4, {0: range(8), 1: range(8, 16)}),
+        # Not in the order of the processes, and two ranges of one process.
+        (
+            {(0, 4): {1}, (4, 8): {0}, (8, 12): {1}},
+            2,
+            {0: range(4, 8), 1: [*range(4), *range(8, 12)]},
+        ),
+        # Three processes hold four groups of four: 1, 1 and 2 of them.
+        ({(0, 16): {0, 1, 2}}, 4, {0: range(8), 1: range(8, 12), 2: range(12, 16)}),
+        # Each pair of processes holds half a group: the first of them owns it.
+        ({(0, 4): {0, 1}, (4, 8): {2, 3}}, 8, {0: range(4), 1: (), 2: range(4, 8), 3: ()}),
+    ],
+)
+def test_every_row_has_one_owner_and_groups_stay_whole(holders, group, owned):
+    num_rows = max(stop for _, stop in holders)
+    for process, expected in owned.items():
+        rows = multihost.rows_of_process(holders, num_rows, group, process)
+        assert rows.owned.tolist() == list(expected), process
+        own = [range(*ends) for ends, found in holders.items() if process in found]
+        assert rows.held.tolist() == sorted(row for part in own for row in part)
+    assert sorted(row for rows in owned.values() for row in rows) == list(range(num_rows))
 
 
 def test_a_lone_process_needs_no_coordinator():

@@ -1,5 +1,9 @@
-"""Two processes of one device each run to the metrics of one process of one device."""
+"""Two processes of one device each run to the metrics of one process of one device.
 
+Each takes its share of the data and of the samples, and no more.
+"""
+
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -16,10 +20,9 @@ from tiny_run import (
     assert_same_bits,
 )
 
-LAUNCH = [
-    *(sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"),
-    str(REPOSITORY / "scripts" / "train.py"),
-]
+TRAIN = str(REPOSITORY / "scripts" / "train.py")
+PROCESSES = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]
+WATCH = str(REPOSITORY / "tests" / "watch_hosts.py")
 STEPS, RESUMED_FROM = TOTAL_STEPS, TOTAL_STEPS - SAVE_EVERY
 
 
@@ -31,7 +34,7 @@ def one(ppo_run: TinyRun) -> TinyRun:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     run = TinyRun(tmp_path_factory.mktemp("two"))
-    run.finish(launcher=LAUNCH)
+    run.finish(launcher=[*PROCESSES, WATCH, str(run.folder), TRAIN])
     return run
 
 
@@ -59,6 +62,35 @@ def test_each_process_traces_the_samples_that_it_scored(one: TinyRun, two: TinyR
             assert found[key][name] == sample[name], (key, name)
 
 
+def test_each_process_traces_the_held_out_answers_that_it_graded(
+    one: TinyRun, two: TinyRun
+) -> None:
+    expected, found = one.samples("validation"), two.samples("validation")
+    assert found.keys() == expected.keys()
+    for key, sample in expected.items():
+        for name in ("prompt", "tokens", "score", "finished"):
+            assert found[key][name] == sample[name], (key, name)
+    files = {path.name.partition("-")[0] for path in (two.run_dir / "trace").iterdir()}
+    assert files == {"train", "train.process1", "validation", "validation.process1"}
+    assert len(two.samples("validation.process1")) == len(one.samples("validation")) // 2
+
+
+def test_a_process_takes_its_share_of_samples_and_data(two: TinyRun) -> None:
+    # Responses, mask and log-probs of 4 tokens each for the reward, the mask and the length of the
+    # prompt for the counts of tokens; responses, mask and log-probs of held-out answers.
+    of_samples = STEPS * SAMPLES * (3 * 4 * 4 + 4 * 4 + 4)
+    of_answers = 6 * 16 * 3 * 4 * 4  # before and after the warm-up, and after steps 3, 6, 9, 12
+    for process in range(2):
+        found = json.loads((two.folder / f"hosts-{process}.json").read_text())
+        assert found["fetched"] == (of_samples + of_answers) // 2
+        # The reward's statistics, one grade a held-out sample: nothing with tokens.
+        assert found["largest_message"] < 1000
+        assert found["checked"] == (64 + 64 + 16) // 2  # prompts, examples, held-out prompts
+        # Half of the rows of its batches are in the other's stripe; batches are made ahead.
+        drawn = (STEPS + 10 + 2 * 3) * 8
+        assert 0 < found["read_again"] < 0.75 * drawn
+
+
 def test_weights_are_those_of_one_process(one: TinyRun, two: TinyRun) -> None:
     expected, found = one.weights(STEPS), two.weights(STEPS)
     assert found.keys() == expected.keys()
@@ -71,7 +103,7 @@ def test_two_processes_resume(tmp_path: Path, two: TinyRun) -> None:
     shutil.copytree(two.run_dir, run.run_dir)
     shutil.rmtree(run.step_path(STEPS))
     (run.run_dir / "config.json").unlink()  # it names the other folder's reward
-    output = run.finish(launcher=LAUNCH)
+    output = run.finish(launcher=[*PROCESSES, TRAIN])
     assert output.count(f"resumed from {run.step_path(RESUMED_FROM)}") == 1
     assert run.metrics() == two.metrics()
     assert run.samples("train") == two.samples("train")

@@ -147,6 +147,23 @@ def test_gpus_that_slurm_tasks_cannot_share_are_refused():
         runtime.slurm_gpus(environment, ["0", "1", "2", "3"])
 
 
+@pytest.mark.parametrize(
+    ("tasks", "gpus", "variables", "remedy"),
+    [
+        ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "8"}, "8 GPUs .* 1 task .* 1 of them"),
+        # The step was given one GPU, the job eight.
+        ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_GPUS": "0,1,2,3,4,5,6,7"}, "8 GPUs"),
+        ("1(x2)", 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_NODE": "h100:8"}, "8 GPUs"),
+        ("2(x2)", 2, {"SLURM_GPUS_ON_NODE": "8"}, "2 tasks .* 4 of them .2 GPUs seen by each"),
+    ],
+)
+def test_slurm_tasks_that_leave_gpus_idle_are_refused(tasks, gpus, variables, remedy):
+    step = {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": tasks, "CUDA_VISIBLE_DEVICES": "0,1"[: 2 * gpus - 1]}
+    with pytest.raises(ConfigError, match=remedy + ".*srun --ntasks-per-node=1"):
+        runtime.join_processes(step | variables)
+
+
 @pytest.fixture
 def joined(monkeypatch):
     """The arguments that jax.distributed.initialize gets."""

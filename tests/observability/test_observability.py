@@ -294,7 +294,7 @@ def test_trace_holds_every_sample(tmp_path):
         parts={"exact": np.float32([1.0, np.nan])},
         extras=[{"shout": "2"}, {}],
         failures={1: ["it hung"]},
-        first_index=4,
+        indices=(4, 5),
     )
     first, second = read_jsonl([tmp_path / "trace" / "train-00000000.jsonl"])
     assert first == {

@@ -128,7 +128,7 @@ def test_a_table_of_the_reference_is_not_taken_for_that_of_other_held_out_record
     name, value = changed
     other = small | {f"data__val_tasks__0__{name}": value}
     (run_of(tmp_path).run_dir / "config.json").unlink()  # it would refuse the other data first
-    with pytest.raises(ValueError, match="in other data: its held_out_crc32 is"):
+    with pytest.raises(ValueError, match="in other data: its held_out_digest is"):
         train(tiny(tmp_path, "dpo", **other))
     (run_of(tmp_path).run_dir / "config.json").unlink(missing_ok=True)
     assert train(tiny(tmp_path, "dpo", **small)).step == 2

@@ -183,7 +183,8 @@ def pair(s: c.Pair) -> Algorithm:
         shared["loss_aggregation"] = s.loss_aggregation
     loss = build_online(LOSSES[s.loss_mode](**shared))
     # The estimator's own policy loss is dropped, so its ratio is no reason to refuse weights.
-    estimator = build_online(ESTIMATORS[s.adv_estimator](**shared | {"rollout_is": None}))
+    shared["rollout_is"] = None
+    estimator = build_online(ESTIMATORS[s.adv_estimator](**shared))
     return replace(loss, advantage=estimator.advantage, value_loss=estimator.value_loss)
 
 

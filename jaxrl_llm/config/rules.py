@@ -65,11 +65,15 @@ def _replicas(config: Config) -> str:
 def _check_phases_of_mesh(config: Config) -> None:
     """Groups of devices of a phase are neighbours on the mesh, and their replicas get samples."""
     mesh = config.mesh
-    for name, phase in (("generation", mesh.generation), ("passes", mesh.passes)):
-        size = phase.tensor
+    sizes = {
+        "mesh.generation": mesh.generation.tensor,
+        "mesh.passes": mesh.passes.tensor,
+        **{key: model.tensor for key, model in _models(config)},
+    }
+    for name, size in sizes.items():
         if size and size not in (fitting := _group_sizes(mesh)):
             raise ConfigError(
-                f"config.mesh.{name}.tensor={size}: so many neighbouring devices do not fit into "
+                f"config.{name}.tensor={size}: so many neighbouring devices do not fit into "
                 f"the mesh of {mesh.num_devices} devices; {_closest(fitting, size)} works, 0 takes "
                 f"config.mesh.tensor={mesh.tensor}"
             )
@@ -124,7 +128,8 @@ def _check_batches(config: Config) -> None:
             f"config.actor.ppo_mini_batch_size={mini}: {why}; {_closest(fitting, mini)} works"
         )
     for role, sizes in (("actor", config.actor), ("critic", config.critic)):
-        _check_micro(role, sizes.micro_batch_size, mini * n, replicas, "mini-batch")
+        own = config.mesh.replicas_with(sizes.tensor)
+        _check_micro(role, sizes.micro_batch_size, mini * n, own, "mini-batch")
         _check_packing(config, role, sizes)
     cache, longest = config.rollout.cache_tokens, config.data.max_response_length
     if 0 < cache < longest:
@@ -256,6 +261,7 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
         "tensor": (mesh.tensor, by_heads),
         "generation.tensor": (mesh.generation.tensor or 1, by_heads),
         "passes.tensor": (mesh.passes.tensor or 1, by_heads),
+        "tensor of the model": (model.tensor or 1, by_heads),
         "fsdp": (mesh.pipeline * mesh.fsdp * mesh.sequence, ("hidden_size",)),
     }
     for axis, (parts, of_axis) in names.items():

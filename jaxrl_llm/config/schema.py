@@ -80,6 +80,20 @@ class MeshConfig(Record):
         """How many ways a batch is split."""
         return self.data * self.fsdp
 
+    def replicas_with(self, tensor: int) -> int:
+        """How many ways a model with its own tensor size splits a batch; 0 is the mesh's size."""
+        if tensor in (0, self.tensor):
+            return self.num_replicas
+        if tensor < self.tensor:
+            return self.num_replicas * (self.tensor // tensor)
+        # A larger group takes the axes next to `tensor`, from the innermost on.
+        left, replicas = tensor // self.tensor, self.num_replicas
+        for axis in ("sequence", "fsdp", "pipeline", "data"):
+            taken = math.gcd(left, self.sizes[axis])
+            left //= taken
+            replicas //= taken if axis in ("fsdp", "data") else 1
+        return replicas
+
 
 @record
 class DataConfig(Record):
@@ -141,6 +155,7 @@ class ModelSettings(Record):
 
     path: str = ""  # Hugging Face directory, checkpoint or run folder; empty builds hf_config
     hf_config: FreeDict = field(default_factory=dict)
+    tensor: Whole = 0  # its own tensor size on the same devices; 0 takes mesh.tensor
     dtype: DType = "float32"  # of computation
     param_dtype: DType = "float32"  # of the stored (master) weights
     # "cudnn" takes a sample a row: no micro_batch_tokens, and prompts one a row in a prefill. It

@@ -170,12 +170,14 @@ def _kv_axes(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> tuple[str
     return next((axes for axes in firsts if axis_size(mesh, *axes) == num_kv_heads), ())
 
 
-def mesh_of(config: MeshConfig, num_kv_heads: Sequence[int]) -> Mesh:
+def mesh_of(config: MeshConfig, num_kv_heads: Sequence[int], own_sizes: Sequence[int] = ()) -> Mesh:
     """The mesh of a config, with the parts that its phases and models with so many heads need.
+
+    `own_sizes` are tensor sizes of single models.
 
     Raises: ValueError for sizes that do not fit the devices or each other.
     """
-    phases = (config.generation.tensor, config.passes.tensor)
+    phases = (config.generation.tensor, config.passes.tensor, *own_sizes)
     cuts = cuts_for(config.sizes, phases, num_kv_heads)
     return make_mesh(**config.sizes, cuts=cuts, devices=None)
 

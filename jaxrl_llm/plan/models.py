@@ -57,10 +57,11 @@ def open_mesh(config: Config, tokenizer: Tokenizer | None = None) -> Mesh:
     Raises: ValueError for sizes that do not fit the devices or each other.
     """
     models = [config.actor, config.critic, config.reward.model, config.teacher, *config.models]
-    named = [m for m in models if m is not None and (m.path or m.hf_config)]
+    models = [model for model in models if model is not None]
+    named = [m for m in models if m.path or m.hf_config]
     sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in named)
     heads = sorted({source.config.num_kv_heads for source in sources})
-    return mesh_of(config.mesh, heads)
+    return mesh_of(config.mesh, heads, [model.tensor for model in models])
 
 
 def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:

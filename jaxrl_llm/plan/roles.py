@@ -108,14 +108,16 @@ def make_role(
 ) -> Role:
     """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
 
-    `phases` has the tensor sizes of generation and of passes without a gradient; None takes the
-    mesh's. `exact` chooses attention whose gradient has the same bits in every run.
+    `phases` has the tensor sizes of generation and of passes without a gradient; 0 or None takes
+    the model's own, or else the mesh's. `exact` chooses attention whose gradient has the same bits
+    in every run.
     """
     phases = phases or MeshConfig()
     num_kv_heads = spec.config.num_kv_heads
-    layout = train_layout(mesh, num_kv_heads)
-    of_passes = train_layout(mesh, num_kv_heads, tensor=phases.passes.tensor)
-    generation = generation_layout(mesh, num_kv_heads, tensor=phases.generation.tensor)
+    own = settings.tensor
+    layout = train_layout(mesh, num_kv_heads, tensor=own)
+    of_passes = train_layout(mesh, num_kv_heads, tensor=phases.passes.tensor or own)
+    generation = generation_layout(mesh, num_kv_heads, tensor=phases.generation.tensor or own)
     forward = ForwardSettings(
         dtype=settings.dtype,
         attention="exact" if exact and settings.attention == "auto" else settings.attention,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import MODEL
 from tiny_iteration import (
     OF_THE_DECODE_LOOP,
     first_states,
@@ -21,8 +22,8 @@ from tiny_models import tiny_config as tiny_model_config
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
-from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.distributed.layout import train_layout
+from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
+from jaxrl_llm.distributed.layout import mesh_of, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -160,14 +161,18 @@ def one_device():
     return iterate({})
 
 
-def iterate(sizes, *, row_tokens=0):
-    """Batch, metrics and learnt parameters after two iterations of the planned program."""
+def iterate(sizes, *, row_tokens=0, critic=0):
+    """Batch, metrics and learnt parameters after two iterations of the planned program.
+
+    `critic` is the critic's own tensor size.
+    """
     mesh = MeshConfig(**sizes)
     # Eight samples a pass, on one device as on the replicas of a mesh together.
     config = in_micro_batches(tiny_config(), 8 // mesh.num_replicas)
     if row_tokens:
         config = packed(config, row_tokens)
-    iteration = open_iteration(replace(config, mesh=mesh), make_mesh(**sizes))
+    config = replace(config, mesh=mesh, critic=replace(config.critic, tensor=critic))
+    iteration = open_iteration(config, mesh_of(mesh, [MODEL["num_key_value_heads"]], [critic]))
     states = first_states(iteration)
     for step in (1, 2):
         states, batch, metrics = run_step(iteration, states, step)
@@ -181,8 +186,8 @@ def constant_groups(batch) -> float:
     return float(np.mean([np.ptp(scores) == 0 for scores in groups]))
 
 
-def check_iteration(sizes, *, row_tokens=0):
-    batch, metrics, params = iterate(sizes, row_tokens=row_tokens)
+def check_iteration(sizes, **settings):
+    batch, metrics, params = iterate(sizes, **settings)
     expected_batch, expected_metrics, expected_params = one_device()
     for name in ("responses", "mask"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(expected_batch, name))
@@ -213,3 +218,15 @@ def test_iteration_fsdp_4_tensor_2():
 
 def test_iteration_data_2_fsdp_2_tensor_2():
     check_iteration(MESHES[2])
+
+
+def test_each_phase_and_the_critic_in_a_layout_of_its_own():
+    """Training in 8 shards, generation and the critic by pairs of devices, passes by fours."""
+    phases = {"generation": PhaseMeshConfig(tensor=2), "passes": PhaseMeshConfig(tensor=4)}
+    check_iteration({"fsdp": 8} | phases, row_tokens=24, critic=2)
+
+
+@pytest.mark.slow
+def test_a_smaller_tensor_size_in_every_phase():
+    phases = {"generation": PhaseMeshConfig(tensor=1), "passes": PhaseMeshConfig(tensor=2)}
+    check_iteration({"fsdp": 2, "tensor": 4} | phases, critic=2)

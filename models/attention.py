@@ -12,7 +12,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.layers import Float8Projection, Form, Projection, RMSNorm, apply_rope
+from jaxrl_llm.models.layers import (
+    Float8Projection,
+    Form,
+    Projection,
+    RMSNorm,
+    apply_rope,
+    gathering,
+)
 
 
 class Attend(Protocol):
@@ -70,7 +77,7 @@ class Attention(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = gathering(self._project)(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = apply_rope(q_BTNH, *rope), apply_rope(k_BTKH, *rope)

@@ -22,7 +22,6 @@ from jaxrl_llm.models.layers import (
     RMSNorm,
     over_sequence,
     rope_tables,
-    whole_over_heads,
 )
 
 # Activation checkpointing, from the least recomputation to the most. "none" keeps everything.
@@ -56,11 +55,9 @@ class Block(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        normed_BTD = whole_over_heads(self.attention_norm(x_BTD))
-        mixed_BTD, new_cache = self.attention(normed_BTD, rope, layer_cache, attend)
+        mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
         x_BTD = x_BTD + over_sequence(mixed_BTD)
-        mixed_BTD = self.mlp(whole_over_heads(self.mlp_norm(x_BTD)))
-        return x_BTD + over_sequence(mixed_BTD), new_cache
+        return x_BTD + over_sequence(self.mlp(self.mlp_norm(x_BTD))), new_cache
 
 
 class Decoder(nnx.Module):

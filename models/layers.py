@@ -8,6 +8,7 @@ values (`init`: "normal", "ones" or "zeros"); `base.init_params` draws them. Eve
 the dtype of its parameters and statistics in float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -168,12 +169,18 @@ def over_sequence(x_BTD: Any) -> Any:
     return x_BTD if layout is None else layout.constrain(x_BTD, "batch", "residual", None)
 
 
-def whole_over_heads(x_BTD: Any) -> Any:
-    """The input of projections: each device of a tensor group has the same tokens."""
+def gathering(project: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+    """`project` of the tokens of a whole tensor group, of which its input is one device's share.
+
+    The backward pass gathers them again: kept, they would be as many copies as the group has
+    devices.
+    """
     layout = layout_in_scope()
-    if layout is None or layout.size("residual") == 1:
-        return x_BTD
-    return layout.constrain(x_BTD, "batch", "tokens", None)
+    if layout is None or layout.size("residual") == layout.size("tokens"):
+        return project
+    run = jax.checkpoint(lambda x_BTD: project(layout.constrain(x_BTD, "batch", "tokens", None)))
+    # What is kept has a layout of its own. Otherwise the partitioner gives it that of its use.
+    return lambda x_BTD: run(layout.constrain(x_BTD, "batch", "residual", None))
 
 
 @dataclass(frozen=True)
@@ -264,7 +271,7 @@ class MLP(nnx.Module):
         if merged is not None:
             gate_BTF, up_BTF = jnp.split(merged(x_BTD), 2, axis=-1)
         else:
-            gate_BTF, up_BTF = self.gate(x_BTD), self.up(x_BTD)
+            gate_BTF, up_BTF = gathering(lambda x_BTD: (self.gate(x_BTD), self.up(x_BTD)))(x_BTD)
         return self.down(jax.nn.silu(gate_BTF) * up_BTF)
 
 

@@ -250,6 +250,12 @@ def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
             f"config.{sized}.micro_batch_tokens={tokens} packs several: "
             f"config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
         )
+    if config.mesh.sequence > 1:
+        raise ConfigError(
+            f"config.{key}.attention=cudnn takes whole rows, and "
+            f"config.mesh.sequence={config.mesh.sequence} splits them: "
+            f"config.{key}.attention=auto works, or --config.mesh.sequence=1"
+        )
 
 
 def _check_split(config: Config, key: str, model: ModelSettings) -> None:

@@ -65,9 +65,9 @@ class Layout:
     def constrain(self, x: jax.Array, *dims: LogicalAxis | None) -> jax.Array:
         """x with its leading dims laid out so. A dim that does not divide is left to the compiler.
 
-        Nothing is said of an array of which this layout splits no dim but the batch.
+        A layout that splits no tokens between blocks leaves all to the compiler.
         """
-        if all(dim in (None, "batch") or self.size(dim) == 1 for dim in dims):
+        if self.size("residual") == 1:
             return x
         entries = list(self.spec(*dims))
         for i, dim in enumerate(dims):

@@ -365,6 +365,8 @@ def test_cudnn_takes_no_packed_rows(config_file, role):
     load(config_file, *flags)
     with pytest.raises(ConfigError, match=f"{role}.attention=auto works"):
         load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")
+    with pytest.raises(ConfigError, match=f"splits them: config.{role}.attention=auto works"):
+        load(config_file, *flags, "--config.mesh.sequence=2")
 
 
 def test_sizes_of_an_imported_model(config_file, tmp_path):

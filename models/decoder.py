@@ -60,6 +60,10 @@ class Block(nnx.Module):
         return x_BTD + over_sequence(self.mlp(self.mlp_norm(x_BTD))), new_cache
 
 
+# Runs layers, in their order, on the residual stream [B, T, D].
+RunLayers = Callable[[list[Block], jax.Array], jax.Array]
+
+
 class Decoder(nnx.Module):
     """Tokens to hidden states.
 
@@ -88,14 +92,16 @@ class Decoder(nnx.Module):
         remat: Remat = "none",
         scan: bool = False,
         residual_dtype: DTypeLike | None = None,
+        run_layers: RunLayers | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the final norm [B, T, D], and one new cache a layer.
 
         `remat`: see `Remat`. `scan` runs one compiled layer in a loop over stacked weights: the
         program is smaller, but the weights are copied. `residual_dtype` is the dtype of the
-        residual stream; None takes that of the parameters.
+        residual stream; None takes that of the parameters. `run_layers` computes the layers in
+        another way.
 
-        Requires: no cache with `scan`.
+        Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers of different windows.
         """
         rope = rope_tables(self.config, positions_BT)
@@ -103,6 +109,9 @@ class Decoder(nnx.Module):
         if residual_dtype is not None:
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
+        if run_layers is not None:
+            assert cache is None
+            return self.norm(run_layers(layers, x_BTD)), ()
         if scan:
             assert cache is None
             return self.norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
@@ -125,9 +134,21 @@ def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tupl
     def run(state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any) -> tuple[jax.Array, Any]:
         return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend)
 
-    if remat == "none":
+    return rematerialised(run, remat)
+
+
+def rematerialised(
+    run: Callable[..., Any], remat: Remat, *, never_kept: str | None = None
+) -> Callable[..., Any]:
+    """`run` with its backward pass computing again what `remat` does not keep.
+
+    What has the checkpoint name `never_kept` is computed again in any case.
+    """
+    if remat == "none" and never_kept is None:
         return run
-    return jax.checkpoint(run, policy=_POLICIES[remat])
+    policies = jax.checkpoint_policies
+    policy = _POLICIES.get(remat) or policies.save_anything_except_these_names(never_kept)
+    return jax.checkpoint(run, policy=policy)
 
 
 def _scanned(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Decoder, Remat
+from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
 from jaxrl_llm.models.layers import Embedding, Form, Projection
 
 
@@ -31,6 +31,7 @@ class _WithDecoder(nnx.Module):
         remat: Remat = "none",
         scan: bool = False,
         residual_dtype: DTypeLike | None = None,
+        run_layers: RunLayers | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states [B, T, D] and the new cache; see `Decoder.__call__`."""
         return self.decoder(
@@ -41,6 +42,7 @@ class _WithDecoder(nnx.Module):
             remat=remat,
             scan=scan,
             residual_dtype=residual_dtype,
+            run_layers=run_layers,
         )
 
 

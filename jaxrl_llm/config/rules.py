@@ -20,6 +20,7 @@ __all__ = ["check", "is_offline"]
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
+    _check_pipeline(config)
     if is_offline(config):
         _check_offline_batches(config)
     else:
@@ -38,6 +39,7 @@ def check(config: Config) -> None:
         _check_path(key, model)
         _check_attention(config, key, model)
         _check_split(config, key, model)
+        _check_layers(config, key, model)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
@@ -59,7 +61,11 @@ def _is_offline(algorithm: Any) -> bool:
 
 def _replicas(config: Config) -> str:
     mesh = config.mesh
-    return f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data} × fsdp {mesh.fsdp})"
+    stages = f" × pipeline {mesh.pipeline}" if mesh.pipeline > 1 else ""
+    return (
+        f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data}{stages} × fsdp "
+        f"{mesh.fsdp})"
+    )
 
 
 def _check_phases_of_mesh(config: Config) -> None:
@@ -131,6 +137,7 @@ def _check_batches(config: Config) -> None:
         own = config.mesh.replicas_with(sizes.tensor)
         _check_micro(role, sizes.micro_batch_size, mini * n, own, "mini-batch")
         _check_packing(config, role, sizes)
+        _check_pipelined(config, role, sizes, mini * n)
     cache, longest = config.rollout.cache_tokens, config.data.max_response_length
     if 0 < cache < longest:
         raise ConfigError(
@@ -151,6 +158,7 @@ def _check_offline_batches(config: Config) -> None:
     size, replicas = config.data.train_batch_size, config.mesh.num_replicas
     _check_micro("actor", config.actor.micro_batch_size, size, replicas, "batch")
     _check_packing(config, "actor", config.actor)
+    _check_pipelined(config, "actor", config.actor, size)
 
 
 def _check_trainings(config: Config) -> None:
@@ -159,6 +167,7 @@ def _check_trainings(config: Config) -> None:
         _check_batch(f"{key}.batch_size", training.batch_size, config)
         micro, size = training.micro_batch_size, training.batch_size
         _check_micro(key, micro, size, config.mesh.num_replicas, "batch")
+        _check_pipelined(config, key, training, size)
         data = config.data
         has_data = bool(data.val_files or data.val_tasks or data.dataset_class)
         answers = not is_offline(config) or config.validation.generate
@@ -202,6 +211,29 @@ def _check_packing(config: Config, role: str, sizes: Any) -> None:
             f"config.{role}.micro_batch_tokens={tokens}: a sample may have {longest} tokens "
             f"(max_prompt_length + max_response_length) and is never cut; {longest} or more works"
         )
+
+
+def _check_pipelined(config: Config, key: str, sizes: Any, samples: int) -> None:
+    """The micro-batches of a pipeline must divide the samples of a pass, unless they are packed."""
+    parts = config.mesh.pipeline_micro_batches
+    each = sizes.micro_batch_size or samples // config.mesh.num_replicas
+    if each % parts and not getattr(sizes, "micro_batch_tokens", 0):
+        better = _closest([d for d in range(1, each + 1) if each % d == 0], parts)
+        raise ConfigError(
+            f"config.mesh.pipeline_micro_batches={parts}: must divide the {each} samples of a "
+            f"device and pass of config.{key}; {better} works, or another "
+            f"config.{key}.micro_batch_size"
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    mesh = config.mesh
+    for name in ("pipeline_rounds", "pipeline_micro_batches"):
+        if getattr(mesh, name) > 1 and mesh.pipeline == 1:
+            raise ConfigError(
+                f"config.mesh.{name}={getattr(mesh, name)}: config.mesh.pipeline=1 is no pipeline; "
+                f"config.mesh.{name}=1 works, or more stages: --config.mesh.pipeline=2"
+            )
 
 
 def _closest(choices: Sequence[int], value: int) -> int:
@@ -287,6 +319,36 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
                     f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
                     f"config.{key}; config.mesh.{axis}={fitting[-1]} works"
                 )
+
+
+def _check_layers(config: Config, key: str, model: ModelSettings) -> None:
+    """The stages of a pipeline must share a model's layers, and the storage of its weights."""
+    mesh, sizes = config.mesh, _hf_config(key, model)
+    if mesh.pipeline == 1:
+        return
+    layers, hidden = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
+    groups = mesh.pipeline * mesh.pipeline_rounds
+    if isinstance(layers, int) and layers > 0 and layers % groups:
+        what, other = "pipeline_rounds", mesh.pipeline
+        if layers % mesh.pipeline:
+            what, other = "pipeline", 1
+        fits = [n for n in range(1, layers + 1) if layers % (n * other) == 0]
+        rounds = " and pipeline_rounds=1" if what == "pipeline" and mesh.pipeline_rounds > 1 else ""
+        raise ConfigError(
+            f"config.mesh.pipeline={mesh.pipeline} × pipeline_rounds={mesh.pipeline_rounds} groups "
+            f"do not divide num_hidden_layers={layers} of the model config.{key}; "
+            f"config.mesh.{what}={_closest(fits, getattr(mesh, what))}{rounds} works"
+        )
+    if isinstance(hidden, int) and hidden > 0:
+        others = mesh.fsdp * mesh.sequence
+        if hidden % others == 0 and hidden % (others * mesh.pipeline):
+            fits = [n for n in range(1, mesh.pipeline) if hidden % (others * n) == 0]
+            raise ConfigError(
+                f"config.mesh.pipeline={mesh.pipeline}: weights are stored in "
+                f"{others * mesh.pipeline} shards (fsdp × sequence × pipeline), which do not "
+                f"divide hidden_size={hidden} of the model config.{key}; "
+                f"config.mesh.pipeline={fits[-1]} works"
+            )
 
 
 def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:

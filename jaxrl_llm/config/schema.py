@@ -56,7 +56,12 @@ class MeshConfig(Record):
     fsdp: Count = 1  # shards of the weights; each is a replica of the batch too
     sequence: Count = 1  # shards of the tokens of a row (context parallelism)
     tensor: Count = 1  # shards of heads, MLP and vocabulary
-    pipeline: Count = 1  # stages of layers
+    pipeline: Count = 1  # stages of layers; each is a replica of the batch outside of the layers
+    # Groups of layers that a stage holds. More make the bubble smaller, and rows travel more.
+    pipeline_rounds: Count = 1
+    # Micro-batches of a pass, for each stage. More make the bubble smaller. Padded: parts of the
+    # rows of a pass. Packed: rows of a pass, so activations take that many times the memory.
+    pipeline_micro_batches: Count = 1
     generation: PhaseMeshConfig = PhaseMeshConfig()
     passes: PhaseMeshConfig = PhaseMeshConfig()  # without a gradient: old log-probs, values, ...
 
@@ -78,7 +83,7 @@ class MeshConfig(Record):
     @property
     def num_replicas(self) -> int:
         """How many ways a batch is split."""
-        return self.data * self.fsdp
+        return self.data * self.pipeline * self.fsdp
 
     def replicas_with(self, tensor: int) -> int:
         """How many ways a model with its own tensor size splits a batch; 0 is the mesh's size."""

@@ -1,8 +1,8 @@
 """The device mesh. Its five named axes always exist, so one set of rules fits every size.
 
-`data` and `fsdp` split the batch, `sequence` the tokens of its rows, `pipeline` the layers, and
-`tensor` heads, the inner MLP dim and the vocabulary. In training, `fsdp`, `sequence` and `pipeline`
-also split the stored weights.
+`data`, `fsdp` and `pipeline` split the batch, `sequence` the tokens of its rows, `pipeline` also
+the layers, and `tensor` heads, the inner MLP dim and the vocabulary. In training, `fsdp`,
+`sequence` and `pipeline` also split the stored weights.
 
 A phase may lay the same devices out otherwise, for example with a larger tensor size. Then an axis
 has several parts: "fsdp.0" and "fsdp.1" together are the axis fsdp, the outermost part first.
@@ -19,8 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 # Outermost first. Neighbours on the innermost axis are neighbours in the machine.
 MeshAxis = Literal["data", "pipeline", "fsdp", "sequence", "tensor"]
 AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
-# One coordinate of these axes is a replica: it holds a share of the batch.
-REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "fsdp")
+# One coordinate of these axes is a replica: it holds a share of the batch. The stages of a pipeline
+# pass rows through each other's layers, and share all else as replicas do.
+REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "pipeline", "fsdp")
 
 
 def make_mesh(

@@ -27,10 +27,12 @@ from jaxrl_llm.kernels.flash_attention import (
 )
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
-from jaxrl_llm.learner.rows import Rows, whole_rows
+from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
+from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.models.pipeline import Pipeline, PipelinedLayers
 
 # Sums of `attention_work`. Their quotient is the balance of attention over the parts of rows.
 LARGEST_PART, MEAN_PART = "attention pairs of the largest part", "attention pairs of the mean part"
@@ -47,6 +49,12 @@ class ForwardSettings:
     residual_dtype: str = "float32"  # of the residual stream; the sampler's is float32
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
     layout: Layout | None = None  # of several devices; kernels need it, XLA's operations do not
+    pipeline: Pipeline | None = None  # of several stages of layers
+
+    @property
+    def rows_of_pass(self) -> int:
+        """Packed rows of a replica in one pass."""
+        return 1 if self.pipeline is None else self.pipeline.micro_batches
 
     @property
     def cast_ahead(self) -> CastAhead | None:
@@ -90,28 +98,46 @@ def hidden_states(
         rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
         split = TokenSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
-    def attend(q: Array, k: Array, v: Array, cache: None, *, window: int | None):
-        visibility = None if rows is None else rows.visibility(window)
-        out = attention(
-            q,
-            k,
-            v,
-            window=window if visibility is None else None,
-            visibility=visibility,
-            split=split,
-            implementation=settings.attention,
-        )
-        return out, cache
+    def attend_in(ranges: Ranges | None) -> Attend:
+        def attend(q: Array, k: Array, v: Array, cache: None, *, window: int | None):
+            visibility = None if rows is None or ranges is None else rows.visibility(window, ranges)
+            out = attention(
+                q,
+                k,
+                v,
+                window=window if visibility is None else None,
+                visibility=visibility,
+                split=split,
+                implementation=settings.attention,
+            )
+            return out, cache
+
+        return attend
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    with contextlib.nullcontext() if settings.layout is None else settings.layout.scope():
+    positions = positions if rows is None else rows.positions
+    ranges = None if rows is None else rows.ranges
+    run_layers, layout = None, settings.layout
+    if settings.pipeline is not None and layout and tokens.shape[0] % layout.num_replicas == 0:
+        run_layers = PipelinedLayers(
+            pipeline=settings.pipeline,
+            layout=layout,
+            config=model.decoder.config,
+            attend_in=attend_in,
+            rows=ranges,
+            positions_BT=positions,
+            remat=settings.remat,
+            scan=settings.scan_layers,
+        )
+    with contextlib.nullcontext() if layout is None else layout.scope():
         hidden, _ = model(
             tokens,
-            positions if rows is None else rows.positions,
-            attend=attend,
+            positions,
+            attend=attend_in(ranges),
             remat=settings.remat,
             scan=settings.scan_layers,
             residual_dtype=settings.residual_dtype,
+            run_layers=run_layers,
         )
     return hidden
 

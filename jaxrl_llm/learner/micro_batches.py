@@ -148,7 +148,7 @@ class _EqualParts(Parts):
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(MicroBatches):
-    """Rows of `row_tokens` tokens, one row a replica and part; see `rows.plan_packing`.
+    """Rows of `row_tokens` tokens, `rows` of each replica a part; see `rows.plan_packing`.
 
     The fields of a part are those of all samples. The values of tokens are 0 outside of the part,
     and its rows stand under ROWS.
@@ -158,6 +158,7 @@ class Packed(MicroBatches):
     row_tokens: int
     group: int = 1
     num_replicas: int = 1
+    rows: int = 1
     shard: Shard = lambda tree: tree
 
     def split(self, fields: Fields) -> "_PackedParts":
@@ -181,13 +182,14 @@ class Packed(MicroBatches):
             row_tokens=self.row_tokens,
             group=self.group,
             num_replicas=self.num_replicas,
+            rows_of_part=self.rows,
         )
         return plan, samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PackedParts(Parts):
-    """Part i is row i of every replica. Results are 0 outside of their part, so they add up."""
+    """Part i is the i-th rows of every replica. Results are 0 outside of it, so they add up."""
 
     fields: Fields
     plan: PackingPlan
@@ -196,7 +198,7 @@ class _PackedParts(Parts):
 
     @property
     def num(self) -> Int[Array, ""]:
-        return self.plan.num_rows
+        return self.plan.num_parts
 
     def at(self, index: int | Array) -> Fields:
         rows = self.shard(packed_rows(self.plan, jnp.asarray(index), *self.rows))

@@ -80,6 +80,7 @@ class Rows:
     column: Int[Array, "B X"] | None = None
     response_length: int = field(metadata={"static": True})
     shared: bool = field(default=False, metadata={"static": True})
+    rows_of_replica: int = field(default=1, metadata={"static": True})  # in a packed pass
     parts: int = field(default=1, metadata={"static": True})  # to which the targets were dealt
 
     def spread(self, *, parts: int, shards: int) -> "Rows":
@@ -147,9 +148,13 @@ class Rows:
             token=token,
         )
 
-    def visibility(self, window: int | None) -> Visibility | None:
-        """What attention may see; None for causal rows, where the window is an argument."""
-        return None if self.ranges is None else self.ranges.visibility(window, shared=self.shared)
+    def visibility(self, window: int | None, ranges: Ranges | None = None) -> Visibility | None:
+        """What attention may see; None for causal rows, where the window is an argument.
+
+        `ranges` are those of some of the rows; by default of all.
+        """
+        ranges = ranges or self.ranges
+        return None if ranges is None else ranges.visibility(window, shared=self.shared)
 
     def visible_pairs(self, window: int | None) -> Float[Array, "B parts"]:
         """How many keys the queries of each part see together, of rows that were `spread`."""
@@ -186,10 +191,12 @@ class Rows:
             added = ((0, 0), (0, -x.shape[1] % self.parts), (0, 0))
             return _deal(jnp.pad(x, added), self.parts)
         assert self.column is not None
-        samples = x.reshape(self.tokens.shape[0], -1, *x.shape[1:])
-        return jax.vmap(lambda x, sample, column: x.at[sample, column].get(mode="clip"))(
-            samples, self.sample, self.column
+        num_replicas = self.tokens.shape[0] // self.rows_of_replica
+        samples = x.reshape(num_replicas, -1, *x.shape[1:])
+        found = jax.vmap(lambda x, sample, column: x.at[sample, column].get(mode="clip"))(
+            samples, self._of_replica(self.sample), self._of_replica(self.column)
         )
+        return found.reshape(*self.sample.shape, *found.shape[2:])
 
     def own(self, x: Float[Array, "B T"]) -> Float[Array, "B R"]:
         """A value of every token of the rows, read at the response tokens, as [B, R]."""
@@ -200,14 +207,19 @@ class Rows:
 
     def _scatter(self, x: Array) -> Array:
         assert self.sample is not None and self.column is not None
-        num_replicas = self.tokens.shape[0]
+        num_replicas = self.tokens.shape[0] // self.rows_of_replica
         num_samples = self.included.shape[0] // num_replicas
 
         def one(x_T: Array, sample_T: Array, column_T: Array) -> Array:
             empty = jnp.zeros((num_samples, self.response_length), x.dtype)
             return empty.at[sample_T, column_T].set(x_T, mode="drop", unique_indices=True)
 
-        return jax.vmap(one)(x, self.sample, self.column).reshape(-1, self.response_length)
+        arrays = (self._of_replica(x) for x in (x, self.sample, self.column))
+        return jax.vmap(one)(*arrays).reshape(-1, self.response_length)
+
+    def _of_replica(self, x: Array) -> Array:
+        """The rows of each replica one after the other: [B, T] as [D, rows * T]."""
+        return x if self.rows_of_replica == 1 else x.reshape(-1, self.rows_of_replica * x.shape[1])
 
 
 def _deal(x_BX: Array, parts: int) -> Array:
@@ -296,6 +308,14 @@ class PackingPlan:
     num_rows: Int[Array, ""]  # the maximum over replicas; last rows of the others are empty
     row_tokens: int = field(metadata={"static": True})
     shared: bool = field(metadata={"static": True})
+    rows_of_part: int = field(metadata={"static": True})  # of each replica, computed in one pass
+
+    @property
+    def num_parts(self) -> Int[Array, ""]:
+        """How many passes compute all rows. Rows after the last are empty."""
+        if self.rows_of_part == 1:
+            return self.num_rows
+        return (self.num_rows + self.rows_of_part - 1) // self.rows_of_part
 
     def use(
         self, prompt_lengths: Int[Array, " B"], response_lengths: Int[Array, " B"]
@@ -306,7 +326,8 @@ class PackingPlan:
         leads_DS = (self.leaders == jnp.arange(size[1])) & (response_DS > 0)
         # A large batch has more tokens than an int32 holds.
         used_DS = (response_DS + jnp.where(leads_DS, prompt_DS, 0)).astype(jnp.float32)
-        return used_DS.sum() / (float(size[0] * self.row_tokens) * self.num_rows)
+        part = float(size[0] * self.row_tokens * self.rows_of_part)
+        return used_DS.sum() / (part * self.num_parts)
 
 
 def plan_packing(
@@ -316,11 +337,12 @@ def plan_packing(
     row_tokens: int,
     group: int,
     num_replicas: int,
+    rows_of_part: int = 1,
 ) -> PackingPlan:
     """Fill rows of `row_tokens` tokens with samples in their order, each whole.
 
     `group` consecutive samples answer one prompt, which is in a row once; 1 gives every sample its
-    own prompt.
+    own prompt. One pass computes `rows_of_part` rows of each replica.
     Requires: the longest prompt and the longest response together fit a row.
     """
     samples = prompt_lengths.shape[0] // num_replicas
@@ -337,6 +359,7 @@ def plan_packing(
         num_rows=row.max() + 1,
         row_tokens=row_tokens,
         shared=group > 1,
+        rows_of_part=rows_of_part,
     )
 
 
@@ -377,32 +400,46 @@ def _plan_replica(
 
 def packed_rows(
     plan: PackingPlan,
-    row: Int[Array, ""],
+    part: Int[Array, ""],
     prompts: Int[Array, "B P"],
     prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
     response_lengths: Int[Array, " B"],
 ) -> Rows:
-    """Row number `row` of every replica: arrays are [D, T]."""
+    """The rows of part number `part` of every replica: arrays are [D * rows of a part, T]."""
     num_replicas, num_samples = plan.starts.shape
+    num_rows = plan.rows_of_part
 
     def by_replica(x: Array) -> Array:
         return x.reshape(num_replicas, num_samples, *x.shape[1:])
 
     def one(starts: Array, leaders: Array, *samples: Array) -> dict[str, Any]:
-        return _packed_row(starts, leaders, row, plan.row_tokens, *samples)
+        if num_rows == 1:
+            return _packed_row(starts, leaders, part, plan.row_tokens, *samples)
+        rows = part * num_rows + jnp.arange(num_rows)
+        return jax.vmap(lambda row: _packed_row(starts, leaders, row, plan.row_tokens, *samples))(
+            rows
+        )
 
     arrays = jax.vmap(one)(
         plan.starts,
         plan.leaders,
         *(by_replica(x) for x in (prompts, prompt_lengths, responses, response_lengths)),
     )
-    included = (plan.row == row) & (by_replica(response_lengths) > 0)
+    if num_rows > 1:
+        # Where a token is no response, its number must differ from those in other rows too.
+        apart = plan.row_tokens * jnp.arange(num_rows)[:, None]
+        sample = arrays["sample"]
+        arrays["sample"] = jnp.where(sample < num_samples, sample, sample + apart)
+        arrays = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+    part_of_sample = plan.row if num_rows == 1 else plan.row // num_rows
+    included = (part_of_sample == part) & (by_replica(response_lengths) > 0)
     return Rows(
         **arrays,
         included=included.reshape(-1),
         response_length=responses.shape[1],
         shared=plan.shared,
+        rows_of_replica=num_rows,
     )
 
 

@@ -31,7 +31,8 @@ Loss = PolicyLoss | ValueLoss | RecordLoss
 PartLoss = Callable[[Params, Any], tuple[Array, Any]]
 Measure = Callable[[Any, Fields], Metrics]
 # What a step measures of itself; its loss has metrics of its own.
-STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance")
+BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
+STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
 
 

@@ -25,7 +25,6 @@ from jaxrl_llm.algorithms.offline import (
 )
 from jaxrl_llm.config import Config, SupervisedConfig
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
-from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.offline_losses import (
@@ -242,7 +241,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     )
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
     reference = reference_role(config, source, mesh) if algorithm.reads_reference else None
-    micro_batches = _micro_batches(config, learner.layout)
+    micro_batches = _micro_batches(config, learner)
     precomputed = reference is not None and config.precompute_reference
     catalogue = _forward_stages(
         algorithm, learner, reference, micro_batches, table=TRAIN if precomputed else None
@@ -334,11 +333,15 @@ def _check(config: Config, algorithm: OfflineAlgorithm) -> None:
         )
 
 
-def _micro_batches(config: Config, layout: Layout) -> MicroBatches:
-    actor, replicas = config.actor, layout.num_replicas
+def _micro_batches(config: Config, role: Role) -> MicroBatches:
+    actor, layout = config.actor, role.layout
+    replicas = layout.num_replicas
     if actor.micro_batch_tokens:
         return Packed(
-            row_tokens=actor.micro_batch_tokens, num_replicas=replicas, shard=shard_rows(layout)
+            row_tokens=actor.micro_batch_tokens,
+            num_replicas=replicas,
+            rows=role.forward.rows_of_pass,
+            shard=shard_rows(layout),
         )
     batch = config.data.train_batch_size
     rows = actor.micro_batch_size * replicas or batch

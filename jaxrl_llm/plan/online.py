@@ -330,10 +330,14 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
             row_tokens=settings.micro_batch_tokens,
             group=config.rollout.n if settings.share_prompts else 1,
             num_replicas=layout.num_replicas,
+            rows=role.forward.rows_of_pass,
             shard=stages.shard_rows(layout),
         )
         forward = replace(
-            update, num_replicas=of_passes.num_replicas, shard=stages.shard_rows(of_passes)
+            update,
+            num_replicas=of_passes.num_replicas,
+            rows=role.passes.rows_of_pass,
+            shard=stages.shard_rows(of_passes),
         )
         if config.actor.shuffle:
             update = replace(update, group=1)

@@ -16,6 +16,7 @@ from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
 from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +109,9 @@ def make_role(
 ) -> Role:
     """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
 
-    `phases` has the tensor sizes of generation and of passes without a gradient; 0 or None takes
-    the model's own, or else the mesh's. `exact` chooses attention whose gradient has the same bits
-    in every run.
+    `phases` has the sizes of the pipeline, and the tensor sizes of generation and of passes without
+    a gradient; 0 or None takes the model's own, or else the mesh's. `exact` chooses attention whose
+    gradient has the same bits in every run.
     """
     phases = phases or MeshConfig()
     num_kv_heads = spec.config.num_kv_heads
@@ -126,11 +127,16 @@ def make_role(
         residual_dtype=settings.residual_dtype,
         gather=gather_to(layout, spec),
         layout=layout if mesh.size > 1 else None,
+        pipeline=_pipeline(layout, phases, spec),
     )
     passes = forward
     if of_passes != layout:
-        gather = switch_and_gather(layout, of_passes, spec)
-        passes = replace(forward, gather=gather, layout=of_passes)
+        passes = replace(
+            forward,
+            gather=switch_and_gather(layout, of_passes, spec),
+            layout=of_passes,
+            pipeline=_pipeline(of_passes, phases, spec),
+        )
     return Role(
         name=name,
         spec=spec,
@@ -140,6 +146,18 @@ def make_role(
         generation=generation,
         param_shardings=shardings(spec.axes, spec.params, mesh, layout.rules),
     )
+
+
+def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | None:
+    """The pipeline of a layout. Raises: ValueError for layers that its stages cannot share."""
+    stages = layout.size("layers")
+    if stages == 1:
+        return None
+    pipeline = Pipeline(
+        stages=stages, rounds=sizes.pipeline_rounds, micro_batches=sizes.pipeline_micro_batches
+    )
+    pipeline.check(spec.config)
+    return pipeline
 
 
 def switch_and_gather(

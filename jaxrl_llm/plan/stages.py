@@ -31,6 +31,7 @@ from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import Metrics, TrainState, cast
 from jaxrl_llm.learner.train_step import (
+    BUBBLE,
     NONFINITE,
     STEP_METRICS,
     Loss,
@@ -522,6 +523,8 @@ class Update(ModelStage):
             metrics = jax.tree.map(lambda x: x[None], metrics)
         else:
             state, metrics = jax.lax.scan(optimizer_step, state, jnp.arange(num_steps))
+        if role.forward.pipeline is not None:
+            metrics[BUBBLE] = jnp.full(num_steps, role.forward.pipeline.bubble, jnp.float32)
         return StageOutput(metrics=self.summary(metrics), state=state)
 
     def summary(self, steps: Metrics) -> Metrics:

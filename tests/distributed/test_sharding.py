@@ -53,7 +53,7 @@ def test_rules_give_the_partition_spec():
         ("pipeline", "fsdp", "sequence"), "tensor", None
     )
     assert partition_spec(("vocab", "embed"), GENERATION_RULES) == PartitionSpec("tensor", None)
-    assert partition_spec(("batch",), TRAIN_RULES) == PartitionSpec(("data", "fsdp"))
+    assert partition_spec(("batch",), TRAIN_RULES) == PartitionSpec(("data", "pipeline", "fsdp"))
     assert partition_spec((), TRAIN_RULES) == PartitionSpec()
 
 

@@ -1,0 +1,337 @@
+"""The layers of a decoder as a pipeline: each stage holds some layers, and rows pass through.
+
+The devices along the mesh axis `pipeline` are its stages. With L layers, P stages and v rounds the
+layers form P * v groups; stage s holds the groups s, P + s, 2P + s, ... Rows are cut into
+micro-batches. In each tick a stage computes one of its groups on one micro-batch and hands the
+result to the next stage. P micro-batches travel together, a convoy: they go v times around the
+ring, then the next convoy follows without a gap. So M micro-batches take M * v + P - 1 ticks, in
+which each stage idles P - 1 times.
+
+Outside of the layers, rows are spread over the stages as over replicas. A conveyor moves against
+the ring: it brings each micro-batch of a convoy from its owner to the first stage, and its result
+from the last stage back.
+
+Shape letters: B rows, T tokens, D hidden, P stages, C convoys, b rows of a micro-batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm.distributed.layout import Layout
+from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Block, Remat, rematerialised
+from jaxrl_llm.models.layers import rope_tables
+from jaxrl_llm.models.weight import Weight
+
+WEIGHT = "stage weight"  # checkpoint name of a layer's weights, taken from those of its stage
+ANY = PartitionSpec.UNCONSTRAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The sizes of a pipeline."""
+
+    stages: int
+    rounds: int = 1  # groups of layers that a stage holds
+    micro_batches: int = 1  # of a pass, for each stage
+
+    @property
+    def ticks(self) -> int:
+        """Steps of the schedule, one group of layers on one micro-batch each."""
+        return self.stages * self.micro_batches * self.rounds + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ticks in which a stage idles."""
+        return (self.stages - 1) / self.ticks
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises: ValueError for layers that the stages cannot share evenly."""
+        layers, groups = config.num_layers, self.stages * self.rounds
+        if layers % groups:
+            fits = [n for n in range(1, groups + 1) if layers % n == 0]
+            raise ValueError(
+                f"config.mesh.pipeline={self.stages} with config.mesh.pipeline_rounds="
+                f"{self.rounds} makes {groups} groups of layers, which do not divide the model's "
+                f"{layers}; a product of {fits[-1]} works"
+            )
+        size = layers // groups
+        windows = config.sliding_window
+        if any(window != windows[i % size] for i, window in enumerate(windows)):
+            raise ValueError(
+                f"config.mesh.pipeline={self.stages}: stages compute the same windows in the same "
+                f"order, and groups of {size} of this model's layers differ ({windows}); "
+                "config.mesh.pipeline=1 works"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinedLayers:
+    """Runs the layers of a decoder as a pipeline: `run_layers` of `Decoder.__call__`."""
+
+    pipeline: Pipeline
+    layout: Layout
+    config: ModelConfig
+    attend_in: Callable[[Any], Attend]  # attention in rows, of the arrays that describe them
+    rows: Any  # those arrays, each [B, ...]
+    positions_BT: jax.Array
+    remat: Remat
+    scan: bool
+
+    def __call__(self, layers: Sequence[Block], x_BTD: jax.Array) -> jax.Array:
+        """The residual stream after all layers.
+
+        Requires: the replicas of the layout divide the rows.
+        """
+        pipeline, layout = self.pipeline, self.layout
+        stages = pipeline.stages
+        each = x_BTD.shape[0] // layout.num_replicas
+        pipeline = replace(pipeline, micro_batches=math.gcd(each, pipeline.micro_batches))
+        axes = layout.axes("layers")
+        slots, graphdefs = staged(layers, pipeline, layout)
+        cut = partial(_by_stage, layout=layout, convoys=pipeline.micro_batches)
+        x_PCbTD = cut(x_BTD)
+        # Every stage reads the description of every micro-batch.
+        of_rows = jax.tree.map(
+            lambda x: _constrained(cut(x), layout, None, None, _others(layout)),
+            (self.positions_BT, self.rows),
+        )
+
+        def run(stage_1: jax.Array, slots: Any, x_1CbTD: jax.Array, of_rows: Any) -> jax.Array:
+            def compute(turn: jax.Array, number: jax.Array, x_bTD: jax.Array) -> jax.Array:
+                positions_bT, described = jax.tree.map(
+                    lambda x: _nth(x.reshape(-1, *x.shape[2:]), number), of_rows
+                )
+                rope = rope_tables(self.config, positions_bT)
+                attend = self.attend_in(described)
+                return _group(
+                    slots, graphdefs, turn, x_bTD, rope, attend, remat=self.remat, scan=self.scan
+                )
+
+            return _schedule(compute, stage_1[0], x_1CbTD[0], pipeline, axes)[None]
+
+        by_stage = PartitionSpec(axes)
+        y_PCbTD = jax.shard_map(
+            run,
+            mesh=layout.mesh.abstract_mesh,
+            in_specs=(by_stage, by_stage, by_stage, PartitionSpec()),
+            out_specs=by_stage,
+            axis_names=set(axes),
+            check_vma=False,
+        )(jnp.arange(stages), slots, x_PCbTD, of_rows)
+        return _by_row(y_PCbTD, layout)
+
+
+def _schedule(
+    compute: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    stage: jax.Array,
+    x_CbTD: jax.Array,
+    pipeline: Pipeline,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """What `compute(round, micro-batch, x)` makes of each micro-batch in all groups of layers.
+
+    The arguments and the result are those of one stage: micro-batch c of stage p has the number
+    c * P + p. Item i = t - s is what stage s does in tick t: the convoy i // (P * v), in it the
+    round i % (P * v) // P and the micro-batch i % P.
+    """
+    P, v, C = pipeline.stages, pipeline.rounds, pipeline.micro_batches
+    turn = P * v  # ticks between two convoys
+    ring = [(s, s + 1) for s in range(P - 1)] + ([(P - 1, 0)] if v > 1 else [])
+    against = [(s, s - 1) for s in range(1, P)]
+
+    def advance(t: Any, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What comes in at tick t, the conveyor, and the results: all that moves between ticks."""
+        made, conveyor, results = carry
+        fresh = (stage == 0) & (t % turn < P)
+        x = jax.lax.select(fresh, conveyor, jax.lax.ppermute(made, axes, ring))
+        finished = (stage == P - 1) & ((t - P) % turn >= turn - P)
+        conveyor = jax.lax.select(finished, made, jax.lax.ppermute(conveyor, axes, against))
+        return x, conveyor, results
+
+    def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
+        x, conveyor, results = advance(t, carry)
+        if C > 1:
+            # A convoy of results is complete at its owners P - 1 ticks after the next one begins.
+            # Until then the slot C takes what comes.
+            done = jnp.where(t % turn == P - 1, t // turn - 1, C)
+            results = jax.lax.dynamic_update_index_in_dim(
+                results, conveyor, jnp.where(done < 0, C, done), axis=0
+            )
+            upcoming = _nth(x_CbTD, jnp.minimum((t + 1) // turn, C - 1))
+            conveyor = jax.lax.select((t + 1) % turn == 0, upcoming, conveyor)
+        item = t - stage
+        busy = (item >= 0) & (item < turn * C)
+        # An idle stage computes zeros. What else is in its way could overflow, and NaN times a
+        # gradient of zero is NaN.
+        x = jax.lax.select(busy, x, jnp.zeros_like(x))
+        item = jnp.clip(item, 0, turn * C - 1)
+        made = compute(item % turn // P, item // turn * P + item % P, x)
+        return (made, conveyor, results), None
+
+    empty = jnp.zeros((C + 1 if C > 1 else 0, *x_CbTD.shape[1:]), x_CbTD.dtype)
+    first = (jnp.zeros_like(x_CbTD[0]), x_CbTD[0], empty)
+    carry, _ = jax.lax.scan(tick, first, jnp.arange(pipeline.ticks))
+    _, last, results = advance(pipeline.ticks, carry)
+    return jnp.concatenate([results[: C - 1], last[None]])
+
+
+def _group(
+    slots: Sequence[Any],
+    graphdefs: Sequence[Any],
+    turn: jax.Array,
+    x_bTD: jax.Array,
+    rope: Any,
+    attend: Attend,
+    *,
+    remat: Remat,
+    scan: bool,
+) -> jax.Array:
+    """One group of layers, that of round `turn`; the weights of a slot are [v, ...] each."""
+
+    def layer(graphdef: Any) -> Callable[..., jax.Array]:
+        def run(slot: Any, turn: jax.Array, x_bTD: jax.Array, rope: Any) -> jax.Array:
+            # Taken in here: of what enters a checkpoint a scan keeps a copy for each tick, unless
+            # it is the same in all of them.
+            state = jax.tree.map(partial(_of_turn, turn=turn), slot, is_leaf=_is_weight)
+            return nnx.merge(graphdef, state)(x_bTD, rope, None, attend)[0]
+
+        return rematerialised(run, remat, never_kept=WEIGHT)
+
+    if scan:
+        if any(graphdef != graphdefs[0] for graphdef in graphdefs):
+            raise ValueError("layers of several windows cannot be scanned: set scan_layers=false")
+        run = layer(graphdefs[0])
+        stacked = jax.tree.map(lambda *slots: jnp.stack(slots, axis=0), *slots)
+        return jax.lax.scan(lambda x, s: (run(s, turn, x, rope), None), x_bTD, stacked)[0]
+    runs: dict[Any, Callable[..., jax.Array]] = {}
+    for graphdef, slot in zip(graphdefs, slots, strict=True):
+        if graphdef not in runs:
+            runs[graphdef] = jax.jit(layer(graphdef))  # traced once, as in the decoder
+        x_bTD = runs[graphdef](slot, turn, x_bTD, rope)
+    return x_bTD
+
+
+# ------------------------------------------------------------------------- weights
+
+
+def staged(
+    layers: Sequence[Block], pipeline: Pipeline, layout: Layout
+) -> tuple[list[Any], list[Any]]:
+    """The weights of each slot of a group, [P * v, ...] split over the stages, and the graphdefs.
+
+    Slot j holds layer j of each group, those of the first stage first. Stored weights are split
+    over the stages too, along the embed dim: an all-to-all over the stages moves them.
+    """
+    size = len(layers) // (pipeline.stages * pipeline.rounds)
+    groups = [
+        turn * pipeline.stages + stage
+        for stage in range(pipeline.stages)
+        for turn in range(pipeline.rounds)
+    ]
+    slots, graphdefs = [], []
+    for j in range(size):
+        graphdef, _ = nnx.split(layers[j])
+        states = [nnx.split(layers[group * size + j])[1] for group in groups]
+        slots.append(jax.tree.map(partial(_staged_leaf, layout), *states, is_leaf=_is_variable))
+        graphdefs.append(graphdef)
+    return slots, graphdefs
+
+
+def _staged_leaf(layout: Layout, *variables: Any) -> Any:
+    axes = layout.axes("layers")
+    dims = variables[0].get_metadata()["axes"]
+    stacked = jnp.stack([variable.get_value() for variable in variables])
+    if "embed" in dims:
+        stored = layout.axes("embed")
+        rest = stored[: -len(axes)]
+        assert stored[-len(axes) :] == axes, (stored, axes)
+        dim = dims.index("embed") + 1
+        before, after = [None] * (dim - 1), [None] * (stacked.ndim - dim - 1)
+        stacked = jax.shard_map(
+            partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=dim, tiled=True),
+            mesh=layout.mesh.abstract_mesh,
+            in_specs=PartitionSpec(None, *before, stored, *after),
+            out_specs=PartitionSpec(axes, *before, rest, *after),
+            axis_names=set(stored),
+            check_vma=False,
+        )(stacked)
+        used = Layout(layout.mesh, layout.rules.replace(embed=rest))
+    else:
+        used = layout
+    stacked = _constrained(stacked, layout, axes, *used.spec(*dims))
+    if stacked.dtype != jnp.float32:
+        # The gradients of the ticks are added up in float32. See `models/weight.py`.
+        stacked = Weight(stacked.astype(jnp.float32), jax.lax.stop_gradient(stacked))
+    return variables[0].replace(stacked)
+
+
+def _of_turn(weight: Any, turn: jax.Array) -> jax.Array:
+    """The weights of the slot in the round `turn`."""
+    if isinstance(weight, Weight):
+        stored = _nth(weight.stored, turn)
+        return Weight(stored, checkpoint_name(_nth(weight.computed, turn), WEIGHT))[...]
+    return checkpoint_name(_nth(weight, turn), WEIGHT)
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+# ------------------------------------------------------------------------- rows
+
+
+def _by_stage(x: jax.Array, layout: Layout, convoys: int) -> jax.Array:
+    """[B, ...] as [P, C, b, ...]: a stage owns its rows, b of them in each convoy."""
+    batch, stages = layout.axes("batch"), layout.axes("layers")
+    sizes = [layout.mesh.shape[axis] for axis in batch]
+    each = x.shape[0] // (layout.num_replicas * convoys)
+    x = _constrained(x.reshape(*sizes, convoys, each, *x.shape[1:]), layout, *batch)
+    of_stages = [batch.index(axis) for axis in stages]
+    others = [i for i in range(len(batch)) if i not in of_stages]
+    order = [*of_stages, len(batch), *others, *range(len(batch) + 1, x.ndim)]
+    shape = (layout.size("layers"), convoys, -1, *x.shape[len(batch) + 2 :])
+    return _constrained(x.transpose(order).reshape(shape), layout, stages, None, _others(layout))
+
+
+def _by_row(x: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `_by_stage`."""
+    batch, stages = layout.axes("batch"), layout.axes("layers")
+    names = (*stages, "convoy", *(axis for axis in batch if axis not in stages), "row")
+    sizes = [x.shape[1] if name == "convoy" else layout.mesh.shape.get(name, -1) for name in names]
+    x = x.reshape(*sizes, *x.shape[3:])
+    order = [names.index(name) for name in (*batch, "convoy", "row")]
+    x = x.transpose(*order, *range(len(names), x.ndim))
+    return _constrained(x.reshape(-1, *x.shape[len(names) :]), layout, batch)
+
+
+def _others(layout: Layout) -> tuple[str, ...]:
+    """The axes that split the rows of a micro-batch."""
+    stages = layout.axes("layers")
+    return tuple(axis for axis in layout.axes("batch") if axis not in stages)
+
+
+def _constrained(x: jax.Array, layout: Layout, *dims: Any) -> jax.Array:
+    """`x` with its first dims on these mesh axes, the others as the compiler likes."""
+    spec = PartitionSpec(*dims, *[ANY] * (x.ndim - len(dims)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+
+
+def _nth(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    if stacked.shape[0] == 1:
+        return stacked[0]
+    return jax.lax.dynamic_index_in_dim(stacked, index, axis=0, keepdims=False)

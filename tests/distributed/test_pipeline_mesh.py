@@ -1,0 +1,167 @@
+"""Layers as a pipeline: losses, gradient norms and updated weights equal those of one device."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_offline_mesh import assert_same as assert_same_step
+from test_offline_mesh import step as offline_step
+from tiny import MODEL, model_config
+from tiny_iteration import (
+    first_states,
+    in_micro_batches,
+    open_iteration,
+    packed,
+    random_params,
+    run_step,
+    tiny_config,
+)
+
+from jaxrl_llm import config as c
+from jaxrl_llm.config import Config, MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.learner.forward import row_logprobs
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.pipeline import Pipeline
+from jaxrl_llm.plan.roles import make_role
+
+FOUR_LAYERS = MODEL | {"num_hidden_layers": 4}
+# A large eps: otherwise Adam turns the rounding of gradients near 0 into whole steps.
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
+TWO_ROUNDS = {"data": 2, "pipeline": 2, "pipeline_rounds": 2}
+MIX = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+LONGER = {"pipeline": 4, "data": 2, "pipeline_micro_batches": 2}
+
+
+def online(algorithm: Any, **actor: Any) -> Config:
+    """A run of four layers in float32, whose updates Adam does not make noisy."""
+    config = tiny_config(model_reward=False)
+    return replace(
+        config,
+        actor=replace(
+            config.actor, hf_config=FOUR_LAYERS, ppo_epochs=1, optimizer=OPTIMIZER, **actor
+        ),
+        critic=replace(config.critic, ppo_epochs=1, optimizer=OPTIMIZER),
+        algorithm=algorithm,
+    )
+
+
+CONFIGS = {
+    "ppo": online(
+        c.PPO(use_kl_in_reward=True, kl_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1),
+        remat="full",
+    ),
+    "grpo": online(c.GRPO(use_kl_loss=True, kl_loss_coef=0.1), scan_layers=True),
+}
+
+
+def iterate(kind: str, sizes: dict[str, int]) -> Any:
+    """Batch, metrics and weights after an iteration on a mesh of these sizes."""
+    mesh, config = MeshConfig(**sizes), CONFIGS[kind]
+    config = in_micro_batches(config, 8 // mesh.num_replicas)
+    if kind == "grpo":
+        config = packed(config, 24)
+    iteration = open_iteration(replace(config, mesh=mesh), make_mesh(**mesh.sizes))
+    states, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    roles = ("actor", "critic") if kind == "ppo" else ("actor",)
+    return batch, metrics, {name: fetch(states[name].params) for name in roles}
+
+
+one_device = functools.cache(lambda kind: iterate(kind, {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("ppo", MIX),
+        ("grpo", TWO_ROUNDS),
+        pytest.param("ppo", TWO_ROUNDS, marks=pytest.mark.slow),
+        pytest.param("ppo", {"pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("ppo", {"pipeline": 4}, marks=pytest.mark.slow),
+        pytest.param("grpo", MIX, marks=pytest.mark.slow),
+        pytest.param("grpo", LONGER, marks=pytest.mark.slow),
+    ],
+)
+def test_an_iteration_equals_one_device(kind, sizes):
+    batch, metrics, params = iterate(kind, sizes)
+    expected_batch, expected_metrics, expected_params = one_device(kind)
+    np.testing.assert_array_equal(batch.responses, expected_batch.responses)
+    for name in ("old_logprobs", "reference_logprobs", "values", "advantages"):
+        found, expected = getattr(batch, name), getattr(expected_batch, name)
+        if expected is not None:
+            np.testing.assert_allclose(
+                found * batch.mask, expected * batch.mask, rtol=1e-4, atol=2e-5, err_msg=name
+            )
+    losses = [name for name in expected_metrics if name.endswith(("_loss", "grad_norm"))]
+    assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= set(losses)
+    for name in losses:
+        np.testing.assert_allclose(
+            metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    stages, rounds = sizes["pipeline"], sizes.get("pipeline_rounds", 1)
+    ticks = stages * sizes.get("pipeline_micro_batches", 1) * rounds + stages - 1
+    assert metrics["actor/pipeline_bubble"] == pytest.approx((stages - 1) / ticks)
+    assert "actor/pipeline_bubble" not in expected_metrics
+    for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+def check_offline(algorithm: str, **actor: Any) -> None:
+    expected = offline_step(algorithm, MeshConfig())
+    found = offline_step(algorithm, MeshConfig(**MIX, pipeline_micro_batches=2), **actor)
+    assert_same_step(found, expected)
+    assert found[1]["pipeline_bubble"] == pytest.approx(1 / 5)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(found[1][name], expected[1][name], rtol=1e-5)
+
+
+def test_a_step_of_dpo_equals_one_device():
+    check_offline("dpo", micro_batch_size=2)
+
+
+@pytest.mark.slow
+def test_a_packed_step_of_kto_equals_one_device():
+    check_offline("kto", micro_batch_tokens=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [MIX, TWO_ROUNDS, LONGER], ids=["mix", "rounds", "convoys"])
+def test_gradients_in_bfloat16(sizes):
+    """They differ from those on one device as much as bf16 rounds; idle stages add nothing."""
+    found, expected = gradients(sizes), gradients({})
+    assert abs(found[0] - expected[0]) <= 0.01 * abs(expected[0])
+    for one, other in zip(*map(jax.tree.leaves, (found[1], expected[1])), strict=True):
+        assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other)
+
+
+def gradients(sizes: dict[str, int]) -> Any:
+    """Sum of weighted log-probs in bf16, and its gradients."""
+    spec = model_spec(model_config(num_layers=4, sliding_window=(None, 5, None, 5)))
+    config = MeshConfig(**sizes)
+    mesh = make_mesh(**config.sizes)
+    settings = ModelSettings(dtype="bfloat16", residual_dtype="bfloat16")
+    role = make_role("actor", spec, settings, mesh, phases=config)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, spec.config.vocab_size, (16, 12)).astype(np.int32)
+    weights = rng.normal(size=tokens.shape).astype(np.float32)
+
+    def loss(params: Any) -> jax.Array:
+        logprobs = row_logprobs(params, jnp.asarray(tokens), spec=spec, settings=role.forward)
+        return (logprobs * weights).sum()
+
+    params = make_global(random_params(spec.params, 3), role.param_shardings)
+    return fetch(jax.jit(jax.value_and_grad(loss))(params))
+
+
+def test_layers_that_stages_cannot_share():
+    config = model_config(num_layers=6, sliding_window=(None,) * 5 + (4,))
+    with pytest.raises(ValueError, match="4 groups of layers.* 6; a product of 3 works"):
+        Pipeline(stages=2, rounds=2).check(config)
+    with pytest.raises(ValueError, match="groups of 2 .* differ .*pipeline=1 works"):
+        Pipeline(stages=3).check(config)
+    Pipeline(stages=3).check(replace(config, sliding_window=(None, 4) * 3))

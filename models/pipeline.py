@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -103,7 +104,7 @@ class PipelinedLayers:
         x_PCbTD = cut(x_BTD)
         # Every stage reads the description of every micro-batch.
         of_rows = jax.tree.map(
-            lambda x: _constrained(cut(x), layout, None, None, _others(layout)),
+            lambda x: _constrained(cut(x), layout, None, None, layout.of_stage.axes("batch")),
             (self.positions_BT, self.rows),
         )
 
@@ -112,11 +113,20 @@ class PipelinedLayers:
                 positions_bT, described = jax.tree.map(
                     lambda x: _nth(x.reshape(-1, *x.shape[2:]), number), of_rows
                 )
+                of_tick = jax.tree.map(_of_tick, slots, is_leaf=_is_weight)
                 rope = rope_tables(self.config, positions_bT)
                 attend = self.attend_in(described)
-                return _group(
-                    slots, graphdefs, turn, x_bTD, rope, attend, remat=self.remat, scan=self.scan
-                )
+                with layout.of_stage.for_layers():
+                    return _group(
+                        of_tick,
+                        graphdefs,
+                        turn,
+                        x_bTD,
+                        rope,
+                        attend,
+                        remat=self.remat,
+                        scan=self.scan,
+                    )
 
             return _schedule(compute, stage_1[0], x_1CbTD[0], pipeline, axes)[None]
 
@@ -203,7 +213,7 @@ def _group(
         def run(slot: Any, turn: jax.Array, x_bTD: jax.Array, rope: Any) -> jax.Array:
             # Taken in here: of what enters a checkpoint a scan keeps a copy for each tick, unless
             # it is the same in all of them.
-            state = jax.tree.map(partial(_of_turn, turn=turn), slot, is_leaf=_is_weight)
+            state, x_bTD = _of_turn(slot, turn, x_bTD)
             return nnx.merge(graphdef, state)(x_bTD, rope, None, attend)[0]
 
         return rematerialised(run, remat, never_kept=WEIGHT)
@@ -252,36 +262,57 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
     axes = layout.axes("layers")
     dims = variables[0].get_metadata()["axes"]
     stacked = jnp.stack([variable.get_value() for variable in variables])
+    stored = layout.axes("embed")
+    rest = stored[: -len(axes)]
+    assert stored[-len(axes) :] == axes, (stored, axes)
+    used = Layout(layout.mesh, layout.rules.replace(embed=rest)).spec(*dims)
     if "embed" in dims:
-        stored = layout.axes("embed")
-        rest = stored[: -len(axes)]
-        assert stored[-len(axes) :] == axes, (stored, axes)
-        dim = dims.index("embed") + 1
-        before, after = [None] * (dim - 1), [None] * (stacked.ndim - dim - 1)
+        split = [name for entry in used if entry for name in np.atleast_1d(entry)]
         stacked = jax.shard_map(
-            partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=dim, tiled=True),
+            partial(
+                jax.lax.all_to_all,
+                axis_name=axes,
+                split_axis=0,
+                concat_axis=1 + dims.index("embed"),
+                tiled=True,
+            ),
             mesh=layout.mesh.abstract_mesh,
-            in_specs=PartitionSpec(None, *before, stored, *after),
-            out_specs=PartitionSpec(axes, *before, rest, *after),
-            axis_names=set(stored),
+            in_specs=PartitionSpec(None, *layout.spec(*dims)),
+            out_specs=PartitionSpec(axes, *used),
+            axis_names={*axes, *split},
             check_vma=False,
         )(stacked)
-        used = Layout(layout.mesh, layout.rules.replace(embed=rest))
-    else:
-        used = layout
-    stacked = _constrained(stacked, layout, axes, *used.spec(*dims))
+    stacked = _constrained(stacked, layout, axes, *used)
     if stacked.dtype != jnp.float32:
-        # The gradients of the ticks are added up in float32. See `models/weight.py`.
+        # The gradients of the ticks are added up in float32: see `_of_tick`.
         stacked = Weight(stacked.astype(jnp.float32), jax.lax.stop_gradient(stacked))
     return variables[0].replace(stacked)
 
 
-def _of_turn(weight: Any, turn: jax.Array) -> jax.Array:
-    """The weights of the slot in the round `turn`."""
-    if isinstance(weight, Weight):
-        stored = _nth(weight.stored, turn)
-        return Weight(stored, checkpoint_name(_nth(weight.computed, turn), WEIGHT))[...]
-    return checkpoint_name(_nth(weight, turn), WEIGHT)
+def _of_turn(slot: Any, turn: jax.Array, x_bTD: jax.Array) -> tuple[Any, jax.Array]:
+    """The weights of a slot in the round `turn`, and `x_bTD`, which they are for."""
+    # The barrier ties the weights to the tick. Otherwise XLA gathers those of all layers of the
+    # stage before the first one.
+    own = jax.tree.map(lambda weight: _nth(weight, turn), slot)
+    own, x_bTD = jax.lax.optimization_barrier((own, x_bTD))
+    return jax.tree.map(lambda weight: checkpoint_name(weight, WEIGHT), own), x_bTD
+
+
+def _of_tick(weight: Any) -> jax.Array:
+    """A weight as a tick reads it: ticks add up the gradient of a `Weight` in float32."""
+    return _computed(weight.stored, weight.computed) if _is_weight(weight) else weight
+
+
+@jax.custom_vjp
+def _computed(stored: jax.Array, computed: jax.Array) -> jax.Array:
+    return computed
+
+
+# Nothing reads the values of `stored`, so they take no memory.
+_computed.defvjp(
+    lambda stored, computed: (computed, None),
+    lambda _, gradient: (gradient.astype(jnp.float32), None),
+)
 
 
 def _is_weight(x: Any) -> bool:
@@ -305,7 +336,7 @@ def _by_stage(x: jax.Array, layout: Layout, convoys: int) -> jax.Array:
     others = [i for i in range(len(batch)) if i not in of_stages]
     order = [*of_stages, len(batch), *others, *range(len(batch) + 1, x.ndim)]
     shape = (layout.size("layers"), convoys, -1, *x.shape[len(batch) + 2 :])
-    return _constrained(x.transpose(order).reshape(shape), layout, stages, None, _others(layout))
+    return _constrained(x.transpose(order).reshape(shape), layout, stages, None, layout.of_stage.axes("batch"))
 
 
 def _by_row(x: jax.Array, layout: Layout) -> jax.Array:
@@ -317,12 +348,6 @@ def _by_row(x: jax.Array, layout: Layout) -> jax.Array:
     order = [names.index(name) for name in (*batch, "convoy", "row")]
     x = x.transpose(*order, *range(len(names), x.ndim))
     return _constrained(x.reshape(-1, *x.shape[len(names) :]), layout, batch)
-
-
-def _others(layout: Layout) -> tuple[str, ...]:
-    """The axes that split the rows of a micro-batch."""
-    stages = layout.axes("layers")
-    return tuple(axis for axis in layout.axes("batch") if axis not in stages)
 
 
 def _constrained(x: jax.Array, layout: Layout, *dims: Any) -> jax.Array:

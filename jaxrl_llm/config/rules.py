@@ -322,11 +322,11 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
 
 
 def _check_layers(config: Config, key: str, model: ModelSettings) -> None:
-    """The stages of a pipeline must share a model's layers, and the storage of its weights."""
+    """The stages of a pipeline must share a model's layers evenly."""
     mesh, sizes = config.mesh, _hf_config(key, model)
     if mesh.pipeline == 1:
         return
-    layers, hidden = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
+    layers = sizes.get("num_hidden_layers")
     groups = mesh.pipeline * mesh.pipeline_rounds
     if isinstance(layers, int) and layers > 0 and layers % groups:
         what, other = "pipeline_rounds", mesh.pipeline
@@ -339,16 +339,6 @@ def _check_layers(config: Config, key: str, model: ModelSettings) -> None:
             f"do not divide num_hidden_layers={layers} of the model config.{key}; "
             f"config.mesh.{what}={_closest(fits, getattr(mesh, what))}{rounds} works"
         )
-    if isinstance(hidden, int) and hidden > 0:
-        others = mesh.fsdp * mesh.sequence
-        if hidden % others == 0 and hidden % (others * mesh.pipeline):
-            fits = [n for n in range(1, mesh.pipeline) if hidden % (others * n) == 0]
-            raise ConfigError(
-                f"config.mesh.pipeline={mesh.pipeline}: weights are stored in "
-                f"{others * mesh.pipeline} shards (fsdp × sequence × pipeline), which do not "
-                f"divide hidden_size={hidden} of the model config.{key}; "
-                f"config.mesh.pipeline={fits[-1]} works"
-            )
 
 
 def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:

@@ -78,13 +78,25 @@ class Layout:
         spec = PartitionSpec(*entries)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
+    @property
+    def of_stage(self) -> "Layout":
+        """The layout of the layers of one pipeline stage, which has all rows of a micro-batch."""
+        stages = self.axes("layers")
+        rows = tuple(axis for axis in self.axes("batch") if axis not in stages)
+        return Layout(self.mesh, self.rules.replace(batch=rows, layers=None))
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Layers find this layout, and jax its mesh, while the block runs."""
+        with self.for_layers(), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            yield
+
+    @contextmanager
+    def for_layers(self) -> Iterator[None]:
+        """Layers find this layout while the block runs; jax keeps its mesh."""
         token = _in_scope.set(self)
         try:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                yield
+            yield
         finally:
             _in_scope.reset(token)
 

@@ -95,7 +95,8 @@ def hidden_states(
         in_order = np.argsort(order)[: tokens.shape[1]]
         return hidden_states(model, rows.tokens, settings, rows)[:, in_order]
     if layout is not None and layout.size("tokens") > 1:
-        rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
+        of_layers = layout if settings.pipeline is None else layout.of_stage
+        rows_axes, tokens_axes, heads = map(of_layers.axes, ("batch", "tokens", "q_heads"))
         split = TokenSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
     def attend_in(ranges: Ranges | None) -> Attend:

@@ -113,8 +113,11 @@ class Rows:
         if num is not None and parts > 1:
             num = -(-(num[:, None] - jnp.arange(parts)) // parts)
         # Out of range and all different, as for the tokens that are no responses.
-        num_samples = self.included.shape[0] // self.tokens.shape[0]
-        of_none = num_samples + length + jnp.arange(-self.targets.shape[1] % parts)
+        rows, added = self.rows_of_replica, -self.targets.shape[1] % parts
+        num_samples = self.included.shape[0] // (self.tokens.shape[0] // rows)
+        of_none = num_samples + rows * length + jnp.arange(added)
+        if rows > 1:
+            of_none += added * (jnp.arange(self.tokens.shape[0]) % rows)[:, None]
         return replace(
             self,
             tokens=ordered(self.tokens),

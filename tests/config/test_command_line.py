@@ -369,6 +369,31 @@ def test_cudnn_takes_no_packed_rows(config_file, role):
         load(config_file, *flags, "--config.mesh.sequence=2")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ("pipeline=3", "num_hidden_layers=12 .*; config.mesh.pipeline_rounds=4 works"),
+        (
+            "pipeline=5",
+            "groups do not divide num_hidden_layers=12 .*; config.mesh.pipeline=6 works",
+        ),
+        ("pipeline_micro_batches=3", "the 64 samples of a device and pass .*; 4 works"),
+        ("pipeline=1", "pipeline=1 is no pipeline; config.mesh.pipeline_rounds=1 works"),
+    ],
+)
+def test_sizes_of_a_pipeline(config_file, sizes, words):
+    model = "--config.actor.hf_config.num_hidden_layers=12"
+    flags = ["--config.mesh.pipeline=2", "--config.mesh.pipeline_micro_batches=2", model]
+    load(config_file, *flags)
+    if sizes in ("pipeline=3", "pipeline=5"):
+        flags += ["--config.data.train_batch_size=120", "--config.actor.ppo_mini_batch_size=120"]
+        flags += ["--config.mesh.pipeline_micro_batches=1"]
+    if sizes in ("pipeline=3", "pipeline=1"):
+        flags += ["--config.mesh.pipeline_rounds=5"]
+    with pytest.raises(ConfigError, match=words):
+        load(config_file, *flags, f"--config.mesh.{sizes}")
+
+
 def test_sizes_of_an_imported_model(config_file, tmp_path):
     model = tmp_path / "model"
     model.mkdir()

@@ -30,22 +30,20 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.pipeline import Pipeline
 from jaxrl_llm.plan.roles import make_role
 
-FOUR_LAYERS = MODEL | {"num_hidden_layers": 4}
 # A large eps: otherwise Adam turns the rounding of gradients near 0 into whole steps.
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
 TWO_ROUNDS = {"data": 2, "pipeline": 2, "pipeline_rounds": 2}
 MIX = {"pipeline": 2, "fsdp": 2, "tensor": 2}
 LONGER = {"pipeline": 4, "data": 2, "pipeline_micro_batches": 2}
+ALTERNATING = {"pipeline": 2, "pipeline_micro_batches": 4}
 
 
 def online(algorithm: Any, **actor: Any) -> Config:
-    """A run of four layers in float32, whose updates Adam does not make noisy."""
+    """A run in float32, whose updates Adam does not make noisy."""
     config = tiny_config(model_reward=False)
     return replace(
         config,
-        actor=replace(
-            config.actor, hf_config=FOUR_LAYERS, ppo_epochs=1, optimizer=OPTIMIZER, **actor
-        ),
+        actor=replace(config.actor, ppo_epochs=1, optimizer=OPTIMIZER, **actor),
         critic=replace(config.critic, ppo_epochs=1, optimizer=OPTIMIZER),
         algorithm=algorithm,
     )
@@ -60,9 +58,11 @@ CONFIGS = {
 }
 
 
-def iterate(kind: str, sizes: dict[str, int]) -> Any:
+def iterate(kind: str, num_layers: int, sizes: dict[str, int]) -> Any:
     """Batch, metrics and weights after an iteration on a mesh of these sizes."""
     mesh, config = MeshConfig(**sizes), CONFIGS[kind]
+    model = MODEL | {"num_hidden_layers": num_layers}
+    config = replace(config, actor=replace(config.actor, hf_config=model))
     config = in_micro_batches(config, 8 // mesh.num_replicas)
     if kind == "grpo":
         config = packed(config, 24)
@@ -72,24 +72,24 @@ def iterate(kind: str, sizes: dict[str, int]) -> Any:
     return batch, metrics, {name: fetch(states[name].params) for name in roles}
 
 
-one_device = functools.cache(lambda kind: iterate(kind, {}))
+one_device = functools.cache(lambda kind, num_layers: iterate(kind, num_layers, {}))
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    ("kind", "num_layers", "sizes"),
     [
-        ("ppo", MIX),
-        ("grpo", TWO_ROUNDS),
-        pytest.param("ppo", TWO_ROUNDS, marks=pytest.mark.slow),
-        pytest.param("ppo", {"pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param("ppo", {"pipeline": 4}, marks=pytest.mark.slow),
-        pytest.param("grpo", MIX, marks=pytest.mark.slow),
-        pytest.param("grpo", LONGER, marks=pytest.mark.slow),
+        ("ppo", 2, MIX),
+        ("grpo", 4, TWO_ROUNDS),
+        pytest.param("ppo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
+        pytest.param("ppo", 2, {"pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("ppo", 4, {"pipeline": 4}, marks=pytest.mark.slow),
+        pytest.param("grpo", 4, MIX, marks=pytest.mark.slow),
+        pytest.param("grpo", 4, LONGER, marks=pytest.mark.slow),
     ],
 )
-def test_an_iteration_equals_one_device(kind, sizes):
-    batch, metrics, params = iterate(kind, sizes)
-    expected_batch, expected_metrics, expected_params = one_device(kind)
+def test_an_iteration_equals_one_device(kind, num_layers, sizes):
+    batch, metrics, params = iterate(kind, num_layers, sizes)
+    expected_batch, expected_metrics, expected_params = one_device(kind, num_layers)
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)
     for name in ("old_logprobs", "reference_logprobs", "values", "advantages"):
         found, expected = getattr(batch, name), getattr(expected_batch, name)
@@ -130,7 +130,7 @@ def test_a_packed_step_of_kto_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [MIX, TWO_ROUNDS, LONGER], ids=["mix", "rounds", "convoys"])
+@pytest.mark.parametrize("sizes", [MIX, ALTERNATING], ids=["mix", "convoys"])
 def test_gradients_in_bfloat16(sizes):
     """They differ from those on one device as much as bf16 rounds; idle stages add nothing."""
     found, expected = gradients(sizes), gradients({})
@@ -141,6 +141,12 @@ def test_gradients_in_bfloat16(sizes):
 
 def gradients(sizes: dict[str, int]) -> Any:
     """Sum of weighted log-probs in bf16, and its gradients."""
+    run, params = bf16_program(sizes)
+    return fetch(run(params))
+
+
+def bf16_program(sizes: dict[str, int]) -> Any:
+    """The program of `gradients`, and its parameters. Windows alternate."""
     spec = model_spec(model_config(num_layers=4, sliding_window=(None, 5, None, 5)))
     config = MeshConfig(**sizes)
     mesh = make_mesh(**config.sizes)
@@ -155,7 +161,16 @@ def gradients(sizes: dict[str, int]) -> Any:
         return (logprobs * weights).sum()
 
     params = make_global(random_params(spec.params, 3), role.param_shardings)
-    return fetch(jax.jit(jax.value_and_grad(loss))(params))
+    return jax.jit(jax.value_and_grad(loss)), params
+
+
+def test_one_stage_is_no_pipeline():
+    """Without stages nothing of the schedule is in the program."""
+    of_stages = ("collective_permute", "all_to_all")
+    for sizes, expected in (({"fsdp": 4, "tensor": 2}, False), ({"pipeline": 2}, True)):
+        run, params = bf16_program(sizes)
+        text = run.lower(params).as_text()
+        assert [name in text for name in of_stages] == [expected] * 2
 
 
 def test_layers_that_stages_cannot_share():

@@ -12,7 +12,7 @@ from target import h200_mesh, needs_compiler
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
-from jaxrl_llm.config import ModelSettings, OptimizerConfig
+from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.learner.losses import PolicyLoss
 from jaxrl_llm.learner.micro_batches import Packed
@@ -41,11 +41,15 @@ TUNED = {"xla_gpu_autotune_level": 4}
 ROW, SAMPLES, PROMPT, RESPONSE, GROUP = 4096, 32, 256, 1024, 8
 
 
-def update(sizes, *, compiler_options=None, **settings):
-    """One optimizer step on packed groups, compiled for a mesh of these sizes."""
-    mesh = h200_mesh(sizes)
+def update(sizes, *, compiler_options=None, config=CONFIG, phases=None, **settings):
+    """One optimizer step on packed groups, compiled for a mesh of these sizes.
+
+    `phases` is a MeshConfig with the sizes of sequence and pipeline.
+    """
+    phases = phases or MeshConfig()
+    mesh = h200_mesh(sizes, sequence=phases.sequence, pipeline=phases.pipeline)
     model = ModelSettings(dtype="bfloat16", attention="pallas", **settings)
-    role = make_role("actor", model_spec(CONFIG), model, mesh, exact=True)
+    role = make_role("actor", model_spec(config), model, mesh, phases=phases, exact=True)
     role = role.with_optimizer(OptimizerConfig(), 100)
     assert role.optimizer is not None and role.learning_rate is not None
     loss = PolicyLoss(
@@ -57,7 +61,8 @@ def update(sizes, *, compiler_options=None, **settings):
     packed = Packed(
         row_tokens=ROW,
         group=GROUP,
-        num_replicas=sizes[0] * sizes[1],
+        num_replicas=role.layout.num_replicas,
+        rows=role.forward.rows_of_pass,
         shard=shard_rows(role.layout),
     )
 

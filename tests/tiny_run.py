@@ -169,11 +169,11 @@ class TinyRun:
             time.sleep(0.001)
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Each step's metrics, times aside; every step must stand once and in order."""
+        """Each step's metrics, without times and bytes; every step must stand once and in order."""
         rows = read_jsonl(self.run_dir / "metrics.jsonl")
         steps = [row["training/global_step"] for row in rows]
         assert steps == sorted(set(steps)), steps
-        timed = ("timing_", "perf/")
+        timed = ("timing_", "perf/", "communication/")
         kept = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
         return dict(zip(steps, kept, strict=True))
 

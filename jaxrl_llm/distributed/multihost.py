@@ -112,6 +112,19 @@ def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         raise BarrierTimeout(name, timeout_s, _task_ids(detail), detail) from None
 
 
+def compile_together(program: Any, arguments: Sequence[Any], name: str) -> None:
+    """Compile a jitted `program`, and wait until every process has done so.
+
+    Libraries that connect devices wait a short time for the others, Gloo 30 s: a process that
+    compiles slowly would end the run. A process alone compiles when it calls the program.
+
+    Raises: BarrierTimeout that names the processes that did not come.
+    """
+    if distributed.global_state.client is not None:
+        program.lower(*arguments).compile()  # the call finds this executable
+        barrier(f"compiled {name}")
+
+
 def _task_ids(message: str) -> tuple[int, ...]:
     """The process ids that the coordination service lists, one a line. It cuts long lists."""
     listed = message.partition("timed out task names:")[2].partition("\n\n")[0]

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.distributed.multihost import (
     HostRows,
+    compile_together,
     fetch_rows,
     gather_objects,
     host_rows,
@@ -104,6 +105,8 @@ class Program:
                 self._called[segment.name] = jax.tree.map(_abstract, arguments)
             guard = transfer_guard() if segment.name in self._traced else nullcontext()
             with guard, memory_guard(segment):
+                if segment.name not in self._traced:
+                    compile_together(compiled, arguments, segment.name)
                 new_states, writes, by_stage = compiled(*arguments)
             self._traced.add(segment.name)
             self.runs[segment.name] += 1

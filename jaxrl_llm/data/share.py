@@ -102,7 +102,10 @@ class Striped(Share[T]):
         self._ends = [np.cumsum(source.counts) for source in sources]  # records up to each row
         sizes = [int(ends[-1]) if len(ends) else 0 for ends in self._ends]
         self._starts = [0, *np.cumsum(sizes).tolist()]
-        self.own = self._kept.keys()
+
+    @property
+    def own(self) -> Iterable[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._kept.keys()
 
     def __len__(self) -> int:
         return self._starts[-1]

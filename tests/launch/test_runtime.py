@@ -90,8 +90,7 @@ def test_devices_flag_splits_the_cpu():
     assert result.stdout == "8 8\n", result.stderr
     assert result.stderr.splitlines() == [
         "the mesh uses 2 of 8 devices, 6 are idle; --config.mesh.data=8 uses all",
-        "the mesh uses 2 of 8 devices, 6 are idle; with fsdp=2 and tensor=1, --config.mesh.data=4 "
-        "uses all",
+        "the mesh uses 2 of 8 devices, 6 are idle; with fsdp=2, --config.mesh.data=4 uses all",
     ]
 
 

@@ -31,7 +31,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Block, Remat, rematerialised
-from jaxrl_llm.models.layers import rope_tables
+from jaxrl_llm.models.layers import over_sequence, rope_tables
 from jaxrl_llm.models.weight import Weight
 
 WEIGHT = "stage weight"  # checkpoint name of a layer's weights, taken from those of its stage
@@ -121,7 +121,7 @@ class PipelinedLayers:
                         of_tick,
                         graphdefs,
                         turn,
-                        x_bTD,
+                        over_sequence(x_bTD),
                         rope,
                         attend,
                         remat=self.remat,
@@ -263,23 +263,20 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
     dims = variables[0].get_metadata()["axes"]
     stacked = jnp.stack([variable.get_value() for variable in variables])
     stored = layout.axes("embed")
-    rest = stored[: -len(axes)]
-    assert stored[-len(axes) :] == axes, (stored, axes)
+    rest = stored[len(axes) :]
+    assert stored[: len(axes)] == axes, (stored, axes)
     used = Layout(layout.mesh, layout.rules.replace(embed=rest)).spec(*dims)
     if "embed" in dims:
         split = [name for entry in used if entry for name in np.atleast_1d(entry)]
+        move = partial(
+            _to_stages, axes=axes, rest=rest, sizes=layout.mesh.shape, dim=1 + dims.index("embed")
+        )
         stacked = jax.shard_map(
-            partial(
-                jax.lax.all_to_all,
-                axis_name=axes,
-                split_axis=0,
-                concat_axis=1 + dims.index("embed"),
-                tiled=True,
-            ),
+            move,
             mesh=layout.mesh.abstract_mesh,
             in_specs=PartitionSpec(None, *layout.spec(*dims)),
             out_specs=PartitionSpec(axes, *used),
-            axis_names={*axes, *split},
+            axis_names={*stored, *split},
             check_vma=False,
         )(stacked)
     stacked = _constrained(stacked, layout, axes, *used)
@@ -287,6 +284,21 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
         # The gradients of the ticks are added up in float32: see `_of_tick`.
         stacked = Weight(stacked.astype(jnp.float32), jax.lax.stop_gradient(stacked))
     return variables[0].replace(stacked)
+
+
+def _to_stages(
+    x: jax.Array, axes: tuple[str, ...], rest: tuple[str, ...], sizes: Any, dim: int
+) -> jax.Array:
+    """Shards [P * n, ...] of the embed dim `dim` to [n, ...] of each stage, `rest` splits `dim`.
+
+    Stored shard i is on device i of (stages, rest). Each stage needs P neighbouring shards on one
+    device of `rest`, so shards first change places.
+    """
+    P, num_rest = (math.prod(sizes[name] for name in names) for names in (axes, rest))
+    if num_rest > 1:
+        places = [(i, i % P * num_rest + i // P) for i in range(P * num_rest)]
+        x = jax.lax.ppermute(x, (*axes, *rest), places)
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
 
 
 def _of_turn(slot: Any, turn: jax.Array, x_bTD: jax.Array) -> tuple[Any, jax.Array]:
@@ -336,7 +348,9 @@ def _by_stage(x: jax.Array, layout: Layout, convoys: int) -> jax.Array:
     others = [i for i in range(len(batch)) if i not in of_stages]
     order = [*of_stages, len(batch), *others, *range(len(batch) + 1, x.ndim)]
     shape = (layout.size("layers"), convoys, -1, *x.shape[len(batch) + 2 :])
-    return _constrained(x.transpose(order).reshape(shape), layout, stages, None, layout.of_stage.axes("batch"))
+    return _constrained(
+        x.transpose(order).reshape(shape), layout, stages, None, layout.of_stage.axes("batch")
+    )
 
 
 def _by_row(x: jax.Array, layout: Layout) -> jax.Array:

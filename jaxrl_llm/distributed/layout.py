@@ -118,9 +118,7 @@ def train_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:
         return Layout(mesh, TRAIN_RULES.replace(kv_heads=kv_axes))
     heads, others = _groups(mesh, tensor)
     rows = tuple(a for a in others if a.partition(".")[0] in (*REPLICA_AXES, "tensor"))
-    embed = [a for a in others if a.partition(".")[0] != "data"]
-    # The stages of a pipeline come last, as in TRAIN_RULES.
-    embed = tuple(sorted(embed, key=lambda axis: axis.partition(".")[0] == "pipeline"))
+    embed = tuple(a for a in others if a.partition(".")[0] != "data")
     rules = _by_heads(mesh, heads, num_kv_heads).replace(batch=rows, embed=embed)
     named = {
         field: tuple(a for a in others if a.partition(".")[0] == axis) or None

@@ -35,6 +35,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
 TWO_ROUNDS = {"data": 2, "pipeline": 2, "pipeline_rounds": 2}
 MIX = {"pipeline": 2, "fsdp": 2, "tensor": 2}
 LONGER = {"pipeline": 4, "data": 2, "pipeline_micro_batches": 2}
+OF_PARTS = {"pipeline": 2, "sequence": 2, "fsdp": 2, "pipeline_micro_batches": 2}
 ALTERNATING = {"pipeline": 2, "pipeline_micro_batches": 4}
 
 
@@ -85,6 +86,7 @@ one_device = functools.cache(lambda kind, num_layers: iterate(kind, num_layers, 
         pytest.param("ppo", 4, {"pipeline": 4}, marks=pytest.mark.slow),
         pytest.param("grpo", 4, MIX, marks=pytest.mark.slow),
         pytest.param("grpo", 4, LONGER, marks=pytest.mark.slow),
+        pytest.param("grpo", 2, OF_PARTS, marks=pytest.mark.slow),
     ],
 )
 def test_an_iteration_equals_one_device(kind, num_layers, sizes):

@@ -60,7 +60,7 @@ def test_rules_give_the_partition_spec():
 def test_rules_refuse_a_collision_and_an_unknown_axis_with_the_remedy():
     with pytest.raises(ValueError, match=r"'q_heads' and 'mlp' both.*'tensor'.*replace\(mlp=None"):
         partition_spec(("q_heads", "mlp"), TRAIN_RULES)
-    with pytest.raises(ValueError, match=r"'batch' and 'embed' both.*'fsdp'"):
+    with pytest.raises(ValueError, match=r"'batch' and 'embed' both.*'pipeline'"):
         partition_spec(("batch", "embed"), TRAIN_RULES)
     with pytest.raises(ValueError, match=r"'heads'; the rules know.*'q_heads'.*ShardingRules"):
         partition_spec(("heads",), TRAIN_RULES)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_learner_mesh import ALGORITHM, V, fields, learn
+from test_learner_mesh import ALGORITHM, V, constant_groups, fields, learn
 from test_offline_mesh import step as offline_step
 from test_online_mesh import config_of, single
 from tiny_iteration import (
@@ -238,10 +238,16 @@ def check_updated(config, sizes, **rows):
     expected_batch, expected_metrics, expected = updated(config, {}, **rows)
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)
     for role in params:
-        assert 1 <= metrics.pop(f"{role}/attention_balance") < 2
+        balance = metrics.pop(f"{role}/attention_balance")
+        if sizes == ALONE and not rows:
+            # 11 tokens in 16 chunks: three devices have 17 of the 66 pairs each.
+            np.testing.assert_allclose(balance, 17 * 8 / 66, rtol=1e-6)
+        assert 1 <= balance < 2.1
         close(metrics[f"{role}/grad_norm"], expected_metrics[f"{role}/grad_norm"], "norm")
         for one, other in zip(*map(jax.tree.leaves, (params[role], expected[role])), strict=True):
             close(one, other, role)
+    # Two equal responses on two devices get scores of a model that are equal to rounding only.
+    expected_metrics = expected_metrics | {"frac_reward_zero_std": constant_groups(batch)}
     for name in metrics.keys() - OF_THE_DECODE_LOOP:
         if name.partition("/")[2] not in OF_THE_MESH:
             np.testing.assert_allclose(

@@ -104,7 +104,9 @@ class PipelinedLayers:
         x_PCbTD = cut(x_BTD)
         # Every stage reads the description of every micro-batch.
         of_rows = jax.tree.map(
-            lambda x: _constrained(cut(x), layout, None, None, layout.of_stage.axes("batch")),
+            lambda x: _constrained(
+                cut(x).swapaxes(0, 1), layout, None, None, layout.of_stage.axes("batch")
+            ),
             (self.positions_BT, self.rows),
         )
 
@@ -263,7 +265,7 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
     dims = variables[0].get_metadata()["axes"]
     stacked = jnp.stack([variable.get_value() for variable in variables])
     stored = layout.axes("embed")
-    rest = stored[len(axes) :]
+    rest = tuple(axis for axis in stored[len(axes) :] if layout.mesh.shape[axis] > 1)
     assert stored[: len(axes)] == axes, (stored, axes)
     used = Layout(layout.mesh, layout.rules.replace(embed=rest)).spec(*dims)
     if "embed" in dims:
@@ -276,7 +278,8 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
             mesh=layout.mesh.abstract_mesh,
             in_specs=PartitionSpec(None, *layout.spec(*dims)),
             out_specs=PartitionSpec(axes, *used),
-            axis_names={*stored, *split},
+            # An axis that no spec names would be summed over in the backward pass.
+            axis_names={*axes, *split},
             check_vma=False,
         )(stacked)
     stacked = _constrained(stacked, layout, axes, *used)

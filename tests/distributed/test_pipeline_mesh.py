@@ -136,7 +136,7 @@ def test_a_packed_step_of_kto_equals_one_device():
 def test_gradients_in_bfloat16(sizes):
     """They differ from those on one device as much as bf16 rounds; idle stages add nothing."""
     found, expected = gradients(sizes), gradients({})
-    assert abs(found[0] - expected[0]) <= 0.01 * abs(expected[0])
+    assert abs(found[0] - expected[0]) <= 0.05 * abs(expected[0])
     for one, other in zip(*map(jax.tree.leaves, (found[1], expected[1])), strict=True):
         assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other)
 

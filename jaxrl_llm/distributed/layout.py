@@ -149,8 +149,9 @@ def _by_heads(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> Sharding
 def _groups(mesh: Mesh, tensor: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes of groups of `tensor` devices, as heads are split, and all other axes.
 
-    Heads that training has split stay where they are. So a larger group begins with the axis
-    tensor and goes on with its neighbours; a smaller one is the outer part of the axis.
+    Heads that a smaller group has split stay where they are in a larger one. So a group begins
+    with the axis tensor and goes on with its nearest neighbours. One that is smaller than the axis
+    is its outer part.
     """
     own = parts_of(mesh, "tensor")
     if tensor < axis_size(mesh, *own):
@@ -158,8 +159,8 @@ def _groups(mesh: Mesh, tensor: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
             (own[:i] for i in range(len(own)) if axis_size(mesh, *own[:i]) == tensor), None
         )
     else:
-        names = [part for part in mesh.axis_names if part not in own]
-        groups = [tuple(names[i:]) for i in range(len(names), -1, -1)]
+        nearest = [part for part in reversed(mesh.axis_names) if part not in own]
+        groups = [tuple(nearest[:i]) for i in range(len(nearest) + 1)]
         size = tensor // axis_size(mesh, *own)
         heads = next((own + group for group in groups if axis_size(mesh, *group) == size), None)
     if heads is None or tensor % axis_size(mesh, *heads):
@@ -214,7 +215,7 @@ def cuts_for(
     for size in each:
         for heads in num_kv_heads:
             if heads < size and size % heads == 0:
-                cut = max(tensor // heads, 1) if heads <= tensor else tensor * size // heads
+                cut = tensor // heads if heads <= tensor else heads
                 with suppress(ValueError):
                     axis_parts(sizes, (*cuts, cut))
                     cuts.add(cut)

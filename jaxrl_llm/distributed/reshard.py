@@ -54,15 +54,29 @@ def _switch(x: jax.Array, before: PartitionSpec, after: PartitionSpec) -> jax.Ar
         last = max(held[origin].index(axis) for axis in added) + 1
         x = _gather(x, held[origin][last:], origin)
         held[origin] = held[origin][:last]
-        if held[origin][-len(added) :] != added:
+        inner = held[origin][-len(added) :]
+        if set(inner) != set(added):
             raise ValueError(f"no switch from {before} to {after}: {added} are not neighbours")
         x = jax.lax.all_to_all(x, added, split_axis=dim, concat_axis=origin, tiled=True)
+        x = _reordered(x, origin, added, inner)
         held[origin], held[dim] = held[origin][: -len(added)], axes
     for dim, axes in enumerate(wanted):
         if held[dim][: len(axes)] != axes:
             raise ValueError(f"no switch from {before} to {after}")
         x = _gather(x, held[dim][len(axes) :], dim)
     return x
+
+
+def _reordered(x: jax.Array, dim: int, found: Axes, wanted: Axes) -> jax.Array:
+    """Parts of a dim that came in the order of the axes `found`, in the order `wanted`."""
+    if found == wanted:
+        return x
+    sizes = [jax.lax.axis_size(axis) for axis in found]
+    shape, parts = x.shape, (*sizes, x.shape[dim] // math.prod(sizes))
+    x = x.reshape(*shape[:dim], *parts, *shape[dim + 1 :])
+    order = [dim + found.index(axis) for axis in wanted]
+    rest = range(dim + len(found), x.ndim)
+    return x.transpose(*range(dim), *order, *rest).reshape(shape)
 
 
 def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:

@@ -14,13 +14,18 @@ from jaxrl_llm.trainer.rewarding import ArrayReward
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
 ROWS = re.findall(r"^\| [^|]* \| `(--config\.mesh[^`]*)` \|$", PAGE, re.MULTILINE)
+FAST = ("generation", "sequence", "critic")
+EVERY = [
+    pytest.param(row, marks=() if any(word in row for word in FAST) else pytest.mark.slow)
+    for row in ROWS
+]
 
 
 def test_the_page_has_rows():
     assert len(ROWS) == 8
 
 
-@pytest.mark.parametrize("flags", ROWS)
+@pytest.mark.parametrize("flags", EVERY)
 def test_a_row_is_planned_and_traced(flags):
     changes = re.findall(r"--config\.([\w.]+)=(\d+)", flags)
     config = load_config(str(ROOT / "configs" / "ppo.py"), changes)

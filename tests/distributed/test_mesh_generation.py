@@ -172,10 +172,12 @@ def test_tensor_4_with_two_kv_heads_kept_whole():
     check({"fsdp": 2, "tensor": 4}, SAMPLED, kv_heads=None)
 
 
+@pytest.mark.slow
 def test_two_kv_heads_on_four_devices_lie_on_two_devices_each():
     check({"fsdp": 2, "tensor": 4}, SAMPLED)
 
 
+@pytest.mark.slow
 def test_a_larger_tensor_size_than_in_training():
     check({"fsdp": 8}, SAMPLED, tensor=2)
 

@@ -4,6 +4,7 @@
 # function's own numbers stand there, except the names that `RewardManager` refuses.
 RESERVED = (
     "actor/",
+    "communication/",
     "critic/",
     "data/",
     "distillation/",
@@ -37,4 +38,6 @@ RESERVED_NAMES = (
 
 def is_reserved(name: str) -> bool:
     """Whether a metric of this name would replace one of the trainer."""
+    if name.endswith("/micro_batches"):  # of any stage
+        return True
     return name.startswith(RESERVED) or f"{name}/" in RESERVED or name in RESERVED_NAMES

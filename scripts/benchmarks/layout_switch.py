@@ -26,9 +26,11 @@ class LayoutSwitch(Case):
     def __init__(self, shape: str, model: ModelConfig, config: Config) -> None:
         heads, own = model.num_kv_heads, config.mesh.generation.tensor
         mesh = mesh_of(config.mesh, [heads])
-        sizes = {**config.mesh.sizes, "generation": own}.items()
+        sizes = {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "tensor")}
+        others = {"pipeline": config.mesh.pipeline, "sequence": config.mesh.sequence}
+        sizes |= {name: n for name, n in (others | {"generation": own}).items() if n > 1}
         self.shape = shape
-        self.name = "_".join(["switch", *(f"{axis}{size}" for axis, size in sizes)])
+        self.name = "_".join(["switch", *(f"{axis}{size}" for axis, size in sizes.items())])
         self.spec = model_spec(model, dtype=config.rollout.dtype or config.actor.dtype)
         before, after = train_layout(mesh, heads), generation_layout(mesh, heads, tensor=own)
         layout = partial(shardings, self.spec.axes, self.spec.params, mesh)

@@ -154,7 +154,7 @@ def test_wrong_loss_is_found(monkeypatch):
     ],
 )
 def test_packed_samples_that_see_each_other_are_found(words, error, monkeypatch):
-    monkeypatch.setattr(Rows, "visibility", lambda self, window: None)
+    monkeypatch.setattr(Rows, "visibility", lambda self, *window: None)
     (wrong,) = rows_of("training", *words)
     assert error in wrong.error
 

@@ -326,7 +326,7 @@ def test_one_record_that_nothing_can_be_mismatched_with_is_refused(split, tmp_pa
 def test_held_out_records_that_leave_one_over_are_each_mismatched_with_another(tmp_path):
     files = {"data__val_files": labelled_file(tmp_path, 3), "data__val_tasks": "[]"}
     records = opened(tmp_path, "kto", data__train_batch_size="2", **files)
-    batches = records.held_out_batches()
+    batches = list(records.held_out_batches())
     assert [batch.weights.tolist() for batch in batches] == [[1, 1], [1, 0]]
     index = [int(i) for batch in batches for i in batch.index[batch.weights > 0]]
     assert index == [0, 1, 2]  # of the shuffled records

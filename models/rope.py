@@ -20,6 +20,7 @@ length. transformers then computes the same log-probs for rows of every length.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ def rope_powers(theta: float, head_dim: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(ABC):
     """How rotary frequencies are stretched for longer contexts. Lengths are in tokens.
 
     Raises: ValueError that names the key of a value which no model can have.
@@ -54,12 +55,12 @@ class RopeScaling:
         if self.factor < 1:
             raise ValueError(f"{self.kind} rope has factor={self.factor}: it must be at least 1")
 
-    def check(self, head_dim: int, theta: float) -> None:
+    def check(self, head_dim: int, theta: float) -> None:  # noqa: B027 - most kinds fit any model
         """Raises: ValueError for values that do not fit the model's heads or its theta."""
 
+    @abstractmethod
     def frequencies(self, powers: np.ndarray, theta: float) -> np.ndarray:
         """Radians a position of each pair, float32 [H/2], from `rope_powers`."""
-        raise NotImplementedError
 
     @property
     def attention_scale(self) -> float:

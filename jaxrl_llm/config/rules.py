@@ -89,7 +89,8 @@ def _check_phases_of_mesh(config: Config) -> None:
     replicas = mesh.num_devices // (mesh.generation.tensor or mesh.tensor)
     if samples % replicas:
         fitting = [d for d in _group_sizes(mesh) if samples % (mesh.num_devices // d) == 0]
-        better = [p for p in range(1, 2 * samples) if p * config.rollout.n % replicas == 0]
+        sizes_of_batch = range(1, 2 * samples + replicas)
+        better = [p for p in sizes_of_batch if p * config.rollout.n % replicas == 0]
         remedy = f"config.data.train_batch_size={_closest(better, config.data.train_batch_size)}"
         if fitting:
             remedy += f" works, or config.mesh.generation.tensor={fitting[0]}"

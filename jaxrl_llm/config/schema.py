@@ -96,7 +96,7 @@ class MeshConfig(Record):
         for axis in ("sequence", "fsdp", "pipeline", "data"):
             taken = math.gcd(left, self.sizes[axis])
             left //= taken
-            replicas //= taken if axis in ("fsdp", "data") else 1
+            replicas //= 1 if axis == "sequence" else taken
         return replicas
 
 

@@ -6,6 +6,7 @@ shrink with the number of processes, where the source can be read by row.
 """
 
 import hashlib
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ class Share(Sequence[T]):
 
     own: Iterable[int]  # of all processes together: every index once
 
+    @abstractmethod
     def _item(self, index: int) -> T:
-        raise NotImplementedError
+        """The item at `index`, which is in range."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...

@@ -18,6 +18,7 @@ from jaxrl_llm.config import (
     ConfigError,
     Custom,
     ExactAnswer,
+    MeshConfig,
     Parser,
     Products,
     RewardConfig,
@@ -368,6 +369,39 @@ def test_cudnn_takes_no_packed_rows(config_file, role):
         load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")
     with pytest.raises(ConfigError, match=f"splits them: config.{role}.attention=auto works"):
         load(config_file, *flags, "--config.mesh.sequence=2")
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "words"),
+    [
+        ("mesh.generation.tensor", 3, "8 devices; 4 works, 0 takes config.mesh.tensor=2"),
+        ("mesh.passes.tensor", 16, "8 devices; 8 works"),
+        ("critic.tensor", 5, "critic.tensor=5: so many neighbouring devices .*; 4 works"),
+        ("mesh.generation.tensor", 4, "num_attention_heads=6 .*generation.tensor=2 works"),
+    ],
+)
+def test_groups_of_devices_that_no_phase_can_have(config_file, key, size, words):
+    load(config_file, "--config.mesh.fsdp=4", "--config.mesh.tensor=2", f"--config.{key}=2")
+    with pytest.raises(ConfigError, match=words):
+        load(
+            config_file, "--config.mesh.fsdp=4", "--config.mesh.tensor=2", f"--config.{key}={size}"
+        )
+
+
+def test_replicas_of_generation_that_samples_cannot_share(config_file):
+    few = ["--config.data.train_batch_size=1", "--config.actor.ppo_mini_batch_size=1"]
+    alone = [*few, "--config.mesh.sequence=4", "--config.rollout.n=1"]
+    with pytest.raises(ConfigError, match="4 replicas .* the 1 samples .*; .*train_batch_size=4"):
+        load(config_file, *alone)
+    load(config_file, *alone, "--config.mesh.generation.tensor=4", "--config.actor.hf_config={}",
+         "--config.actor.path=org/model")  # fmt: skip
+
+
+def test_replicas_of_a_model_with_a_tensor_size_of_its_own():
+    mesh = MeshConfig(data=2, pipeline=2, fsdp=4, sequence=2, tensor=2)
+    assert mesh.num_replicas == 16
+    sizes = {0: 16, 1: 32, 2: 16, 4: 16, 8: 8, 16: 4, 32: 2}
+    assert {size: mesh.replicas_with(size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(

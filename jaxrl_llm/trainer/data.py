@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import Config, SupervisedConfig
+from jaxrl_llm.config import Config, ConfigError, SupervisedConfig
 from jaxrl_llm.data.dataset import (
     RowRules,
     Sources,
@@ -262,9 +262,20 @@ def sft_batches(
     """Endless padded batches of completions to learn: the training's own data, or the run's.
 
     Of each batch, the `rows` of this process.
+
+    Raises: ValueError for data that give no completions, with the key that leaves the training out.
     """
     sources = _sources(config, training)
-    examples = load_records(config, sources, "examples", tokenizer, run_dir)
+    try:
+        examples = load_records(config, sources, "examples", tokenizer, run_dir)
+    except ValueError as error:
+        if training.files or training.tasks:
+            raise
+        key = "warmup" if training is config.warmup else "teacher.training"
+        raise ConfigError(
+            f"{error}. config.{key} has no data of its own and takes the run's; "
+            f"--config.{key}=null leaves this training out"
+        ) from None
     collate = _collate(config, tokenizer.pad_id, rows)
     return _loader(config, training, examples, collate, SFT_STREAM)
 

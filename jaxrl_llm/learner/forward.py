@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import (
+    AttentionSplit,
     Implementation,
-    TokenSplit,
     attention,
     gathered,
     token_order,
@@ -94,10 +94,10 @@ def hidden_states(
         order = token_order(rows.tokens.shape[1], layout.size("tokens"))
         in_order = np.argsort(order)[: tokens.shape[1]]
         return hidden_states(model, rows.tokens, settings, rows)[:, in_order]
-    if layout is not None and layout.size("tokens") > 1:
+    if layout is not None:
         of_layers = layout if settings.pipeline is None else layout.of_stage
         rows_axes, tokens_axes, heads = map(of_layers.axes, ("batch", "tokens", "q_heads"))
-        split = TokenSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
+        split = AttentionSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
     def attend_in(ranges: Ranges | None) -> Attend:
         def attend(q: Array, k: Array, v: Array, cache: None, *, window: int | None):

@@ -10,15 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_models import tiny_config
 
+from jaxrl_llm.distributed.layout import cuts_for, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.kernels import flash_attention
 from jaxrl_llm.kernels.flash_attention import (
+    AttentionSplit,
     Visibility,
     attention,
     attention_reference,
     packed_visibility,
 )
+from jaxrl_llm.learner.forward import ForwardSettings, hidden_states
+from jaxrl_llm.learner.train_state import cast
+from jaxrl_llm.models.base import bind, init_params, model_spec
 
 LOCAL_SHAPES = []
 
@@ -39,10 +45,9 @@ def no_kernels(monkeypatch):
     monkeypatch.setattr(flash_attention.kernel, "mosaic_attention", in_place_of_the_kernels)
 
 
-def run(mesh_sizes, heads, *, rows=4, set_mesh=True):
+def run(mesh, split, heads, *, rows=4):
     """One gradient on a mesh, compared with one device; the shapes that a device computed."""
     LOCAL_SHAPES.clear()
-    mesh = make_mesh(*mesh_sizes)
     segments = jnp.tile(jnp.repeat(jnp.array([1, 2, 3, 0]), 32), (rows, 1))
     visibility = packed_visibility(segments, jnp.where(segments > 1, 1, 0))
     q, k, v = (
@@ -50,26 +55,17 @@ def run(mesh_sizes, heads, *, rows=4, set_mesh=True):
         for i, n in enumerate((heads[0], heads[1], heads[1]))
     )
 
-    def loss(implementation, q, k, v, visibility):
-        out = attention(q, k, v, visibility=visibility, implementation=implementation)
+    def loss(implementation, split, q, k, v, visibility):
+        out = attention(q, k, v, visibility=visibility, implementation=implementation, split=split)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    gradient = jax.grad(partial(loss, "pallas"), argnums=(0, 1, 2))
-
-    def on_the_mesh(*operands):
-        # A jitted function may name the mesh itself, as one that is given its mesh would.
+    def gradient(*operands):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return gradient(*operands)
+            return jax.grad(partial(loss, "pallas", split), argnums=(0, 1, 2))(*operands)
 
-    divides = rows % (mesh_sizes[0] * mesh_sizes[1]) == 0
-    placed = NamedSharding(mesh, PartitionSpec(("data", "fsdp") if divides else None))
-    operands = jax.device_put((q, k, v, visibility), placed)
-    if set_mesh:
-        with jax.set_mesh(mesh):
-            ours = jax.jit(gradient)(*operands)
-    else:
-        ours = jax.jit(on_the_mesh)(*operands)
-    expected = jax.grad(partial(loss, "xla"), argnums=(0, 1, 2))(q, k, v, visibility)
+    whole = NamedSharding(mesh, PartitionSpec())
+    ours = jax.jit(gradient)(*jax.device_put((q, k, v, visibility), whole))
+    expected = jax.grad(partial(loss, "xla", None), argnums=(0, 1, 2))(q, k, v, visibility)
     for a, b in zip(ours, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
@@ -78,10 +74,29 @@ def run(mesh_sizes, heads, *, rows=4, set_mesh=True):
 
 
 def test_rows_and_heads_are_split_and_scarce_kv_heads_copied():
-    assert run((2, 1, 4), (8, 4)) == (2, 2, 1)
-    assert run((1, 2, 4), (8, 2), set_mesh=False) == (2, 2, 1)
-    assert run((2, 2, 2), (3, 1)) == (1, 3, 1)  # 3 heads over 2 devices: each computes all
-    assert run((1, 8, 1), (2, 1)) == (4, 2, 1)  # 4 rows over 8 devices: each computes all
+    by = AttentionSplit(rows=("data", "fsdp"), heads=("tensor",))
+    assert run(make_mesh(2, 1, 4), by, (8, 4)) == (2, 2, 1)
+    assert run(make_mesh(1, 2, 4), by, (8, 2)) == (2, 2, 1)
+    assert run(make_mesh(2, 2, 2), by, (3, 1)) == (1, 3, 1)  # 3 heads over 2 devices: all on each
+    assert run(make_mesh(1, 8, 1), by, (2, 1)) == (4, 2, 1)  # 4 rows over 8 devices: all on each
+
+
+@pytest.mark.parametrize("tensor, shape", [(0, (2, 4, 2)), (1, (1, 8, 4)), (4, (4, 2, 1))])
+def test_heads_are_split_by_the_tensor_size_of_a_phase_or_a_model(tensor, shape):
+    """4 samples of 8 heads and 4 KV heads on fsdp=2, tensor=2."""
+    sizes = {"fsdp": 2, "tensor": 2}
+    mesh = make_mesh(**sizes, cuts=cuts_for(sizes, (tensor,), (4,)))
+    spec = model_spec(tiny_config(num_heads=8, num_kv_heads=4, head_dim=64))
+    settings = ForwardSettings(
+        dtype=jnp.bfloat16, attention="pallas", layout=train_layout(mesh, 4, tensor=tensor)
+    )
+
+    def run(params, tokens):
+        return hidden_states(bind(spec, cast(params, jnp.bfloat16)), tokens, settings)
+
+    params = jax.eval_shape(lambda: init_params(spec, jax.random.key(0)))
+    jax.eval_shape(run, params, jax.ShapeDtypeStruct((4, 128), jnp.int32))
+    assert set(LOCAL_SHAPES) == {shape}
 
 
 def test_inside_a_shard_map_each_device_runs_the_kernels_as_they_are():

@@ -15,12 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.common import HEAD_DIMS, default_tuning
-from jaxrl_llm.kernels.flash_attention.context import (
-    TokenSplit,
-    gathered,
-    split_attention,
-    token_order,
-)
 from jaxrl_llm.kernels.flash_attention.kernel import ATTENTION, SCHEDULE, hopper_attention
 from jaxrl_llm.kernels.flash_attention.reference import (
     attention_reference,
@@ -28,14 +22,20 @@ from jaxrl_llm.kernels.flash_attention.reference import (
     check_inputs,
     visible_keys,
 )
+from jaxrl_llm.kernels.flash_attention.split import (
+    AttentionSplit,
+    gathered,
+    split_attention,
+    token_order,
+)
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility, packed_visibility
 from jaxrl_llm.kernels.hopper import on_hopper
 
 __all__ = [
     "ATTENTION",
     "SCHEDULE",
+    "AttentionSplit",
     "Implementation",
-    "TokenSplit",
     "Visibility",
     "attention",
     "attention_reference",
@@ -67,19 +67,19 @@ def attention(
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
     visibility: Visibility | None = None,
-    split: TokenSplit | None = None,
+    split: AttentionSplit | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v with grouped KV heads, in the dtype of q.
 
     With a `window` a token sees the last `window` positions, its own included. `lengths` (int32,
     tokens) hides keys at or past a row's length. `visibility` replaces these three: it says for
-    each token which keys it sees. `split` says that the devices of the mesh in scope hold parts of
-    each row, in `token_order`.
+    each token which keys it sees. `split` says how the devices of the mesh in scope share the work;
+    those that share a row hold its tokens in `token_order`.
 
     - "pallas": our Hopper kernels, for bf16 and H of 64, 96, 128 or 256. Best if T is a multiple
-      of 128. Gradients have the same bits in every run. On several devices it needs the mesh in
-      scope (`jax.set_mesh`) or a shard_map around it; otherwise each device computes all rows.
+      of 128. Gradients have the same bits in every run. On several devices it needs `split` or a
+      shard_map around it; otherwise each device computes all rows.
     - "cudnn": an NVIDIA GPU, bf16 or float16, and H a multiple of 8 up to 256. It takes no
       visibility. An odd T costs a padded copy.
     - "xla": any device and dtype.
@@ -87,20 +87,13 @@ def attention(
       the fastest whose gradient has the same bits in every run.
 
     Requires: `window` only with `causal`; no causal=False, window or lengths with `visibility`. A
-        `split` needs a visibility with `last`. Without a split, `last` allows keys that are more
+        split of tokens needs a visibility with `last`. Elsewhere `last` allows keys that are more
         than the queries; they are finite.
     Guarantees: outputs of queries at or past a row's length are 0. With `visibility`, what padding
     tokens hold, NaN included, reaches no output and no gradient, and their own are 0.
     Raises: ValueError for shapes that do not fit together or that the implementation cannot take.
     """
     check_inputs(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
-    if split is not None:
-        assert visibility is not None and visibility.last_BT is not None
-
-        def own(q: Array, k: Array, v: Array, visibility: Visibility) -> Array:
-            return attention(q, k, v, visibility=visibility, implementation=implementation)
-
-        return split_attention(own, q_BTNH, k_BTKH, v_BTKH, visibility, split)
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     plain = causal and window is None and lengths is None and visibility is None
     implementation = chosen_attention(
@@ -110,6 +103,26 @@ def attention(
         ranges=visibility is not None,
         plain_length=T if plain else None,
     )
+    # XLA and cuDNN follow the layout of their operands, as long as rows are whole.
+    if split is not None and (
+        split.num_token_parts > 1 or (implementation == "pallas" and split.num_devices > 1)
+    ):
+
+        def own(
+            q: Array, k: Array, v: Array, lengths: Array | None, visibility: Visibility | None
+        ) -> Array:
+            return attention(
+                q,
+                k,
+                v,
+                causal=causal,
+                window=window,
+                lengths=lengths,
+                visibility=visibility,
+                implementation=implementation,
+            )
+
+        return split_attention(own, q_BTNH, k_BTKH, v_BTKH, lengths, visibility, split)
     if implementation == "pallas":
         return hopper_attention(
             q_BTNH,

@@ -1,16 +1,13 @@
-"""Flash attention on Hopper GPUs: padding, meshes and the custom gradient around the kernels.
+"""Flash attention on Hopper GPUs: padding and the custom gradient around the kernels.
 
 Shape letters: those of common.py.
 """
 
-import math
-from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.backward import backward, backward_schedules
@@ -39,11 +36,7 @@ def hopper_attention(
     tuning: Tuning | None = None,
     interpret: Interpret = None,
 ) -> Array:
-    """`attention` by our kernels, for any T.
-
-    With a mesh in scope (`jax.set_mesh`) whose axes are automatic, every device computes its own
-    rows and heads. The axis "tensor" splits the heads and the other axes the rows, where they
-    divide evenly. Without a mesh the operands must be on one device.
+    """`attention` by our kernels, for any T, of operands on one device or in a shard_map.
 
     Guarantees: padding that `lengths` or `visibility` declares may hold anything, NaN included. An
     undeclared NaN can reach earlier tokens of its block.
@@ -56,58 +49,7 @@ def hopper_attention(
             f"dims {HEAD_DIMS}; cast q, k and v, or use implementation='xla'"
         )
     plain = causal and window is None and lengths is None and visibility is None
-    local = partial(
-        _attention_of_one_device,
-        causal=causal,
-        window=window,
-        tuning=tuning or default_tuning(H, plain=plain),
-        interpret=interpret,
-    )
-    mesh = jax.sharding.get_abstract_mesh()
-    automatic = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    }
-    if math.prod(mesh.shape[name] for name in automatic) == 1:
-        return local(q_BTNH, k_BTKH, v_BTKH, lengths, visibility)
-
-    of_heads = {name for name in automatic if name.partition(".")[0] == "tensor"}
-    by_rows = _dividing(sorted(automatic - of_heads), mesh.shape, q_BTNH.shape[0])
-    by_heads = _dividing(sorted(of_heads), mesh.shape, q_BTNH.shape[2])
-    if by_heads:
-        # With fewer KV heads than devices, copy them until every device has its own.
-        parts = math.prod(mesh.shape[name] for name in by_heads)
-        repeats = math.lcm(k_BTKH.shape[2], parts) // k_BTKH.shape[2]
-        if repeats > 1:
-            k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
-    heads, rows = PartitionSpec(by_rows, None, by_heads), PartitionSpec(by_rows)
-    return jax.shard_map(
-        local,
-        in_specs=(heads, heads, heads, rows, rows),
-        out_specs=heads,
-        axis_names=automatic,
-        check_vma=False,
-    )(q_BTNH, k_BTKH, v_BTKH, lengths, visibility)
-
-
-def _dividing(axes: list[str], sizes: Mapping[str, int], size: int) -> tuple[str, ...] | None:
-    """The axes if they divide `size` evenly, else None: every device computes all of it."""
-    return tuple(axes) if axes and size % math.prod(sizes[name] for name in axes) == 0 else None
-
-
-def _attention_of_one_device(
-    q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
-    lengths: Array | None,
-    visibility: Visibility | None,
-    *,
-    causal: bool,
-    window: int | None,
-    tuning: Tuning,
-    interpret: Interpret,
-) -> Array:
+    tuning = tuning or default_tuning(H, plain=plain)
     T, S = q_BTNH.shape[1], k_BTKH.shape[1]
     padded, num_keys = tuning.padded(T), tuning.padded(S)
     ranges = ranges_of(

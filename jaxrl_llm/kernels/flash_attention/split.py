@@ -1,12 +1,13 @@
-"""Attention of rows whose tokens are split over devices (context parallelism).
+"""Attention on a mesh: each device computes its own rows, heads and queries.
 
-Each device has two chunks of every row: of 2n equal chunks, device i of n has i and 2n - 1 - i.
-Causal attention is then the same work on each device. Keys and values are gathered over the
-devices, which grouped heads make small, and each device computes its own queries.
+Tokens may be split too (context parallelism). Each device then has two chunks of every row: of 2n
+equal chunks, device i of n has i and 2n - 1 - i. Causal attention is the same work on each device.
+Keys and values are gathered over the devices, which grouped heads make small.
 
 Shape letters: those of common.py.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +22,30 @@ from jaxrl_llm.kernels.flash_attention.visibility import Visibility
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSplit:
-    """The mesh axes that split rows, the tokens of a row, and heads, outermost first."""
+class AttentionSplit:
+    """The axes of the mesh in scope that split rows, tokens of a row, and heads, outermost first.
+
+    Rows or heads that their axes do not divide are computed by every device.
+    """
 
     rows: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices share the attention."""
+        return _size((*self.rows, *self.tokens, *self.heads))
+
+    @property
+    def num_token_parts(self) -> int:
+        """Into how many parts each row is split."""
+        return _size(self.tokens)
+
+
+def _size(axes: tuple[str, ...]) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 def token_order(length: int, parts: int) -> np.ndarray:
@@ -42,17 +61,18 @@ def token_order(length: int, parts: int) -> np.ndarray:
 
 
 def split_attention(
-    attend: Callable[[Array, Array, Array, Visibility], Array],
+    attend: Callable[[Array, Array, Array, Array | None, Visibility | None], Array],
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
-    visibility: Visibility,
-    split: TokenSplit,
+    lengths_B: Array | None,
+    visibility: Visibility | None,
+    split: AttentionSplit,
 ) -> Array:
     """`attend` on each device of the mesh in scope: its own queries with all keys of their rows.
 
-    Requires: tokens are in `token_order`; `visibility` has `last`, and its ranges are positions in
-        the row.
+    Requires: where tokens are split, they are in `token_order`; `visibility` has `last`, and its
+        ranges are positions in the row.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {
@@ -60,34 +80,39 @@ def split_attention(
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto
     }
-
-    def size(axes: tuple[str, ...]) -> int:
-        return int(np.prod([mesh.shape[name] for name in axes], dtype=int))
-
-    # Where rows or heads do not divide, every device computes all of them.
-    rows = split.rows if q_BTNH.shape[0] % size(split.rows) == 0 else ()
-    heads = split.heads if q_BTNH.shape[2] % size(split.heads) == 0 else ()
-    repeats = np.lcm(k_BTKH.shape[2], size(heads)) // k_BTKH.shape[2]
+    rows = split.rows if q_BTNH.shape[0] % _size(split.rows) == 0 else ()
+    heads = split.heads if q_BTNH.shape[2] % _size(split.heads) == 0 else ()
+    repeats = math.lcm(k_BTKH.shape[2], _size(heads)) // k_BTKH.shape[2]
     if repeats > 1:  # each device gets the KV heads of its own query heads
         k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
 
-    def local(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, visibility: Visibility) -> Array:
-        real_BT11 = visibility.real()[:, :, None, None]
-        k_BSKH, v_BSKH = (
-            _in_row_order(gathered(jnp.where(real_BT11, x, 0), split.tokens), size(split.tokens))
-            for x in (k_BTKH, v_BTKH)
-        )
-        return attend(q_BTNH, k_BSKH, v_BSKH, visibility)
+    parts = split.num_token_parts
 
-    by_token = PartitionSpec(rows or None, split.tokens)
+    def local(
+        q_BTNH: Array,
+        k_BTKH: Array,
+        v_BTKH: Array,
+        lengths_B: Array | None,
+        visibility: Visibility | None,
+    ) -> Array:
+        if parts > 1 and visibility is not None:
+            real_BT11 = visibility.real()[:, :, None, None]
+            k_BTKH, v_BTKH = (
+                _in_row_order(gathered(jnp.where(real_BT11, x, 0), split.tokens), parts)
+                for x in (k_BTKH, v_BTKH)
+            )
+        return attend(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility)
+
+    by_row = PartitionSpec(rows or None)
+    by_token = PartitionSpec(*by_row, split.tokens if parts > 1 else None)
     by_head = PartitionSpec(*by_token, heads or None)
     return jax.shard_map(
         local,
-        in_specs=(by_head, by_head, by_head, by_token),
+        in_specs=(by_head, by_head, by_head, by_row, by_token),
         out_specs=by_head,
         axis_names=automatic,
         check_vma=False,
-    )(q_BTNH, k_BTKH, v_BTKH, visibility)
+    )(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -22,6 +22,7 @@ from jaxrl_llm.models.layers import (
     RMSNorm,
     over_sequence,
     rope_tables,
+    scattered,
 )
 
 # Activation checkpointing, from the least recomputation to the most. "none" keeps everything.
@@ -56,8 +57,8 @@ class Block(nnx.Module):
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
         mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
-        x_BTD = x_BTD + over_sequence(mixed_BTD)
-        return x_BTD + over_sequence(self.mlp(self.mlp_norm(x_BTD))), new_cache
+        x_BTD = x_BTD + scattered(mixed_BTD)
+        return x_BTD + scattered(self.mlp(self.mlp_norm(x_BTD))), new_cache
 
 
 # Runs layers, in their order, on the residual stream [B, T, D].

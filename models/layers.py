@@ -158,15 +158,40 @@ class Embedding(nnx.Module):
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        layout = layout_in_scope()
-        split = None if layout is None else _split_of(layout, tokens_BT.shape)
-        return _lookup(split, self.table[...], tokens_BT)
+        layout, table_VD = layout_in_scope(), self.table[...]
+        split = None if layout is None else _split_of(layout, tokens_BT.shape, len(table_VD))
+        return _lookup(split, table_VD, tokens_BT)
 
 
 def over_sequence(x_BTD: Any) -> Any:
     """The residual stream or an addend of it, as the layout in scope splits it between blocks."""
     layout = layout_in_scope()
     return x_BTD if layout is None else layout.constrain(x_BTD, "batch", "residual", None)
+
+
+def scattered(x_BTD: Any) -> Any:
+    """An addend of the residual stream: devices of a tensor group hold parts of the sum.
+
+    Each keeps its share of the tokens. The backward pass gathers the gradient; left to itself, the
+    partitioner gathers the weights of the projection before.
+    """
+    layout = layout_in_scope()
+    if layout is None or layout.size("residual") == layout.size("tokens"):
+        return over_sequence(x_BTD)
+    return _scattered(layout, x_BTD)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scattered(layout: Layout, x_BTD: jax.Array) -> jax.Array:
+    return layout.constrain(x_BTD, "batch", "residual", None)
+
+
+def _scattered_backward(layout: Layout, _: None, gradient_BTD: jax.Array) -> tuple[jax.Array]:
+    gradient_BTD = layout.constrain(gradient_BTD, "batch", "residual", None)
+    return (layout.constrain(gradient_BTD, "batch", "tokens", None),)
+
+
+_scattered.defvjp(lambda layout, x: (_scattered(layout, x), None), _scattered_backward)
 
 
 def gathering(project: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
@@ -185,24 +210,51 @@ def gathering(project: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]
 
 @dataclass(frozen=True)
 class _Split:
-    """How tokens [B, T] are split: the axes of either dim, none where they do not divide it."""
+    """The axes that split tokens [B, T] and the table, none where they do not divide a dim."""
 
     layout: Layout
     rows: tuple[str, ...]
     tokens: tuple[str, ...]
+    vocab: tuple[str, ...]
 
 
-def _split_of(layout: Layout, shape: tuple[int, ...]) -> _Split | None:
-    """The split of tokens of this shape; None where one device or replica has them all."""
-    replicas, parts = layout.num_replicas, layout.size("tokens")
-    rows = layout.axes("batch") if replicas > 1 and shape[0] % replicas == 0 else ()
-    tokens = layout.axes("tokens") if parts > 1 and shape[1] % parts == 0 else ()
-    return _Split(layout, rows, tokens) if rows or tokens else None
+def _split_of(layout: Layout, shape: tuple[int, ...], vocab_size: int) -> _Split | None:
+    """The split of tokens of this shape; None where one device has them all and the table."""
+
+    def axes(logical: LogicalAxis, size: int) -> tuple[str, ...]:
+        parts = layout.size(logical)
+        return layout.axes(logical) if parts > 1 and size % parts == 0 else ()
+
+    split = _Split(
+        layout, axes("batch", shape[0]), axes("tokens", shape[1]), axes("vocab", vocab_size)
+    )
+    return split if split.rows or split.tokens or split.vocab else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _lookup(split: _Split | None, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    return jnp.take(table_VD, tokens_BT, axis=0)
+    if split is None or not split.vocab:
+        return jnp.take(table_VD, tokens_BT, axis=0)
+
+    def own(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        """The rows that this device has, and zeros; every token is on one device."""
+        size, first = len(table_VD), jax.lax.axis_index(split.vocab) * len(table_VD)
+        index_BT = tokens_BT - first
+        mine_BT = (index_BT >= 0) & (index_BT < size)
+        found_BTD = jnp.take(table_VD, jnp.where(mine_BT, index_BT, 0), axis=0)
+        found_BTD = jnp.where(mine_BT[..., None], found_BTD, 0)
+        outside_BT = (tokens_BT < 0) | (tokens_BT >= split.layout.size("vocab") * size)
+        return jnp.where(outside_BT[..., None], jnp.nan, found_BTD)[None]
+
+    parts_BTD = jax.shard_map(
+        own,
+        mesh=split.layout.mesh.abstract_mesh,
+        in_specs=(PartitionSpec(split.vocab), PartitionSpec()),
+        out_specs=PartitionSpec(split.vocab),
+        axis_names=set(split.vocab),
+        check_vma=False,
+    )(table_VD, tokens_BT)
+    return jax.lax.reduce(parts_BTD, jnp.zeros((), parts_BTD.dtype), jax.lax.add, (0,))
 
 
 def _lookup_forward(
@@ -227,7 +279,7 @@ def _lookup_backward(
         sums_VD = jnp.full(table_VD.shape, zero).at[tokens_BT].add(gradient_BTD.astype(jnp.float32))
         return sums_VD.astype(table_VD.dtype)[None]
 
-    if split is None:
+    if split is None or not (split.rows or split.tokens):
         return add(gradient_BTD, tokens_BT)[0], None
     both = (*split.rows, *split.tokens)
     by_row = PartitionSpec(split.rows, split.tokens) if split.tokens else PartitionSpec(split.rows)

@@ -26,6 +26,8 @@ from tiny_iteration import (
 from tiny_models import CONFIGS
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.communication import collectives
+from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
@@ -119,6 +121,19 @@ def test_no_device_keeps_the_tokens_of_others_between_layers():
     for shapes in of_layers:
         assert "1,10,32" in shapes
         assert not [shape for shape in shapes if re.search(r"\b(20|40),32$", shape)]
+
+
+@pytest.mark.parametrize("sizes", [WITH_ALL, {"fsdp": 4, "tensor": 2}], ids=["all", "no-sequence"])
+def test_tensor_gathers_activations_and_no_weights(sizes):
+    mesh = make_mesh(**sizes)
+    program = lowered_update(mesh, row_tokens=40, scan_layers=True).compile()
+    axes = MeshAxes(names=mesh.axis_names, sizes=mesh.axis_sizes)
+    over_tensor = [x for x in collectives(program.as_text(), axes, ()) if "tensor" in x.axis]
+    assert {x.kind for x in over_tensor} == {"all-gather", "all-reduce"}
+    gathered = {x.shape for x in over_tensor if x.kind == "all-gather"}
+    # The hidden states of a row, and the ids of its tokens.
+    tokens = 40 // mesh.shape["sequence"]
+    assert gathered == {f"f32[1,{tokens},32]", f"s32[1,{tokens},1]"}
 
 
 def test_an_axis_of_size_1_changes_no_program():

@@ -43,8 +43,6 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.flops import attention_flops, forward_flops, peak_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
-pytestmark = pytest.mark.whole
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 TINY = "--shape=tiny"
 

@@ -32,8 +32,6 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import to_hf_config
 from jaxrl_llm.models.shapes import SHAPES
 
-pytestmark = pytest.mark.whole
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
 TINY = "--shape=tiny"
 
@@ -111,6 +109,7 @@ def test_gradients_of_all_queries_must_be_finite(monkeypatch):
     assert not forward.error and both.error.endswith("not finite is 1, which must be at most 0")
 
 
+@pytest.mark.slow
 def test_results_lie_where_nan_was(monkeypatch):
     """Before each of the two calls that are checked, so that what is not written is seen."""
     shapes = []
@@ -166,6 +165,7 @@ def test_wrong_logprobs_are_found(monkeypatch):
     assert "token_mult_prob_error" in found.error
 
 
+@pytest.mark.slow
 def test_wrong_samples_at_the_end_are_found(monkeypatch):
     """Most are in slots that were refilled; the log-probs of the last two are wrong."""
 
@@ -191,6 +191,7 @@ def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
     assert all("output_error" in row.error for row in rows), rows
 
 
+@pytest.mark.slow
 def test_nan_of_a_later_call_is_found(monkeypatch):
     """The first call has normal queries, those after it the attention of the one before."""
 
@@ -240,9 +241,10 @@ PACKED_AND_DECODE = [
             ["attention", "--workload=dense", "--head_dim=8", "--window=9"],
             ["dense_d8_w9_2x64_fwd", "dense_d8_w9_2x64_fwdbwd"],
         ),
-        (
+        pytest.param(
             ["attention", "--workload=decode", "--cache=float8", "--head_dim=8"],
             ["decode_d8_4x64_float8", "decode_d8_4x64_shared_float8"],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["attention", "--workload=packed,decode"], PACKED_AND_DECODE, marks=pytest.mark.slow
@@ -320,6 +322,7 @@ def test_script_writes_json_lines(tmp_path):
     assert record["figures"]["GB received a device"] == pytest.approx(sum(split) * 2 / 2 / 1e9)
 
 
+@pytest.mark.slow
 def test_your_own_model_and_lengths_are_measured(tmp_path):
     """Prompts of different lengths: every response has its own, the trainer's log-probs agree."""
     (tmp_path / "mine").mkdir()

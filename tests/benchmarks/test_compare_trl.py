@@ -55,7 +55,6 @@ def config(tmp_path_factory) -> Config:
     return load_config(FILE, changes)
 
 
-@pytest.mark.whole
 def test_trl_gets_our_prompts_in_our_order(config):
     work = trl_work(config)
     tokenizer = find_tokenizer("", config.actor)

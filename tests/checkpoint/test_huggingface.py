@@ -416,7 +416,6 @@ print("done")
 """
 
 
-@pytest.mark.whole
 def test_import_and_export_on_eight_devices(tmp_path):
     config = tiny_config(
         num_layers=6, hidden_size=256, num_heads=8, head_dim=32, intermediate_size=512

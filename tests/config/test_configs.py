@@ -100,7 +100,6 @@ def no_reward(*_: object) -> Any:
     raise AssertionError("tracing runs no Python reward")
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_config_loads_plans_and_traces(file, tmp_path):
     config = load_config(str(file), stand_ins(open_config(str(file)), tmp_path))

@@ -262,12 +262,11 @@ def test_passes_equal_the_padded_ones(name, layout):
         assert jnp.abs(found[key]).max() > 0.1
 
 
-@pytest.mark.whole
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
     ("loss_aggregation", "layout"),
     [
-        ("token-mean", "one row"),
+        pytest.param("token-mean", "one row", marks=pytest.mark.slow),
         ("seq-mean-token-mean", "two replicas"),
     ],
 )

@@ -283,7 +283,6 @@ def test_text_of_a_program_for_gpus():
 # ------------------------------------------------------------------------- whole programs
 
 
-@pytest.mark.whole
 def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
     """GRPO with two mini-batches of packed rows; the reward is a model's."""
     config = packed(tiny_config(), 40)

@@ -213,6 +213,7 @@ def check_iteration(sizes, **settings):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
 
 
+@pytest.mark.slow
 def test_iteration_fsdp_8():
     check_iteration(MESHES[0])
 

@@ -79,9 +79,9 @@ one_device = functools.cache(lambda kind, num_layers: iterate(kind, num_layers, 
 @pytest.mark.parametrize(
     ("kind", "num_layers", "sizes"),
     [
-        ("ppo", 2, MIX),
-        ("grpo", 4, TWO_ROUNDS),
-        pytest.param("ppo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
+        ("ppo", 4, TWO_ROUNDS),
+        pytest.param("grpo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
+        pytest.param("ppo", 2, MIX, marks=pytest.mark.slow),
         pytest.param("ppo", 2, {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("ppo", 4, {"pipeline": 4}, marks=pytest.mark.slow),
         pytest.param("grpo", 4, MIX, marks=pytest.mark.slow),
@@ -122,6 +122,7 @@ def check_offline(algorithm: str, **actor: Any) -> None:
         np.testing.assert_allclose(found[1][name], expected[1][name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_of_dpo_equals_one_device():
     check_offline("dpo", micro_batch_size=2)
 

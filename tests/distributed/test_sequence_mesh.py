@@ -299,6 +299,7 @@ def check_offline(sizes, algorithm="dpo", **actor):
         close(one, other, algorithm)
 
 
+@pytest.mark.slow
 def test_dpo_on_sequence_8():
     check_offline(ALONE)
 

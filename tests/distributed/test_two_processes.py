@@ -108,13 +108,27 @@ def test_weights_are_those_of_one_process(one: TinyRun, two: TinyRun) -> None:
         np.testing.assert_allclose(found[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+def without_its_last_step(run: TinyRun, folder: Path) -> TinyRun:
+    """A copy of `run` that has lost its last checkpoint."""
+    copy = TinyRun(folder)
+    shutil.copytree(run.run_dir, copy.run_dir)
+    shutil.rmtree(copy.step_path(STEPS))
+    (copy.run_dir / "config.json").unlink()  # it names the other folder's reward
+    return copy
+
+
 def test_two_processes_resume(tmp_path: Path, two: TinyRun) -> None:
-    run = TinyRun(tmp_path)
-    shutil.copytree(two.run_dir, run.run_dir)
-    shutil.rmtree(run.step_path(STEPS))
-    (run.run_dir / "config.json").unlink()  # it names the other folder's reward
+    run = without_its_last_step(two, tmp_path)
     output = run.finish(launcher=[*PROCESSES, TRAIN])
     assert output.count(f"resumed from {run.step_path(RESUMED_FROM)}") == 1
     assert run.metrics() == two.metrics()
     assert run.samples("train") == two.samples("train")
     assert_same_bits(run.weights(STEPS), two.weights(STEPS))
+
+
+def test_one_process_goes_on_from_two(tmp_path: Path, two: TinyRun) -> None:
+    run = without_its_last_step(two, tmp_path)
+    assert f"resumed from {run.step_path(RESUMED_FROM)}" in run.finish()
+    metrics, expected = run.metrics(), two.metrics()
+    for step in range(RESUMED_FROM + 1, STEPS + 1):
+        assert_close(metrics[step], expected[step], rtol=1e-5, atol=2e-6)

@@ -200,7 +200,7 @@ def test_a_kernels_gradient_is_not_rounded_where_parts_are_added_up(contract, bi
         )
 
 
-@pytest.mark.parametrize("remat", ["none", "projections"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "projections"])
 def test_gradients_of_stored_weights_are_those_of_their_copies(remat):
     """With several parts, where each projection's is float32, and the sum of each part alone."""
     two = dict(num_layers=2, sliding_window=(None, None))

@@ -1,5 +1,6 @@
 """A run that was killed, interrupted or moved ends as one that was left alone."""
 
+import math
 import os
 import shutil
 import signal
@@ -130,16 +131,51 @@ def test_another_runs_checkpoint_goes_on_in_a_new_folder(
     assert run.saved_steps() == [TOTAL_STEPS]
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, devices: int) -> None:
-    start = TOTAL_STEPS - SAVE_EVERY
-    run = TinyRun(tmp_path)
-    shutil.copytree(reference.run_dir, run.run_dir)
-    shutil.rmtree(run.step_path(TOTAL_STEPS))
-    (run.run_dir / "config.json").unlink()  # it names the other folder's reward
-    output = run.finish(f"--devices={devices}", f"--config.mesh.fsdp={devices}")
-    assert f"resumed from {run.step_path(start)}" in output
+MIX = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+OTHER_MIX = {"data": 2, "fsdp": 2, "sequence": 2}
+
+
+def on_mesh(sizes: dict[str, int]) -> list[str]:
+    keys = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
+    return [f"--devices={math.prod(sizes.values())}", *keys]
+
+
+def resume_copy(folder: Path, run: TinyRun, sizes: dict[str, int]) -> TinyRun:
+    """A copy of `run` without its last checkpoint, resumed on a mesh of these sizes."""
+    *_, start, last = run.saved_steps()
+    copy = TinyRun(folder, *run.flags)
+    shutil.copytree(run.run_dir, copy.run_dir)
+    shutil.rmtree(copy.step_path(last))
+    (copy.run_dir / "config.json").unlink()  # it names the other folder's reward
+    output = copy.finish(*on_mesh(sizes))
+    assert f"resumed from {copy.step_path(start)}" in output
+    assert list(copy.metrics()) == list(run.metrics())
+    return copy
+
+
+def assert_close_run(run: TinyRun, reference: TinyRun) -> None:
+    """The steps after a move: the same samples, and metrics to rounding."""
     metrics, expected = run.metrics(), reference.metrics()
-    assert list(metrics) == list(range(TOTAL_STEPS + 1))
-    for step in range(start + 1, TOTAL_STEPS + 1):
+    for step in list(expected)[-SAVE_EVERY:]:
         assert_close(metrics[step], expected[step], rtol=1e-4, atol=1e-5)
+    samples = run.samples("train")
+    for key, sample in reference.samples("train").items():
+        assert samples[key]["tokens"] == sample["tokens"], key
+
+
+@pytest.mark.parametrize("sizes", [MIX, pytest.param({"fsdp": 8}, marks=pytest.mark.slow)])
+def test_a_run_moves_to_other_devices(
+    tmp_path: Path, reference: TinyRun, sizes: dict[str, int]
+) -> None:
+    assert_close_run(resume_copy(tmp_path, reference, sizes), reference)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mix_resumes_there_and_on_another(tmp_path: Path) -> None:
+    mixed = TinyRun(tmp_path / "mix", "--config.total_steps=4")
+    mixed.finish(*on_mesh(MIX))
+    again = resume_copy(tmp_path / "again", mixed, MIX)
+    assert again.metrics() == mixed.metrics()
+    assert again.samples("train") == mixed.samples("train")
+    assert_same_bits(again.weights(4), mixed.weights(4))
+    assert_close_run(resume_copy(tmp_path / "other", mixed, OTHER_MIX), mixed)

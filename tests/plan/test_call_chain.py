@@ -21,7 +21,6 @@ class Stop(Exception):
     """The chain was seen."""
 
 
-@pytest.mark.whole
 def test_the_chain_from_the_command_to_the_formula(tmp_path, monkeypatch):
     """Two mini-batches of two micro-batches, so that every loop is in the chain."""
     chain: list[tuple[str, str]] = []

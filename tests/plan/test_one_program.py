@@ -32,7 +32,6 @@ SMALL = {
 }
 
 
-@pytest.mark.whole
 def test_one_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: dict[int, int] = {}  # step -> compilations so far
     log = RunOutput.log

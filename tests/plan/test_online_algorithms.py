@@ -83,7 +83,6 @@ def by_group(x):
     return np.asarray(x).reshape(PROMPTS, N, *np.shape(x)[1:])
 
 
-@pytest.mark.whole
 def test_remax_compares_with_a_greedy_answer_to_the_same_prompt():
     batch, metrics, change, _ = run(config_of("remax"))
     assert change > 0
@@ -144,7 +143,6 @@ def test_gdpo_reads_the_parts_of_the_reward():
         open_iteration(model)
 
 
-@pytest.mark.whole
 def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
     names = stages_of(config_of("grpo", bypass_mode=True, use_kl_loss=False))
     assert names == GRPO_STAGES - {"old_log_prob"}
@@ -157,7 +155,6 @@ def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
     assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     ("quantization", "least", "most"),
     [("float8", 1e-3, 0.3), pytest.param("none", 0, 1e-4, marks=pytest.mark.slow)],
@@ -177,7 +174,6 @@ def test_a_rollout_is_corrected_by_importance(quantization: str, least: float, m
     assert least <= np.abs(np.log(ratio[real])).mean() < most
 
 
-@pytest.mark.whole
 def test_rejected_tokens_are_in_no_loss_and_no_count():
     settings = {"use_kl_loss": False, "rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}
     config = config_of("grpo", rollout_is="token", **settings)
@@ -198,14 +194,8 @@ def test_rejected_tokens_are_in_no_loss_and_no_count():
     assert abs(expected + (weighed * mask).sum() / mask.sum()) > 1e-4  # another over all tokens
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gspo",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gmpo", "sapo", "opo")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "sapo", "opo"])
 def test_packed_rows_give_the_padded_update(name):
     """A response lies whole in one row either way, so a ratio over responses is the same.
 
@@ -262,7 +252,6 @@ def test_a_loss_whose_field_nobody_writes_is_refused_with_the_fields_there_are(t
         open_iteration(replace(config_of("grpo"), algorithm=algorithm))
 
 
-@pytest.mark.whole
 def test_groups_without_variance_are_reported_and_teach_nothing():
     """A constant reward: every advantage is exactly 0, the update finite, the share 1."""
     config = config_of("grpo", use_kl_loss=False)

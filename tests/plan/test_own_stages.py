@@ -23,7 +23,6 @@ def with_stage(path: str, *models: ExtraModelConfig, **settings):
     return replace(config, models=models, stages=(stage,))
 
 
-@pytest.mark.whole
 def test_the_score_of_a_second_model_is_taken_off_the_reward():
     config = with_stage(f"{EXAMPLE}:cost_penalty", COST, weight=0.25, limit=-0.5)
     iteration = open_iteration(config)

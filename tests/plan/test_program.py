@@ -37,8 +37,9 @@ def is_deleted(tree) -> list[bool]:
     return [x.is_deleted() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(("model_reward", "programs"), [(True, 1), (False, 3)])
+@pytest.mark.parametrize(
+    ("model_reward", "programs"), [pytest.param(True, 1, marks=pytest.mark.slow), (False, 3)]
+)
 def test_number_of_programs_and_donation(model_reward, programs):
     """A model reward gives one program; a Python reward splits it in three. Then no more.
 
@@ -62,7 +63,7 @@ def test_number_of_programs_and_donation(model_reward, programs):
         assert not any(is_deleted(first[role])), f"{role} is frozen and was donated"
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, capsys):
     """The whole loop: data, reward pool, validation and saving as well as the programs."""
     run = TinyRun(tmp_path)

@@ -21,8 +21,6 @@ from jaxrl_llm.learner.forward import response_logprobs
 from jaxrl_llm.learner.rows import rows_of
 from jaxrl_llm.plan.online import _Planning
 
-pytestmark = pytest.mark.whole
-
 
 def single(config: Config) -> Config:
     """`config` with all samples in one mini-batch."""

@@ -38,8 +38,6 @@ from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run import train
 
-pytestmark = pytest.mark.whole
-
 ROW_TOKENS = 33
 BOTH = """
 from jaxrl_llm.algorithms.algorithm import Algorithm, compose

@@ -27,8 +27,6 @@ from jaxrl_llm.trainer.progress import Summary
 from jaxrl_llm.trainer.run import open_plan_and_data, train
 from jaxrl_llm.trainer.trained_model import export_checkpoint
 
-pytestmark = pytest.mark.whole
-
 STEPS = 6
 
 

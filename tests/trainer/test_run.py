@@ -29,7 +29,6 @@ def config_of(folder, **changes):
     return run, load_config(str(folder / "tiny.py"), list(flags.items()))
 
 
-@pytest.mark.whole
 def test_a_run_without_validation_data_runs_without_validation(tmp_path):
     run, config = config_of(tmp_path)
     summary = train(config)

@@ -33,8 +33,6 @@ from jaxrl_llm.trainer.trained_model import (
     read_prompt,
 )
 
-pytestmark = pytest.mark.whole
-
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIG = """
 from jaxrl_llm.config import *

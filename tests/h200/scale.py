@@ -1,0 +1,168 @@
+"""Programs of large models, planned as a run plans them and compiled for up to 1,024 H200s.
+
+The devices exist for the compiler only. The table of docs/scaling.md is printed by, for example,
+
+    python tests/h200/scale.py 72B PPO --mesh data=4 fsdp=8 tensor=8 pipeline=4 --row 4096
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from target import h200_mesh
+
+from jaxrl_llm import config as c
+from jaxrl_llm.distributed.layout import cuts_for
+from jaxrl_llm.plan.offline import plan_offline
+from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.rewarding import ArrayReward
+
+MEMORY = 141e9  # bytes of an H200
+ALGORITHMS = {"PPO": c.PPO(use_kl_loss=True), "GRPO": c.GRPO(use_kl_loss=True), "DPO": c.DPO()}
+TUNED = {"xla_gpu_autotune_level": 4}  # Triton's matmuls are an error without tuning
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a published model."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int = 152_064
+
+    def hf_config(self) -> dict[str, Any]:
+        return {
+            "model_type": "qwen2",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 4_194_304,
+            "tie_word_embeddings": False,
+        }
+
+
+SHAPES = {
+    "7B": Shape(3584, 18_944, 28, 28, 4),  # Qwen2.5-7B
+    "32B": Shape(5120, 27_648, 64, 40, 8),  # Qwen2.5-32B
+    "70B": Shape(8192, 28_672, 80, 64, 8, 128_256),  # Llama-3.1-70B
+    "72B": Shape(8192, 29_568, 80, 64, 8),  # Qwen2.5-72B
+}
+
+
+class Scaled:
+    """A run of a large model, planned: abstract states and the programs of a step.
+
+    Online, samples are packed into rows of `row` tokens; offline, each record is that long. A
+    micro-batch has one row or record a replica. The dtype is bf16 over float32 master weights.
+    """
+
+    def __init__(
+        self, shape: Shape, algorithm: Any, mesh: dict[str, int], *, row: int, **model: Any
+    ) -> None:
+        """`model` are settings of every model, as in `ModelSettings`."""
+        config = c.MeshConfig(**mesh)
+        offline = not isinstance(algorithm, c.PPO | c.GRPO)
+        settings = {
+            "dtype": "bfloat16",
+            "attention": "pallas",
+            "remat": "full",
+            "scan_layers": True,
+            **model,
+        }
+        settings |= {"micro_batch_size": 1} if offline else {"micro_batch_tokens": row}
+        rows = config.num_replicas
+        prompt = min(1024, row // 2)
+        actor = {"hf_config": shape.hf_config(), **settings}
+        config = c.Config(
+            mesh=config,
+            fuse_stages=False,
+            data=c.DataConfig(
+                tokenizer="char",
+                train_batch_size=rows,
+                max_prompt_length=prompt,
+                max_response_length=row - prompt,
+            ),
+            actor=c.ActorConfig(**actor, **({} if offline else {"ppo_mini_batch_size": rows})),
+            critic=c.CriticConfig(**settings),
+            reward=c.RewardConfig() if offline else c.RewardConfig(functions=(c.ExactAnswer(),)),
+            algorithm=algorithm,
+        )
+        cuts = cuts_for(config.mesh.sizes, (), [shape.kv_heads])
+        others = {axis: config.mesh.sizes[axis] for axis in ("sequence", "pipeline")}
+        layout = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+        devices = h200_mesh(layout, **others, cuts=cuts)
+        tokenizer = load_tokenizer("char")
+        if offline:
+            plan = plan_offline(config, tokenizer, devices)
+            self.states = plan.abstract_states({})
+        else:
+            reward = ArrayReward(lambda responses, mask: mask.sum(axis=1))
+            plan = plan_iteration(config, tokenizer, devices, reward)
+            self.states = plan.abstract_states()
+        self.program = plan.program
+        self._batch = plan.abstract_batch()
+
+    @property
+    def stages(self) -> list[str]:
+        """The names of the programs on the devices, in their order."""
+        return [segment.name for segment in self.program.segments if not segment.is_host]
+
+    def compiled(self, stage: str) -> jax.stages.Compiled:
+        """The program of `stage`, compiled for the cards."""
+        segment = next(s for s in self.program.segments if s.name == stage)
+        batch = self.program.trace(self.states, self._batch)
+        lowered = self.program.lower(segment, self.states, batch)
+        return lowered.compile(compiler_options=TUNED)
+
+    def resident(self) -> dict[str, int]:
+        """Bytes on a device of what each role keeps: weights, and optimizer state if it learns."""
+        return {role: sum(_shard_bytes(state)) for role, state in self.states.items()}
+
+
+def _shard_bytes(state: Any) -> Iterator[int]:
+    for leaf in jax.tree.leaves(state):
+        yield math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def peak(compiled: jax.stages.Compiled) -> int:
+    """Bytes of a device: arguments, temporaries, and results that are not arguments' memory."""
+    memory = compiled.memory_analysis()
+    own = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + own
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("algorithm", choices=ALGORITHMS)
+    parser.add_argument("--mesh", nargs="+", required=True, metavar="AXIS=SIZE")
+    parser.add_argument("--row", type=int, default=4096, help="tokens of a packed row")
+    parser.add_argument("--stages", nargs="*", help="the programs to compile; all of them if none")
+    options = parser.parse_args()
+    mesh = {axis: int(size) for axis, _, size in (x.partition("=") for x in options.mesh)}
+    scaled = Scaled(SHAPES[options.shape], ALGORITHMS[options.algorithm], mesh, row=options.row)
+    for role, size in scaled.resident().items():
+        print(f"{role} keeps {size / 1e9:.2f} GB a device", flush=True)
+    for stage in options.stages or scaled.stages:
+        start = time.monotonic()
+        memory = scaled.compiled(stage).memory_analysis()
+        print(
+            f"{stage}: arguments {memory.argument_size_in_bytes / 1e9:.2f} GB, temporaries "
+            f"{memory.temp_size_in_bytes / 1e9:.2f} GB; {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,9 @@ LONG = ("learning", "distributed", "trainer", "plan", "kernels", "generation")
 # programs as users have them.
 FAST_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    # Eight devices share few cores. After 40 s of waiting for another XLA would end the process.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
 
 # Compiled programs, of every run of the tests.

@@ -222,8 +222,14 @@ def assert_close(
 ) -> None:
     """The same metrics with about the same values; the counts of a decode loop depend on its slots.
 
-    A replica decodes its own samples only, so the more replicas, the fewer steps it takes.
+    A replica decodes its own samples only, so the more replicas, the fewer steps it takes. Shares
+    of idle stages and of attention's work exist on their mesh axes only.
     """
-    assert found.keys() == expected.keys()
-    for name in expected.keys() - OF_THE_DECODE_LOOP:
+
+    def names(metrics: dict[str, float]) -> set[str]:
+        of_mesh = ("/pipeline_bubble", "/attention_balance")
+        return {name for name in metrics if not name.endswith(of_mesh)}
+
+    assert names(found) == names(expected)
+    for name in names(expected) - OF_THE_DECODE_LOOP:
         np.testing.assert_allclose(found[name], expected[name], rtol=rtol, atol=atol, err_msg=name)

@@ -27,6 +27,8 @@ from jaxrl_llm.trainer.data import load_records, train_sources
 from jaxrl_llm.trainer.states import derive_reference
 
 SIZE = 16
+# A large eps: otherwise Adam turns the rounding of gradients near 0 into whole steps.
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
 
 
 def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str, float]]:
@@ -43,7 +45,7 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
             max_response_length=4,
             truncation="right",
         ),
-        actor=ActorConfig(hf_config=model, optimizer=OptimizerConfig(learning_rate=1e-3), **actor),
+        actor=ActorConfig(hf_config=model, optimizer=OPTIMIZER, **actor),
         algorithm={cls.kind: cls for cls in c.ALGORITHMS}[algorithm](),
     )
     tokenizer = load_tokenizer("char")
@@ -78,9 +80,10 @@ def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str,
 
 def assert_same(found: Any, expected: Any) -> None:
     (params, metrics), (expected_params, expected_metrics) = found, expected
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6), params, expected_params
-    )
+    for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
     for name in expected_metrics.keys() - {"micro_batches", "row_use"}:
         np.testing.assert_allclose(
             metrics[name], expected_metrics[name], rtol=2e-4, atol=2e-5, err_msg=name

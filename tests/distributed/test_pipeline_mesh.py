@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_offline_mesh import OPTIMIZER
 from test_offline_mesh import assert_same as assert_same_step
 from test_offline_mesh import step as offline_step
 from tiny import MODEL, model_config
@@ -22,7 +23,7 @@ from tiny_iteration import (
 )
 
 from jaxrl_llm import config as c
-from jaxrl_llm.config import Config, MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.config import Config, MeshConfig, ModelSettings
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.learner.forward import row_logprobs
@@ -30,8 +31,6 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.pipeline import Pipeline
 from jaxrl_llm.plan.roles import make_role
 
-# A large eps: otherwise Adam turns the rounding of gradients near 0 into whole steps.
-OPTIMIZER = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
 TWO_ROUNDS = {"data": 2, "pipeline": 2, "pipeline_rounds": 2}
 MIX = {"pipeline": 2, "fsdp": 2, "tensor": 2}
 LONGER = {"pipeline": 4, "data": 2, "pipeline_micro_batches": 2}
@@ -118,8 +117,6 @@ def check_offline(algorithm: str, **actor: Any) -> None:
     found = offline_step(algorithm, MeshConfig(**MIX, pipeline_micro_batches=2), **actor)
     assert_same_step(found, expected)
     assert found[1]["pipeline_bubble"] == pytest.approx(1 / 5)
-    for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(found[1][name], expected[1][name], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -133,27 +130,40 @@ def test_a_packed_step_of_kto_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [MIX, ALTERNATING], ids=["mix", "convoys"])
-def test_gradients_in_bfloat16(sizes):
-    """They differ from those on one device as much as bf16 rounds; idle stages add nothing."""
-    found, expected = gradients(sizes), gradients({})
-    assert abs(found[0] - expected[0]) <= 0.05 * abs(expected[0])
-    for one, other in zip(*map(jax.tree.leaves, (found[1], expected[1])), strict=True):
-        assert np.linalg.norm(one - other) <= 0.2 * np.linalg.norm(other)
+def test_gradients_in_bfloat16():
+    """Idle stages add nothing."""
+    check_bfloat16(ALTERNATING)
 
 
-def gradients(sizes: dict[str, int]) -> Any:
-    """Sum of weighted log-probs in bf16, and its gradients."""
-    run, params = bf16_program(sizes)
-    return fetch(run(params))
+def check_bfloat16(sizes: dict[str, int]) -> None:
+    """A mesh is as far from float32 as one device is, by the rounding of bf16."""
+    exact, one, found = rounded({}, "float32"), rounded({}, "bfloat16"), rounded(sizes, "bfloat16")
+    distances = [
+        [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(each, exact, strict=True)]
+        for each in (one, found)
+    ]
+    assert max(distances[0]) > 1e-3
+    for of_one, of_mesh in zip(*distances, strict=True):
+        assert of_mesh <= 2 * of_one + 1e-3  # a sum over devices rounds once more
 
 
-def bf16_program(sizes: dict[str, int]) -> Any:
-    """The program of `gradients`, and its parameters. Windows alternate."""
+@functools.cache
+def _rounded(sizes: tuple[tuple[str, int], ...], dtype: str) -> list[np.ndarray]:
+    run, params = program(dict(sizes), dtype)
+    return jax.tree.leaves(fetch(run(params)))
+
+
+def rounded(sizes: dict[str, int], dtype: str) -> list[np.ndarray]:
+    """Sum of weighted log-probs, computed in `dtype`, and its gradients."""
+    return _rounded(tuple(sizes.items()), dtype)
+
+
+def program(sizes: dict[str, int], dtype: str = "bfloat16") -> Any:
+    """The program of `rounded`, and its parameters. Windows alternate."""
     spec = model_spec(model_config(num_layers=4, sliding_window=(None, 5, None, 5)))
     config = MeshConfig(**sizes)
     mesh = make_mesh(**config.sizes)
-    settings = ModelSettings(dtype="bfloat16", residual_dtype="bfloat16")
+    settings = ModelSettings(dtype=dtype, residual_dtype=dtype)
     role = make_role("actor", spec, settings, mesh, phases=config)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, spec.config.vocab_size, (16, 12)).astype(np.int32)
@@ -171,7 +181,7 @@ def test_one_stage_is_no_pipeline():
     """Without stages nothing of the schedule is in the program."""
     of_stages = ("collective_permute", "all_to_all")
     for sizes, expected in (({"fsdp": 4, "tensor": 2}, False), ({"pipeline": 2}, True)):
-        run, params = bf16_program(sizes)
+        run, params = program(sizes)
         text = run.lower(params).as_text()
         assert [name in text for name in of_stages] == [expected] * 2
 

@@ -68,9 +68,19 @@ class Scaled:
     """
 
     def __init__(
-        self, shape: Shape, algorithm: Any, mesh: dict[str, int], *, row: int, **model: Any
+        self,
+        shape: Shape,
+        algorithm: Any,
+        mesh: dict[str, int],
+        *,
+        row: int,
+        prompts: int = 1,
+        **model: Any,
     ) -> None:
-        """`model` are settings of every model, as in `ModelSettings`."""
+        """A step has `prompts` prompts or records a replica.
+
+        `model` are settings of every model, as in `ModelSettings`.
+        """
         config = c.MeshConfig(**mesh)
         offline = not isinstance(algorithm, c.PPO | c.GRPO)
         settings = {
@@ -81,7 +91,7 @@ class Scaled:
             **model,
         }
         settings |= {"micro_batch_size": 1} if offline else {"micro_batch_tokens": row}
-        rows = config.num_replicas
+        rows = config.num_replicas * prompts
         prompt = min(1024, row // 2)
         actor = {"hf_config": shape.hf_config(), **settings}
         config = c.Config(
@@ -148,10 +158,12 @@ def main() -> None:
     parser.add_argument("algorithm", choices=ALGORITHMS)
     parser.add_argument("--mesh", nargs="+", required=True, metavar="AXIS=SIZE")
     parser.add_argument("--row", type=int, default=4096, help="tokens of a packed row")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts of a step, a replica")
     parser.add_argument("--stages", nargs="*", help="the programs to compile; all of them if none")
     options = parser.parse_args()
     mesh = {axis: int(size) for axis, _, size in (x.partition("=") for x in options.mesh)}
-    scaled = Scaled(SHAPES[options.shape], ALGORITHMS[options.algorithm], mesh, row=options.row)
+    shape, algorithm = SHAPES[options.shape], ALGORITHMS[options.algorithm]
+    scaled = Scaled(shape, algorithm, mesh, row=options.row, prompts=options.prompts)
     for role, size in scaled.resident().items():
         print(f"{role} keeps {size / 1e9:.2f} GB a device", flush=True)
     for stage in options.stages or scaled.stages:

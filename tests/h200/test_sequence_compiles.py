@@ -16,10 +16,11 @@ LAYERS = QWEN2_5_7B.layers
 
 
 def update(num_layers, **settings):
-    """One optimizer step on one row, compiled for a mesh whose devices share the row."""
+    """The update of a step, compiled for a mesh whose devices share a row."""
     shape = replace(QWEN2_5_7B, layers=num_layers)
     algorithm, mesh = c.PPO(entropy_coef=0.01), {"sequence": SEQUENCE}
-    return Scaled(shape, algorithm, mesh, row=ROW, **settings).compiled("update_actor")
+    scaled = Scaled(shape, algorithm, mesh, row=ROW, prompts=SEQUENCE, **settings)
+    return scaled.compiled("update_actor")
 
 
 # What a device must hold of each layer more: its share of weights, two moments and gradients in

@@ -213,11 +213,11 @@ def check_iteration(sizes, **settings):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
 
 
-@pytest.mark.slow
 def test_iteration_fsdp_8():
     check_iteration(MESHES[0])
 
 
+@pytest.mark.slow
 def test_iteration_fsdp_4_tensor_2():
     check_iteration(MESHES[1], row_tokens=24)
 

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tiny_iteration import MODEL, random_params
 
 from jaxrl_llm import config as c
@@ -95,7 +94,6 @@ def test_dpo_on_eight_devices_equals_one():
     assert_same(step("dpo", MeshConfig(data=2, fsdp=2, tensor=2), micro_batch_size=2), expected)
 
 
-@pytest.mark.slow
 def test_packed_kto_on_eight_devices_equals_one():
     expected = step("kto", MeshConfig())
     assert expected[1]["kl"] != 0 and expected[1]["held out rewards/margins"] != 0

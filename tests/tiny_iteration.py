@@ -1,6 +1,6 @@
 """One iteration of RL in this process: a config, its programs, first states and a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,12 +84,15 @@ def even_tokens(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def open_iteration(
-    config: Config, mesh: Mesh | None = None, reward: Callable[..., np.ndarray] = even_tokens
+    config: Config,
+    mesh: Mesh | None = None,
+    reward: Callable[..., np.ndarray] = even_tokens,
+    own_meshes: Mapping[str, Mesh] | None = None,
 ) -> Iteration:
-    """The planned programs of `config`, by default on one device."""
+    """The planned programs of `config`, by default on one device; roles on meshes of their own."""
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     host = None if config.reward.model is not None else ArrayReward(reward)
-    return plan_iteration(config, load_tokenizer("char"), mesh, host)
+    return plan_iteration(config, load_tokenizer("char"), mesh, host, own_meshes=own_meshes)
 
 
 def random_params(shapes: Any, seed: int, scale: float = 0.3) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Spread
+from jaxrl_llm.config.placement import ACTOR, EXAMPLE, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig
 from jaxrl_llm.data_files import resolve_files
@@ -21,6 +22,7 @@ __all__ = ["check", "is_offline"]
 def check(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
     _check_pipeline(config)
+    _check_placement(config)
     if is_offline(config):
         _check_offline_batches(config)
     else:
@@ -68,20 +70,44 @@ def _replicas(config: Config) -> str:
     )
 
 
+def _check_placement(config: Config) -> None:
+    """Roles on devices of their own get whole shares of the samples."""
+    found = devices_of_roles(config)
+    if is_offline(config) and config.placement:
+        raise ConfigError(
+            "config.placement: offline training has one group of devices; leave it out, or take "
+            f"an online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
+        )
+    n = config.rollout.n
+    batches = {
+        "data.train_batch_size": config.data.train_batch_size,
+        "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
+    }
+    for role, devices in found.items():
+        for key, prompts in batches.items():
+            if role != ACTOR and prompts * n % len(devices):
+                fitting = [d for d in range(1, len(devices)) if prompts * n % d == 0]
+                raise ConfigError(
+                    f"config.placement.{role} has {len(devices)} devices, which do not divide the "
+                    f"{prompts * n} samples of config.{key}={prompts} with config.rollout.n={n}; "
+                    f"{fitting[-1]} devices work"
+                )
+
+
 def _check_phases_of_mesh(config: Config) -> None:
     """Groups of devices of a phase are neighbours on the mesh, and their replicas get samples."""
     mesh = config.mesh
     sizes = {
-        "mesh.generation": mesh.generation.tensor,
-        "mesh.passes": mesh.passes.tensor,
-        **{key: model.tensor for key, model in _models(config)},
+        "mesh.generation": (mesh, mesh.generation.tensor),
+        "mesh.passes": (mesh, mesh.passes.tensor),
+        **{key: (_mesh(config, key), model.tensor) for key, model in _models(config)},
     }
-    for name, size in sizes.items():
-        if size and size not in (fitting := _group_sizes(mesh)):
+    for name, (of_role, size) in sizes.items():
+        if size and size not in (fitting := _group_sizes(of_role)):
             raise ConfigError(
                 f"config.{name}.tensor={size}: so many neighbouring devices do not fit into "
-                f"the mesh of {mesh.num_devices} devices; {_closest(fitting, size)} works, 0 takes "
-                f"config.mesh.tensor={mesh.tensor}"
+                f"the mesh of {of_role.num_devices} devices; {_closest(fitting, size)} works, 0 "
+                f"takes config.mesh.tensor={of_role.tensor}"
             )
     if is_offline(config):
         return
@@ -135,7 +161,7 @@ def _check_batches(config: Config) -> None:
             f"config.actor.ppo_mini_batch_size={mini}: {why}; {_closest(fitting, mini)} works"
         )
     for role, sizes in (("actor", config.actor), ("critic", config.critic)):
-        own = config.mesh.replicas_with(sizes.tensor)
+        own = mesh_of_role(config, role).replicas_with(sizes.tensor)
         _check_micro(role, sizes.micro_batch_size, mini * n, own, "mini-batch")
         _check_packing(config, role, sizes)
         _check_pipelined(config, role, sizes, mini * n)
@@ -294,7 +320,7 @@ def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
 def _check_split(config: Config, key: str, model: ModelSettings) -> None:
     """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
     sizes = _hf_config(key, model)
-    mesh = config.mesh
+    mesh = _mesh(config, key)
     by_heads = ("num_attention_heads", "intermediate_size", "vocab_size")
     names = {
         "mesh.tensor": (mesh.tensor, by_heads),
@@ -310,6 +336,12 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
                 raise ConfigError(f"config.{key}.hf_config.{name}={size}: must be positive")
             if size % parts:
                 fitting = [d for d in range(1, parts) if not any(s % d for s in given.values())]
+                if mesh != config.mesh and name_of_size == "mesh.fsdp":
+                    name_of_size = f"placement.{_role(config, key)}"
+                    raise ConfigError(
+                        f"config.{name_of_size} has {parts} devices, which do not divide "
+                        f"{name}={size} of the model config.{key}; {fitting[-1]} devices work"
+                    )
                 if name_of_size == "mesh.fsdp" and parts != mesh.fsdp:
                     raise ConfigError(
                         f"config.mesh: pipeline × fsdp × sequence = {parts} splits the weights and "
@@ -324,7 +356,7 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
 
 def _check_layers(config: Config, key: str, model: ModelSettings) -> None:
     """The stages of a pipeline must share a model's layers evenly."""
-    mesh, sizes = config.mesh, _hf_config(key, model)
+    mesh, sizes = _mesh(config, key), _hf_config(key, model)
     if mesh.pipeline == 1:
         return
     layers = sizes.get("num_hidden_layers")
@@ -507,6 +539,17 @@ def _models(config: Config) -> Iterator[tuple[str, ModelSettings]]:
         yield "teacher", config.teacher
     for i, model in enumerate(config.models):
         yield f"models.{i}", model
+
+
+def _role(config: Config, key: str) -> str:
+    """The role of the model at `key`."""
+    first, _, number = key.partition(".")
+    return config.models[int(number)].name if first == "models" else first
+
+
+def _mesh(config: Config, key: str) -> MeshConfig:
+    """The mesh of the model at `key`."""
+    return mesh_of_role(config, _role(config, key))
 
 
 def _trainings(config: Config) -> Iterator[tuple[str, SupervisedConfig]]:

@@ -357,6 +357,9 @@ class Config(Record):
     save_every: Whole = 50  # steps; 0 only at the end
     resume: str = "auto"  # auto | never | the path of a checkpoint
     mesh: MeshConfig = MeshConfig()
+    # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"}.
+    # All others share the actor's, which are the first ones of the mesh.
+    placement: FreeDict = field(default_factory=dict)
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()

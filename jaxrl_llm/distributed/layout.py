@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -183,16 +184,21 @@ def _kv_axes(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> tuple[str
     return next((axes for axes in firsts if axis_size(mesh, *axes) == num_kv_heads), ())
 
 
-def mesh_of(config: MeshConfig, num_kv_heads: Sequence[int], own_sizes: Sequence[int] = ()) -> Mesh:
+def mesh_of(
+    config: MeshConfig,
+    num_kv_heads: Sequence[int],
+    own_sizes: Sequence[int] = (),
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
     """The mesh of a config, with the parts that its phases and models with so many heads need.
 
-    `own_sizes` are tensor sizes of single models.
+    `own_sizes` are tensor sizes of single models. `devices` is None for the first ones.
 
     Raises: ValueError for sizes that do not fit the devices or each other.
     """
     phases = (config.generation.tensor, config.passes.tensor, *own_sizes)
     cuts = cuts_for(config.sizes, phases, num_kv_heads)
-    return make_mesh(**config.sizes, cuts=cuts, devices=None)
+    return make_mesh(**config.sizes, cuts=cuts, devices=devices)
 
 
 def cuts_for(

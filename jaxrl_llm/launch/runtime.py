@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, check
+from jaxrl_llm.config.placement import devices_of_roles
 
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
@@ -118,7 +119,8 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     """
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
-    mesh = fit_mesh(config.mesh)
+    placed = devices_of_roles(config).values() if config.placement else ()
+    mesh = fit_mesh(config.mesh, [number for devices in placed for number in devices])
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
         check(config)  # more replicas may not divide the batch
@@ -266,10 +268,10 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[str]:
     return sorted((match[1] for match in numbers if match), key=int)
 
 
-def fit_mesh(mesh: MeshConfig) -> MeshConfig:
+def fit_mesh(mesh: MeshConfig, placed: Sequence[int] = ()) -> MeshConfig:
     """`mesh`, or all devices on `data` when several processes share a mesh of one device.
 
-    Prints one line when the mesh leaves devices idle.
+    `placed` are the numbers of all devices of a `placement`. Prints one line when devices are idle.
 
     Raises: ConfigError when it does not fit, with the flag that gives a CPU more devices.
     """
@@ -278,21 +280,33 @@ def fit_mesh(mesh: MeshConfig) -> MeshConfig:
     from jaxrl_llm.distributed.mesh import check_mesh, larger_mesh
 
     count, processes = jax.device_count(), jax.process_count()
+    if processes > 1 and placed:
+        raise ConfigError(
+            f"config.placement: roles on devices of their own need one process, and there are "
+            f"{processes}; start one process a node with all of its devices, or leave it out"
+        )
     if processes > 1 and mesh.num_devices == 1:
         return replace(mesh, data=count)
+    wanted = max([mesh.num_devices, *(number + 1 for number in placed)])
     try:
         check_mesh(mesh.sizes, count, processes)
+        if wanted > count:
+            raise ValueError(
+                f"config.placement names device {wanted - 1}, but {count} devices are available, "
+                f"numbered from 0 to {count - 1}."
+            )
     except ValueError as error:
-        if jax.default_backend() == "cpu" and mesh.num_devices > count and processes == 1:
+        if jax.default_backend() == "cpu" and wanted > count and processes == 1:
             raise ConfigError(
-                f"{error}\nTo try a mesh on a CPU, split it: --devices={mesh.num_devices} (the "
-                f"same as XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices})."
+                f"{error}\nTo try it on a CPU, split the CPU: --devices={wanted} (the same as "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted})."
             ) from None
         raise ConfigError(str(error)) from None
-    if mesh.num_devices < count:
+    used = len(set(placed)) or mesh.num_devices
+    if used < count:
+        remedy = "" if placed else f"; {larger_mesh(mesh.sizes, count)} uses all"
         print(
-            f"the mesh uses {mesh.num_devices} of {count} devices, {count - mesh.num_devices} are "
-            f"idle; {larger_mesh(mesh.sizes, count)} uses all",
+            f"the mesh uses {used} of {count} devices, {count - used} are idle{remedy}",
             file=sys.stderr,
             flush=True,
         )

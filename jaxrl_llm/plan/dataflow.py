@@ -197,8 +197,13 @@ def plan(
     return _ordered([s for s in stages if s.name in needed], writers)
 
 
-def segments(stages: Sequence[Stage], *, fuse: bool = True) -> tuple[Segment, ...]:
-    """Planned stages grouped into programs.
+def segments(
+    stages: Sequence[Stage],
+    *,
+    fuse: bool = True,
+    place: Callable[[Stage], Any] = lambda stage: None,
+) -> tuple[Segment, ...]:
+    """Planned stages grouped into programs, each of stages with the same `place`.
 
     Without a host stage everything is one program. With one, what the host waits for ends a
     program. The stages that do not wait for the host then form a program of their own, and run on
@@ -210,7 +215,8 @@ def segments(stages: Sequence[Stage], *, fuse: bool = True) -> tuple[Segment, ..
     host_reads = {name for stage in stages if stage.role == HOST for name in stage.reads}
     for stage in stages:
         previous = out[-1] if out else None
-        ends = previous is None or previous[-1].role == HOST or stage.role == HOST
+        ends = previous is None or HOST in (previous[-1].role, stage.role)
+        ends = ends or (previous is not None and place(previous[-1]) != place(stage))
         feeds_host = previous is not None and bool(host_reads & _all_writes(previous))
         if ends or (feeds_host and not host_reads & set(stage.writes)):
             out.append([stage])

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
 from jaxrl_llm.config import Config, ModelSettings
+from jaxrl_llm.config.placement import devices_of_roles, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
@@ -51,17 +52,31 @@ def find_model(
     return ModelSource(config=config, directory=directory, checkpoint=found.checkpoint)
 
 
-def open_mesh(config: Config, tokenizer: Tokenizer | None = None) -> Mesh:
-    """The mesh of a run, with the parts that its models and phases need.
+def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str, Mesh]:
+    """The mesh of the actor, and of each role on devices of its own (`config.placement`).
+
+    A mesh has the parts that its models and phases need.
 
     Raises: ValueError for sizes that do not fit the devices or each other.
     """
-    models = [config.actor, config.critic, config.reward.model, config.teacher, *config.models]
-    models = [model for model in models if model is not None]
-    named = [m for m in models if m.path or m.hf_config]
-    sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in named)
+    named = {"actor": config.actor, "critic": config.critic}
+    named |= {"reward": config.reward.model, "teacher": config.teacher}
+    named |= {model.name: model for model in config.models}
+    models = {role: model for role, model in named.items() if model is not None}
+    described = [model for model in models.values() if model.path or model.hf_config]
+    sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in described)
     heads = sorted({source.config.num_kv_heads for source in sources})
-    return mesh_of(config.mesh, heads, [model.tensor for model in models])
+    placed = devices_of_roles(config)
+    meshes: dict[str, Mesh] = {}
+    for role, numbers in placed.items():
+        sharing = [model.tensor for name, model in models.items() if placed.get(name) == numbers]
+        if role == "actor":
+            sharing = [model.tensor for name, model in models.items() if name not in placed]
+            sharing.append(config.actor.tensor)
+        all_devices = jax.devices()
+        devices = [all_devices[number] for number in numbers] if config.placement else None
+        meshes[role] = mesh_of(mesh_of_role(config, role), heads, sharing, devices)
+    return meshes
 
 
 def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:

@@ -96,6 +96,10 @@ class OfflinePlan:
         return [] if self.reference is None else ["reference"]
 
     @property
+    def num_devices(self) -> int:
+        return self.learner.mesh.size
+
+    @property
     def loss(self) -> RecordLoss:
         """The loss on records of the learner."""
         return RecordLoss(

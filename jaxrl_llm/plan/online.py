@@ -1,9 +1,9 @@
 """From a config to the planned programs of online RL, before any array exists."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
-from jaxrl_llm.plan.program import Program
+from jaxrl_llm.plan.program import Program, by_mesh
 from jaxrl_llm.plan.roles import Role, make_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes
@@ -144,6 +144,11 @@ class OnlinePlan:
         return [name for name, role in self.roles.items() if role.optimizer is None]
 
     @property
+    def num_devices(self) -> int:
+        """The devices of all groups."""
+        return self.iterations[-1].program.num_devices
+
+    @property
     def layout_switch_bytes(self) -> int:
         """Bytes that the busiest device receives when the actor goes to its generation layout.
 
@@ -173,9 +178,17 @@ class OnlinePlan:
 
 
 def plan_online(
-    config: Config, tokenizer: Tokenizer, mesh: Mesh, reward: HostReward | None
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    reward: HostReward | None,
+    *,
+    own_meshes: Mapping[str, Mesh] | None = None,
 ) -> OnlinePlan:
-    """Every phase planned as a run of its own would be. Raises what `plan_iteration` raises."""
+    """Every phase planned as a run of its own would be. Raises what `plan_iteration` raises.
+
+    `own_meshes` are those of roles on devices of their own; `mesh` is of all others.
+    """
     algorithms = [phase.algorithm for phase in config.phases] + [config.algorithm]
     first_steps = [1]
     for phase in config.phases:
@@ -186,8 +199,18 @@ def plan_online(
         # Steps count from the run's first.
         critic = replace(config.critic, warmup_steps=last)
         phase = replace(config, algorithm=algorithm, critic=critic)
-        iterations.append(plan_iteration(phase, tokenizer, mesh, reward, waiting=waiting))
-    return OnlinePlan(config=config, iterations=tuple(iterations), first_steps=tuple(first_steps))
+        iteration = plan_iteration(
+            phase, tokenizer, mesh, reward, own_meshes=own_meshes, waiting=waiting
+        )
+        iterations.append(iteration)
+    plan = OnlinePlan(config=config, iterations=tuple(iterations), first_steps=tuple(first_steps))
+    for role in own_meshes or ():
+        if role not in plan.roles:
+            raise ConfigError(
+                f"config.placement.{role}: config.algorithm={config.algorithm.label} with these "
+                f"settings has no use for that role, and its devices would be idle; leave it out"
+            )
+    return plan
 
 
 def _waiting(
@@ -214,10 +237,12 @@ def plan_iteration(
     mesh: Mesh,
     reward: HostReward | None,
     *,
+    own_meshes: Mapping[str, Mesh] | None = None,
     waiting: int | None = None,
 ) -> Iteration:
     """Roles, stages and programs of `config`. `reward` scores on the host, if anything does.
 
+    `own_meshes` are those of roles on devices of their own; `mesh` is of all others.
     `waiting` is the number of steps of the whole run in which the actor waits for its critic; None
     counts those of `config` alone.
 
@@ -228,7 +253,8 @@ def plan_iteration(
     _check(config, algorithm, reward)
     if waiting is None:
         waiting = min(_critic_warmup(config, algorithm), config.total_steps)
-    roles, sources = _roles(config, tokenizer, mesh, waiting)
+    own_meshes = {} if own_meshes is None else own_meshes
+    roles, sources = _roles(config, tokenizer, mesh, waiting, own_meshes)
     planning = _Planning(
         config=config,
         algorithm=algorithm,
@@ -241,7 +267,8 @@ def plan_iteration(
     planned = planning.stages()
     collected, column = _collected(config, planned, reward)
     rest = [stage for stage in planned if stage not in collected]
-    collecting = segments(collected, fuse=config.fuse_stages)
+    group = partial(segments, fuse=config.fuse_stages, place=by_mesh(own_meshes))
+    collecting = group(collected)
     used = {stage.role for stage in planned}
     roles = {name: role for name, role in roles.items() if name in used}
     shardings = {name: role.shardings for name, role in roles.items()}
@@ -252,8 +279,9 @@ def plan_iteration(
         sources=sources,
         stages=planned,
         program=Program(
-            (*collecting, *segments(rest, fuse=config.fuse_stages)),
+            (*collecting, *group(rest)),
             mesh=mesh,
+            own_meshes={name: own for name, own in own_meshes.items() if name in roles},
             state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
             overlap=config.fuse_stages,
             group=config.rollout.n,
@@ -359,7 +387,11 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
 
 
 def _roles(
-    config: Config, tokenizer: Tokenizer, mesh: Mesh, waiting: int
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    waiting: int,
+    own_meshes: Mapping[str, Mesh],
 ) -> tuple[dict[str, Role], dict[str, ModelSource]]:
     """Every role that the config describes, and where weights come from, if not from the actor."""
     context = config.data.max_row_length
@@ -389,15 +421,29 @@ def _roles(
             sources[name] = actor
         _check_vocabulary(name, source, actor)
         spec = spec_of(source, kind, settings)
-        roles[name] = make_role(name, spec, settings, mesh, phases=config.mesh, exact=config.exact)
+        roles[name] = _make_role(name, spec, settings, config, own_meshes.get(name), mesh)
     iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
     for name, number in iterations.items():
         settings = config.actor if name == "actor" else config.critic
         per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
         steps = max(per_epoch * settings.ppo_epochs, 1)
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
-    roles["reference"] = reference_role(config, actor, mesh)
+    roles["reference"] = reference_role(config, actor, mesh, own_meshes.get("reference"))
     return roles, sources
+
+
+def _make_role(
+    name: str,
+    spec: ModelSpec,
+    settings: ModelSettings,
+    config: Config,
+    own_mesh: Mesh | None,
+    mesh: Mesh,
+) -> Role:
+    """A role on its own mesh, which has no phases, or on that of the run."""
+    if own_mesh is None:
+        return make_role(name, spec, settings, mesh, phases=config.mesh, exact=config.exact)
+    return make_role(name, spec, settings, own_mesh, exact=config.exact)
 
 
 def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
@@ -409,7 +455,9 @@ def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> Non
         )
 
 
-def reference_role(config: Config, source: ModelSource, mesh: Mesh) -> Role:
+def reference_role(
+    config: Config, source: ModelSource, mesh: Mesh, own_mesh: Mesh | None = None
+) -> Role:
     """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
     settings = ModelSettings(
         dtype=config.actor.dtype,
@@ -417,7 +465,7 @@ def reference_role(config: Config, source: ModelSource, mesh: Mesh) -> Role:
         attention=config.actor.attention,
     )
     spec: ModelSpec = spec_of(source, "causal_lm", settings)
-    return make_role("reference", spec, settings, mesh, phases=config.mesh, exact=config.exact)
+    return _make_role("reference", spec, settings, config, own_mesh, mesh)
 
 
 # ------------------------------------------------------------------------- stages
@@ -482,18 +530,19 @@ class _Planning:
         """Every stage that might be needed; the planner keeps those that are."""
         config, algorithm, roles = self.config, self.algorithm, self.roles
         sizes = update_sizes(config, roles["actor"])
-        passes: dict[str, Any] = {
-            "micro_batches": sizes.forward,
-            "temperature": config.rollout.temperature,
-        }
+        temperature = config.rollout.temperature
+
+        def passes(name: str) -> dict[str, Any]:
+            forward = update_sizes(config, roles[name]).forward
+            return {"model": roles[name], "micro_batches": forward, "temperature": temperature}
+
         squares = "sum_pi_squared" in field_names(algorithm.advantage)
         old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
-        reference = roles["reference"]
         found: list[Stage] = [
             *self._generation(),
-            stages.OldLogprobs(model=roles["actor"], writes=old, **passes),
+            stages.OldLogprobs(writes=old, **passes("actor")),
             stages.FrozenLogprobs(
-                model=reference, name="ref", writes=("reference_logprobs",), **passes
+                name="ref", writes=("reference_logprobs",), **passes("reference")
             ),
             stages.Values(
                 model=roles["critic"],
@@ -502,21 +551,21 @@ class _Planning:
             *self._rewards_and_advantages(),
         ]
         if config.teacher is not None:
-            teacher = roles[TEACHER]
             writes = ("teacher_logprobs",)
             found += [
-                stages.FrozenLogprobs(model=teacher, name=TEACHER, writes=writes, **passes),
-                stages.TeacherTop(model=teacher, top_k=config.teacher.top_k, **passes),
+                stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
+                stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
         correction = stages.correction(algorithm)
         found += [] if correction is None else [correction]
-        found += [self._extra_model(roles[model.name], passes) for model in config.models]
+        found += [self._extra_model(passes(model.name)) for model in config.models]
+        reward = roles.get("reward")
         found += score_stages(
-            roles.get("reward"),
+            reward,
             self.reward,
             group=config.rollout.n,
             weight=1.0 if config.reward.model is None else config.reward.model.weight,
-            micro_batches=sizes.forward,
+            micro_batches=(update_sizes(config, reward) if reward else sizes).forward,
             by_user=self.own_stages,
         )
         found += self.own_stages
@@ -545,11 +594,12 @@ class _Planning:
         }
         return [stages.Generate(**settings), stages.GenerateGreedily(**settings)]
 
-    def _extra_model(self, role: Role, passes: dict[str, Any]) -> Stage:
+    def _extra_model(self, passes: dict[str, Any]) -> Stage:
         """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
+        role: Role = passes["model"]
         if role.spec.kind == "causal_lm":
             writes = (f"{role.name}_logprobs",)
-            return stages.FrozenLogprobs(model=role, name=role.name, writes=writes, **passes)
+            return stages.FrozenLogprobs(name=role.name, writes=writes, **passes)
         return ModelScores(
             model=role,
             name=role.name,

@@ -5,8 +5,10 @@ program. The states of roles that learn are donated, so an update needs no secon
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +33,7 @@ PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 
 
 class Program:
-    """The stages of one step on one mesh.
+    """The stages of one step, on one mesh or on several.
 
     `run` takes and returns a batch, a `RolloutBatch` or an `OfflineBatch`.
     """
@@ -42,11 +44,15 @@ class Program:
         *,
         mesh: Mesh,
         state_shardings: Mapping[str, Any],
+        own_meshes: Mapping[str, Mesh] | None = None,
         overlap: bool = True,
         supervised: bool = False,
         group: int = 1,
     ):
         """`state_shardings` has one entry for each role that keeps state.
+
+        `own_meshes` are those of roles on devices of their own. Their segments run at the same time
+        as those on `mesh`, as far as their fields allow. A field moves where it is read.
 
         `group` samples in a row answer one prompt: hosts divide rows by whole groups if they can.
         `overlap` lets a device segment run while a host stage does that reads nothing of it.
@@ -56,6 +62,9 @@ class Program:
         self.segments = tuple(segments)
         self._overlap = overlap
         self.mesh = mesh
+        self._own_meshes = dict(own_meshes or {})
+        apart = len(set(self._own_meshes.values()))
+        self._waiting = ThreadPoolExecutor(apart + 1, "segments") if apart else None
         self.runs: Counter[str] = Counter()  # of each device segment, since the start
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
@@ -80,28 +89,33 @@ class Program:
         `context` is what host stages read, with the batch. The donated `states` must not be used
         again.
 
-        At most one device segment is in flight, so device times do not overlap. Nothing is lost:
-        a device segment follows another only where the host reads the fields of the first, and so
-        waits for it.
+        At most one segment is in flight on a mesh, so the times of its devices do not overlap.
+        Nothing is lost: a device segment follows another only where the host reads the fields of
+        the first, and so waits for it.
         """
-        device_step = make_global(jnp.int32(step), replicated(self.mesh))
         metrics: dict[str, Any] = {}
-        pending: list[tuple[Segment, Any]] = []  # the segment in flight
-        for segment in self.segments if segments is None else segments:
+        pending = _Pending(timer, self._waiting)
+        moves = _Moves()
+        segments = self.segments if segments is None else segments
+        for segment in segments:
             if segment.is_host:
                 with timer(segment.name):
                     batch, found = self._run_host(segment.stages[0], batch, step, context)
-                _wait(pending, timer)
+                pending.wait()
                 metrics |= found
                 continue
+            mesh = self.mesh_of(segment)
             # Before the clock starts: the dispatch of a program with loops may wait for the device.
-            _wait(pending, timer)
-            timer.start(segment.name)
+            pending.wait(mesh)
             reads = {name: batch[name] for name in self._reads[segment.name]}
+            if self._own_meshes:
+                reads = moves.to(mesh, reads)
+            timer.start(segment.name)
             learning, fixed = _split_states(states, segment)
+            device_step = make_global(jnp.int32(step), replicated(mesh))
             arguments = (learning, fixed, reads, device_step)
             compiled = self._compiled[segment.name]
-            if self.mesh.size > 1 and segment.name not in self._called:
+            if mesh.size > 1 and segment.name not in self._called:
                 self._called[segment.name] = jax.tree.map(_abstract, arguments)
             guard = transfer_guard() if segment.name in self._traced else nullcontext()
             with guard, memory_guard(segment):
@@ -112,11 +126,25 @@ class Program:
             self.runs[segment.name] += 1
             states = states | new_states
             batch, metrics = batch.replace(**writes), metrics | _begun(segment, by_stage, step)
-            pending.append((segment, writes or by_stage))
-            if self._feeds_host(segment) or not self._overlap:
-                _wait(pending, timer)
-        _wait(pending, timer)
+            pending.add(mesh, segment, writes or by_stage)
+            if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
+                pending.wait()
+        pending.wait()
+        if self._own_meshes:
+            written = [name for each in segments for stage in each.stages for name in stage.writes]
+            batch = batch.replace(**moves.to(self.mesh, {name: batch[name] for name in written}))
+            metrics["perf/moved_between_groups_gb"] = moves.bytes / 1e9
         return states, batch, metrics
+
+    def mesh_of(self, segment: Segment) -> Mesh:
+        """The mesh on which a device segment runs."""
+        return _mesh_of(segment.stages[0], self._own_meshes) or self.mesh
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of the program, whatever their group."""
+        meshes = {self.mesh, *self._own_meshes.values()}
+        return len({device for mesh in meshes for device in mesh.devices.flat})
 
     def host_rows(self, num_rows: int) -> HostRows:
         """The rows of a batch of `num_rows` that this process holds, and those that it owns."""
@@ -134,7 +162,8 @@ class Program:
             else:
                 compiled = self._compiled[segment.name]
                 _, writes, _ = compiled.eval_shape(*self._arguments(segment, states, batch))
-            batch = batch.replace(**jax.tree.map(self._placed, writes))
+            placed = partial(_placed, sharding=self._batch_sharding)
+            batch = batch.replace(**jax.tree.map(placed, writes))
         return batch
 
     def lower(self, segment: Segment, states: States, batch: Any) -> jax.stages.Lowered:
@@ -157,12 +186,13 @@ class Program:
         Otherwise `jit` would trace again for `run`, and the compile cache would not find the
         program.
         """
+        mesh = self.mesh_of(segment)
         reads = {name: batch[name] for name in self._reads[segment.name]}
-        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.mesh))
+        if self._own_meshes:
+            placed = partial(_placed, sharding=batch_sharding(mesh))
+            reads = jax.tree.map(placed, reads)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
         return *_split_states(states, segment), reads, step
-
-    def _placed(self, field: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=self._batch_sharding)
 
     def _feeds_host(self, segment: Segment) -> bool:
         after = self.segments[self.segments.index(segment) + 1 :]
@@ -183,12 +213,13 @@ class Program:
         return batch.replace(**writes), metrics
 
     def _compile(self, segment: Segment) -> Any:
+        mesh = self.mesh_of(segment)
         options, *others = (dict(stage.compiler_options) for stage in segment.stages)
         learning_shardings = {role: self._shardings[role] for role in segment.updated}
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
-            out_shardings=(learning_shardings, self._batch_sharding, replicated(self.mesh)),
+            out_shardings=(learning_shardings, batch_sharding(mesh), replicated(mesh)),
             compiler_options=options if all(other == options for other in others) else None,
         )
 
@@ -231,14 +262,70 @@ def _split_states(states: States, segment: Segment) -> tuple[States, States]:
     )
 
 
-def _wait(pending: list[tuple[Segment, Any]], timer: Timer) -> None:
-    """Stop the clock of a dispatched segment when its results are there.
+def _placed(field: Any, *, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
-    One that ran at the same time as a host stage is waited for after it: its time is the longer of
-    the two.
+
+def _mesh_of(stage: Stage, own_meshes: Mapping[str, Mesh]) -> Mesh | None:
+    return own_meshes.get(stage.role)
+
+
+def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
+    """Tells stages apart that one program cannot hold, for `segments`."""
+    return partial(_mesh_of, own_meshes=own_meshes)
+
+
+class _Pending:
+    """The segment in flight on each mesh. Its clock stops when its results are there.
+
+    On one mesh the caller waits. A segment that ran at the same time as a host stage is waited for
+    after it: its time is the longer of the two. With several meshes a thread waits for each.
     """
-    while pending:
-        segment, results = pending.pop(0)
+
+    def __init__(self, timer: Timer, threads: ThreadPoolExecutor | None) -> None:
+        self._timer = timer
+        self._threads = threads
+        self._ends: dict[Mesh, Callable[[], None]] = {}
+
+    def add(self, mesh: Mesh, segment: Segment, results: Any) -> None:
+        """Requires: nothing is in flight on `mesh`."""
+        end = partial(self._end, segment, results)
+        self._ends[mesh] = end if self._threads is None else self._threads.submit(end).result
+
+    def wait(self, *meshes: Mesh) -> None:
+        """Wait for what is in flight on these meshes, or on all."""
+        for mesh in meshes or tuple(self._ends):
+            self._ends.pop(mesh, _nothing)()
+
+    def _end(self, segment: Segment, results: Any) -> None:
         with memory_guard(segment):
             jax.block_until_ready(results)
-        timer.stop(segment.name)
+        self._timer.stop(segment.name)
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Moves:
+    """Fields of a step on the meshes that read them. Each moves once to a mesh."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._moved: dict[tuple[str, Mesh], tuple[Any, Any]] = {}
+
+    def to(self, mesh: Mesh, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields, [rows, ...] each, on `mesh`. Waits for those that move."""
+        return {name: self._field(mesh, name, field) for name, field in fields.items()}
+
+    def _field(self, mesh: Mesh, name: str, field: Any) -> Any:
+        sharding = batch_sharding(mesh)
+        if field.sharding.device_set == sharding.device_set:
+            return field
+        known, moved = self._moved.get((name, mesh), (None, None))
+        if known is not field:
+            jax.block_until_ready(field)
+            moved = jax.device_put(field, sharding)
+            self.bytes += field.nbytes
+            self._moved[name, mesh] = field, moved
+        return moved

@@ -42,7 +42,6 @@ def mfu_metrics(
     roles: Mapping[str, Role],
     epochs: Mapping[str, int],
     lengths: Sequence[int],
-    num_devices: int,
     peak: float | None,
     step: int,
 ) -> dict[str, float]:
@@ -65,6 +64,6 @@ def mfu_metrics(
         if updated:
             own = segment_flops(segment, roles, epochs, lengths, step=step)
             flops = sum_over_processes(own, "flops")
-            used = flops / (timings[segment.name] * num_devices * peak)
+            used = flops / (timings[segment.name] * roles[updated[0]].mesh.size * peak)
             metrics |= {f"perf/mfu/{name}": used for name in updated}
     return metrics

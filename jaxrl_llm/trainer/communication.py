@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxrl_llm.distributed.communication import Collective, Row, Totals, collectives, table
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.multihost import is_main
@@ -90,7 +92,7 @@ class CommunicationReport:
         """
         if trace is not None:
             self.message(f"step {step} is traced in {trace}")
-        if program.mesh.size == 1:
+        if program.num_devices == 1:
             return {}
         first = self._read(program)
         if not is_main():
@@ -161,7 +163,8 @@ class CommunicationReport:
             if is_main() and compiled is not None:
                 text = compiled.as_text()
                 assert text is not None
-                found = collectives(text, _axes(program), [stage.name for stage in segment.stages])
+                axes = _axes(program.mesh_of(segment))
+                found = collectives(text, axes, [stage.name for stage in segment.stages])
             self._known[segment.name] = Known(found=found, rows=table(found))
         return bool(new)
 
@@ -189,8 +192,8 @@ def _place(name: str, names: Sequence[str]) -> int:
     return names.index(name) if name in names else len(names)
 
 
-def _axes(program: Program) -> MeshAxes:
-    shape = program.mesh.shape
+def _axes(mesh: Mesh) -> MeshAxes:
+    shape = mesh.shape
     return MeshAxes(names=tuple(map(str, shape)), sizes=tuple(shape.values()))
 
 

@@ -96,7 +96,7 @@ class Clock:
             timings | {"step": seconds},
             num_prompt_tokens=tokens.num_prompt,
             num_response_tokens=tokens.num_response,
-            num_devices=mesh.size,
+            num_devices=plan.num_devices,
         )
         if isinstance(plan, OnlinePlan):
             metrics |= mfu_metrics(
@@ -106,7 +106,6 @@ class Clock:
                 epochs=plan.at(step).epochs,
                 step=step,
                 lengths=tokens.lengths,
-                num_devices=mesh.size,
                 peak=peak_flops(mesh.devices.flat[0].device_kind),
             )
             if plan.layout_switch_bytes:

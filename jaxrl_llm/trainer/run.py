@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
-from jaxrl_llm.plan.models import find_tokenizer, open_mesh, write_huggingface_files
+from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
@@ -252,9 +252,9 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
     started = time.perf_counter()
     run_dir = folder.path
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
-    mesh = open_mesh(config, tokenizer)
+    meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
-        plan, data = open_plan_and_data(config, tokenizer, mesh, run_dir, stack)
+        plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume = _resume_point(config, checkpoints)
@@ -327,7 +327,11 @@ class RunData:
 
 
 def open_plan_and_data(
-    config: Config, tokenizer: Tokenizer, mesh: Mesh, run_dir: Path, stack: ExitStack
+    config: Config,
+    tokenizer: Tokenizer,
+    meshes: Mapping[str, Mesh],
+    run_dir: Path,
+    stack: ExitStack,
 ) -> tuple[Plan, RunData]:
     """What the algorithm of `config` makes of a run. `stack` closes what was opened.
 
@@ -335,14 +339,16 @@ def open_plan_and_data(
     """
     records, validator = None, None
     if is_offline(config):
-        plan = plan_offline(config, tokenizer, mesh)
+        plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
         loader = records.loader()
         stack.callback(loader.close)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
     else:
-        plan = plan_online(config, tokenizer, mesh, open_reward(config, tokenizer, stack))
+        reward = open_reward(config, tokenizer, stack)
+        others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
+        plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))

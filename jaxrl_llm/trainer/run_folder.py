@@ -45,6 +45,8 @@ SCHEDULE_KEYS = (
 # may have to change them to fit into memory or to move to other hardware.
 DEVICE_KEYS = (
     "mesh.*",
+    "placement",
+    "placement.*",
     "fuse_stages",
     "data.num_workers",
     "data.prefetch",

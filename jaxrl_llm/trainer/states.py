@@ -1,6 +1,6 @@
 """The first states of a run's roles, and their shape in a checkpoint."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,8 +114,7 @@ def _derive_or_load(plan: Iteration | OnlinePlan, name: str, actor: Params) -> P
 
 def derive_reference(role: Role, params: Params) -> Params:
     """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
-    make = partial(_copy, dtype=role.spec.dtype)
-    return jax.jit(make, out_shardings=role.param_shardings)(params)
+    return _made(partial(_copy, dtype=role.spec.dtype), role, params)
 
 
 def _copy(params: Params, *, dtype: str) -> Params:
@@ -130,7 +129,15 @@ def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
         # Without the copy, the decoder would be the actor's own buffers.
         return jax.tree.map(jnp.copy, scalar_params_from(actor, role.spec, jax.random.key(seed)))
 
-    return jax.jit(derive, out_shardings=role.param_shardings)(actor)
+    return _made(derive, role, actor)
+
+
+def _made(make: Callable[[Params], Params], role: Role, params: Params) -> Params:
+    """What `make` makes of another role's parameters, where this role keeps its own."""
+    here = {x.sharding.mesh for x in jax.tree.leaves(params)}  # one device or mesh has them
+    if here == {role.mesh}:
+        return jax.jit(make, out_shardings=role.param_shardings)(params)
+    return jax.device_put(jax.jit(make)(params), role.param_shardings)
 
 
 def role_seed(config: Config, role: str) -> int:

@@ -30,7 +30,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, open_mesh, spec_of
+from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, open_meshes, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
@@ -115,7 +115,10 @@ def complete(
 def evaluate(config: Config) -> Validation:
     """Answer and grade the config's held-out data with `actor.path`, as its validation would."""
     tokenizer = find_tokenizer("", config.actor)
-    mesh, source = open_mesh(config), find_model(config.actor, context=config.data.max_row_length)
+    mesh, source = (
+        open_meshes(config)["actor"],
+        find_model(config.actor, context=config.data.max_row_length),
+    )
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     with ExitStack() as stack:

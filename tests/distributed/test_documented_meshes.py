@@ -7,7 +7,7 @@ import pytest
 from tiny_iteration import even_tokens
 
 from jaxrl_llm.config import load_config
-from jaxrl_llm.plan.models import find_tokenizer, open_mesh
+from jaxrl_llm.plan.models import find_tokenizer, open_meshes
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.trainer.rewarding import ArrayReward
 
@@ -30,6 +30,6 @@ def test_a_row_is_planned_and_traced(flags):
     changes = re.findall(r"--config\.([\w.]+)=(\d+)", flags)
     config = load_config(str(ROOT / "configs" / "ppo.py"), changes)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
-    mesh = open_mesh(config, tokenizer)
+    mesh = open_meshes(config, tokenizer)["actor"]
     assert mesh.size == 8
     plan_online(config, tokenizer, mesh, ArrayReward(even_tokens)).trace()

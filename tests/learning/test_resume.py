@@ -131,23 +131,24 @@ def test_another_runs_checkpoint_goes_on_in_a_new_folder(
     assert run.saved_steps() == [TOTAL_STEPS]
 
 
-MIX = {"pipeline": 2, "fsdp": 2, "tensor": 2}
-OTHER_MIX = {"data": 2, "fsdp": 2, "sequence": 2}
-
-
-def on_mesh(sizes: dict[str, int]) -> list[str]:
+def on_mesh(**sizes: int) -> list[str]:
     keys = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
     return [f"--devices={math.prod(sizes.values())}", *keys]
 
 
-def resume_copy(folder: Path, run: TinyRun, sizes: dict[str, int]) -> TinyRun:
-    """A copy of `run` without its last checkpoint, resumed on a mesh of these sizes."""
+MIX = on_mesh(pipeline=2, fsdp=2, tensor=2)
+OTHER_MIX = on_mesh(data=2, fsdp=2, sequence=2)
+APART = ["--devices=2", "--config.placement.critic=1", "--config.placement.reference=critic"]
+
+
+def resume_copy(folder: Path, run: TinyRun, flags: list[str]) -> TinyRun:
+    """A copy of `run` without its last checkpoint, resumed with these flags."""
     *_, start, last = run.saved_steps()
     copy = TinyRun(folder, *run.flags)
     shutil.copytree(run.run_dir, copy.run_dir)
     shutil.rmtree(copy.step_path(last))
     (copy.run_dir / "config.json").unlink()  # it names the other folder's reward
-    output = copy.finish(*on_mesh(sizes))
+    output = copy.finish(*flags)
     assert f"resumed from {copy.step_path(start)}" in output
     assert list(copy.metrics()) == list(run.metrics())
     return copy
@@ -163,19 +164,26 @@ def assert_close_run(run: TinyRun, reference: TinyRun) -> None:
         assert samples[key]["tokens"] == sample["tokens"], key
 
 
-@pytest.mark.parametrize("sizes", [MIX, pytest.param({"fsdp": 8}, marks=pytest.mark.slow)])
-def test_a_run_moves_to_other_devices(
-    tmp_path: Path, reference: TinyRun, sizes: dict[str, int]
-) -> None:
-    assert_close_run(resume_copy(tmp_path, reference, sizes), reference)
+@pytest.mark.parametrize(
+    "flags",
+    [MIX, *(pytest.param(x, marks=pytest.mark.slow) for x in (on_mesh(fsdp=8), APART))],
+    ids=["mix", "fsdp", "apart"],
+)
+def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, flags: list[str]) -> None:
+    assert_close_run(resume_copy(tmp_path, reference, flags), reference)
 
 
 @pytest.mark.slow
-def test_a_run_on_a_mix_resumes_there_and_on_another(tmp_path: Path) -> None:
-    mixed = TinyRun(tmp_path / "mix", "--config.total_steps=4")
-    mixed.finish(*on_mesh(MIX))
-    again = resume_copy(tmp_path / "again", mixed, MIX)
-    assert again.metrics() == mixed.metrics()
-    assert again.samples("train") == mixed.samples("train")
-    assert_same_bits(again.weights(4), mixed.weights(4))
-    assert_close_run(resume_copy(tmp_path / "other", mixed, OTHER_MIX), mixed)
+@pytest.mark.parametrize(
+    ("flags", "others"), [(MIX, OTHER_MIX), (APART, on_mesh(data=2))], ids=["mix", "apart"]
+)
+def test_a_run_on_devices_resumes_there_and_on_others(
+    tmp_path: Path, flags: list[str], others: list[str]
+) -> None:
+    placed = TinyRun(tmp_path / "placed", "--config.total_steps=4")
+    placed.finish(*flags)
+    again = resume_copy(tmp_path / "again", placed, flags)
+    assert again.metrics() == placed.metrics()
+    assert again.samples("train") == placed.samples("train")
+    assert_same_bits(again.weights(4), placed.weights(4))
+    assert_close_run(resume_copy(tmp_path / "others", placed, others), placed)

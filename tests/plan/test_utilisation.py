@@ -27,7 +27,6 @@ def metrics_of(iteration, timings, peak=PEAK, step=1):
         roles=iteration.roles,
         epochs=iteration.epochs,
         lengths=LENGTHS,
-        num_devices=2,
         peak=peak,
         step=step,
     )
@@ -40,8 +39,8 @@ def test_a_stage_by_itself_counts_its_own_work():
     # Two epochs of updates, and an update is three forward passes.
     actor, critic = forward_by_hand(head=True), forward_by_hand(head=False)
     assert found == {
-        "perf/mfu/actor": pytest.approx(6 * actor / (0.5 * 2 * PEAK)),
-        "perf/mfu/critic": pytest.approx(6 * critic / (0.5 * 2 * PEAK)),
+        "perf/mfu/actor": pytest.approx(6 * actor / (0.5 * PEAK)),
+        "perf/mfu/critic": pytest.approx(6 * critic / (0.5 * PEAK)),
     }
     by_name = {s.name: s for s in iteration.program.segments}
     count = {
@@ -59,7 +58,7 @@ def test_programs_that_update_count_all_of_their_passes():
     assert {"update_actor", "update_critic"} <= set(updating.name.split("+"))
     found = metrics_of(iteration, {updating.name: 2.0})
     flops = segment_flops(updating, iteration.roles, iteration.epochs, LENGTHS)
-    assert found["perf/mfu/actor"] == found["perf/mfu/critic"] == flops / (2.0 * 2 * PEAK)
+    assert found["perf/mfu/actor"] == found["perf/mfu/critic"] == flops / (2.0 * PEAK)
 
 
 def test_left_out_where_it_would_mislead():
@@ -78,7 +77,7 @@ def test_an_actor_that_waits_for_its_critic_uses_nothing():
     (updating,) = (s for s in iteration.program.segments if "update_actor" in s.name)
     timings = {updating.name: 1.0}
     both = metrics_of(iteration, timings, step=3)
-    actor = 6 * forward_by_hand(head=True) / (2 * PEAK)
+    actor = 6 * forward_by_hand(head=True) / PEAK
     assert both["perf/mfu/actor"] == both["perf/mfu/critic"]
     assert metrics_of(iteration, timings, step=2) == {
         "perf/mfu/critic": pytest.approx(both["perf/mfu/critic"] - actor)

@@ -300,7 +300,7 @@ def opened(folder: Path, algorithm: str, **changes: str) -> OfflineRecords:
     with ExitStack() as stack:
         tokenizer, mesh, run_dir = load_tokenizer("char"), make_mesh(), Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        _, data = open_plan_and_data(config, tokenizer, mesh, run_dir, stack)
+        _, data = open_plan_and_data(config, tokenizer, {"actor": mesh}, run_dir, stack)
         assert data.records is not None
         return data.records
 

@@ -1,0 +1,132 @@
+"""Roles on devices of their own: the metrics of one group, at the same time, and clear errors."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_iteration import first_states, open_iteration, prompts, tiny_config
+
+from jaxrl_llm import config as c
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, check
+from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.models import open_meshes
+from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.tokenizer import load_tokenizer
+
+APART = {"actor": "0-3", "critic": "4-5", "reference": "critic", "reward": "6,7"}
+
+
+class Spans(Timer):
+    """When each stage began and ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+
+    def start(self, name: str) -> None:
+        super().start(name)
+        self.began[name] = self._clock()
+
+    def stop(self, name: str) -> float:
+        self.ended[name] = self._clock()
+        return super().stop(name)
+
+    def overlap(self, one: str, other: str) -> bool:
+        begin = max(self.began[one], self.began[other])
+        return begin < min(self.ended[one], self.ended[other])
+
+
+def config_with(placement: dict[str, Any]) -> Config:
+    """PPO with a reference and a model reward, on four devices of the actor."""
+    config = tiny_config(algorithm={"use_kl_loss": True})
+    reward = c.RewardConfig(model=c.RewardModelConfig(training=c.SupervisedConfig()))
+    data = replace(config.data, train_tasks=(c.ChainSum(num_terms=2),), max_response_length=8)
+    config = replace(config, mesh=MeshConfig(fsdp=4), placement=placement, reward=reward)
+    check(replace(config, data=data))
+    return config
+
+
+def steps(config: Config, number: int) -> Any:
+    """States, metrics of each step, the spans of the last one, and where each role lies."""
+    meshes = open_meshes(config, load_tokenizer("char"))
+    iteration = open_iteration(config, meshes.pop("actor"), own_meshes=meshes)
+    states, metrics, spans = first_states(iteration), [], Spans()
+    for step in range(1, number + 1):
+        spans = Spans()
+        batch = make_global(prompts(config), batch_sharding(iteration.mesh))
+        states, batch, found = iteration.program.run(states, batch, step, None, spans)
+        metrics.append(fetch(found))
+    devices = {}
+    for name in iteration.roles:
+        found = jax.tree.leaves(states[name])[0].sharding.device_set
+        devices[name] = sorted(device.id for device in found)
+    return fetch(states), metrics, spans, devices
+
+
+def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
+    expected_states, expected, _, _ = steps(config_with({}), 2)
+    states, found, spans, devices = steps(config_with(APART), 2)
+    apart = {"actor": [0, 1, 2, 3], "critic": [4, 5], "reference": [4, 5], "reward": [6, 7]}
+    assert devices == apart
+    for one, other in zip(found, expected, strict=True):
+        assert one.pop("perf/moved_between_groups_gb") > 0
+        assert one.keys() == other.keys()
+        # Two of a model's scores that are equal on four devices may differ by rounding on two.
+        for name in other.keys() - {"frac_reward_zero_std"}:
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    for one, other in zip(*map(jax.tree.leaves, (states, expected_states)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert spans.overlap("update_critic", "update_actor")
+    assert spans.overlap("ref+values", "reward")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown role": ({"critik": "4"}, "did you mean critic"),
+    "no such model": ({"teacher": "4"}, "this run has actor, critic, reference, reward"),
+    "no numbers": ({"critic": "four"}, "expected numbers of devices, for example 4-5"),
+    "empty": ({"critic": "5-4"}, "5-4 names no device"),
+    "twice": ({"critic": "4,4"}, "names a device twice"),
+    "overlap": ({"critic": "3-4"}, "critic share device 3"),
+    "sizes of the actor": ({"actor": "0-2"}, "--config.mesh.fsdp=3"),
+    "samples": ({"critic": "4-6"}, "3 devices, which do not divide .* 2 devices work"),
+    "without numbers": ({"critic": "reference"}, "config.placement.reference gives no device"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_placement_that_cannot_work_is_refused(name):
+    placement, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        config_with(placement)
+
+
+def test_devices_of_roles():
+    config = config_with({"critic": 7, "reference": "critic", "reward": "actor"})
+    assert devices_of_roles(config) == {
+        "actor": (0, 1, 2, 3),
+        "critic": (7,),
+        "reference": (7,),
+    }
+
+
+def test_a_group_that_no_role_uses_is_refused():
+    config = replace(tiny_config(), algorithm=c.GRPO(), mesh=MeshConfig(fsdp=4))
+    config, tokenizer = replace(config, placement={"critic": "4"}), load_tokenizer("char")
+    meshes = open_meshes(config, tokenizer)
+    mesh = meshes.pop("actor")
+    with pytest.raises(ConfigError, match="no use for that role"):
+        plan_online(config, tokenizer, mesh, None, own_meshes=meshes)
+
+
+def test_a_mesh_keeps_the_devices_of_its_role():
+    meshes = open_meshes(config_with(APART), load_tokenizer("char"))
+    assert meshes["critic"] == meshes["reference"] != meshes["reward"]
+    assert meshes["critic"].shape["fsdp"] == 2
+    assert make_mesh(fsdp=4, devices=jax.devices()[:4]) == meshes["actor"]

@@ -6,6 +6,7 @@ from jaxrl_llm.config.records import ConfigError
 from jaxrl_llm.config.schema import Config, MeshConfig
 
 ACTOR = "actor"
+ROLLOUT = "rollout"  # generation of the actor's samples
 EXAMPLE = "--config.placement.critic=4-5"
 
 
@@ -47,7 +48,10 @@ def devices_of_roles(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def mesh_of_role(config: Config, role: str) -> MeshConfig:
-    """The mesh of a role: the config's, or one axis fsdp over the devices of its own."""
+    """The mesh of a role: the config's, or one axis fsdp over the devices of its own.
+
+    Generation on devices of its own makes groups of `mesh.generation.tensor` of them.
+    """
     found = devices_of_roles(config)
     if role == ACTOR or role not in found:
         return config.mesh
@@ -57,7 +61,7 @@ def mesh_of_role(config: Config, role: str) -> MeshConfig:
 def _roles(config: Config) -> list[str]:
     optional = {"reward": config.reward.model, "teacher": config.teacher}
     given = [name for name, model in optional.items() if model is not None]
-    return [ACTOR, "critic", "reference", *given, *(model.name for model in config.models)]
+    return [ACTOR, ROLLOUT, "critic", "reference", *given, *(model.name for model in config.models)]
 
 
 def _devices(config: Config, given: dict[str, str], role: str) -> tuple[int, ...]:

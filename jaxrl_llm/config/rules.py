@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Spread
-from jaxrl_llm.config.placement import ACTOR, EXAMPLE, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig
 from jaxrl_llm.data_files import resolve_files
@@ -96,9 +96,9 @@ def _check_placement(config: Config) -> None:
 
 def _check_phases_of_mesh(config: Config) -> None:
     """Groups of devices of a phase are neighbours on the mesh, and their replicas get samples."""
-    mesh = config.mesh
+    mesh, of_rollout = config.mesh, mesh_of_role(config, ROLLOUT)
     sizes = {
-        "mesh.generation": (mesh, mesh.generation.tensor),
+        "mesh.generation": (of_rollout, mesh.generation.tensor),
         "mesh.passes": (mesh, mesh.passes.tensor),
         **{key: (_mesh(config, key), model.tensor) for key, model in _models(config)},
     }
@@ -112,16 +112,17 @@ def _check_phases_of_mesh(config: Config) -> None:
     if is_offline(config):
         return
     samples = config.data.train_batch_size * config.rollout.n
-    replicas = mesh.num_devices // (mesh.generation.tensor or mesh.tensor)
+    devices = of_rollout.num_devices
+    replicas = devices // (mesh.generation.tensor or of_rollout.tensor)
     if samples % replicas:
-        fitting = [d for d in _group_sizes(mesh) if samples % (mesh.num_devices // d) == 0]
+        fitting = [d for d in _group_sizes(of_rollout) if samples % (devices // d) == 0]
         sizes_of_batch = range(1, 2 * samples + replicas)
         better = [p for p in sizes_of_batch if p * config.rollout.n % replicas == 0]
         remedy = f"config.data.train_batch_size={_closest(better, config.data.train_batch_size)}"
         if fitting:
             remedy += f" works, or config.mesh.generation.tensor={fitting[0]}"
         raise ConfigError(
-            f"generation has {replicas} replicas (all {mesh.num_devices} devices in groups of "
+            f"generation has {replicas} replicas (all {devices} devices in groups of "
             f"config.mesh.generation.tensor or config.mesh.tensor), which do not divide the "
             f"{samples} samples of an iteration; {remedy}"
         )

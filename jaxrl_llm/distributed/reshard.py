@@ -5,10 +5,11 @@ and where an axis moves from one dim to another it may gather the whole array fi
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 Axes = tuple[str, ...]
 
@@ -88,6 +89,40 @@ def _axes(spec: PartitionSpec, dim: int) -> Axes:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
+    """`params` in `dtype` on other devices, under the shardings `target`; and the bytes that move.
+
+    Outside of jit. An array is gathered on its own devices, one at a time, and each of them sends
+    to its share of the new ones.
+
+    Requires: this process holds all devices of both.
+    """
+    moved = 0
+
+    def leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        nonlocal moved
+        whole = _whole(x.sharding.mesh, dtype)(x)  # pyright: ignore[reportAttributeAccessIssue]
+        copies = [shard.data for shard in whole.addressable_shards]
+        parts = []
+        for i, (device, index) in enumerate(sharding.devices_indices_map(x.shape).items()):
+            parts.append(jax.device_put(copies[i % len(copies)][index], device))
+            moved += parts[-1].nbytes
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(leaf, params, target), moved
+
+
+@cache
+def _whole(mesh: Mesh, dtype: str) -> Any:
+    """Casts an array and makes it whole on every device of its mesh."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        # Without the barrier the partitioner gathers the array as it was before the cast.
+        return jax.lax.optimization_barrier(x.astype(dtype))
+
+    return jax.jit(cast, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def switch_bytes(shapes: Any, source: Any, target: Any) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
 from jaxrl_llm.config import Config, ModelSettings
-from jaxrl_llm.config.placement import devices_of_roles, mesh_of_role
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
@@ -66,16 +66,15 @@ def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str,
     described = [model for model in models.values() if model.path or model.hf_config]
     sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in described)
     heads = sorted({source.config.num_kv_heads for source in sources})
-    placed = devices_of_roles(config)
-    meshes: dict[str, Mesh] = {}
+    own_sizes = {role: model.tensor for role, model in models.items()}
+    own_sizes[ROLLOUT] = config.mesh.generation.tensor
+    placed, meshes = devices_of_roles(config), {}
     for role, numbers in placed.items():
-        sharing = [model.tensor for name, model in models.items() if placed.get(name) == numbers]
-        if role == "actor":
-            sharing = [model.tensor for name, model in models.items() if name not in placed]
-            sharing.append(config.actor.tensor)
-        all_devices = jax.devices()
-        devices = [all_devices[number] for number in numbers] if config.placement else None
-        meshes[role] = mesh_of(mesh_of_role(config, role), heads, sharing, devices)
+        together = [
+            s for name, s in own_sizes.items() if placed.get(name, placed[ACTOR]) == numbers
+        ]
+        devices = [jax.devices()[number] for number in numbers] if config.placement else None
+        meshes[role] = mesh_of(mesh_of_role(config, role), heads, together, devices)
     return meshes
 
 

@@ -25,8 +25,8 @@ from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
-from jaxrl_llm.plan.program import Program, by_mesh
-from jaxrl_llm.plan.roles import Role, make_role
+from jaxrl_llm.plan.program import Follower, Program, by_mesh
+from jaxrl_llm.plan.roles import Role, make_role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes
 from jaxrl_llm.references import check_settings, load
@@ -35,7 +35,8 @@ from jaxrl_llm.types import RolloutBatch
 
 SCORE = "score"  # by which groups are filtered where no part of the reward is named
 TEACHER = "teacher"
-ROLES = ("actor", "critic", "reference", "reward", TEACHER)
+ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
+ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE)
 
 
 # ------------------------------------------------------------------------- what is planned
@@ -154,7 +155,9 @@ class OnlinePlan:
 
         They are counted in the dtype of generation, as the program casts before it moves.
         """
-        dtype = jnp.dtype(self.config.rollout.dtype or self.config.actor.dtype)
+        if ROLLOUT_ROLE in self.config.placement:
+            return 0  # they go to other devices: perf/rollout_weights_gb
+        dtype = jnp.dtype(_rollout_dtype(self.config))
         role = self.learner
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), role.spec.params)
         return switch_bytes(shapes, role.param_shardings, role.generation_shardings)
@@ -205,7 +208,7 @@ def plan_online(
         iterations.append(iteration)
     plan = OnlinePlan(config=config, iterations=tuple(iterations), first_steps=tuple(first_steps))
     for role in own_meshes or ():
-        if role not in plan.roles:
+        if role not in plan.roles and role != ROLLOUT_ROLE:
             raise ConfigError(
                 f"config.placement.{role}: config.algorithm={config.algorithm.label} with these "
                 f"settings has no use for that role, and its devices would be idle; leave it out"
@@ -255,10 +258,15 @@ def plan_iteration(
         waiting = min(_critic_warmup(config, algorithm), config.total_steps)
     own_meshes = {} if own_meshes is None else own_meshes
     roles, sources = _roles(config, tokenizer, mesh, waiting, own_meshes)
+    followers = []
+    if ROLLOUT_ROLE in own_meshes:
+        rollout = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)
+        followers.append(Follower(rollout, "actor", _rollout_dtype(config)))
     planning = _Planning(
         config=config,
         algorithm=algorithm,
         roles=roles,
+        sampler=followers[0].role if followers else roles["actor"],
         sampling=train_sampling(config, tokenizer),
         pad_id=tokenizer.pad_id,
         reward=reward,
@@ -281,7 +289,8 @@ def plan_iteration(
         program=Program(
             (*collecting, *group(rest)),
             mesh=mesh,
-            own_meshes={name: own for name, own in own_meshes.items() if name in roles},
+            own_meshes={name: own for name, own in own_meshes.items() if name in used},
+            followers=followers,
             state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
             overlap=config.fuse_stages,
             group=config.rollout.n,
@@ -337,6 +346,10 @@ def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
         min_p=rollout.min_p,
         stop_token_ids=stop_ids(config, tokenizer),
     )
+
+
+def _rollout_dtype(config: Config) -> str:
+    return config.rollout.dtype or config.actor.dtype
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -494,6 +507,7 @@ class _Planning:
     config: Config
     algorithm: Algorithm
     roles: dict[str, Role]
+    sampler: Role  # the actor, or what follows it on devices of its own
     sampling: SamplingParams
     pad_id: int
     reward: HostReward | None
@@ -572,10 +586,10 @@ class _Planning:
         return found + self._updates(sizes, own_logprobs=own_logprobs)
 
     def _generation(self) -> list[Stage]:
-        config, actor = self.config, self.roles["actor"]
+        config, sampler = self.config, self.sampler
         how = stages.Generation(
             samples=config.data.train_batch_size * config.rollout.n,
-            dtype=config.rollout.dtype or config.actor.dtype,
+            dtype=_rollout_dtype(config),
             seed=config.seed,
             settings=GenerationSettings(
                 sampling=self.sampling,
@@ -584,13 +598,13 @@ class _Planning:
                 cache_tokens=config.rollout.cache_tokens,
                 pad_id=self.pad_id,
                 quantization=config.rollout.quantization,
-                attention=actor.forward.attention,
+                attention=sampler.forward.attention,
             ),
         )
         settings: dict[str, Any] = {
-            "model": actor,
+            "model": sampler,
             "how": how,
-            "compiler_options": how.compiler_options(actor),
+            "compiler_options": how.compiler_options(sampler),
         }
         return [stages.Generate(**settings), stages.GenerateGreedily(**settings)]
 

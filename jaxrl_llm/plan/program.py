@@ -24,10 +24,12 @@ from jaxrl_llm.distributed.multihost import (
     make_global,
     place_owned,
 )
+from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
+from jaxrl_llm.plan.roles import Role, params_of
 
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 
@@ -45,6 +47,7 @@ class Program:
         mesh: Mesh,
         state_shardings: Mapping[str, Any],
         own_meshes: Mapping[str, Mesh] | None = None,
+        followers: Sequence["Follower"] = (),
         overlap: bool = True,
         supervised: bool = False,
         group: int = 1,
@@ -53,6 +56,7 @@ class Program:
 
         `own_meshes` are those of roles on devices of their own. Their segments run at the same time
         as those on `mesh`, as far as their fields allow. A field moves where it is read.
+        `followers` are the roles whose weights come from another role in each step.
 
         `group` samples in a row answer one prompt: hosts divide rows by whole groups if they can.
         `overlap` lets a device segment run while a host stage does that reads nothing of it.
@@ -63,6 +67,7 @@ class Program:
         self._overlap = overlap
         self.mesh = mesh
         self._own_meshes = dict(own_meshes or {})
+        self._followers = {follower.role.name: follower for follower in followers}
         apart = len(set(self._own_meshes.values()))
         self._waiting = ThreadPoolExecutor(apart + 1, "segments") if apart else None
         self.runs: Counter[str] = Counter()  # of each device segment, since the start
@@ -110,8 +115,9 @@ class Program:
             reads = {name: batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
                 reads = moves.to(mesh, reads)
+            followed = self._follow(segment, states, timer, metrics)
             timer.start(segment.name)
-            learning, fixed = _split_states(states, segment)
+            learning, fixed = _split_states(states | followed, segment)
             device_step = make_global(jnp.int32(step), replicated(mesh))
             arguments = (learning, fixed, reads, device_step)
             compiled = self._compiled[segment.name]
@@ -187,12 +193,26 @@ class Program:
         program.
         """
         mesh = self.mesh_of(segment)
+        states = states | {name: each.abstract() for name, each in self._followers.items()}
         reads = {name: batch[name] for name in self._reads[segment.name]}
         if self._own_meshes:
             placed = partial(_placed, sharding=batch_sharding(mesh))
             reads = jax.tree.map(placed, reads)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
         return *_split_states(states, segment), reads, step
+
+    def _follow(
+        self, segment: Segment, states: States, timer: Timer, metrics: dict[str, Any]
+    ) -> States:
+        """The states of the followers in `segment`, brought up to date."""
+        found: States = {}
+        for name in {stage.role for stage in segment.stages} & self._followers.keys():
+            follower = self._followers[name]
+            with timer(follower.timing):
+                found[name], size = follower.follow(states[follower.source])
+                jax.block_until_ready(found[name])
+            metrics[f"perf/{name}_weights_gb"] = size / 1e9
+        return found
 
     def _feeds_host(self, segment: Segment) -> bool:
         after = self.segments[self.segments.index(segment) + 1 :]
@@ -260,6 +280,34 @@ def _split_states(states: States, segment: Segment) -> tuple[States, States]:
         {role: states[role] for role in sorted(used & learning)},
         {role: states[role] for role in sorted(used - learning)},
     )
+
+
+class Follower:
+    """A role whose weights are those of another, on devices of its own, at each step's begin."""
+
+    def __init__(self, role: Role, source: str, dtype: str) -> None:
+        self.role = role
+        self.source = source
+        self.timing = f"sync_{role.name}"
+        self._dtype = dtype
+        self._last: tuple[Any, Any] = (None, None)  # the state of the source, and what came of it
+
+    def follow(self, state: Any) -> tuple[Any, int]:
+        """The weights on the role's devices, and the bytes that moved. A state moves once."""
+        if self._last[0] is state:
+            return self._last[1], 0
+        self._last = (None, None)  # the old weights make room
+        params, size = to_devices(params_of(state), self.role.param_shardings, self._dtype)
+        self._last = (state, params)
+        return params, size
+
+    def abstract(self) -> Any:
+        """Shape, dtype and sharding of the weights."""
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.dtype(self._dtype), sharding=s),
+            self.role.spec.params,
+            self.role.param_shardings,
+        )
 
 
 def _placed(field: Any, *, sharding: Any) -> jax.ShapeDtypeStruct:

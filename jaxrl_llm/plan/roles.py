@@ -148,6 +148,22 @@ def make_role(
     )
 
 
+def rollout_role(actor: Role, mesh: Mesh, phases: MeshConfig) -> Role:
+    """The actor where it generates on devices of its own; it keeps the generation layout."""
+    tensor = phases.generation.tensor or 1
+    layout = generation_layout(mesh, actor.spec.config.num_kv_heads, tensor=tensor)
+    stored = shardings(actor.spec.axes, actor.spec.params, mesh, layout.rules)
+    return Role(
+        name="rollout",
+        spec=actor.spec,
+        forward=actor.forward,
+        passes=actor.passes,
+        layout=layout,
+        generation=layout,
+        param_shardings=stored,
+    )
+
+
 def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | None:
     """The pipeline of a layout. Raises: ValueError for layers that its stages cannot share."""
     stages = layout.size("layers")

@@ -1,4 +1,4 @@
-"""Every row of docs/parallelism.md is accepted, planned and traced, with configs/ppo.py."""
+"""Every row of docs/parallelism.md and docs/placement.md is planned and traced, with PPO."""
 
 import re
 from pathlib import Path
@@ -12,24 +12,34 @@ from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.trainer.rewarding import ArrayReward
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "parallelism.md").read_text()
-ROWS = re.findall(r"^\| [^|]* \| `(--config\.mesh[^`]*)` \|$", PAGE, re.MULTILINE)
+PAGES = {"parallelism.md": 8, "placement.md": 5}  # rows of each
 FAST = ("generation", "sequence", "critic")
+
+
+def rows_of(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^\| [^|]* \| `(--config\.mesh[^`]*)` \|$", text, re.MULTILINE)
+
+
+ROWS = [row for page in PAGES for row in rows_of(page)]
 EVERY = [
     pytest.param(row, marks=() if any(word in row for word in FAST) else pytest.mark.slow)
     for row in ROWS
 ]
 
 
-def test_the_page_has_rows():
-    assert len(ROWS) == 8
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_has_rows(page):
+    assert len(rows_of(page)) == PAGES[page]
 
 
 @pytest.mark.parametrize("flags", EVERY)
 def test_a_row_is_planned_and_traced(flags):
-    changes = re.findall(r"--config\.([\w.]+)=(\d+)", flags)
+    changes = re.findall(r"--config\.([\w.]+)=(\S+)", flags)
     config = load_config(str(ROOT / "configs" / "ppo.py"), changes)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
-    mesh = open_meshes(config, tokenizer)["actor"]
-    assert mesh.size == 8
-    plan_online(config, tokenizer, mesh, ArrayReward(even_tokens)).trace()
+    meshes = open_meshes(config, tokenizer)
+    mesh = meshes.pop("actor")
+    plan = plan_online(config, tokenizer, mesh, ArrayReward(even_tokens), own_meshes=meshes)
+    assert plan.num_devices >= (6 if meshes else 8)
+    plan.trace()

@@ -6,10 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_iteration import first_states, open_iteration, prompts, tiny_config
+from tiny_iteration import (
+    OF_THE_DECODE_LOOP,
+    first_states,
+    open_iteration,
+    prompts,
+    tiny_config,
+)
 
 from jaxrl_llm import config as c
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, check
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, PhaseMeshConfig, check
 from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
@@ -87,9 +93,30 @@ def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
     assert spans.overlap("ref+values", "reward")
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_generation_apart_gives_the_same_samples(tensor):
+    """The weights go to the devices of the rollout once a step, and nothing else changes."""
+    config = config_with({"rollout": "4-7"})
+    config = replace(config, mesh=replace(config.mesh, generation=PhaseMeshConfig(tensor=tensor)))
+    _, expected, _, _ = steps(config_with({}), 2)
+    states, found, spans, devices = steps(config, 2)
+    assert "rollout" not in states and "rollout" not in devices
+    assert {"sync_rollout", "gen"} <= spans.ended.keys()
+    for one, other in zip(found, expected, strict=True):
+        # Each of two replicas, or of four, has the whole model.
+        model = sum(x.nbytes for x in jax.tree.leaves(states["actor"].params))
+        assert one.pop("perf/rollout_weights_gb") == pytest.approx(
+            4 / tensor * model / 1e9, rel=0.1
+        )
+        del one["perf/moved_between_groups_gb"]
+        assert one.keys() == other.keys()
+        for name in other.keys() - OF_THE_DECODE_LOOP:
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown role": ({"critik": "4"}, "did you mean critic"),
-    "no such model": ({"teacher": "4"}, "this run has actor, critic, reference, reward"),
+    "no such model": ({"teacher": "4"}, "this run has actor, rollout, critic, reference, reward"),
     "no numbers": ({"critic": "four"}, "expected numbers of devices, for example 4-5"),
     "empty": ({"critic": "5-4"}, "5-4 names no device"),
     "twice": ({"critic": "4,4"}, "names a device twice"),

@@ -152,6 +152,32 @@ def peak(compiled: jax.stages.Compiled) -> int:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + own
 
 
+STEP = 65_536  # tokens
+SHARE = 0.9  # of the card's memory that may be used
+
+
+def longest_row(shape: Shape, algorithm: Any, mesh: dict[str, int]) -> int:
+    """The most tokens of a row, in multiples of STEP, whose update fits with all roles; 0 if none.
+
+    Memory grows with the row as a line does. Two short rows give the line, then the row is
+    compiled.
+    """
+
+    def used(row: int) -> float:
+        scaled = Scaled(shape, algorithm, mesh, row=row, prompts=mesh.get("sequence", 1))
+        temporaries = scaled.compiled("update_actor").memory_analysis().temp_size_in_bytes
+        total = temporaries + sum(scaled.resident().values())
+        print(f"a row of {row:,} tokens needs {total / 1e9:.1f} GB a device", flush=True)
+        return total
+
+    short = STEP * max(1, math.prod(mesh.values()) // 8)
+    first, second = used(short), used(2 * short)
+    row = int(short + (SHARE * MEMORY - first) * short / (second - first)) // STEP * STEP
+    while row > 0 and used(row) > SHARE * MEMORY:
+        row -= STEP * max(1, row // STEP // 20)
+    return max(row, 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("shape", choices=SHAPES)
@@ -160,9 +186,13 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=4096, help="tokens of a packed row")
     parser.add_argument("--prompts", type=int, default=1, help="prompts of a step, a replica")
     parser.add_argument("--stages", nargs="*", help="the programs to compile; all of them if none")
+    parser.add_argument("--longest", action="store_true", help="the longest row that fits")
     options = parser.parse_args()
     mesh = {axis: int(size) for axis, _, size in (x.partition("=") for x in options.mesh)}
     shape, algorithm = SHAPES[options.shape], ALGORITHMS[options.algorithm]
+    if options.longest:
+        print(f"{longest_row(shape, algorithm, mesh):,} tokens")
+        return
     scaled = Scaled(shape, algorithm, mesh, row=options.row, prompts=options.prompts)
     for role, size in scaled.resident().items():
         print(f"{role} keeps {size / 1e9:.2f} GB a device", flush=True)

@@ -78,6 +78,7 @@ def _check_placement(config: Config) -> None:
             "config.placement: offline training has one group of devices; leave it out, or take "
             f"an online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
         )
+    _check_staleness(config, ROLLOUT in found)
     n = config.rollout.n
     batches = {
         "data.train_batch_size": config.data.train_batch_size,
@@ -92,6 +93,29 @@ def _check_placement(config: Config) -> None:
                     f"{prompts * n} samples of config.{key}={prompts} with config.rollout.n={n}; "
                     f"{fitting[-1]} devices work"
                 )
+
+
+def _check_staleness(config: Config, apart: bool) -> None:
+    """Generating ahead needs devices that do not learn, and samples that may be corrected."""
+    key = f"config.max_staleness={config.max_staleness}"
+    if not config.max_staleness:
+        return
+    if not apart:
+        raise ConfigError(
+            f"{key}: batches are generated ahead on devices of their own; name them, for example "
+            "--config.placement.rollout=4-7, or set --config.max_staleness=0"
+        )
+    algorithms = [config.algorithm, *(phase.algorithm for phase in config.phases)]
+    refused = {
+        "algorithm.path": any(isinstance(each, Custom) for each in algorithms),
+        "rollout.filter_groups.enable": config.rollout.filter_groups.enable,
+        "data.priority": config.data.priority is not None,
+    }
+    for name in (name for name, given in refused.items() if given):
+        raise ConfigError(
+            f"{key} does not work with config.{name}; leave one of them out "
+            "(--config.max_staleness=0)"
+        )
 
 
 def _check_phases_of_mesh(config: Config) -> None:

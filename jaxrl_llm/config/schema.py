@@ -360,6 +360,9 @@ class Config(Record):
     # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"}.
     # All others share the actor's, which are the first ones of the mesh.
     placement: FreeDict = field(default_factory=dict)
+    # How many updates the policy that samples may be behind; needs placement.rollout. From 1 on,
+    # the next batches are generated while this one is learned from.
+    max_staleness: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()

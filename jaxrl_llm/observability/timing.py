@@ -28,6 +28,10 @@ class Timer:
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
         return elapsed
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that another clock measured."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a block: `with timer("gen"): ...`. The time also counts when the block raises."""

@@ -36,6 +36,7 @@ from jaxrl_llm.types import RolloutBatch
 SCORE = "score"  # by which groups are filtered where no part of the reward is named
 TEACHER = "teacher"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
+AHEAD = "ahead"  # in a checkpoint: what was generated for the next steps
 ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE)
 
 
@@ -52,7 +53,8 @@ class Iteration:
     sources: dict[str, ModelSource]  # where each role's weights come from, if not from the actor
     stages: tuple[Stage, ...]
     program: Program
-    # The program's first segments, which dynamic sampling repeats; none without it.
+    # The program's first segments, if the source of batches runs them: dynamic sampling repeats
+    # them, and generating ahead runs them in earlier steps.
     collecting: tuple[Segment, ...]
     filter_column: int | None  # of reward_parts, by which groups are filtered; None for the score
     sampling: SamplingParams
@@ -91,6 +93,12 @@ class Iteration:
     def trace(self) -> RolloutBatch:
         """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
         return self.program.trace(self.abstract_states(), self.abstract_batch())
+
+    def abstract_ahead(self) -> list[dict[str, Any]]:
+        """What a checkpoint keeps of each batch that was generated ahead."""
+        batch = self.trace()
+        names = [name for s in self.collecting for stage in s.stages for name in stage.writes]
+        return [{name: batch[name] for name in names}] * self.config.max_staleness
 
     def controller_state(self) -> Any:
         """The KL controller's first state."""
@@ -165,6 +173,8 @@ class OnlinePlan:
     def abstract_states(self) -> States:
         """Shapes and shardings of everything that the roles keep from start to end."""
         states = {name: role.abstract() for name, role in self.roles.items()}
+        if self.config.max_staleness:
+            states[AHEAD] = self.iterations[-1].abstract_ahead()
         return self.iterations[-1].abstract_states() | states
 
     def controller_state(self) -> Any:
@@ -252,6 +262,7 @@ def plan_iteration(
     Raises ValueError where the algorithm needs a field that no stage writes, a dim does not divide
     its mesh axes, or the KL controller refuses so many samples.
     """
+    config = _corrected(config)
     algorithm = build_online(config.algorithm)
     _check(config, algorithm, reward)
     if waiting is None:
@@ -346,6 +357,17 @@ def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
         min_p=rollout.min_p,
         stop_token_ids=stop_ids(config, tokenizer),
     )
+
+
+def _corrected(config: Config) -> Config:
+    """`config` with importance weights for samples of an older policy, unless it has a correction.
+
+    Requires: the algorithm is one of ours if samples may be older.
+    """
+    settings: Any = config.algorithm
+    if not config.max_staleness or settings.rollout_is or settings.bypass_mode:
+        return config
+    return replace(config, algorithm=replace(settings, rollout_is="token"))
 
 
 def _rollout_dtype(config: Config) -> str:
@@ -667,7 +689,12 @@ class _Planning:
 def _collected(
     config: Config, planned: tuple[Stage, ...], reward: HostReward | None
 ) -> tuple[tuple[Stage, ...], int | None]:
-    """The stages that dynamic sampling repeats, none without it, and the column that must vary."""
+    """The stages that the source of batches runs, and the column that must vary.
+
+    Dynamic sampling repeats those up to the reward. What is ahead are those of the rollout.
+    """
+    if config.max_staleness:
+        return tuple(stage for stage in planned if stage.role == ROLLOUT_ROLE), None
     chosen = config.rollout.filter_groups
     if not chosen.enable:
         return (), None

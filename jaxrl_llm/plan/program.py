@@ -5,7 +5,7 @@ program. The states of roles that learn are donated, so an update needs no secon
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -115,9 +115,10 @@ class Program:
             reads = {name: batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
                 reads = moves.to(mesh, reads)
-            followed = self._follow(segment, states, timer, metrics)
+            roles = [stage.role for stage in segment.stages]
+            followed = states | self.follow(roles, states, timer, metrics)
             timer.start(segment.name)
-            learning, fixed = _split_states(states | followed, segment)
+            learning, fixed = _split_states(followed, segment)
             device_step = make_global(jnp.int32(step), replicated(mesh))
             arguments = (learning, fixed, reads, device_step)
             compiled = self._compiled[segment.name]
@@ -147,10 +148,14 @@ class Program:
         return _mesh_of(segment.stages[0], self._own_meshes) or self.mesh
 
     @property
+    def meshes(self) -> set[Mesh]:
+        """The meshes of all groups of devices."""
+        return {self.mesh, *self._own_meshes.values()}
+
+    @property
     def num_devices(self) -> int:
         """All devices of the program, whatever their group."""
-        meshes = {self.mesh, *self._own_meshes.values()}
-        return len({device for mesh in meshes for device in mesh.devices.flat})
+        return len({device for mesh in self.meshes for device in mesh.devices.flat})
 
     def host_rows(self, num_rows: int) -> HostRows:
         """The rows of a batch of `num_rows` that this process holds, and those that it owns."""
@@ -201,12 +206,12 @@ class Program:
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
         return *_split_states(states, segment), reads, step
 
-    def _follow(
-        self, segment: Segment, states: States, timer: Timer, metrics: dict[str, Any]
+    def follow(
+        self, roles: Iterable[str], states: States, timer: Timer, metrics: dict[str, Any]
     ) -> States:
-        """The states of the followers in `segment`, brought up to date."""
+        """Up-to-date states of the followers among `roles` that `states` lacks."""
         found: States = {}
-        for name in {stage.role for stage in segment.stages} & self._followers.keys():
+        for name in (set(roles) & self._followers.keys()) - states.keys():
             follower = self._followers[name]
             with timer(follower.timing):
                 found[name], size = follower.follow(states[follower.source])

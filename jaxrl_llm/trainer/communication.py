@@ -92,7 +92,7 @@ class CommunicationReport:
         """
         if trace is not None:
             self.message(f"step {step} is traced in {trace}")
-        if program.num_devices == 1:
+        if all(mesh.size == 1 for mesh in program.meshes):
             return {}
         first = self._read(program)
         if not is_main():
@@ -212,7 +212,7 @@ def _loop_counts(
 def table_lines(step: int, mesh: Mapping[Any, int], rows: Sequence[StepRow]) -> list[str]:
     """The table as lines of plain text; what is less than SMALL of all is one line."""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
-    title = f"step {step} on {sizes}: what a device received; * is explained in {FILE}"
+    title = f"step {step} on {sizes or 'groups of devices'}: what a device received; * is explained in {FILE}"
     least = SMALL * sum(each.totals.bytes for each in rows)
     shown = [each for each in rows if each.totals.bytes > least]
     small = [each for each in rows if each.totals.bytes <= least]

@@ -148,7 +148,7 @@ class RunOutput(MetricsLog):
             self._trace.write(
                 "train" + self._suffix,
                 step,
-                policy_version=step - 1,
+                policy_version=context.policy_version,
                 prompts=prompts,
                 completions=context.completions,
                 scores=scores,

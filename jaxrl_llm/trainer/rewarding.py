@@ -26,6 +26,7 @@ class StepContext:
     prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
     n: int  # samples a prompt
     rows: HostRows  # of the batch
+    policy_version: int  # updates of the policy that generates
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # one an owned row
     reward: RewardResult | None = None  # of `completions`

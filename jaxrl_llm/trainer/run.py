@@ -21,9 +21,10 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import OnlinePlan, plan_online, stop_ids
+from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import (
+    AheadBatches,
     AnyLoader,
     Batches,
     FilteredBatches,
@@ -111,7 +112,7 @@ class Run:
 
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
-        step = 0
+        step, kept = 0, None
         if self.resume is None:
             states = yield from self._first_states()
             self._save_once(states)
@@ -120,9 +121,12 @@ class Run:
             if self.resume.parent != self.checkpoints.directory:
                 self._save_once(states)
             step, self.totals = loop_state["step"], Totals(**loop_state["totals"])
+            kept = (loop_state, states.pop(AHEAD, []))
             self.output.message(f"resumed from {self.resume}")
         self.output.begin(step)
         self._own = self._training(states, step)
+        if kept is not None and isinstance(self._own.batches, AheadBatches):
+            self._own.batches.restore(step, *kept)
         del states
         yield self._own
 
@@ -174,6 +178,8 @@ class Run:
         if not isinstance(plan, OnlinePlan):
             return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
         kind = FilteredBatches if self.config.rollout.filter_groups.enable else PromptBatches
+        if self.config.max_staleness:
+            kind = AheadBatches
         return kind(
             loader=loader,  # pyright: ignore[reportArgumentType]
             plan=plan,
@@ -194,13 +200,11 @@ class Run:
         assert self.data.records is not None
         return self.plan.abstract_states(self.data.records.sizes)
 
-    def _save(self, step: int, states: States, metrics: dict[str, float]) -> None:
+    def _save(
+        self, step: int, states: States, metrics: dict[str, float], position: dict[str, Any]
+    ) -> None:
         """Write a checkpoint: every state that steps change, and where the run stands."""
-        loop_state = {
-            "step": step,
-            "data": self.data.loader.get_state(),
-            "totals": dataclasses.asdict(self.totals),
-        }
+        loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
         self.checkpoints.save(step, to_items(states, self.plan.frozen), loop_state, metrics)
 
     def _save_once(self, states: States) -> None:

@@ -18,7 +18,7 @@ from jaxrl_llm.trainer.output import MetricsLog
 from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, any_process
 
-Save = Callable[[int, States, dict[str, float]], None]
+Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
 
 
 @dataclass(kw_only=True)
@@ -119,7 +119,8 @@ class Training:
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, where the training has any."""
         if self.save_with is not None:
-            self.save_with(self.step, self.states, metrics)
+            position, ahead = self.batches.saved(self.step, self.states)
+            self.save_with(self.step, self.states | ahead, metrics, position)
 
     def take_params(self) -> Params:
         """The learner's parameters; the training gives up its states, and so their memory."""

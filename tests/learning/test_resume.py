@@ -139,6 +139,7 @@ def on_mesh(**sizes: int) -> list[str]:
 MIX = on_mesh(pipeline=2, fsdp=2, tensor=2)
 OTHER_MIX = on_mesh(data=2, fsdp=2, sequence=2)
 APART = ["--devices=2", "--config.placement.critic=1", "--config.placement.reference=critic"]
+AHEAD = ["--devices=2", "--config.placement.rollout=1", "--config.max_staleness=2"]
 
 
 def resume_copy(folder: Path, run: TinyRun, flags: list[str]) -> TinyRun:
@@ -175,7 +176,9 @@ def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, flags:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "others"), [(MIX, OTHER_MIX), (APART, on_mesh(data=2))], ids=["mix", "apart"]
+    ("flags", "others"),
+    [(MIX, OTHER_MIX), (APART, on_mesh(data=2)), (AHEAD, [*AHEAD, "--config.placement.critic=1"])],
+    ids=["mix", "apart", "ahead"],
 )
 def test_a_run_on_devices_resumes_there_and_on_others(
     tmp_path: Path, flags: list[str], others: list[str]

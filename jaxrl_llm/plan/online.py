@@ -19,7 +19,6 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
-from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
@@ -28,7 +27,7 @@ from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import Role, make_role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
-from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes
+from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import RolloutBatch
@@ -377,45 +376,6 @@ def _rollout_dtype(config: Config) -> str:
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Token ids that end a response: the tokenizer's and the config's own."""
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
-
-
-def update_sizes(config: Config, role: Role) -> UpdateSizes:
-    """How the passes of `role` walk through an iteration's samples, as the critic's or the actor's.
-
-    Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
-    """
-    settings = config.critic if role.name == "critic" else config.actor
-    samples = config.data.train_batch_size * config.rollout.n
-    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
-    layout, of_passes = role.layout, role.passes.layout or role.layout
-    if settings.micro_batch_tokens:
-        update = Packed(
-            row_tokens=settings.micro_batch_tokens,
-            group=config.rollout.n if settings.share_prompts else 1,
-            num_replicas=layout.num_replicas,
-            rows=role.forward.rows_of_pass,
-            shard=stages.shard_rows(layout),
-        )
-        forward = replace(
-            update,
-            num_replicas=of_passes.num_replicas,
-            rows=role.passes.rows_of_pass,
-            shard=stages.shard_rows(of_passes),
-        )
-        if config.actor.shuffle:
-            update = replace(update, group=1)
-    else:
-        micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
-        of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
-        update = Padded(num=mini_batch // micro_batch, shard=stages.shard_stacked(layout))
-        forward = Padded(num=samples // of_pass, shard=stages.shard_stacked(of_passes))
-    return UpdateSizes(
-        num_mini_batches=samples // mini_batch,
-        num_epochs=settings.ppo_epochs,
-        update=update,
-        forward=forward,
-        shuffle_seed=config.seed if config.actor.shuffle else None,
-    )
 
 
 # ------------------------------------------------------------------------- roles

@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, MICRO_BATCHES, PREFILLS
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
@@ -27,7 +28,7 @@ from jaxrl_llm.learner.forward import (
     response_statistics,
     response_values,
 )
-from jaxrl_llm.learner.micro_batches import MicroBatches
+from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import Metrics, TrainState, cast
 from jaxrl_llm.learner.train_step import (
@@ -468,6 +469,45 @@ class UpdateSizes:
     update: MicroBatches  # parts of one mini-batch
     forward: MicroBatches  # parts of the whole batch, in passes without gradient
     shuffle_seed: int | None = None  # mini-batches take the samples in a random order
+
+
+def update_sizes(config: Config, role: Role) -> UpdateSizes:
+    """How the passes of `role` walk through an iteration's samples, as the critic's or the actor's.
+
+    Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
+    """
+    settings = config.critic if role.name == "critic" else config.actor
+    samples = config.data.train_batch_size * config.rollout.n
+    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    layout, of_passes = role.layout, role.passes.layout or role.layout
+    if settings.micro_batch_tokens:
+        update = Packed(
+            row_tokens=settings.micro_batch_tokens,
+            group=config.rollout.n if settings.share_prompts else 1,
+            num_replicas=layout.num_replicas,
+            rows=role.forward.rows_of_pass,
+            shard=shard_rows(layout),
+        )
+        forward = replace(
+            update,
+            num_replicas=of_passes.num_replicas,
+            rows=role.passes.rows_of_pass,
+            shard=shard_rows(of_passes),
+        )
+        if config.actor.shuffle:
+            update = replace(update, group=1)
+    else:
+        micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
+        of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
+        update = Padded(num=mini_batch // micro_batch, shard=shard_stacked(layout))
+        forward = Padded(num=samples // of_pass, shard=shard_stacked(of_passes))
+    return UpdateSizes(
+        num_mini_batches=samples // mini_batch,
+        num_epochs=settings.ppo_epochs,
+        update=update,
+        forward=forward,
+        shuffle_seed=config.seed if config.actor.shuffle else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

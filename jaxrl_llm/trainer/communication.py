@@ -22,6 +22,7 @@ from jaxrl_llm.plan.dataflow import Segment
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.trainer.profiling import UNTIMED, Key, time_collectives
 
+GROUPS = "groups of devices"  # where the first has one
 FILE = "communication.json"
 SMALL = 1e-3  # share of all bytes
 COUNTED = (
@@ -212,7 +213,7 @@ def _loop_counts(
 def table_lines(step: int, mesh: Mapping[Any, int], rows: Sequence[StepRow]) -> list[str]:
     """The table as lines of plain text; what is less than SMALL of all is one line."""
     sizes = " ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1)
-    title = f"step {step} on {sizes or 'groups of devices'}: what a device received; * is explained in {FILE}"
+    title = f"step {step} on {sizes or GROUPS}: what a device received; * is explained in {FILE}"
     least = SMALL * sum(each.totals.bytes for each in rows)
     shown = [each for each in rows if each.totals.bytes > least]
     small = [each for each in rows if each.totals.bytes <= least]

@@ -1,6 +1,7 @@
 """Which devices run which role: what a config's `placement` says, without jax."""
 
 import difflib
+from typing import Any
 
 from jaxrl_llm.config.records import ConfigError
 from jaxrl_llm.config.schema import Config, MeshConfig
@@ -16,7 +17,7 @@ def devices_of_roles(config: Config) -> dict[str, tuple[int, ...]]:
     Raises: ConfigError for an unknown role, devices that cannot be read, or an overlap.
     """
     known = _roles(config)
-    given = {role: str(value).strip() for role, value in config.placement.items()}
+    given = {role: _text(value) for role, value in config.placement.items()}
     for role in given:
         if role not in known:
             near = difflib.get_close_matches(role, known, n=1)
@@ -62,6 +63,12 @@ def _roles(config: Config) -> list[str]:
     optional = {"reward": config.reward.model, "teacher": config.teacher}
     given = [name for name, model in optional.items() if model is not None]
     return [ACTOR, ROLLOUT, "critic", "reference", *given, *(model.name for model in config.models)]
+
+
+def _text(value: Any) -> str:
+    """A value as a string: the command line reads 4,5 as a list."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return ",".join(str(each).strip() for each in values)
 
 
 def _devices(config: Config, given: dict[str, str], role: str) -> tuple[int, ...]:

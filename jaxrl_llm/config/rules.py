@@ -216,9 +216,17 @@ def _check_offline_batches(config: Config) -> None:
 def _check_trainings(config: Config) -> None:
     """Sizes of supervised trainings, and what their accuracy is measured on."""
     for key, training in _trainings(config):
-        _check_batch(f"{key}.batch_size", training.batch_size, config)
+        mesh = config.mesh if key == "warmup" else _mesh(config, key.removesuffix(".training"))
         micro, size = training.micro_batch_size, training.batch_size
-        _check_micro(key, micro, size, config.mesh.num_replicas, "batch")
+        if mesh != config.mesh and size % mesh.num_replicas:
+            up = -(-size // mesh.num_replicas) * mesh.num_replicas
+            raise ConfigError(
+                f"config.{key}.batch_size={size}: the {mesh.num_replicas} devices of its model in "
+                f"config.placement do not divide it; {up} works"
+            )
+        if mesh == config.mesh:
+            _check_batch(f"{key}.batch_size", size, config)
+        _check_micro(key, micro, size, mesh.num_replicas, "batch")
         _check_pipelined(config, key, training, size)
         data = config.data
         has_data = bool(data.val_files or data.val_tasks or data.dataset_class)

@@ -115,10 +115,8 @@ def complete(
 def evaluate(config: Config) -> Validation:
     """Answer and grade the config's held-out data with `actor.path`, as its validation would."""
     tokenizer = find_tokenizer("", config.actor)
-    mesh, source = (
-        open_meshes(config)["actor"],
-        find_model(config.actor, context=config.data.max_row_length),
-    )
+    mesh = open_meshes(config, tokenizer)["actor"]
+    source = find_model(config.actor, context=config.data.max_row_length)
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     with ExitStack() as stack:

@@ -135,11 +135,12 @@ def test_a_placement_that_cannot_work_is_refused(name):
 
 
 def test_devices_of_roles():
-    config = config_with({"critic": 7, "reference": "critic", "reward": "actor"})
+    config = config_with({"critic": 7, "reference": "critic", "reward": "actor", "rollout": [5, 6]})
     assert devices_of_roles(config) == {
         "actor": (0, 1, 2, 3),
         "critic": (7,),
         "reference": (7,),
+        "rollout": (5, 6),
     }
 
 

@@ -184,6 +184,10 @@ def test_evaluation_repeats_the_runs_validation(checkpoint, config_file, tmp_pat
 
 def test_evaluation_takes_the_configs_settings(exported, config_file):
     changes = (("actor.path", str(exported)), ("data.tokenizer", ""), ("validation.n", "3"))
+    # A critic of its own, whose vocabulary is the tokenizer's, is not needed.
+    critic = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}
+    critic |= {"intermediate_size": 32, "num_hidden_layers": 1}
+    changes += (("critic.hf_config", json.dumps(critic)),)
     found = evaluate(load_config(str(config_file), (*changes, ("validation.temperature", "1.0"))))
     assert len(found.completions) == 3 * 16
     assert "val-core/chain_sum_2x1/acc/best@3/mean" in found.metrics

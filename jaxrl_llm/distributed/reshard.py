@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 Axes = tuple[str, ...]
+IN_FLIGHT = 2**30  # bytes of whole arrays on a device, on their way to other devices
 
 
 def to_layout(params: Any, source: Any, target: Any) -> Any:
@@ -94,12 +95,12 @@ def _axes(spec: PartitionSpec, dim: int) -> Axes:
 def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
     """`params` in `dtype` on other devices, under the shardings `target`; and the bytes that move.
 
-    Outside of jit. An array is gathered on its own devices, one at a time, and each of them sends
-    to its share of the new ones.
+    Outside of jit. An array is gathered on its own devices, and each of them sends to its share of
+    the new ones. Those that are gathered at a time have at most `IN_FLIGHT` bytes, or are one.
 
     Requires: this process holds all devices of both.
     """
-    moved = 0
+    moved, in_flight = 0, []
 
     def leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         nonlocal moved
@@ -109,7 +110,12 @@ def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
         for i, (device, index) in enumerate(sharding.devices_indices_map(x.shape).items()):
             parts.append(jax.device_put(copies[i % len(copies)][index], device))
             moved += parts[-1].nbytes
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+        found = jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+        in_flight.append(found)
+        if sum(each.nbytes for each in in_flight) > IN_FLIGHT:
+            jax.block_until_ready(in_flight)
+            in_flight.clear()
+        return found
 
     return jax.tree.map(leaf, params, target), moved
 

@@ -69,6 +69,19 @@ def test_mesh_larger_than_the_cpu_names_the_flag():
     assert runtime.fit_mesh(MeshConfig(data=count)) == MeshConfig(data=count)
 
 
+def test_a_placement_fits_the_devices_of_one_process(monkeypatch, capsys):
+    count = jax.device_count()
+    assert runtime.fit_mesh(MeshConfig(), range(count)) == MeshConfig()
+    assert not capsys.readouterr().err  # no device is idle
+    runtime.fit_mesh(MeshConfig(), [0, count - 1])
+    assert f"uses 2 of {count} devices" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"(?s)names device {count}, but {count} .* --devices="):
+        runtime.fit_mesh(MeshConfig(), [0, count])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="need one process, and there are 2"):
+        runtime.fit_mesh(MeshConfig(), [0, 1])
+
+
 def test_devices_flag_splits_the_cpu():
     program = (
         "from jaxrl_llm.config import MeshConfig\n"

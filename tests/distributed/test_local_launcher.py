@@ -1,11 +1,9 @@
 """Several processes on this machine: output, exit codes, signals, and a real jax.distributed."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,13 @@ from jaxrl_llm.launch.local import process_environments
 from jaxrl_llm.trainer.signals import STOP_SIGNALS
 
 LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
+# Becomes another program that receives a signal: a shell starts what runs in the background with
+# some of them ignored.
+RECEIVING = """
+import os, signal, sys
+signal.signal(int(sys.argv[1]), signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def write(folder: Path, source: str) -> str:
@@ -66,10 +71,9 @@ def test_signals_reach_every_process(tmp_path, number):
         "print('ready', flush=True)\n"
         "time.sleep(60)\n",
     )
-    command = [*LAUNCH, "--processes=2", "--", script]
-    # A shell starts what runs in the background with some signals ignored.
-    ended_by = partial(signal.signal, number, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ended_by) as gang:
+    command = [sys.executable, "-c", RECEIVING, str(int(number)), *LAUNCH, "--processes=2"]
+    command += ["--", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gang:
         assert gang.stdout is not None
         assert sorted(gang.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
         gang.send_signal(number)

@@ -60,14 +60,13 @@ def config_with(placement: dict[str, Any]) -> Config:
 
 
 def steps(config: Config, number: int) -> Any:
-    """States, metrics of each step, the spans of the last one, and where each role lies."""
+    """States, metrics and spans of each step, and where each role lies."""
     meshes = open_meshes(config, load_tokenizer("char"))
     iteration = open_iteration(config, meshes.pop("actor"), own_meshes=meshes)
-    states, metrics, spans = first_states(iteration), [], Spans()
+    states, metrics, spans = first_states(iteration), [], [Spans() for _ in range(number)]
     for step in range(1, number + 1):
-        spans = Spans()
         batch = make_global(prompts(config), batch_sharding(iteration.mesh))
-        states, batch, found = iteration.program.run(states, batch, step, None, spans)
+        states, batch, found = iteration.program.run(states, batch, step, None, spans[step - 1])
         metrics.append(fetch(found))
     devices = {}
     for name in iteration.roles:
@@ -77,11 +76,11 @@ def steps(config: Config, number: int) -> Any:
 
 
 def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
-    expected_states, expected, _, _ = steps(config_with({}), 2)
-    states, found, spans, devices = steps(config_with(APART), 2)
+    expected_states, expected, _, _ = steps(config_with({}), 4)
+    states, found, spans, devices = steps(config_with(APART), 4)
     apart = {"actor": [0, 1, 2, 3], "critic": [4, 5], "reference": [4, 5], "reward": [6, 7]}
     assert devices == apart
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found[:2], expected[:2], strict=True):  # later ones add up rounding
         assert one.pop("perf/moved_between_groups_gb") > 0
         assert one.keys() == other.keys()
         # Two of a model's scores that are equal on four devices may differ by rounding on two.
@@ -89,8 +88,9 @@ def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
             np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name)
     for one, other in zip(*map(jax.tree.leaves, (states, expected_states)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    assert spans.overlap("update_critic", "update_actor")
-    assert spans.overlap("ref+values", "reward")
+    # In a step that compiles nothing. A busy machine may hold up the one that dispatches.
+    assert any(each.overlap("update_critic", "update_actor") for each in spans[1:])
+    assert any(each.overlap("ref+values", "reward") for each in spans[1:])
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -101,7 +101,7 @@ def test_generation_apart_gives_the_same_samples(tensor):
     _, expected, _, _ = steps(config_with({}), 2)
     states, found, spans, devices = steps(config, 2)
     assert "rollout" not in states and "rollout" not in devices
-    assert {"sync_rollout", "gen"} <= spans.ended.keys()
+    assert {"sync_rollout", "gen"} <= spans[-1].ended.keys()
     for one, other in zip(found, expected, strict=True):
         # Each of two replicas, or of four, has the whole model.
         model = sum(x.nbytes for x in jax.tree.leaves(states["actor"].params))

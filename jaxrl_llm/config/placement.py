@@ -92,7 +92,8 @@ def _devices(config: Config, given: dict[str, str], role: str) -> tuple[int, ...
 
 
 def _check_overlap(found: dict[str, tuple[int, ...]]) -> None:
-    for role, devices in found.items():
+    # The actor is the first: it is the other one, whose devices may be taken by its name.
+    for role, devices in reversed(found.items()):
         for other, theirs in found.items():
             both = sorted(set(devices) & set(theirs))
             if both and set(devices) != set(theirs):

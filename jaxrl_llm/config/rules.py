@@ -106,8 +106,9 @@ def _check_staleness(config: Config, apart: bool) -> None:
             "--config.placement.rollout=4-7, or set --config.max_staleness=0"
         )
     algorithms = [config.algorithm, *(phase.algorithm for phase in config.phases)]
+    uncorrected = [each.label for each in algorithms if not hasattr(each, "rollout_is")]
     refused = {
-        "algorithm.path": any(isinstance(each, Custom) for each in algorithms),
+        f"algorithm={', '.join(uncorrected)} (no importance weights)": bool(uncorrected),
         "rollout.filter_groups.enable": config.rollout.filter_groups.enable,
         "data.priority": config.data.priority is not None,
     }

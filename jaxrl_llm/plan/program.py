@@ -31,6 +31,7 @@ from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role, params_of
 
+MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 
 
@@ -140,7 +141,7 @@ class Program:
         if self._own_meshes:
             written = [name for each in segments for stage in each.stages for name in stage.writes]
             batch = batch.replace(**moves.to(self.mesh, {name: batch[name] for name in written}))
-            metrics["perf/moved_between_groups_gb"] = moves.bytes / 1e9
+            metrics[MOVED] = moves.bytes / 1e9
         return states, batch, metrics
 
     def mesh_of(self, segment: Segment) -> Mesh:
@@ -295,16 +296,16 @@ class Follower:
         self.source = source
         self.timing = f"sync_{role.name}"
         self._dtype = dtype
-        self._last: tuple[Any, Any] = (None, None)  # the state of the source, and what came of it
+        # The state of the source, and what came of it: weights, and the bytes that moved.
+        self._last: tuple[Any, Any, int] = (None, None, 0)
 
     def follow(self, state: Any) -> tuple[Any, int]:
-        """The weights on the role's devices, and the bytes that moved. A state moves once."""
-        if self._last[0] is state:
-            return self._last[1], 0
-        self._last = (None, None)  # the old weights make room
-        params, size = to_devices(params_of(state), self.role.param_shardings, self._dtype)
-        self._last = (state, params)
-        return params, size
+        """The weights on the role's devices, and the bytes that they moved. A state moves once."""
+        if self._last[0] is not state:
+            self._last = (None, None, 0)  # the old weights make room
+            found = to_devices(params_of(state), self.role.param_shardings, self._dtype)
+            self._last = (state, *found)
+        return self._last[1:]
 
     def abstract(self) -> Any:
         """Shape, dtype and sharding of the weights."""

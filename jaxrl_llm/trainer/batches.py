@@ -42,6 +42,7 @@ from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.online import AHEAD, Iteration, OnlinePlan
+from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import held_groups, prompt_batch
 from jaxrl_llm.trainer.output import RunOutput
@@ -192,7 +193,14 @@ class FilteredBatches(PromptBatches):
         rounds = self._rounds
         every = {name for round_metrics in rounds for name in round_metrics}
         means = {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
+        found = found | _moved(*rounds, found)
         return means | found | self._groups.metrics() | self._priorities(step)
+
+
+def _moved(*found: dict[str, Any]) -> dict[str, float]:
+    """What moved between groups of devices in all calls of a step; nothing on one group."""
+    sizes = [metrics[MOVED] for metrics in found if MOVED in metrics]
+    return {MOVED: float(sum(sizes))} if sizes else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +239,7 @@ class AheadBatches(PromptBatches):
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         own, self._found = self._found, {}
-        return super().finish(step, batch, context, own | found)
+        return super().finish(step, batch, context, own | found | _moved(own, found))
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         self._fill(step, step + self.plan.config.max_staleness, states, Timer())

@@ -120,7 +120,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no numbers": ({"critic": "four"}, "expected numbers of devices, for example 4-5"),
     "empty": ({"critic": "5-4"}, "5-4 names no device"),
     "twice": ({"critic": "4,4"}, "names a device twice"),
-    "overlap": ({"critic": "3-4"}, "critic share device 3"),
+    "overlap": (
+        {"critic": "3-4"},
+        "critic and actor share device 3 .*--config.placement.critic=actor",
+    ),
     "sizes of the actor": ({"actor": "0-2"}, "--config.mesh.fsdp=3"),
     "samples": ({"critic": "4-6"}, "3 devices, which do not divide .* 2 devices work"),
     "without numbers": ({"critic": "reference"}, "config.placement.reference gives no device"),

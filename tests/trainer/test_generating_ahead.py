@@ -54,6 +54,7 @@ def test_the_policy_of_a_batch_follows_from_its_step(tmp_path, resting, stalenes
     ("changes", "message"),
     [
         ({}, "--config.placement.rollout=4-7"),
+        (APART | {"algorithm": "rejection_sampling"}, "with config.algorithm=rejection_sampling"),
         (APART | {"data.priority": "failure_rate"}, "does not work with config.data.priority"),
         (
             APART | {"algorithm": "grpo", "rollout.filter_groups.enable": "true"},

@@ -19,7 +19,7 @@ class Hardware:
     host_bandwidth: float  # bytes a second to the host's memory
 
 
-# NVLink 4 has 450 GB/s in each direction, NVLink 3 has 300, PCIe 4 x16 has 32 and PCIe 5 x16 has 64.
+# In each direction, NVLink 4 has 450 GB/s, NVLink 3 has 300, PCIe 5 x16 has 64 and PCIe 4 has 32.
 # A host of eight has a network card of 400 Gb/s a device (200 for A100).
 HARDWARE = {
     "A100": Hardware("A100", 80e9, 2.04e12, 300e9, 25e9, 32e9),

@@ -1,5 +1,6 @@
-"""The commands: train, generate, evaluate, export and prepare. `jaxrl NAME` and scripts/ run them.
+"""The commands: train, generate, evaluate, export, prepare, doctor.
 
+`jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
 """
 
@@ -209,6 +210,41 @@ def prepare(argv: list[str]) -> int:
     return 0
 
 
+def doctor(argv: list[str]) -> int:
+    """Measure this machine before a run: jaxrl doctor [--folder=DIR] [--json=FILE]
+
+    Measures matmuls, memory, host and device links, collectives, disk and file locks, and compares
+    them with the data sheet. It ends with 1 if anything is slow. Start it as a run is started, for
+    example under srun: every process measures its own devices.
+
+    Flags:
+      --folder=runs         where a run would write
+      --json=FILE           also write the report as JSON
+      --devices=N           split the CPU into N devices, to try it on a laptop
+    """
+    parser = Parser()
+    parser.add_argument("--folder", type=Path, default=Path("runs"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--devices", type=int, default=0)
+    flags = parser.read(argv)
+    if flags.folder.exists() and not flags.folder.is_dir():
+        raise ConfigError(f"--folder={flags.folder} is a file; give a folder to write to")
+    if flags.json is not None and flags.json.is_dir():
+        raise ConfigError(f"--json={flags.json} is a folder; give a file such as doctor.json")
+    prepare_jax(num_cpu_devices=flags.devices)
+    join_processes()
+    from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.launch.doctor import examine, table
+
+    report = examine(flags.folder)
+    if is_main():
+        print(table(report))
+        if flags.json is not None:
+            flags.json.parent.mkdir(parents=True, exist_ok=True)
+            flags.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if report["ok"] else 1
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
@@ -221,6 +257,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,
+    "doctor": doctor,
 }
 
 

@@ -1,0 +1,288 @@
+"""`jaxrl doctor`: what this machine and its links do, and what they should do.
+
+Every process measures its own devices, folder and memory. Process 0 prints the table of all.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.distributed import rates
+from jaxrl_llm.distributed.hardware import hardware_of
+from jaxrl_llm.distributed.multihost import barrier, gather_objects
+from jaxrl_llm.distributed.rates import Device
+from jaxrl_llm.launch.runtime import host_memory
+from jaxrl_llm.models.flops import peak_flops
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
+FILE_BYTES = 2**27  # of the file that tests a disk
+LEAST_FREE_BYTES = 10e9  # two checkpoints of a 0.1B model, with room for traces
+LEAST_MEMORY_BYTES = 8e9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One measurement, what it should be, and what to do if it is too low."""
+
+    what: str
+    where: str
+    value: float
+    unit: str
+    expected: float | None  # of the data sheet; None where there is none
+    least: float | None  # a lower value is slow
+    remedy: str
+
+    @property
+    def slow(self) -> bool:
+        return self.least is not None and self.value < self.least
+
+
+def examine(folder: Path) -> dict[str, Any]:
+    """Measure everything; the result has JSON types and is the same in every process.
+
+    Keys: `versions`, `devices`, `findings` (each with the fields of `Finding`, `process` and
+    `slow`), and `ok`. `folder` is where a run would write; the folder's test files are deleted.
+
+    Requires: all processes of the job call this.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own = [asdict(finding) | {"slow": finding.slow} for finding in _own_findings(folder)]
+    answer = {"host": platform.node(), "versions": versions(), "findings": own}
+    gathered = gather_objects(answer, "doctor")
+    found = [
+        {"process": process, **finding}
+        for process, answer in enumerate(gathered)
+        for finding in answer["findings"]
+    ]
+    found += _findings_of_all(folder, gathered)
+    return {
+        "versions": gathered[0]["versions"],
+        "devices": [f"{device.id} {device.device_kind}" for device in jax.devices()],
+        "findings": found,
+        "ok": not any(finding["slow"] for finding in found),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of the packages that matter, and of the GPU driver if there is one."""
+    installed = {item.name.lower(): item.version for item in importlib.metadata.distributions()}
+    found = {"python": platform.python_version()}
+    found |= {name: installed[name] for name in PACKAGES if name in installed}
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        found["driver"] = (printed.stdout.splitlines() or ["unknown"])[0]
+    return found
+
+
+# ------------------------------------------------------------------------- measurements
+
+
+def _own_findings(folder: Path) -> Iterator[Finding]:
+    """What this process finds in its host and its own devices, one after the other."""
+    yield from _host(folder)
+    devices = jax.local_devices()
+    for device in devices:
+        yield from _device(device)
+    for source, target in zip(devices, devices[1:], strict=False):
+        expected = _sheet(source, "link_bandwidth")
+        yield Finding(
+            "copy between devices",
+            f"devices {source.id} to {target.id}",
+            rates.copy_bandwidth(source, target) / 1e9,
+            "GB/s",
+            expected,
+            _share(0.4, expected),
+            "look at `nvidia-smi topo -m`: the devices should be linked by NVLink (NV18)",
+        )
+
+
+def _host(folder: Path) -> Iterator[Finding]:
+    written, read = disk_rates(folder)
+    slow_disk = f"checkpoints in {folder} take long; set --config.run_dir to a faster disk"
+    place = str(folder)
+    yield Finding("disk write", place, written / 1e9, "GB/s", None, 0.1, slow_disk)
+    yield Finding("disk read", place, read / 1e9, "GB/s", None, 0.1, slow_disk)
+    free, least = shutil.disk_usage(folder).free / 1e9, LEAST_FREE_BYTES / 1e9
+    yield Finding("disk free", place, free, "GB", None, least, "delete old runs, or use a disk")
+    yield Finding(
+        "file locks",
+        place,
+        float(locks_work(folder)),
+        "(1 = yes)",
+        1.0,
+        1.0,
+        "mount the file system with locks, or set --config.compile_cache to a local folder",
+    )
+    memory, least = host_memory() / 1e9, LEAST_MEMORY_BYTES / 1e9
+    remedy = "give the job more memory, for example by Slurm's --mem"
+    yield Finding("host memory", platform.node(), memory, "GB", None, least, remedy)
+
+
+# What is measured on each device: name, function, unit and scale, the data sheet's key, the share
+# of it that a healthy device reaches, and the remedy. A host's memory that is not pinned reaches
+# less than half of a PCIe link.
+_Rate = Callable[[Device], float]
+_DEVICE: tuple[tuple[str, _Rate, str, float, str, float, str], ...] = (
+    (
+        "matmul",
+        rates.matmul_flops,
+        "TFLOP/s",
+        1e12,
+        "flops",
+        0.6,
+        "look at `nvidia-smi -q -d PERFORMANCE,CLOCK` for a limit of power or heat",
+    ),
+    (
+        "device memory",
+        rates.memory_bandwidth,
+        "GB/s",
+        1e9,
+        "memory_bandwidth",
+        0.7,
+        "look with `nvidia-smi` for another program on the device",
+    ),
+    (
+        "host to device",
+        rates.to_device_bandwidth,
+        "GB/s",
+        1e9,
+        "host_bandwidth",
+        0.05,
+        "look at `nvidia-smi topo -m`: start the process on the device's own CPU socket",
+    ),
+    (
+        "device to host",
+        rates.to_host_bandwidth,
+        "GB/s",
+        1e9,
+        "host_bandwidth",
+        0.02,
+        "look at `nvidia-smi topo -m`: start the process on the device's own CPU socket",
+    ),
+)
+
+
+def _device(device: Device) -> Iterator[Finding]:
+    for what, rate, unit, scale, key, share, remedy in _DEVICE:
+        expected = _sheet(device, key, scale)
+        value = rate(device) / scale
+        where = f"device {device.id}"
+        yield Finding(what, where, value, unit, expected, _share(share, expected), remedy)
+
+
+def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
+    """What takes all processes together: an all-reduce over every device, the shared folder."""
+    found: list[Finding] = []
+    devices = jax.devices()
+    if len(devices) > 1:
+        hosts = {answer["host"] for answer in answers}
+        link = "network_bandwidth" if len(hosts) > 1 else "link_bandwidth"
+        expected = _sheet(devices[0], link)
+        value = rates.all_reduce_bandwidth(devices) / 1e9
+        remedy = (
+            "set NCCL_DEBUG=INFO and look which transport NCCL takes: NET/IB or NVLS are fast, "
+            "NET/Socket and SHM are slow"
+        )
+        everywhere = f"{len(devices)} devices, {len(answers)} processes"
+        least = _share(0.4, expected)
+        found.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, remedy))
+    if len(answers) > 1:
+        seen, remedy = _processes_that_share(folder), "give a folder that all hosts have mounted"
+        count = float(len(answers))
+        found.append(Finding("shared folder", str(folder), seen, "processes", count, count, remedy))
+    return [{"process": 0, **asdict(finding), "slow": finding.slow} for finding in found]
+
+
+def _processes_that_share(folder: Path) -> float:
+    """How many processes see in `folder` the files of all processes; the same in each."""
+    mine = folder / f".doctor-{jax.process_index()}"
+    mine.write_text(platform.node())
+    barrier("doctor wrote")
+    seen = sum((folder / f".doctor-{i}").exists() for i in range(jax.process_count()))
+    complete = gather_objects(seen == jax.process_count(), "doctor saw")
+    mine.unlink()
+    return float(sum(complete))
+
+
+def disk_rates(folder: Path) -> tuple[float, float]:
+    """Bytes a second that a file in `folder` is written and read with, past the host's cache."""
+    path, block = folder / f".doctor-{os.getpid()}", os.urandom(2**20)
+    try:
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(FILE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        written = time.perf_counter() - start
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            while file.read(len(block)):
+                pass
+            read = time.perf_counter() - start
+    finally:
+        path.unlink(missing_ok=True)
+    return FILE_BYTES / written, FILE_BYTES / read
+
+
+def locks_work(folder: Path) -> bool:
+    """Whether a second lock of a locked file in `folder` is refused."""
+    path = folder / f".doctor-lock-{os.getpid()}"
+    try:
+        with path.open("w") as first, path.open("w") as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _sheet(device: Device, key: str, scale: float = 1e9) -> float | None:
+    """A rate of the device's data sheet, in units of `scale`; None for an unknown device."""
+    sheet = hardware_of(device.device_kind)
+    value = peak_flops(device.device_kind) if key == "flops" else getattr(sheet, key, None)
+    return None if value is None else value / scale
+
+
+def _share(share: float, expected: float | None) -> float | None:
+    return None if expected is None else share * expected
+
+
+# ------------------------------------------------------------------------- the table
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as lines of text, with the remedy below each row that is slow."""
+    lines = ["  ".join(f"{name} {version}" for name, version in report["versions"].items())]
+    lines += [f"{len(report['devices'])} devices: {', '.join(report['devices'])}", ""]
+    lines.append(
+        f"{'process':>7}  {'what':<22}{'where':<28}{'measured':>10}  {'expected':>9}  unit"
+    )
+    for finding in report["findings"]:
+        expected = "" if finding["expected"] is None else f"{finding['expected']:.1f}"
+        lines.append(
+            f"{finding['process']:>7}  {finding['what']:<22}{finding['where']:<28}"
+            f"{finding['value']:>10.2f}  {expected:>9}  {finding['unit']}"
+        )
+        if finding["slow"]:
+            lines.append(f"         SLOW, at least {finding['least']:.1f}: {finding['remedy']}")
+    slow = sum(finding["slow"] for finding in report["findings"])
+    lines += ["", f"{slow} slow" if slow else "nothing is slow"]
+    return "\n".join(lines)

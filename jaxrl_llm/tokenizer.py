@@ -110,9 +110,12 @@ class CharTokenizer:
             ) from None
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The characters. Without `skip_special`, padding and end appear by name."""
-        first = 2 if skip_special else 0
-        return "".join(self._texts[i] for i in ids if i >= first)
+        """The characters. Without `skip_special`, padding and end appear by name.
+
+        A model may have a larger vocabulary: ids past the last character have no text.
+        """
+        first, end = 2 if skip_special else 0, len(self._texts)
+        return "".join(self._texts[i] for i in ids if first <= i < end)
 
     def apply_chat_template(
         self,

@@ -39,6 +39,14 @@ def test_char_tokenizer_shows_special_tokens_only_when_asked():
     assert tokenizer.decode(ids, skip_special=False) == "7<|eos|><|pad|>"
 
 
+def test_char_tokenizer_leaves_out_ids_that_only_the_model_has(tmp_path):
+    """As Hugging Face tokenizers do where a model's vocabulary is padded."""
+    tokenizer = CharTokenizer()
+    ids = [*tokenizer.encode("1+2"), len(tokenizer.encode(ALPHABET)) + 2, 151_935]
+    tokenizer.save(tmp_path)
+    assert tokenizer.decode(ids) == "1+2" == load_tokenizer(str(tmp_path)).decode(ids)
+
+
 @pytest.mark.parametrize("text, name", [("7+é", "U+00E9"), ("a|b", "U+007C"), ("\t", "U+0009")])
 def test_char_tokenizer_names_the_character_that_it_refuses(text, name):
     with pytest.raises(ValueError, match=name.replace("+", r"\+")):

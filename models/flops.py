@@ -11,31 +11,6 @@ import numpy as np
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.shapes import num_parameters
 
-# Dense bf16 FLOPs a second of the vendor's data sheet, by jax's name of the device. The mfu of
-# other trainers is a fraction of these.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOPs a second of a device such as "NVIDIA H200"; None for an unknown one."""
-    # The longest name first: an "NVIDIA H100 PCIe" must not match "H100", the SXM board.
-    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
-        words = name.split()
-        found = device_kind.replace("-", " ").split()
-        if all(word in found for word in words):
-            return PEAK_FLOPS[name]
-    return None
-
 
 def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
     """Parameters that multiply each token: all except an embedding that is not the head too.

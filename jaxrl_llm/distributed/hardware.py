@@ -1,7 +1,6 @@
-"""What devices can do by their data sheets: memory, memory bandwidth, links. No jax.
+"""What devices can do by their data sheets: FLOPs, memory bandwidth, links. No jax.
 
-FLOPs a second are in models/flops.py. Numbers are per device and in one direction; bytes are
-decimal (1 GB is 1e9 bytes).
+Numbers are per device and in one direction; bytes are decimal (1 GB is 1e9 bytes).
 """
 
 from dataclasses import dataclass
@@ -9,30 +8,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device and the links between devices, as their vendor states them."""
+    """A device and its links. None is a link that differs from host to host, or that is not there.
 
-    name: str
-    memory_bytes: float
+    The mfu of other trainers is a fraction of `flops`.
+    """
+
+    flops: float  # dense bf16 FLOPs a second
     memory_bandwidth: float  # bytes a second
-    link_bandwidth: float  # bytes a second to other devices of the host
-    network_bandwidth: float  # bytes a second to other hosts
     host_bandwidth: float  # bytes a second to the host's memory
+    link_bandwidth: float | None = None  # bytes a second to other devices of the host
+    network_bandwidth: float | None = None  # bytes a second to other hosts
 
 
-# In each direction, NVLink 4 has 450 GB/s, NVLink 3 has 300, PCIe 5 x16 has 64 and PCIe 4 has 32.
-# A host of eight has a network card of 400 Gb/s a device (200 for A100).
+# By the words in jax's name of the device. The first one counts whose words are all there: an
+# "NVIDIA H100 PCIe" is not an "H100", the SXM board. In each direction NVLink 4 has 450 GB/s,
+# NVLink 3 has 300, PCIe 5 x16 has 64 and PCIe 4 x16 has 32. A host of eight SXM boards has a
+# network card of 400 Gb/s for each (200 for A100). Of A100's and GH200's memories it is the slower.
 HARDWARE = {
-    "A100": Hardware("A100", 80e9, 2.04e12, 300e9, 25e9, 32e9),
-    "H100": Hardware("H100", 80e9, 3.35e12, 450e9, 50e9, 64e9),
-    "H200": Hardware("H200", 141e9, 4.8e12, 450e9, 50e9, 64e9),
-    "GH200": Hardware("GH200", 141e9, 4.8e12, 450e9, 50e9, 450e9),
-    "B200": Hardware("B200", 180e9, 8.0e12, 900e9, 50e9, 64e9),
-    "L40S": Hardware("L40S", 48e9, 0.864e12, 32e9, 25e9, 32e9),
-    "L4": Hardware("L4", 24e9, 0.3e12, 32e9, 12.5e9, 32e9),
+    "A100 PCIE": Hardware(312e12, 1.55e12, 32e9),
+    "A100": Hardware(312e12, 1.55e12, 32e9, 300e9, 25e9),
+    "H100 PCIE": Hardware(756e12, 2.0e12, 64e9),
+    "H100 NVL": Hardware(835e12, 3.9e12, 64e9),
+    "H100": Hardware(989e12, 3.35e12, 64e9, 450e9, 50e9),
+    "H200 NVL": Hardware(835e12, 4.8e12, 64e9),
+    "H200": Hardware(989e12, 4.8e12, 64e9, 450e9, 50e9),
+    "GH200": Hardware(989e12, 4.0e12, 450e9),
+    "B200": Hardware(2250e12, 8.0e12, 64e9, 900e9, 50e9),
+    "L40S": Hardware(362e12, 0.864e12, 32e9),
+    "L4": Hardware(121e12, 0.3e12, 32e9),
 }
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
     """The data sheet of a device such as "NVIDIA H200"; None for an unknown one."""
     words = device_kind.replace("-", " ").upper().split()
-    return next((found for name, found in HARDWARE.items() if name in words), None)
+    for name, hardware in HARDWARE.items():
+        if all(word in words for word in name.split()):
+            return hardware
+    return None

@@ -52,8 +52,8 @@ def matmul_flops(device: Device) -> float:
     """FLOPs a second of square matmuls in bf16 (float32 on a CPU)."""
     size = sizes_for(device)
     n, dtype = size.matmul, jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    x = jax.device_put(jnp.ones((n, n), dtype), device)
-    w = jax.device_put(jnp.full((n, n), 1 / n, dtype), device)
+    x = jnp.ones((n, n), dtype, device=device)
+    w = jnp.full((n, n), 1 / n, dtype, device=device)
     program = jax.jit(lambda x, w: jax.lax.fori_loop(0, size.loops, lambda _, y: y @ w, x))
     return 2 * n**3 * size.loops / fastest(lambda: program(x, w))
 
@@ -61,7 +61,7 @@ def matmul_flops(device: Device) -> float:
 def memory_bandwidth(device: Device) -> float:
     """Bytes a second that a device reads and writes in its own memory."""
     size = sizes_for(device)
-    x = jax.device_put(jnp.ones(size.array_bytes, jnp.float32), device)
+    x = jnp.ones(size.array_bytes, jnp.float32, device=device)
     program = jax.jit(lambda x: jax.lax.fori_loop(0, size.loops, lambda _, y: y * 1.0001, x))
     return 2 * x.nbytes * size.loops / fastest(lambda: program(x))
 
@@ -74,7 +74,7 @@ def to_device_bandwidth(device: Device) -> float:
 
 def to_host_bandwidth(device: Device) -> float:
     """Bytes a second from a device to the host's memory."""
-    x = jax.device_put(jnp.ones(sizes_for(device).array_bytes // 4, jnp.float32), device)
+    x = jnp.ones(sizes_for(device).array_bytes // 4, jnp.float32, device=device)
     double = jax.jit(lambda x: x * 2)
 
     def run() -> float:
@@ -89,7 +89,7 @@ def to_host_bandwidth(device: Device) -> float:
 
 def copy_bandwidth(source: Device, target: Device) -> float:
     """Bytes a second from one device of this process to another."""
-    x = jax.device_put(jnp.ones(sizes_for(source).array_bytes // 4, jnp.float32), source)
+    x = jnp.ones(sizes_for(source).array_bytes // 4, jnp.float32, device=source)
     return x.nbytes / fastest(lambda: jax.device_put(x, target))
 
 

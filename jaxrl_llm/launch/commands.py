@@ -6,7 +6,9 @@ Flags and config are checked before jax is imported.
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest
 
 MOVIES = "movie_preferences"
+DOCTOR_BYTES = 10**9  # free space that the doctor asks for; its file has an eighth of it
 
 
 def train(argv: list[str]) -> int:
@@ -227,10 +230,11 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--devices", type=int, default=0)
     flags = parser.read(argv)
-    if flags.folder.exists() and not flags.folder.is_dir():
-        raise ConfigError(f"--folder={flags.folder} is a file; give a folder to write to")
     if flags.json is not None and flags.json.is_dir():
         raise ConfigError(f"--json={flags.json} is a folder; give a file such as doctor.json")
+    _check_folder("--folder", flags.folder)
+    if flags.json is not None:
+        _check_folder("the folder of --json", flags.json.parent)
     prepare_jax(num_cpu_devices=flags.devices)
     join_processes()
     from jaxrl_llm.distributed.multihost import is_main
@@ -240,9 +244,24 @@ def doctor(argv: list[str]) -> int:
     if is_main():
         print(table(report))
         if flags.json is not None:
-            flags.json.parent.mkdir(parents=True, exist_ok=True)
             flags.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if report["ok"] else 1
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Make `folder` if it is missing; ConfigError unless it can be written and has room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag}, {folder}, cannot be written: {error.strerror}. Give another folder"
+        ) from None
+    if (free := shutil.disk_usage(folder).free) < DOCTOR_BYTES:
+        raise ConfigError(
+            f"{flag}, {folder}, has {free / 1e9:.1f} GB free, and the doctor asks for 1 GB. Delete "
+            f"old runs, or give a folder on another disk"
+        )
 
 
 def _count(text: str) -> int:

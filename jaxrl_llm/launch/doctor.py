@@ -9,20 +9,21 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
 from jaxrl_llm.distributed import rates
 from jaxrl_llm.distributed.hardware import hardware_of
-from jaxrl_llm.distributed.multihost import barrier, gather_objects
+from jaxrl_llm.distributed.multihost import barrier, gather_objects, value_of_main
 from jaxrl_llm.distributed.rates import Device
 from jaxrl_llm.launch.runtime import host_memory
-from jaxrl_llm.models.flops import peak_flops
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
 FILE_BYTES = 2**27  # of the file that tests a disk
@@ -53,9 +54,8 @@ def examine(folder: Path) -> dict[str, Any]:
     Keys: `versions`, `devices`, `findings` (each with the fields of `Finding`, `process` and
     `slow`), and `ok`. `folder` is where a run would write; the folder's test files are deleted.
 
-    Requires: all processes of the job call this.
+    Requires: all processes of the job call this, and each can write to `folder`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     own = [asdict(finding) | {"slow": finding.slow} for finding in _own_findings(folder)]
     answer = {"host": platform.node(), "versions": versions(), "findings": own}
     gathered = gather_objects(answer, "doctor")
@@ -114,7 +114,7 @@ def _host(folder: Path) -> Iterator[Finding]:
     yield Finding("disk write", place, written / 1e9, "GB/s", None, 0.1, slow_disk)
     yield Finding("disk read", place, read / 1e9, "GB/s", None, 0.1, slow_disk)
     free, least = shutil.disk_usage(folder).free / 1e9, LEAST_FREE_BYTES / 1e9
-    yield Finding("disk free", place, free, "GB", None, least, "delete old runs, or use a disk")
+    yield Finding("disk free", place, free, "GB", None, least, "delete old runs")
     yield Finding(
         "file locks",
         place,
@@ -122,7 +122,7 @@ def _host(folder: Path) -> Iterator[Finding]:
         "(1 = yes)",
         1.0,
         1.0,
-        "mount the file system with locks, or set --config.compile_cache to a local folder",
+        "mount the file system with locks; without, two runs may take one run folder",
     )
     memory, least = host_memory() / 1e9, LEAST_MEMORY_BYTES / 1e9
     remedy = "give the job more memory, for example by Slurm's --mem"
@@ -198,66 +198,76 @@ def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
         least = _share(0.4, expected)
         found.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, remedy))
     if len(answers) > 1:
-        seen, remedy = _processes_that_share(folder), "give a folder that all hosts have mounted"
-        count = float(len(answers))
-        found.append(Finding("shared folder", str(folder), seen, "processes", count, count, remedy))
+        seen, locked = _processes_that_share(folder)
+        place, count = str(folder), float(len(answers))
+        remedy = "give a folder that all hosts have mounted"
+        found.append(Finding("shared folder", place, seen, "processes", count, count, remedy))
+        remedy = "mount the file system with locks that reach all hosts"
+        found.append(Finding("locks are shared", place, locked, "processes", count, count, remedy))
     return [{"process": 0, **asdict(finding), "slow": finding.slow} for finding in found]
 
 
-def _processes_that_share(folder: Path) -> float:
-    """How many processes see in `folder` the files of all processes; the same in each."""
-    mine = folder / f".doctor-{jax.process_index()}"
-    mine.write_text(platform.node())
-    barrier("doctor wrote")
-    seen = sum((folder / f".doctor-{i}").exists() for i in range(jax.process_count()))
-    complete = gather_objects(seen == jax.process_count(), "doctor saw")
-    mine.unlink()
-    return float(sum(complete))
+def _processes_that_share(folder: Path) -> tuple[float, float]:
+    """How many processes see the files of all in `folder`, and how many see the lock of process 0.
+
+    The same in each process. The holder of the lock counts as one that sees it.
+    """
+    token, process = value_of_main(uuid.uuid4().hex, "doctor token"), jax.process_index()
+    paths = [folder / f".doctor-{token}-{index}" for index in range(jax.process_count())]
+    try:
+        with paths[process].open("w") as own:
+            if process == 0:
+                _lock(own)
+            barrier("doctor wrote")
+            seen = all(path.exists() for path in paths)
+            locked = process == 0
+            if paths[0].exists() and process != 0:
+                with paths[0].open("r+") as first:
+                    locked = not _lock(first)
+            answers = gather_objects([seen, locked], "doctor saw")
+    finally:
+        paths[process].unlink(missing_ok=True)
+    return float(sum(seen for seen, _ in answers)), float(sum(locked for _, locked in answers))
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
     """Bytes a second that a file in `folder` is written and read with, past the host's cache."""
-    path, block = folder / f".doctor-{os.getpid()}", os.urandom(2**20)
-    try:
+    block = os.urandom(2**20)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         start = time.perf_counter()
-        with path.open("wb") as file:
-            for _ in range(FILE_BYTES // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+        for _ in range(FILE_BYTES // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
         written = time.perf_counter() - start
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            start = time.perf_counter()
-            while file.read(len(block)):
-                pass
-            read = time.perf_counter() - start
-    finally:
-        path.unlink(missing_ok=True)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        start = time.perf_counter()
+        while file.read(len(block)):
+            pass
+        read = time.perf_counter() - start
     return FILE_BYTES / written, FILE_BYTES / read
 
 
 def locks_work(folder: Path) -> bool:
     """Whether a second lock of a locked file in `folder` is refused."""
-    path = folder / f".doctor-lock-{os.getpid()}"
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        with open(file.name, "r+") as second:
+            return _lock(file) and not _lock(second)
+
+
+def _lock(file: IO[Any]) -> bool:
+    """Lock a file if no other has it locked; False also where the file system has no locks."""
     try:
-        with path.open("w") as first, path.open("w") as second:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False  # a file system without locks
-    finally:
-        path.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _sheet(device: Device, key: str, scale: float = 1e9) -> float | None:
-    """A rate of the device's data sheet, in units of `scale`; None for an unknown device."""
-    sheet = hardware_of(device.device_kind)
-    value = peak_flops(device.device_kind) if key == "flops" else getattr(sheet, key, None)
+    """A rate of the device's data sheet, in units of `scale`; None where it has none."""
+    hardware = hardware_of(device.device_kind)
+    value = None if hardware is None else getattr(hardware, key)
     return None if value is None else value / scale
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
-from jaxrl_llm.models.flops import peak_flops
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.guards import CompileCounter
@@ -99,6 +99,7 @@ class Clock:
             num_devices=plan.num_devices,
         )
         if isinstance(plan, OnlinePlan):
+            hardware = hardware_of(mesh.devices.flat[0].device_kind)
             metrics |= mfu_metrics(
                 plan.at(step).program.segments,
                 timings,
@@ -106,7 +107,7 @@ class Clock:
                 epochs=plan.at(step).epochs,
                 step=step,
                 lengths=tokens.lengths,
-                peak=peak_flops(mesh.devices.flat[0].device_kind),
+                peak=None if hardware is None else hardware.flops,
             )
             if plan.layout_switch_bytes:
                 metrics["perf/layout_switch_gb"] = plan.layout_switch_bytes / 1e9

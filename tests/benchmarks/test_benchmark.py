@@ -39,8 +39,9 @@ from benchmarks.roofline import (
     prefill_seconds,
 )
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.models.flops import attention_flops, forward_flops, peak_flops, training_flops
+from jaxrl_llm.models.flops import attention_flops, forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
@@ -120,7 +121,8 @@ def test_flops_by_hand():
     ],
 )
 def test_peak_of_a_device(kind, peak):
-    assert peak_flops(kind) == peak
+    hardware = hardware_of(kind)
+    assert (hardware and hardware.flops) == peak
 
 
 SLOW = Limits(memory=1e9, matmul=1e11, matmul_float8=1.5e11, peak=1e12, link=1e9)

@@ -1,6 +1,8 @@
 """The doctor: its table, its JSON, what it calls slow, and that it leaves no file behind."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed import rates
 from jaxrl_llm.distributed.hardware import HARDWARE, hardware_of
-from jaxrl_llm.launch import doctor
-from jaxrl_llm.models.flops import PEAK_FLOPS
+from jaxrl_llm.launch import commands, doctor
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "scripts" / "doctor.py")
@@ -30,25 +32,34 @@ def test_two_processes_see_each_other_and_each_measures_its_devices(tmp_path):
         for what in ("matmul", "device memory", "host to device", "disk write", "file locks"):
             assert found[process, what]["value"] > 0
     assert found[0, "all-reduce"]["where"] == "2 devices, 2 processes"
-    assert found[0, "shared folder"]["value"] == 2
+    assert found[0, "shared folder"]["value"] == found[0, "locks are shared"]["value"] == 2
     assert report["ok"] and len(report["devices"]) == 2
     assert list(folder.iterdir()) == []
 
 
-def test_a_wrong_folder_is_refused_before_jax_is_imported(tmp_path):
+@pytest.mark.parametrize("flag", ["--folder={}", "--folder={}/below", "--json={}/report.json"])
+def test_a_folder_that_cannot_be_written_is_refused_before_jax_is_imported(tmp_path, flag):
     file = tmp_path / "file"
     file.touch()
-    command = [sys.executable, "-X", "importtime", SCRIPT, f"--folder={file}"]
+    flags = [flag.format(file), *([] if "folder" in flag else [f"--folder={tmp_path}"])]
+    command = [sys.executable, "-X", "importtime", SCRIPT, *flags]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert f"--folder={file} is a file; give a folder" in result.stderr
-    assert "| jax\n" not in result.stderr
+    assert f"{file}" in result.stderr and "Give another folder" in result.stderr
+    assert re.search(r"\|\s+json$", result.stderr, re.MULTILINE)  # how an import is printed
+    assert not re.search(r"\|\s+jax$", result.stderr, re.MULTILINE)
+
+
+def test_a_full_disk_is_refused_with_what_is_free(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=300_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(ConfigError, match=r"has 0\.3 GB free, and the doctor asks for 1 GB"):
+        commands.doctor([f"--folder={tmp_path}"])
 
 
 def test_a_slow_device_is_named_with_the_remedy(tmp_path, monkeypatch):
     """The data sheet of an H200 makes this CPU slow."""
     monkeypatch.setattr(doctor, "hardware_of", lambda kind: HARDWARE["H200"])
-    monkeypatch.setattr(doctor, "peak_flops", lambda kind: PEAK_FLOPS["H200"])
     report = doctor.examine(tmp_path)
     slow = {row["what"]: row for row in report["findings"] if row["slow"]}
     assert not report["ok"]
@@ -79,10 +90,21 @@ def test_an_all_reduce_counts_what_a_ring_sends(monkeypatch):
     assert rates.all_reduce_bandwidth(devices) == expected
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
-def test_data_sheets_are_found_by_the_name_that_jax_gives(name):
-    found = hardware_of(name)
-    assert found is not None and found.name in name.split()
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIE"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIE"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_data_sheets_are_found_by_the_name_that_jax_gives(name, expected):
+    assert hardware_of(name) is HARDWARE[expected]
 
 
 def test_an_unknown_device_has_no_data_sheet():

@@ -208,18 +208,20 @@ def _last_of_each_seed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _worse(results: dict[str, list[Row]]) -> list[str]:
-    """Every current figure that is below an earlier one, and why."""
-    lines = ["## Figures that were better before"]
+    """Every current figure that is below an earlier one, and why; a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
     for name, rows in results.items():
         now, top = rows[-1], best(rows)
         if top is now or "worse" not in now or name.startswith("attention-"):
             continue
         figures = f"{_number(now['ours'])} now, {_number(top['ours'])} on {top['date']}"
-        lines.append(f"- `{name}`: {figures}. {now['worse']}")
+        by_reason.setdefault(now["worse"], []).append(f"`{name}`: {figures}")
+    lines = [f"- {'; '.join(each)}. {reason}" for reason, each in by_reason.items()]
     slower = [name for name, rows in results.items() if name.startswith("attention-")]
     slower = [name for name in slower if "worse" in results[name][-1]]
     count = f"{len(slower)} of {4 * len(ATTENTION)} attention times"
-    return [*lines, f"- {count} were shorter a day before, on another machine."]
+    heading = "## Figures that were better before"
+    return [heading, *lines, f"- {count} were shorter a day before, on another machine."]
 
 
 def _size(text: str) -> str:

@@ -56,7 +56,9 @@ class Program:
         """`state_shardings` has one entry for each role that keeps state.
 
         `own_meshes` are those of roles on devices of their own. Their segments run at the same time
-        as those on `mesh`, as far as their fields allow. A field moves where it is read.
+        as those on `mesh`, as far as their fields allow. A field moves where it is read. With
+        several meshes a thread dispatches each segment: on a GPU the call of a program with loops
+        returns late, and another mesh would wait for it.
         `followers` are the roles whose weights come from another role in each step.
 
         `group` samples in a row answer one prompt: hosts divide rows by whole groups if they can.
@@ -70,7 +72,7 @@ class Program:
         self._own_meshes = dict(own_meshes or {})
         self._followers = {follower.role.name: follower for follower in followers}
         apart = len(set(self._own_meshes.values()))
-        self._waiting = ThreadPoolExecutor(apart + 1, "segments") if apart else None
+        self._threads = ThreadPoolExecutor(apart + 1, "segments") if apart else None
         self.runs: Counter[str] = Counter()  # of each device segment, since the start
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
@@ -99,50 +101,61 @@ class Program:
         Nothing is lost: a device segment follows another only where the host reads the fields of
         the first, and so waits for it.
         """
-        metrics: dict[str, Any] = {}
-        pending = _Pending(timer, self._waiting)
+        now = _Progress(states, batch, {}, step, timer)
         moves = _Moves()
         segments = self.segments if segments is None else segments
         for segment in segments:
             if segment.is_host:
+                now.wait_for(segment.reads)
                 with timer(segment.name):
-                    batch, found = self._run_host(segment.stages[0], batch, step, context)
-                pending.wait()
-                metrics |= found
+                    found = self._run_host(segment.stages[0], now, context)
+                now.wait()
+                now.metrics |= found
                 continue
             mesh = self.mesh_of(segment)
             # Before the clock starts: the dispatch of a program with loops may wait for the device.
-            pending.wait(mesh)
-            reads = {name: batch[name] for name in self._reads[segment.name]}
+            now.wait(mesh)
+            now.wait_for([*self._reads[segment.name], *self._sources(segment)])
+            reads = {name: now.batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
                 reads = moves.to(mesh, reads)
             roles = [stage.role for stage in segment.stages]
-            followed = states | self.follow(roles, states, timer, metrics)
+            followed = now.states | self.follow(roles, now.states, timer, now.metrics)
             timer.start(segment.name)
             learning, fixed = _split_states(followed, segment)
             device_step = make_global(jnp.int32(step), replicated(mesh))
             arguments = (learning, fixed, reads, device_step)
-            compiled = self._compiled[segment.name]
-            if mesh.size > 1 and segment.name not in self._called:
-                self._called[segment.name] = jax.tree.map(_abstract, arguments)
-            guard = transfer_guard() if segment.name in self._traced else nullcontext()
-            with guard, memory_guard(segment):
-                if segment.name not in self._traced:
-                    compile_together(compiled, arguments, segment.name)
-                new_states, writes, by_stage = compiled(*arguments)
-            self._traced.add(segment.name)
-            self.runs[segment.name] += 1
-            states = states | new_states
-            batch, metrics = batch.replace(**writes), metrics | _begun(segment, by_stage, step)
-            pending.add(mesh, segment, writes or by_stage)
+            # A first call traces and compiles, which is not left to a thread.
+            apart = self._threads if segment.name in self._traced else None
+            now.add(mesh, segment, partial(self._call, segment, arguments), apart)
             if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
-                pending.wait()
-        pending.wait()
+                now.wait()
+        now.wait()
         if self._own_meshes:
             written = [name for each in segments for stage in each.stages for name in stage.writes]
-            batch = batch.replace(**moves.to(self.mesh, {name: batch[name] for name in written}))
-            metrics[MOVED] = moves.bytes / 1e9
-        return states, batch, metrics
+            moved = moves.to(self.mesh, {name: now.batch[name] for name in written})
+            now.batch = now.batch.replace(**moved)
+            now.metrics[MOVED] = moves.bytes / 1e9
+        return now.states, now.batch, now.metrics
+
+    def _call(self, segment: Segment, arguments: tuple[Any, ...]) -> tuple[States, Any, Any]:
+        """Dispatch a device segment: new states, fields, and metrics by stage."""
+        compiled = self._compiled[segment.name]
+        if self.mesh_of(segment).size > 1 and segment.name not in self._called:
+            self._called[segment.name] = jax.tree.map(_abstract, arguments)
+        guard = transfer_guard() if segment.name in self._traced else nullcontext()
+        with guard, memory_guard(segment):
+            if segment.name not in self._traced:
+                compile_together(compiled, arguments, segment.name)
+            results = compiled(*arguments)
+        self._traced.add(segment.name)
+        self.runs[segment.name] += 1
+        return results
+
+    def _sources(self, segment: Segment) -> set[str]:
+        """The roles whose states a device segment needs, its own or those that its roles follow."""
+        roles = {stage.role for stage in segment.stages}
+        return roles | {self._followers[name].source for name in roles & self._followers.keys()}
 
     def mesh_of(self, segment: Segment) -> Mesh:
         """The mesh on which a device segment runs."""
@@ -225,18 +238,17 @@ class Program:
         host_reads = {n for s in after if s.is_host for stage in s.stages for n in stage.reads}
         return any(set(stage.writes) & host_reads for stage in segment.stages)
 
-    def _run_host(
-        self, stage: Stage, batch: Any, step: int, context: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        rows = self.host_rows(jax.tree.leaves(batch)[0].shape[0])
-        fields = fetch_rows({name: batch[name] for name in stage.reads}, rows)
-        output = stage(context, step, **fields)
+    def _run_host(self, stage: Stage, now: "_Progress", context: Any) -> dict[str, Any]:
+        rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
+        fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
+        output = stage(context, now.step, **fields)
         stage.check(output)
         writes = place_owned(dict(output.writes), self._batch_sharding, rows)
         metrics = dict(output.metrics)
         if not stage.gathers and jax.process_count() > 1:
             metrics = _mean_over_hosts(metrics, len(rows.owned))
-        return batch.replace(**writes), metrics
+        now.batch = now.batch.replace(**writes)
+        return metrics
 
     def _compile(self, segment: Segment) -> Any:
         mesh = self.mesh_of(segment)
@@ -329,36 +341,64 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
-class _Pending:
-    """The segment in flight on each mesh. Its clock stops when its results are there.
+class _Progress:
+    """How far a step has come: states, batch and metrics, and the segment in flight on each mesh.
 
-    On one mesh the caller waits. A segment that ran at the same time as a host stage is waited for
-    after it: its time is the longer of the two. With several meshes a thread waits for each.
+    What a segment gives is taken over when it is waited for, in an order that no clock decides.
+    The clock of a segment stops when its results are there. On one mesh the caller waits for them:
+    a segment that ran at the same time as a host stage is waited for after it, and its time is the
+    longer of the two. With several meshes a thread waits.
     """
 
-    def __init__(self, timer: Timer, threads: ThreadPoolExecutor | None) -> None:
+    def __init__(
+        self, states: States, batch: Any, metrics: dict[str, Any], step: int, timer: Timer
+    ) -> None:
+        self.states = states
+        self.batch = batch
+        self.metrics = metrics
+        self.step = step
         self._timer = timer
-        self._threads = threads
-        self._ends: dict[Mesh, Callable[[], None]] = {}
+        self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Any]]] = {}
 
-    def add(self, mesh: Mesh, segment: Segment, results: Any) -> None:
-        """Requires: nothing is in flight on `mesh`."""
-        end = partial(self._end, segment, results)
-        self._ends[mesh] = end if self._threads is None else self._threads.submit(end).result
+    def add(
+        self,
+        mesh: Mesh,
+        segment: Segment,
+        call: Callable[[], tuple[States, Any, Any]],
+        threads: ThreadPoolExecutor | None,
+    ) -> None:
+        """Run `call` on one of `threads`, or here. Requires: nothing is in flight on `mesh`."""
+        if threads is None:
+            end = partial(self._end, segment, call())
+        else:
+            end = threads.submit(lambda: self._end(segment, call())).result
+        self._in_flight[mesh] = segment, end
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Wait for the segments in flight that write one of these fields, or update these roles."""
+        names = set(names)
+        for mesh, (segment, _) in tuple(self._in_flight.items()):
+            written = {name for stage in segment.stages for name in stage.writes}
+            if names & (written | set(segment.updated)):
+                self.wait(mesh)
 
     def wait(self, *meshes: Mesh) -> None:
-        """Wait for what is in flight on these meshes, or on all."""
-        for mesh in meshes or tuple(self._ends):
-            self._ends.pop(mesh, _nothing)()
+        """Wait for what is in flight on these meshes, or on all, and take over what it gave."""
+        for mesh in meshes or tuple(self._in_flight):
+            if mesh not in self._in_flight:
+                continue
+            segment, end = self._in_flight.pop(mesh)
+            new_states, writes, by_stage = end()
+            self.states = self.states | new_states
+            self.batch = self.batch.replace(**writes)
+            self.metrics |= _begun(segment, by_stage, self.step)
 
-    def _end(self, segment: Segment, results: Any) -> None:
+    def _end(self, segment: Segment, results: tuple[States, Any, Any]) -> Any:
+        _, writes, by_stage = results
         with memory_guard(segment):
-            jax.block_until_ready(results)
+            jax.block_until_ready(writes or by_stage)
         self._timer.stop(segment.name)
-
-
-def _nothing() -> None:
-    pass
+        return results
 
 
 class _Moves:

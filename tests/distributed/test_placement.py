@@ -111,7 +111,11 @@ def test_generation_apart_gives_the_same_samples(tensor):
         del one["perf/moved_between_groups_gb"]
         assert one.keys() == other.keys()
         for name in other.keys() - OF_THE_DECODE_LOOP:
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name)
+            # The largest difference of log-probs that are equal but for rounding is rounding.
+            rounding = 1e-5 if name.startswith("rollout_corr/") else 1e-6
+            np.testing.assert_allclose(
+                one[name], other[name], rtol=1e-5, atol=rounding, err_msg=name
+            )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

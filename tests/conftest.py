@@ -36,6 +36,10 @@ FAST_COMPILE = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
 
+# A device may wait for several collectives at the same time, each in a thread of its own. With a
+# thread a device, which is XLA's default on few cores, a busy machine may have them wait for ever.
+THREADS = 4 * NUM_DEVICES
+
 # Compiled programs, of every run of the tests.
 CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
 CACHE_BYTES = 2**30
@@ -60,6 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    with pytest.MonkeyPatch.context() as environment:  # processes of the tests have one device
+        environment.setenv("NPROC", str(THREADS))
+        jax.devices()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,6 +40,12 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
+# XLA's variable for the threads of a CPU. A device may wait for several collectives at once, each
+# in a thread of its own. On few cores XLA has a thread a device, and on a busy machine they may
+# then wait for each other for ever.
+CPU_THREADS = "NPROC"
+THREADS_A_CPU_DEVICE = 4
+
 # jax's variable for a folder of compiled programs that several runs share.
 COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
@@ -152,6 +158,7 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
             )
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+        os.environ.setdefault(CPU_THREADS, str(THREADS_A_CPU_DEVICE * num_cpu_devices))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     from jaxrl_llm.kernels.hopper import cache_ptxas_version
 

@@ -88,7 +88,9 @@ def test_devices_flag_splits_the_cpu():
         "from jaxrl_llm.launch import runtime\n"
         "runtime.prepare(num_cpu_devices=8)\n"
         "import jax\n"
+        "import os\n"
         "print(jax.device_count(), runtime.fit_mesh(MeshConfig(fsdp=8)).fsdp)\n"
+        "print(len(os.listdir('/proc/self/task')) > 4 * 8)  # threads for waiting collectives\n"
         "runtime.fit_mesh(MeshConfig(data=2))\n"
         "runtime.fit_mesh(MeshConfig(fsdp=2))\n"
     )
@@ -100,7 +102,7 @@ def test_devices_flag_splits_the_cpu():
         timeout=60,
         env=environment,
     )
-    assert result.stdout == "8 8\n", result.stderr
+    assert result.stdout == "8 8\nTrue\n", result.stderr
     assert result.stderr.splitlines() == [
         "the mesh uses 2 of 8 devices, 6 are idle; --config.mesh.data=8 uses all",
         "the mesh uses 2 of 8 devices, 6 are idle; with fsdp=2, --config.mesh.data=4 uses all",

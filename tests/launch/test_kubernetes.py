@@ -1,0 +1,45 @@
+"""The JobSet for Kubernetes says the same as the program: names, numbers and the coordinator."""
+
+from typing import Any
+
+import pytest
+import yaml
+from tiny_run import REPOSITORY
+
+from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+
+
+@pytest.fixture
+def jobset() -> dict[str, Any]:
+    return yaml.safe_load((REPOSITORY / "scripts" / "kubernetes" / "train.yaml").read_text())
+
+
+def test_processes_find_each_other(jobset: dict[str, Any]) -> None:
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry for entry in container["env"]}
+    # Kubernetes names pod I of job J of a JobSet NAME-WORKERS-J-I, in the domain NAME.
+    name = jobset["metadata"]["name"]
+    host, _, port = environment[COORDINATOR]["value"].partition(":")
+    assert host == f"{name}-{workers['name']}-0-0.{name}"
+    assert 1024 < int(port) < 65536
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] == int(environment[NUM_PROCESSES]["value"])
+    index = environment[PROCESS_ID]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def test_a_restarted_pod_finds_the_run_again(jobset: dict[str, Any]) -> None:
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    pod = workers["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (run_dir,) = [
+        flag.partition("=")[2]
+        for flag in container["command"]
+        if flag.startswith("--config.run_dir=")
+    ]
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert run_dir.startswith(mounted["runs"] + "/")
+    assert sorted(mounted) == sorted(volume["name"] for volume in pod["volumes"])
+    assert (REPOSITORY / container["command"][2]).is_file()

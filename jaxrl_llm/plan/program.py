@@ -33,6 +33,7 @@ from jaxrl_llm.plan.roles import Role, params_of
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
+Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
 
 class Program:
@@ -125,9 +126,20 @@ class Program:
             learning, fixed = _split_states(followed, segment)
             device_step = make_global(jnp.int32(step), replicated(mesh))
             arguments = (learning, fixed, reads, device_step)
-            # A first call traces and compiles, which is not left to a thread.
-            apart = self._threads if segment.name in self._traced else None
-            now.add(mesh, segment, partial(self._call, segment, arguments), apart)
+            compiled, known = self._compiled[segment.name], segment.name in self._traced
+            if self._threads is not None and known:
+                call = self._threads.submit(_call, compiled, arguments, segment, now)
+                now.add(mesh, segment, call.result)
+            else:
+                if mesh.size > 1 and segment.name not in self._called:
+                    self._called[segment.name] = jax.tree.map(_abstract, arguments)
+                with transfer_guard() if known else nullcontext(), memory_guard(segment):
+                    if not known:
+                        compile_together(compiled, arguments, segment.name)
+                    results = compiled(*arguments)
+                self._traced.add(segment.name)
+                now.add(mesh, segment, partial(now.end, segment, results))
+            self.runs[segment.name] += 1
             if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
                 now.wait()
         now.wait()
@@ -137,20 +149,6 @@ class Program:
             now.batch = now.batch.replace(**moved)
             now.metrics[MOVED] = moves.bytes / 1e9
         return now.states, now.batch, now.metrics
-
-    def _call(self, segment: Segment, arguments: tuple[Any, ...]) -> tuple[States, Any, Any]:
-        """Dispatch a device segment: new states, fields, and metrics by stage."""
-        compiled = self._compiled[segment.name]
-        if self.mesh_of(segment).size > 1 and segment.name not in self._called:
-            self._called[segment.name] = jax.tree.map(_abstract, arguments)
-        guard = transfer_guard() if segment.name in self._traced else nullcontext()
-        with guard, memory_guard(segment):
-            if segment.name not in self._traced:
-                compile_together(compiled, arguments, segment.name)
-            results = compiled(*arguments)
-        self._traced.add(segment.name)
-        self.runs[segment.name] += 1
-        return results
 
     def _sources(self, segment: Segment) -> set[str]:
         """The roles whose states a device segment needs, its own or those that its roles follow."""
@@ -341,6 +339,13 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
+def _call(compiled: Any, arguments: tuple[Any, ...], segment: Segment, now: "_Progress") -> Results:
+    """What a thread does: dispatch a segment that was traced before, and wait for it."""
+    with transfer_guard(), memory_guard(segment):
+        results = compiled(*arguments)
+    return now.end(segment, results)
+
+
 class _Progress:
     """How far a step has come: states, batch and metrics, and the segment in flight on each mesh.
 
@@ -358,20 +363,10 @@ class _Progress:
         self.metrics = metrics
         self.step = step
         self._timer = timer
-        self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Any]]] = {}
+        self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Results]]] = {}
 
-    def add(
-        self,
-        mesh: Mesh,
-        segment: Segment,
-        call: Callable[[], tuple[States, Any, Any]],
-        threads: ThreadPoolExecutor | None,
-    ) -> None:
-        """Run `call` on one of `threads`, or here. Requires: nothing is in flight on `mesh`."""
-        if threads is None:
-            end = partial(self._end, segment, call())
-        else:
-            end = threads.submit(lambda: self._end(segment, call())).result
+    def add(self, mesh: Mesh, segment: Segment, end: Callable[[], Results]) -> None:
+        """`end` waits for what is in flight. Requires: nothing else is on `mesh`."""
         self._in_flight[mesh] = segment, end
 
     def wait_for(self, names: Iterable[str]) -> None:
@@ -393,7 +388,8 @@ class _Progress:
             self.batch = self.batch.replace(**writes)
             self.metrics |= _begun(segment, by_stage, self.step)
 
-    def _end(self, segment: Segment, results: tuple[States, Any, Any]) -> Any:
+    def end(self, segment: Segment, results: Results) -> Results:
+        """Wait until the results are there, and stop the clock."""
         _, writes, by_stage = results
         with memory_guard(segment):
             jax.block_until_ready(writes or by_stage)

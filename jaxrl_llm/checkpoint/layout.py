@@ -14,6 +14,7 @@ from jaxrl_llm.references import is_hub_name, nearest_file
 STEP_PREFIX = "global_step"
 CHECKPOINTS = "checkpoints"
 FROZEN = "frozen"
+DAMAGED = "damaged"  # checkpoints that were set aside
 HUGGINGFACE = "huggingface"
 LOOP = "loop"
 

@@ -4,21 +4,29 @@ The latest and the best checkpoints are kept. `layout.py` describes their files.
 0.4 CPU-seconds to import, so it is imported where it is used.
 """
 
+import contextlib
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint.layout import FROZEN, LOOP, STEP_PREFIX, is_complete
-from jaxrl_llm.distributed.multihost import barrier, is_main
+from jaxrl_llm.checkpoint import digests
+from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
+from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
+from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
 from jaxrl_llm.distributed.sharding import in_host_memory
 
 VALIDATION = "val-core/"
 ROLES = ("actor", "critic", "reward", "reference")  # roles with parameters in a step's folder
 DELETED = "deleted"  # a checkpoint is moved here before its files are removed
-SCORE = "score"  # entry of the loop state: the metric that selects the best checkpoint
+# Entries of the loop state: the step, the metric that selects the best checkpoint, and digests of
+# the arrays and of the loop state itself.
+STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax is writing
+POLL_S = 0.05
 
 
 class CheckpointManager:
@@ -48,7 +56,10 @@ class CheckpointManager:
             self._remove_unfinished()
         self._remove_deleted()
         barrier("checkpoint_directory")
+        self.set_aside: list[str] = []  # what was found damaged, a message each
+        self._set_damaged_aside()
         self._best = _KeepBest(keep_best, self._stored_scores())
+        self._sealing: list[_Seal] = []
         policies = [checkpoint_managers.LatestN(keep_latest), self._best]
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -77,18 +88,22 @@ class CheckpointManager:
         """
         import orbax.checkpoint as ocp
 
-        loop = dict(loop)
+        loop = {STEP: step} | loop
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
         candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
         given = self._best_metric or next(iter(candidates), "")
         name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
+        loop[ARRAYS] = digests.array_digests(items)
+        loop[DIGEST] = digests.text_digest(loop)
         args: dict[str, Any] = {
             name: ocp.args.StandardSave(jax.tree.map(_alias, item)) for name, item in items.items()
         }
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
+        if is_main():
+            self._sealing.append(_Seal(self.path(step)))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
             self.wait()
         self._remove_deleted()
@@ -102,29 +117,65 @@ class CheckpointManager:
         return self.directory / f"{STEP_PREFIX}_{step}"
 
     def wait(self) -> None:
-        """Wait until every started save is on disk."""
-        self._manager.wait_until_finished()
+        """Wait until every started save is on disk, with its digests."""
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            while self._sealing:
+                self._sealing.pop().finish()
 
     def close(self) -> None:
         """Finish pending saves and release the directory."""
+        self.wait()
         self._manager.close()
         self._remove_deleted()
+
+    def damaged_ones(self) -> list[Path]:
+        """The checkpoints that were set aside, now or before."""
+        return sorted((self.directory / DAMAGED).glob("*"))
+
+    def move_aside(self, path: Path, why: str) -> str:
+        """Move a damaged checkpoint out of the way; returns what happened.
+
+        Every process must call it.
+        """
+        moved = value_of_main(str(_move_aside(path)) if is_main() else None, "damaged_checkpoint")
+        return f"{why}; it was moved to {moved}"
+
+    def _set_damaged_aside(self) -> None:
+        """Check the newest checkpoint, and older ones until one is sound."""
+        while (newest := value_of_main(self._newest(), "newest_checkpoint")) is not None:
+            try:
+                check(self.path(newest))
+            except ValueError as error:
+                self.set_aside.append(self.move_aside(self.path(newest), str(error)))
+            else:
+                return
+
+    def _newest(self) -> int | None:
+        steps = [step_of(path) for path in self.directory.glob(f"{STEP_PREFIX}_*")]
+        return max((step for step in steps if step is not None), default=None)
 
     def _stored_scores(self) -> dict[int, float]:
         """The score of each checkpoint on disk, so that a restart keeps the best one."""
         scores = {}
         # Sorted, so that all processes read them in the same order.
         for path in sorted(self.directory.glob(f"{STEP_PREFIX}_*")):
-            _, loop = restore(path, {})
+            step = step_of(path)
+            if step is None or not is_complete(path):
+                continue
+            try:
+                _, loop = restore(path, {})
+            except (ValueError, OSError):  # an old checkpoint that is damaged is not the best
+                continue
             if SCORE in loop:
-                scores[int(path.name.rpartition("_")[2])] = loop[SCORE]
+                scores[step] = loop[SCORE]
         return scores
 
     def _remove_unfinished(self) -> None:
-        """Remove interrupted saves: Orbax would refuse to write such a step again."""
-        for path in self.directory.glob(f"{STEP_PREFIX}_*"):
-            finished = path.name.removeprefix(f"{STEP_PREFIX}_").isdigit() and is_complete(path)
-            if not finished:
+        """Remove interrupted saves, which only Orbax can have written."""
+        for path in self.directory.glob(f"{STEP_PREFIX}_*{TEMPORARY}*"):
+            if step_of(path.with_name(path.name.partition(TEMPORARY)[0])) is not None:
                 shutil.rmtree(path)
 
     def _remove_deleted(self) -> None:
@@ -151,7 +202,11 @@ class _KeepBest:
 def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
     """Items and loop state of the checkpoint folder `path` (`.../global_step_N`).
 
-    ValueError if it is not a finished checkpoint, or lacks an item of `abstract`.
+    Every process must call it.
+
+    Raises:
+        DamagedCheckpoint: the loop state or an array is not what was saved.
+        ValueError: it is not a finished checkpoint, or `abstract` has other items or arrays.
     """
     import orbax.checkpoint as ocp
 
@@ -174,7 +229,46 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
         }
         args[LOOP] = ocp.args.JsonRestore()
         out = checkpointer.restore(path, args=ocp.args.Composite(**args))
-    return {name: out[name] for name in abstract}, out[LOOP]
+    loop = _checked_loop(path, out[LOOP])
+    items = {name: out[name] for name in abstract}
+    digests.check_arrays(path, loop.pop(ARRAYS, {}), items)
+    return items, loop
+
+
+def check(path: Path) -> None:
+    """Compare the files and the loop state of a checkpoint with what was saved; reads no array.
+
+    Every process must call it. Each reads its share of the files.
+    Raises: DamagedCheckpoint.
+    """
+    share = jax.process_index(), jax.process_count()
+    try:
+        if not is_complete(path):
+            raise DamagedCheckpoint(f"{path} is damaged: files of it are missing")
+        found, error = digests.damaged_files(path, share), ""
+        if found == [] or (found is None and is_main()):
+            restore(path, {})
+    except (ValueError, OSError, KeyError, TypeError) as failed:
+        found, error = None, str(failed) or type(failed).__name__
+    parts = gather_objects([found or [], error], "checked_checkpoint")
+    lines = dict.fromkeys(line for lines, _ in parts for line in lines)
+    if lines:
+        raise DamagedCheckpoint(f"{path} is damaged: {digests.listed(list(lines))}")
+    for _, error in parts:
+        if error:
+            raise DamagedCheckpoint(error if str(path) in error else f"{path} is damaged: {error}")
+
+
+def _checked_loop(path: Path, loop: dict[str, Any]) -> dict[str, Any]:
+    """The loop state without its digest. Raises: DamagedCheckpoint."""
+    loop = dict(loop)
+    if DIGEST not in loop:
+        raise DamagedCheckpoint(f"{path} is damaged, or of a version without digests")
+    if loop.pop(DIGEST) != digests.text_digest(loop):
+        raise DamagedCheckpoint(f"{path} is damaged: its loop state is not what was saved")
+    if step_of(path) not in (None, loop[STEP]):
+        raise DamagedCheckpoint(f"{path} is damaged: its loop state is of step {loop[STEP]}")
+    return loop
 
 
 def save_frozen(directory: str | Path, items: Mapping[str, Any]) -> None:
@@ -184,6 +278,8 @@ def save_frozen(directory: str | Path, items: Mapping[str, Any]) -> None:
     path = Path(directory).absolute() / FROZEN
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, dict(items), force=True)
+    if is_main():
+        digests.write_digests(path)
 
 
 def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +292,7 @@ def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[s
             f"{path} is missing: it holds {', '.join(abstract)}, which every checkpoint of the "
             "run needs; copy it along with the checkpoint"
         )
+    digests.check_files(path)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, dict(abstract))
 
@@ -209,13 +306,19 @@ def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
-    """The parameters of one role, with the shardings of `abstract`, an entry of `stored_roles`."""
+    """The parameters of one role, with the shardings of `abstract`, an entry of `stored_roles`.
+
+    Raises: DamagedCheckpoint when a file of the role is not what was saved.
+    """
     import orbax.checkpoint as ocp
 
     checkpoint = Path(checkpoint).absolute()
     path, tree = checkpoint / role, abstract
-    if not path.exists():
+    if path.exists():
+        digests.check_files(checkpoint, f"{role}/")
+    else:
         path, tree = checkpoint.parent / FROZEN, {role: abstract}
+        digests.check_files(path)
     args = ocp.args.PyTreeRestore(
         item=tree,
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
@@ -224,6 +327,39 @@ def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored = checkpointer.restore(path, args=args)
     return restored if tree is abstract else restored[role]
+
+
+def _move_aside(path: Path) -> Path:
+    """Move a checkpoint into the folder of damaged ones, under a name that is free."""
+    aside = path.parent / DAMAGED
+    aside.mkdir(exist_ok=True)
+    target, number = aside / path.name, 2
+    while target.exists():
+        target, number = aside / f"{path.name}-{number}", number + 1
+    return path.rename(target)
+
+
+class _Seal:
+    """Writes the digests of a checkpoint's files in a thread, as soon as it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._saved = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the digests. Requires: the save has ended, whether well or not."""
+        self._saved.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not is_complete(self._path):
+            if self._saved.wait(POLL_S) and not is_complete(self._path):
+                return  # the save failed
+        # The checkpoint may not be kept, and be deleted meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            digests.write_digests(self._path)
 
 
 def _alias(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The commands: train, generate, evaluate, export, prepare, doctor.
+"""The commands: train, generate, evaluate, export, prepare, verify, doctor.
 
 `jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
 from jaxrl_llm.launch.runtime import fit_mesh, join_processes, run_script, start
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
-from jaxrl_llm.references import nearest
+from jaxrl_llm.references import nearest, nearest_file
 
 MOVIES = "movie_preferences"
 DOCTOR_BYTES = 10**9  # free space that the doctor asks for; its file has an eighth of it
@@ -213,6 +213,28 @@ def prepare(argv: list[str]) -> int:
     return 0
 
 
+def verify(argv: list[str]) -> int:
+    """Look for damage in the checkpoints of a run: jaxrl verify RUN
+
+    Compares every file with the digest that was written when it was saved, and prints a line for
+    each checkpoint. It ends with 1 if anything is damaged. RUN is the folder of a run, or of one
+    checkpoint (RUN/checkpoints/global_step_N). It changes nothing.
+    """
+    parser = Parser()
+    parser.add_argument("run", type=Path)
+    folder = parser.read(argv).run
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}{nearest_file(folder)}")
+    prepare_jax()
+    from jaxrl_llm.checkpoint.verify import verify
+
+    sound = True
+    for line, good in verify(folder):
+        print(line, flush=True)
+        sound = sound and good
+    return 0 if sound else 1
+
+
 def doctor(argv: list[str]) -> int:
     """Measure this machine before a run: jaxrl doctor [--folder=DIR] [--json=FILE]
 
@@ -276,6 +298,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,
+    "verify": verify,
     "doctor": doctor,
 }
 

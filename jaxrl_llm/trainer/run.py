@@ -1,6 +1,7 @@
 """A whole run, start to end: open or resume it, train, summarise."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
+from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
@@ -225,7 +227,15 @@ class Run:
         _, loop_state = manager.restore(path, {})
         self.data.loader.set_state(loop_state["data"])
         abstract, frozen = self._abstract_states(), self.plan.frozen
-        items, _ = manager.restore(path, to_items(abstract, frozen))
+        try:
+            items, _ = manager.restore(path, to_items(abstract, frozen))
+        except DamagedCheckpoint as error:
+            if path.parent != self.checkpoints.directory:
+                raise
+            what = self.checkpoints.move_aside(path, str(error))
+            raise DamagedCheckpoint(
+                f"{what}. The same command goes on from the checkpoint before it"
+            ) from None
         kept = {name: abstract[name] for name in frozen}
         fixed = manager.restore_frozen(path.parent, kept) if kept else {}
         return from_items(items, fixed), loop_state
@@ -377,7 +387,15 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
         best_metric=best_metric,
         asynchronous=config.checkpoint.asynchronous,
     )
-    latest = checkpoints.latest()
+    for what in checkpoints.set_aside if is_main() else ():
+        print(what, file=sys.stderr, flush=True)
+    latest, damaged = checkpoints.latest(), checkpoints.damaged_ones()
+    if latest is None and damaged and config.resume == "auto":
+        checkpoints.close()
+        raise ConfigError(
+            f"{run_dir} has no sound checkpoint; the damaged ones are in {damaged[0].parent}. To "
+            "begin again from step 0, give another --config.run_dir, or --config.resume=never"
+        )
     if latest is not None and config.resume != "auto":
         checkpoints.close()
         raise ConfigError(
@@ -393,7 +411,11 @@ def _resume_point(config: Config, checkpoints: CheckpointManager) -> Path | None
     latest = checkpoints.latest()
     if latest is not None:
         return checkpoints.path(latest)
-    return None if config.resume in ("auto", "never") else Path(config.resume).absolute()
+    if config.resume in ("auto", "never"):
+        return None
+    path = Path(config.resume).absolute()
+    manager.check(path)
+    return path
 
 
 def _loop_state(path: Path) -> tuple[int, Totals]:

@@ -1,0 +1,199 @@
+"""Digests that tell a whole checkpoint from a damaged or mixed one.
+
+The digest of an array is computed on its devices when it is saved, and again when it is loaded. It
+is stored with the loop state. So it covers the way to the disk and back.
+
+The digests of files are in `digests.json` of each folder, written once its files are on disk. They
+name what is damaged before anything is loaded. A kill may come before they are written; such a
+checkpoint has the digests of its arrays alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.distributed.sharding import in_host_memory
+
+DIGESTS = "digests.json"
+SHOWN = 3  # damaged files or arrays in a message
+THREADS = 8  # that read files; hashing lets other threads run
+PIECE = 2**24  # bytes read at once
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint does not hold what was saved. The message names the files or arrays."""
+
+
+# ------------------------------------------------------------------------- files
+
+
+def write_digests(folder: Path) -> None:
+    """Write `digests.json`: size and digest of every other file in `folder`."""
+    names = _files(folder)
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = threads.map(_digest, [folder / name for name in names])
+    files = dict(zip(names, found, strict=True))
+    temporary = folder / f"{DIGESTS}.tmp"
+    temporary.write_text(json.dumps({"files": files, "digest": text_digest(files)}))
+    os.replace(temporary, folder / DIGESTS)
+
+
+def damaged_files(folder: Path, part: tuple[int, int] = (0, 1), item: str = "") -> list[str] | None:
+    """What is wrong with the files of `folder`, a line each; None where it has no digests.
+
+    With `part` (k, n), only every n-th file from the k-th on is read. `item` is a folder in it,
+    when only that is of interest.
+    """
+    path = folder / DIGESTS
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        files = found["files"]
+        if found["digest"] != text_digest(files):
+            return [f"{DIGESTS} was changed"]
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        return [f"{DIGESTS} cannot be read ({type(error).__name__})"]
+    files = {name: each for name, each in files.items() if name.startswith(item)}
+    present = {name for name in _files(folder) if name.startswith(item)}
+    wrong = [f"{name} is missing" for name in files.keys() - present]
+    wrong += [f"{name} does not belong to it" for name in present - files.keys()]
+    names = sorted(files.keys() & present)[part[0] :: part[1]]
+    with ThreadPoolExecutor(THREADS) as threads:
+        again = threads.map(_digest_or_error, [folder / name for name in names])
+    wrong += [
+        f"{name} has {_change(files[name], now)}"
+        for name, now in zip(names, again, strict=True)
+        if files[name] != now
+    ]
+    return sorted(wrong)
+
+
+def check_files(folder: Path, item: str = "") -> None:
+    """Raises: DamagedCheckpoint when a file of `folder`, or of an item in it, was changed."""
+    wrong = damaged_files(folder, item=item)
+    if wrong:
+        raise DamagedCheckpoint(f"{folder} is damaged: {listed(wrong)}")
+
+
+def text_digest(value: Any) -> str:
+    """The digest of a value as JSON keeps it, whatever the order of its keys."""
+    plain = json.loads(json.dumps(value))  # keys that are numbers become texts
+    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def listed(lines: list[str]) -> str:
+    """The first few of `lines`, and how many there are more."""
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return ", ".join(lines[:SHOWN]) + more
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of all files below `folder`, but those of digests. A link counts as what it names."""
+    found: list[str] = []
+    for parent, _, names in os.walk(folder):
+        found += [str((Path(parent) / name).relative_to(folder)) for name in names]
+    return sorted(set(found) - {DIGESTS, f"{DIGESTS}.tmp"})
+
+
+def _digest(file: Path) -> list[Any]:
+    """[bytes, digest] of a file."""
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    with open(file, "rb", buffering=0) as stream:
+        while piece := stream.read(PIECE):
+            digest.update(piece)
+            size += len(piece)
+    return [size, digest.hexdigest()]
+
+
+def _digest_or_error(file: Path) -> list[Any]:
+    try:
+        return _digest(file)
+    except OSError as error:
+        return [-1, error.strerror]
+
+
+def _change(saved: list[Any], now: list[Any]) -> str:
+    if now[0] < 0:
+        return f"become unreadable ({now[1]})"
+    return f"{now[0]} bytes instead of {saved[0]}" if now[0] != saved[0] else "other bytes"
+
+
+# ------------------------------------------------------------------------- arrays
+
+
+def array_digests(items: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """For each item, the digest of each array by its path: `float32[3,4] 0123456789abcdef`.
+
+    They do not depend on how the arrays are sharded. Every process must call it.
+    """
+    found = {}
+    for name, item in items.items():
+        leaves = jax.tree_util.tree_leaves_with_path(item)
+        # One by one: an array in host memory needs room on a device.
+        digests = fetch([_digest_array(x) for _, x in leaves])
+        found[name] = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): (
+                f"{_kind(x)} {int(a):08x}{int(b):08x}"
+            )
+            for (path, x), (a, b) in zip(leaves, digests, strict=True)
+        }
+    return found
+
+
+def check_arrays(folder: Path, saved: Mapping[str, Mapping[str, str]], items: Any) -> None:
+    """Compare loaded items with the digests that were `saved`. Every process must call it.
+
+    Raises:
+        DamagedCheckpoint: an array is not what was saved; names it.
+        ValueError: the config wants another shape or dtype of an array.
+    """
+    wrong: list[str] = []
+    for name, now in array_digests(items).items():
+        then = saved.get(name, {})
+        for path in dict.fromkeys([*then, *now]):
+            was, became = (each.get(path, "nothing").split() for each in (then, now))
+            if was[0] != became[0]:
+                raise ValueError(
+                    f"{folder} has {was[0]} for {name}/{path}, and this config wants {became[0]}: "
+                    "go on with the config that it was made with"
+                )
+            if was != became:
+                wrong.append(f"array {name}/{path} has other values")
+    if wrong:
+        raise DamagedCheckpoint(f"{folder} is damaged: {listed(wrong)}")
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+@jax.jit
+def _digest_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two sums of the bits, mixed with their place. Integers add up in any order."""
+    if in_host_memory(x):
+        x = jax.device_put(x, jax.memory.Space.Device)
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    return _sum(bits, 0x9E3779B9, 0x85EBCA6B), _sum(bits, 0xB5297A4D, 0xC2B2AE35)
+
+
+def _sum(bits: jax.Array, place: int, factor: int) -> jax.Array:
+    x, stride = bits, 1
+    index = jnp.uint32(0)
+    for axis in reversed(range(x.ndim)):
+        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    # A step that can be undone follows another, so a flipped bit always changes the term.
+    mixed = (bits ^ (index * jnp.uint32(place))) * jnp.uint32(factor)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

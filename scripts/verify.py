@@ -1,0 +1,9 @@
+"""Look for damage in the checkpoints of a run: python scripts/verify.py RUN
+
+The same as `jaxrl verify`; --help lists the flags.
+"""
+
+from jaxrl_llm.launch.commands import run, verify
+
+if __name__ == "__main__":
+    run(verify)

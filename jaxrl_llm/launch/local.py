@@ -3,10 +3,11 @@
     python -m jaxrl_llm.launch.local --processes=2 -- scripts/train.py --config=configs/ppo.py
 
 Each line of output begins with the number of its process. When one process fails, the launcher
-ends the others and returns its exit code. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are passed on to
-every process; a second signal kills them. On a machine with GPUs each process gets an equal share
-of them, or as many as --devices-per-process says. On a CPU each process gets one device, or as
-many as --devices-per-process says.
+ends the others and returns its exit code. With --restarts=N it then starts all of them again, at
+most N times; the run goes on from its last checkpoint. Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 are
+passed on to every process; a second signal kills them. On a machine with GPUs each process gets an
+equal share of them, or as many as --devices-per-process says. On a CPU each process gets one
+device, or as many as --devices-per-process says.
 """
 
 import argparse
@@ -19,16 +20,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID, visible_gpus
+from jaxrl_llm.launch.runtime import (
+    COORDINATOR,
+    INTERRUPTED,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    USER_ERROR,
+    visible_gpus,
+)
 from jaxrl_llm.trainer.signals import STOP_SIGNALS, leave_closed_terminals
 
 GRACE_S = 10.0  # after a failure: time for the other processes to end before they are killed
 POLL_S = 0.05
+WAIT_S = 1.0  # before a restart; twice as long after each failure in a row after the same step
+SAME_STEP = 5  # so many of these, and the step is the cause
+STEP = re.compile(rb"step (\d+)/")  # begins the line of a step
 
 _PR_SET_PDEATHSIG = 1  # Linux prctl: send a signal to the child when its parent dies
 
@@ -42,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--devices-per-process", type=int, default=0, help="0 shares GPUs equally")
+    parser.add_argument("--restarts", type=int, default=0, help="after a failure, at most so many")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py and its arguments")
     arguments = parser.parse_args(argv)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -49,15 +62,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the program is missing: … --processes=2 -- scripts/train.py --config=…")
     if arguments.processes < 1:
         parser.error(f"--processes={arguments.processes}: must be 1 or more")
+    if arguments.restarts < 0:
+        parser.error(f"--restarts={arguments.restarts}: must be 0 or more")
     if command[0].endswith(".py") and not Path(command[0]).is_file():
         parser.error(f"{command[0]} does not exist")
+    number, devices = arguments.processes, arguments.devices_per_process
+
+    def environments() -> list[dict[str, str]]:
+        """With a port that is free now."""
+        return process_environments(number, devices, dict(os.environ), visible_gpus())
+
     try:
-        environments = process_environments(
-            arguments.processes, arguments.devices_per_process, dict(os.environ), visible_gpus()
-        )
+        environments()
     except ValueError as error:
         parser.error(str(error))
-    return run_gang([sys.executable, *command], environments)
+    return run_again([sys.executable, *command], environments, arguments.restarts)
+
+
+@dataclass
+class Progress:
+    """What is known of a gang while it runs."""
+
+    received: list[int] = field(default_factory=list)  # signals that ask it to end
+    step: int | None = None  # the last one that a process reported
+
+
+def run_again(
+    command: Sequence[str], environments: Callable[[], list[dict[str, str]]], restarts: int
+) -> int:
+    """`run_gang`, again after a failure; returns the last exit code.
+
+    It is not started again after a mistake of the user, after a signal that asked it to end, after
+    `restarts` times, or when it failed SAME_STEP times in a row after the same step.
+    """
+    failed_after: list[int | None] = []
+    while True:
+        progress = Progress()
+        code = run_gang(command, environments(), progress)
+        failed_after.append(progress.step)
+        tries = len(failed_after)
+        if code in (0, USER_ERROR, INTERRUPTED) or progress.received or tries > restarts:
+            return code
+        others = (n for n, step in enumerate(reversed(failed_after)) if step != progress.step)
+        same = next(others, tries)  # failures in a row after this step
+        if same == SAME_STEP:
+            where = "its first step" if progress.step is None else f"step {progress.step + 1}"
+            print(f"not started again: it failed {same} times in {where}", file=sys.stderr)
+            return code
+        wait_s = WAIT_S * 2 ** (same - 1)
+        print(
+            f"exit code {code}; restart {tries} of {restarts} in {wait_s:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(wait_s)
 
 
 def process_environments(
@@ -102,14 +160,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> int:
+def run_gang(
+    command: Sequence[str], environments: Sequence[dict[str, str]], progress: Progress
+) -> int:
     """Run `command` once in each environment; returns 0, or the exit code of the first failure.
 
     A process that signal n ended counts as 128 + n, as in a shell.
     """
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    received: list[int] = []
+    received = progress.received
     lock = threading.Lock()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -137,7 +197,9 @@ def run_gang(command: Sequence[str], environments: Sequence[dict[str, str]]) -> 
         for rank, process in enumerate(processes):
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert source is not None
-                reader = threading.Thread(target=_copy_lines, args=(rank, source, target, lock))
+                reader = threading.Thread(
+                    target=_copy_lines, args=(rank, source, target, lock, progress)
+                )
                 reader.start()
                 readers.append(reader)
         return _wait(processes, received)
@@ -177,9 +239,13 @@ def signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> Non
                 pass  # it ended between the two calls
 
 
-def _copy_lines(rank: int, source: IO[bytes], target: IO[str], lock: threading.Lock) -> None:
+def _copy_lines(
+    rank: int, source: IO[bytes], target: IO[str], lock: threading.Lock, progress: Progress
+) -> None:
     for line in source:
         with lock:
+            if found := STEP.match(line):
+                progress.step = int(found[1])
             target.write(f"[{rank}] {line.decode(errors='replace').rstrip()}\n")
             target.flush()
 

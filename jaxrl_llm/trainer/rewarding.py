@@ -18,6 +18,8 @@ from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, Prompt
 
+MOST_FAILED = 3  # calls in a row in which no sample got a reward
+
 
 @dataclass(kw_only=True)
 class StepContext:
@@ -43,6 +45,7 @@ class RewardFunctions(HostReward):
     manager: RewardManager
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
+    _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
 
     @property
     def names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -57,13 +60,29 @@ class RewardFunctions(HostReward):
         mask: np.ndarray,
         logprobs: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-        """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows."""
+        """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows.
+
+        Raises: ValueError when all rewards of all processes failed in MOST_FAILED calls in a row.
+        """
         context.completions = self._completions(responses, mask, logprobs)
         prompts = context.prompts_of(context.rows.owned)
         with host_work():
             reward = context.reward = self.manager.score(prompts, context.completions, step)
         columns = np.stack([reward.parts[name] for name in self.names], axis=1)
-        statistics = merge(gather_objects(reward.statistics.to_json(), "rewards"))
+        first = reward.failures[0].describe() if reward.failures else ""
+        own = [reward.statistics.to_json(), len(reward.scores), first]
+        everyone = gather_objects(own, "rewards")
+        statistics = merge(found for found, _, _ in everyone)
+        if statistics.num_failed < sum(number for _, number, _ in everyone):
+            self._failed.clear()
+        else:
+            self._failed.append(step)
+        if len(self._failed) == MOST_FAILED:
+            raise ValueError(
+                f"every reward of steps {self._failed[0]} to {step} failed, so nothing is learned. "
+                f"The first of the last step: {next(text for _, _, text in everyone if text)}. "
+                "Mend the reward function; the same command then goes on from the last checkpoint"
+            )
         return reward.scores, columns, statistics.metrics()
 
     def greedy(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.launch import local
 from jaxrl_llm.launch.local import process_environments
 from jaxrl_llm.trainer.signals import STOP_SIGNALS
 
@@ -160,3 +161,59 @@ def test_processes_join_and_compute_together(tmp_path):
     # as /proc writes it, or mapped to IPv6.
     loopback = "0100007F"
     assert (tmp_path / "listening").read_text() in (loopback, f"{'0' * 16}FFFF0000{loopback}")
+
+
+COUNTED = """
+import os, sys, time
+from pathlib import Path
+
+if os.environ["JAXRL_PROCESS_ID"] == "0":
+    count = Path(sys.argv[1])
+    starts = int(count.read_text()) + 1 if count.exists() else 1
+    count.write_text(str(starts))
+    print("port", os.environ["JAXRL_COORDINATOR"])
+    print(f"step {starts if 'moves' in sys.argv else 7}/99 | reward 1")
+    sys.exit(0 if starts == 3 and "ends" in sys.argv else int(sys.argv[2]))
+time.sleep(0.5)
+"""
+
+
+def starts(tmp_path: Path, *words: str, restarts: int) -> tuple[int, int, str]:
+    """Exit code, number of starts, and stderr of a program that fails."""
+    count = tmp_path / "count"
+    result = launch(
+        "--processes=2",
+        f"--restarts={restarts}",
+        "--",
+        write(tmp_path, COUNTED),
+        str(count),
+        *words,
+    )
+    return result.returncode, int(count.read_text()), result.stderr
+
+
+def test_a_failed_gang_is_started_again(tmp_path: Path) -> None:
+    code, number, errors = starts(tmp_path, "9", "moves", "ends", restarts=5)
+    assert (code, number) == (0, 3)
+    assert errors.splitlines() == [
+        "exit code 9; restart 1 of 5 in 1 s",
+        "exit code 9; restart 2 of 5 in 1 s",
+    ]
+
+
+def test_restarts_have_a_limit(tmp_path: Path) -> None:
+    assert starts(tmp_path, "9", "moves", restarts=1)[:2] == (9, 2)
+
+
+@pytest.mark.parametrize("code", [2, 130])
+def test_a_mistake_and_a_request_to_end_are_not_started_again(tmp_path: Path, code: int) -> None:
+    assert starts(tmp_path, str(code), restarts=3)[:2] == (code, 1)
+
+
+def test_a_step_that_always_fails_is_given_up(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(local, "WAIT_S", 0.01)
+    count = tmp_path / "count"
+    command = ["--processes=2", "--restarts=99", "--", write(tmp_path, COUNTED), str(count), "9"]
+    assert local.main(command) == 9
+    assert count.read_text() == str(local.SAME_STEP)
+    assert "not started again: it failed 5 times in step 8" in capsys.readouterr().err

@@ -1,5 +1,8 @@
 """A job under a real Slurm of two nodes is ended, queued again, and has the bits of a whole run."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,6 +70,36 @@ def test_a_job_that_is_ended_goes_on_with_the_same_bits(
     assert run.metrics() == whole.metrics()
     assert run.samples("train") == whole.samples("train")
     assert_same_bits(run.weights(TOTAL_STEPS), whole.weights(TOTAL_STEPS))
+
+
+def test_a_killed_task_starts_again_in_the_same_job(
+    slurm: Slurm, whole: TinyRun, tmp_path: Path
+) -> None:
+    run, log = TinyRun(tmp_path), tmp_path / "job.log"
+    run.pause_at(STOPPED_IN)
+    job = submit(slurm, log, *run.arguments)
+    slurm.wait(run.paused, f"step {STOPPED_IN}")
+    os.kill(task(1, run), signal.SIGKILL)
+    run.unpause()
+    slurm.wait(lambda: slurm.job(job)["JobState"] == "COMPLETED", "end")
+    text = log.read_text()
+    assert "exit code 137; restart 1 of 3" in text
+    assert f"resumed from {run.step_path(STOPPED_IN - 1)}" in text
+    assert slurm.job(job)["Restarts"] == "0"
+    assert run.metrics() == whole.metrics()
+    assert_same_bits(run.weights(TOTAL_STEPS), whole.weights(TOTAL_STEPS))
+
+
+def task(number: int, run: TinyRun) -> int:
+    """The process of a task of the job that works on `run`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_text()
+            environment = (folder / "environ").read_text().split("\0")
+            if "train.py\0" in command and str(run.run_dir) in command and "srun" not in command:
+                if f"SLURM_PROCID={number}" in environment and "bash" not in command:
+                    return int(folder.name)
+    raise AssertionError(f"no task {number}")
 
 
 def test_a_job_with_a_mistake_fails_and_is_not_queued_again(slurm: Slurm, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from jaxtyping import AbstractArray, jaxtyped
 from runs import ppo_run, shared
 from timing import CpuReport
 
+from jaxrl_llm.launch.runtime import IN_ORDER
+
 # A mesh may be smaller than the machine, so that tests of one device and of several share a
 # process. Processes that tests start have one device, as a user's do.
 NUM_DEVICES = 8
@@ -32,13 +34,10 @@ LONG = ("learning", "distributed", "trainer", "plan", "kernels", "generation")
 FAST_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    f"{IN_ORDER} "
     # Eight devices share few cores. After 40 s of waiting for another XLA would end the process.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
-
-# A device may wait for several collectives at the same time, each in a thread of its own. With a
-# thread a device, which is XLA's default on few cores, a busy machine may have them wait for ever.
-THREADS = 4 * NUM_DEVICES
 
 # Compiled programs, of every run of the tests.
 CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
@@ -64,9 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    with pytest.MonkeyPatch.context() as environment:  # processes of the tests have one device
-        environment.setenv("NPROC", str(THREADS))
-        jax.devices()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,11 +40,9 @@ CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
-# XLA's variable for the threads of a CPU. A device may wait for several collectives at once, each
-# in a thread of its own. On few cores XLA has a thread a device, and on a busy machine they may
-# then wait for each other for ever.
-CPU_THREADS = "NPROC"
-THREADS_A_CPU_DEVICE = 4
+# Has every CPU device run its collectives in the same order. With XLA's default each device begins
+# with any of those that are ready, and devices of one process can wait for each other for ever.
+IN_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 # jax's variable for a folder of compiled programs that several runs share.
 COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -147,7 +145,11 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     flags = os.environ.get("XLA_FLAGS", "")
     if exact and EXACT not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{EXACT}=true".strip()
+        flags = f"{flags} --{EXACT}=true"
+    if num_cpu_devices > 1 and "xla_cpu_scheduler_type" not in flags:
+        flags = f"{flags} {IN_ORDER}"
+    if flags.strip():
+        os.environ["XLA_FLAGS"] = flags.strip()
     import jax
 
     if num_cpu_devices:
@@ -158,7 +160,6 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
             )
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
-        os.environ.setdefault(CPU_THREADS, str(THREADS_A_CPU_DEVICE * num_cpu_devices))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     from jaxrl_llm.kernels.hopper import cache_ptxas_version
 

@@ -42,6 +42,7 @@ from jaxrl_llm.trainer.data import (
     train_batches,
     train_sources,
 )
+from jaxrl_llm.trainer.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.trainer.evaluate import (
     AnswerEvaluation,
     Evaluation,
@@ -115,6 +116,7 @@ class Run:
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
         step, kept = 0, None
+        check_space(self.run_dir, bytes_of(self._abstract_states()))
         if self.resume is None:
             states = yield from self._first_states()
             self._save_once(states)
@@ -207,7 +209,9 @@ class Run:
     ) -> None:
         """Write a checkpoint: every state that steps change, and where the run stands."""
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
-        self.checkpoints.save(step, to_items(states, self.plan.frozen), loop_state, metrics)
+        items = to_items(states, self.plan.frozen)
+        wait_for_space(self.run_dir, bytes_of(items), self.output.message)
+        self.checkpoints.save(step, items, loop_state, metrics)
 
     def _save_once(self, states: States) -> None:
         """Write what every checkpoint needs and no step changes."""

@@ -241,22 +241,20 @@ def check(path: Path) -> None:
     Every process must call it. Each reads its share of the files.
     Raises: DamagedCheckpoint.
     """
-    share = jax.process_index(), jax.process_count()
-    try:
-        if not is_complete(path):
-            raise DamagedCheckpoint(f"{path} is damaged: files of it are missing")
-        found, error = digests.damaged_files(path, share), ""
-        if found == [] or (found is None and is_main()):
-            restore(path, {})
-    except (ValueError, OSError, KeyError, TypeError) as failed:
-        found, error = None, str(failed) or type(failed).__name__
-    parts = gather_objects([found or [], error], "checked_checkpoint")
-    lines = dict.fromkeys(line for lines, _ in parts for line in lines)
+    if is_complete(path):
+        found = digests.damaged_files(path, (jax.process_index(), jax.process_count())) or []
+    else:
+        found = ["files of it are missing"]
+    parts = gather_objects(found, "checked_checkpoint")
+    lines = dict.fromkeys(line for part in parts for line in part)
     if lines:
         raise DamagedCheckpoint(f"{path} is damaged: {digests.listed(list(lines))}")
-    for _, error in parts:
-        if error:
-            raise DamagedCheckpoint(error if str(path) in error else f"{path} is damaged: {error}")
+    try:
+        restore(path, {})  # all processes or none: Orbax may wait for all of them
+    except DamagedCheckpoint:
+        raise
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
 
 
 def _checked_loop(path: Path, loop: dict[str, Any]) -> dict[str, Any]:

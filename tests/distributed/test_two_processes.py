@@ -126,6 +126,21 @@ def test_two_processes_resume(tmp_path: Path, two: TinyRun) -> None:
     assert_same_bits(run.weights(STEPS), two.weights(STEPS))
 
 
+def test_two_processes_set_a_damaged_checkpoint_aside(tmp_path: Path, two: TinyRun) -> None:
+    """Each compares its share of the files; one of them finds the damage."""
+    run = TinyRun(tmp_path)
+    shutil.copytree(two.run_dir, run.run_dir)
+    (run.run_dir / "config.json").unlink()
+    shutil.rmtree(run.step_path(STEPS))
+    file = max((run.step_path(RESUMED_FROM) / "critic").rglob("*"), key=lambda f: f.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+    output = run.finish(launcher=[*PROCESSES, TRAIN])
+    assert output.count(f"{run.step_path(RESUMED_FROM)} is damaged: critic/") == 1
+    assert output.count("resumed from") <= 1
+    assert run.metrics() == two.metrics()
+    assert_same_bits(run.weights(STEPS), two.weights(STEPS))
+
+
 def test_one_process_goes_on_from_two(tmp_path: Path, two: TinyRun) -> None:
     run = without_its_last_step(two, tmp_path)
     assert f"resumed from {run.step_path(RESUMED_FROM)}" in run.finish()

@@ -103,6 +103,7 @@ class CheckpointManager:
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
         if is_main():
+            self._sealing = [seal for seal in self._sealing if not seal.done()]
             self._sealing.append(_Seal(self.path(step)))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
             self.wait()
@@ -345,6 +346,10 @@ class _Seal:
         self._saved = threading.Event()
         self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
         self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the digests are written, or never will be."""
+        return not self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait for the digests. Requires: the save has ended, whether well or not."""

@@ -53,7 +53,8 @@ def test_a_job_that_is_ended_goes_on_with_the_same_bits(
     job = submit(slurm, log, *run.arguments)
     slurm.wait(run.paused, f"step {STOPPED_IN}")
     if how == "preempted":
-        slurm("sbatch", "--partition", PREEMPTED, "--nodes=2", "--exclusive", "--wrap=true")
+        options = ("--partition", PREEMPTED, "--nodes=2", "--exclusive", "--output=/dev/null")
+        slurm("sbatch", *options, "--wrap=true")
         slurm.wait(lambda: slurm.job(job)["PreemptTime"] != "None", "preemption")
     else:  # what `--signal=USR1@600` sends before the time limit
         slurm("scancel", "--signal=USR1", job)

@@ -138,8 +138,9 @@ def array_digests(items: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     found = {}
     for name, item in items.items():
         leaves = jax.tree_util.tree_leaves_with_path(item)
-        # One by one: an array in host memory needs room on a device.
-        digests = fetch([_digest_array(x) for _, x in leaves])
+        # One by one: an array in host memory needs room on a device, and many programs of small
+        # collectives at the same time can use up the threads of a CPU.
+        digests = [fetch(_digest_array(x)) for _, x in leaves]
         found[name] = {
             jax.tree_util.keystr(path, simple=True, separator="/"): (
                 f"{_kind(x)} {int(a):08x}{int(b):08x}"
@@ -177,23 +178,22 @@ def _kind(x: Any) -> str:
 
 
 @jax.jit
-def _digest_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _digest_array(x: jax.Array) -> jax.Array:
     """Two sums of the bits, mixed with their place. Integers add up in any order."""
     if in_host_memory(x):
         x = jax.device_put(x, jax.memory.Space.Device)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    return _sum(bits, 0x9E3779B9, 0x85EBCA6B), _sum(bits, 0xB5297A4D, 0xC2B2AE35)
-
-
-def _sum(bits: jax.Array, place: int, factor: int) -> jax.Array:
-    x, stride = bits, 1
-    index = jnp.uint32(0)
+    index, stride = jnp.uint32(0), 1
     for axis in reversed(range(x.ndim)):
         index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= x.shape[axis]
+    pair = (2, *(1,) * x.ndim)
+    place = jnp.array([0x9E3779B9, 0xB5297A4D], jnp.uint32).reshape(pair)
+    factor = jnp.array([0x85EBCA6B, 0xC2B2AE35], jnp.uint32).reshape(pair)
     # A step that can be undone follows another, so a flipped bit always changes the term.
-    mixed = (bits ^ (index * jnp.uint32(place))) * jnp.uint32(factor)
+    mixed = (bits ^ (index * place)) * factor
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
-    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+    mixed = mixed ^ (mixed >> 13)
+    return jnp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32)

@@ -178,7 +178,7 @@ def _kind(x: Any) -> str:
 
 
 @jax.jit
-def _digest_array(x: jax.Array) -> jax.Array:
+def _digest_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two sums of the bits, mixed with their place. Integers add up in any order."""
     if in_host_memory(x):
         x = jax.device_put(x, jax.memory.Space.Device)
@@ -196,4 +196,5 @@ def _digest_array(x: jax.Array) -> jax.Array:
     mixed = (bits ^ (index * place)) * factor
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
     mixed = mixed ^ (mixed >> 13)
-    return jnp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32)
+    one, other = jnp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32)
+    return one, other

@@ -1,5 +1,6 @@
 """A run of two processes that is killed again and again comes to its end by itself, exactly."""
 
+import os
 import random
 import re
 import signal
@@ -20,10 +21,26 @@ MOST_S = 1500
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * MOST_S)]
 
 
-def ranks(launcher: int) -> list[int]:
-    """The processes of a launcher, without the reward workers, which are theirs."""
-    found = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True)
-    return sorted(map(int, found.stdout.split()))
+def ranks(launcher: int, chance: random.Random) -> list[int]:
+    """One of the processes of a launcher, as soon as there are any."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True)
+        if pids := sorted(map(int, found.stdout.split())):
+            return [chance.choice(pids)]
+        time.sleep(0.05)
+    return []
+
+
+def last_step(log: Path) -> int:
+    """The last step that a process reported."""
+    found = re.findall(r"step (\d+)/", log.read_text()) if log.exists() else []
+    return int(found[-1]) if found else -1
+
+
+def tail(log: Path) -> str:
+    """The end of the output, for a message."""
+    return log.read_text()[-3000:]
 
 
 def test_thirty_kills_change_no_bit(tmp_path: Path) -> None:
@@ -31,28 +48,21 @@ def test_thirty_kills_change_no_bit(tmp_path: Path) -> None:
     whole.finish(launcher=[*LAUNCH, "--", TRAIN])
 
     run, chance = TinyRun(tmp_path / "killed", *FLAGS), random.Random(SEED)
-    log, kills = run.folder / "log.txt", 0
+    log = run.folder / "log.txt"
     deadline = time.monotonic() + MOST_S
     with run.process(launcher=[*LAUNCH, "--restarts=1000", "--", TRAIN]) as launcher:
-        while launcher.poll() is None:
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            # In one of the next steps, or while it starts, which no line tells.
-            wanted, begun = chance.randrange(-1, 4), log.stat().st_size
-            until = time.monotonic() + chance.uniform(2, 60)
-            while kills < KILLS and launcher.poll() is None and time.monotonic() < until:
-                with open(log, "rb") as stream:
-                    stream.seek(begun)
-                    if len(re.findall(rb"step \d+/", stream.read())) > wanted >= 0:
-                        break
+        for step in sorted(chance.sample(range(3, STEPS - 10), KILLS)):
+            if last_step(log) >= step:  # the last kill came late: this one comes in the start
+                time.sleep(chance.uniform(0, 8))
+            while last_step(log) < step:
+                assert launcher.poll() is None and time.monotonic() < deadline, tail(log)
                 time.sleep(0.02)
-            time.sleep(chance.uniform(0, 0.05))
-            alive = ranks(launcher.pid)
-            if kills < KILLS and alive:
-                subprocess.run(["kill", f"-{signal.SIGKILL}", str(chance.choice(alive))])
-                kills += 1
+            killed = [os.kill(pid, signal.SIGKILL) for pid in ranks(launcher.pid, chance)]
+            assert killed, tail(log)
             time.sleep(0.5)
-    assert launcher.returncode == 0, log.read_text()[-3000:]
-    assert kills == KILLS
+        assert launcher.wait(MOST_S) == 0, tail(log)
+    assert log.read_text().count("; restart ") <= KILLS
+    assert log.read_text().count("resumed from ") > KILLS // 2
     assert run.metrics() == whole.metrics()
     assert run.samples("train") == whole.samples("train")
     assert_same_bits(run.weights(STEPS), whole.weights(STEPS))

@@ -117,7 +117,7 @@ def _digest(file: Path) -> list[Any]:
 def _digest_or_error(file: Path) -> list[Any]:
     try:
         return _digest(file)
-    except OSError as error:
+    except FileNotFoundError as error:  # a link to a file that is gone
         return [-1, error.strerror]
 
 

@@ -5,6 +5,7 @@ The latest and the best checkpoints are kept. `layout.py` describes their files.
 """
 
 import contextlib
+import logging
 import shutil
 import threading
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ DELETED = "deleted"  # a checkpoint is moved here before its files are removed
 STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax is writing
 POLL_S = 0.05
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -167,7 +170,7 @@ class CheckpointManager:
                 continue
             try:
                 _, loop = restore(path, {})
-            except (ValueError, OSError):  # an old checkpoint that is damaged is not the best
+            except ValueError:  # an old checkpoint that is damaged is not the best
                 continue
             if SCORE in loop:
                 scores[step] = loop[SCORE]
@@ -254,7 +257,11 @@ def check(path: Path) -> None:
         restore(path, {})  # all processes or none: Orbax may wait for all of them
     except DamagedCheckpoint:
         raise
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+    ) as error:  # not OSError: a disk that fails is no damage
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
 
 
@@ -291,9 +298,21 @@ def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[s
             f"{path} is missing: it holds {', '.join(abstract)}, which every checkpoint of the "
             "run needs; copy it along with the checkpoint"
         )
-    digests.check_files(path)
+    check_frozen(path)
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, dict(abstract))
+
+
+def check_frozen(path: Path) -> None:
+    """Compare the files of the frozen roles. Raises: DamagedCheckpoint, also without digests."""
+    wrong = digests.damaged_files(path)
+    if wrong is None:
+        wrong = [f"{digests.DIGESTS} is missing"]
+    if wrong:
+        raise DamagedCheckpoint(
+            f"{path} is damaged: {digests.listed(wrong)}. Every checkpoint of the run needs it: "
+            "put a copy there, or begin again with another --config.run_dir"
+        )
 
 
 def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
@@ -317,7 +336,7 @@ def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
         digests.check_files(checkpoint, f"{role}/")
     else:
         path, tree = checkpoint.parent / FROZEN, {role: abstract}
-        digests.check_files(path)
+        check_frozen(path)
     args = ocp.args.PyTreeRestore(
         item=tree,
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
@@ -362,7 +381,11 @@ class _Seal:
                 return  # the save failed
         # The checkpoint may not be kept, and be deleted meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            digests.write_digests(self._path)
+            try:
+                digests.write_digests(self._path)
+            except OSError as error:
+                if self._path.exists():
+                    log.warning("%s has no digests of its files: %s", self._path, error)
 
 
 def _alias(x: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxrl_llm.checkpoint import digests, manager
+from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.checkpoint.digests import DIGESTS, DamagedCheckpoint
 from jaxrl_llm.checkpoint.layout import CHECKPOINTS, DAMAGED, FROZEN, STEP_PREFIX, step_of
 from jaxrl_llm.config import ConfigError
@@ -37,7 +37,7 @@ def verify(path: Path) -> Iterator[tuple[str, bool]]:
 def _checked(path: Path) -> tuple[str, bool]:
     try:
         if path.name == FROZEN:
-            digests.check_files(path)
+            manager.check_frozen(path)
         else:
             manager.check(path)
     except DamagedCheckpoint as error:

@@ -102,7 +102,7 @@ class Program:
         Nothing is lost: a device segment follows another only where the host reads the fields of
         the first, and so waits for it.
         """
-        now = _Progress(states, batch, {}, step, timer)
+        now = _Progress(states, batch, step, timer)
         moves = _Moves()
         segments = self.segments if segments is None else segments
         for segment in segments:
@@ -355,12 +355,10 @@ class _Progress:
     longer of the two. With several meshes a thread waits.
     """
 
-    def __init__(
-        self, states: States, batch: Any, metrics: dict[str, Any], step: int, timer: Timer
-    ) -> None:
+    def __init__(self, states: States, batch: Any, step: int, timer: Timer) -> None:
         self.states = states
         self.batch = batch
-        self.metrics = metrics
+        self.metrics: dict[str, Any] = {}
         self.step = step
         self._timer = timer
         self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Results]]] = {}

@@ -81,7 +81,7 @@ class RewardFunctions(HostReward):
             raise ValueError(
                 f"every reward of steps {self._failed[0]} to {step} failed, so nothing is learned. "
                 f"The first of the last step: {next(text for _, _, text in everyone if text)}. "
-                "Mend the reward function; the same command then goes on from the last checkpoint"
+                "Fix the reward function; the same command then goes on from the last checkpoint"
             )
         return reward.scores, columns, statistics.metrics()
 

@@ -93,7 +93,7 @@ def test_no_mutation_is_silent(folder: Path) -> None:
         how = mutate(file, twin if twin.exists() else chance.choice(names), chance)
         try:
             manager.check(path)
-            # Without the digests of its files, as a kill may leave it, arrays are compared.
+            # Only a deleted digests.json passes: a kill may leave a checkpoint without it.
             if file.name != digests.DIGESTS or file.exists():
                 silent.append((file.relative_to(path), how))
         except DamagedCheckpoint as error:
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(folder:
     kept = folder / "damaged" / "global_step_2"
     assert f"moved to {kept}" in message
     assert (kept / name).read_bytes() == content
-    again.save(2, items(2), {"step": 2}, {})  # the step can be written anew
+    again.save(2, items(2), {"step": 2}, {})  # the step can be written again
     again.close()
     assert not open_manager(folder).set_aside
 

@@ -1,4 +1,4 @@
-"""A run whose checkpoints were damaged goes on from a sound one, or says how to start anew."""
+"""A run whose checkpoints were damaged goes on from a sound one, or says how to begin again."""
 
 import shutil
 import subprocess
@@ -91,6 +91,16 @@ def test_a_damaged_checkpoint_is_not_exported(run: TinyRun, tmp_path: Path) -> N
     assert found.returncode == 2, found.stderr
     assert f"global_step_{TOTAL_STEPS} is damaged: {file} has other bytes" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("name", ["digests.json", "manifest.ocdbt"])
+def test_frozen_roles_without_a_file_are_refused(run: TinyRun, tmp_path: Path, name: str) -> None:
+    again = copied(run, tmp_path)
+    shutil.rmtree(again.step_path(TOTAL_STEPS))
+    (again.checkpoints / "frozen" / name).unlink()
+    output = again.finish(code=2)
+    assert f"frozen is damaged: {name} is missing. Every checkpoint of the run needs it" in output
+    assert "Traceback" not in output
 
 
 def test_verify_has_a_line_for_each_checkpoint(run: TinyRun, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from jaxrl_llm.config.records import ConfigError
-from jaxrl_llm.config.schema import Config, MeshConfig
+from jaxrl_llm.config.schema import AUTO, Config, MeshConfig
 
 ACTOR = "actor"
 ROLLOUT = "rollout"  # generation of the actor's samples
@@ -17,6 +17,8 @@ def devices_of_roles(config: Config) -> dict[str, tuple[int, ...]]:
     Raises: ConfigError for an unknown role, devices that cannot be read, or an overlap.
     """
     known = _roles(config)
+    if config.placement == AUTO:  # not chosen yet
+        return {ACTOR: tuple(range(config.mesh.num_devices))}
     given = {role: _text(value) for role, value in config.placement.items()}
     for role in given:
         if role not in known:

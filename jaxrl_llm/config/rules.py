@@ -12,7 +12,7 @@ from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Spread
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
-from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
 
@@ -73,12 +73,12 @@ def _replicas(config: Config) -> str:
 def _check_placement(config: Config) -> None:
     """Roles on devices of their own get whole shares of the samples."""
     found = devices_of_roles(config)
-    if is_offline(config) and config.placement:
+    if is_offline(config) and config.placement not in ({}, AUTO):
         raise ConfigError(
             "config.placement: offline training has one group of devices; leave it out, or take "
             f"an online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
         )
-    _check_staleness(config, ROLLOUT in found)
+    _check_staleness(config, ROLLOUT in found or config.placement == AUTO)
     n = config.rollout.n
     batches = {
         "data.train_batch_size": config.data.train_batch_size,

@@ -5,7 +5,9 @@ A config file holds `get_config() -> Config`. Names are verl's and TRL's where t
 
 import math
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.functions import (
@@ -27,10 +29,12 @@ from jaxrl_llm.config.records import (
     Probability,
     Record,
     Whole,
+    guess,
     record,
 )
 
 __all__ = [
+    "AUTO",
     "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
     "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
@@ -39,6 +43,16 @@ __all__ = [
 ]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
+AUTO = "auto"
+
+
+def _placement(value: Any) -> Any:
+    """A placement as written; one group of devices is the empty one."""
+    value = guess(value)
+    return {} if value == "colocated" else value
+
+
+Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
 @record
@@ -359,7 +373,8 @@ class Config(Record):
     mesh: MeshConfig = MeshConfig()
     # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"}.
     # All others share the actor's, which are the first ones of the mesh.
-    placement: FreeDict = field(default_factory=dict)
+    # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
+    placement: Placement = field(default_factory=dict)
     # How many updates the policy that samples may be behind; needs placement.rollout. From 1 on,
     # the next batches are generated while this one is learned from.
     max_staleness: Whole = 0

@@ -1,4 +1,4 @@
-"""The commands: train, generate, evaluate, export, prepare, verify, doctor.
+"""The commands: train, plan, generate, evaluate, export, prepare, verify, doctor.
 
 `jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
@@ -270,6 +270,85 @@ def doctor(argv: list[str]) -> int:
     return 0 if report["ok"] else 1
 
 
+def plan(argv: list[str]) -> int:
+    """Memory and time of a step before there are GPUs: jaxrl plan --config=ppo --devices=64
+
+    Compiles the programs of a config for devices that this machine need not have. Prints what a
+    device holds, what its axes move, the seconds of each stage, and what would run faster.
+
+    Flags:
+      --config=FILE         a file with get_config(), a packaged config, or a run's folder
+      --config.a.b=VALUE    override any key of it
+      --devices=N           GPUs in all; without it those of config.mesh. If config.mesh has another
+                            number, the fastest mesh that fits is taken
+      --hosts=N             hosts that share them evenly; 8 GPUs a host without it
+      --hardware=h200       h200 | h100, compiled or not; a100 | b200 | gh200 | l40s | l4 with
+                            --quick; cpu compiles for CPU devices, and predicts no seconds
+      --quick               compute without compiling, in seconds
+      --prompt_tokens=N     of each prompt; the config's limit without it
+      --response_tokens=N   of each response; the config's limit without it
+      --lengths=FILE        a line PROMPT,RESPONSE for each sample, in place of these two
+      --json=FILE           also write the report as JSON
+
+    It ends with 1 if the run does not fit.
+    """
+    parser = Parser()
+    parser.add_argument("--devices", type=_count, default=0)
+    parser.add_argument("--hosts", type=_count, default=0)
+    parser.add_argument("--hardware", type=str.lower, default="h200")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--prompt_tokens", type=_count, default=0)
+    parser.add_argument("--response_tokens", type=_count, default=0)
+    parser.add_argument("--lengths", type=Path)
+    parser.add_argument("--json", type=Path)
+    flags, config_path, overrides = parser.read_with_config(argv)
+    # No data are read, so those of the config need not be here.
+    unread = (("data.train_files", "[]"), ("data.val_files", "[]"))
+    unread += (("data.train_tasks", "[chain_sum]"),)
+    config = load_config(config_path, (*overrides, *unread))
+    from jaxrl_llm.planner.lengths import lengths_in
+    from jaxrl_llm.planner.rates import CPU, rates_of
+    from jaxrl_llm.planner.topology import check_compiler
+
+    if flags.hardware == CPU and flags.quick:
+        raise ConfigError("--hardware=cpu has no rates to compute with; leave --quick out")
+    if flags.hardware != CPU:
+        rates_of(flags.hardware)
+        if not flags.quick:
+            check_compiler(flags.hardware)
+    if flags.lengths is not None and (flags.prompt_tokens or flags.response_tokens):
+        raise ConfigError("--lengths already says what --prompt_tokens and --response_tokens say")
+    lengths = () if flags.lengths is None else lengths_in(flags.lengths)
+    if flags.json is not None:
+        _check_parent("--json", flags.json)
+    on_cpu = flags.hardware == CPU
+    prepare_jax(num_cpu_devices=(flags.devices or config.mesh.num_devices) if on_cpu else 1)
+    from jaxrl_llm.planner.report import Request, lines, make_report
+
+    request = Request(
+        devices=flags.devices,
+        hosts=flags.hosts,
+        hardware=flags.hardware,
+        quick=flags.quick,
+        prompt_tokens=flags.prompt_tokens,
+        response_tokens=flags.response_tokens,
+        lengths=lengths,
+    )
+    report = make_report(config, request, lambda text: print(text, file=sys.stderr, flush=True))
+    print("\n".join(lines(report)))
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    return 0 if report.planned.fits or not report.timed else 1
+
+
+def _check_parent(flag: str, file: Path) -> None:
+    """ConfigError unless `file` can be made."""
+    if file.is_dir():
+        raise ConfigError(f"{flag}={file} is a folder; give a file such as {file}/report.json")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{flag}={file}: there is no folder {file.parent}")
+
+
 def _check_folder(flag: str, folder: Path) -> None:
     """Make `folder` if it is missing; ConfigError unless it can be written and has room."""
     try:
@@ -294,6 +373,7 @@ def _count(text: str) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "plan": plan,
     "generate": generate,
     "evaluate": evaluate,
     "export": export,

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, check
+from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
 from jaxrl_llm.config.placement import devices_of_roles
 
 USER_ERROR = 2
@@ -123,6 +123,11 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     """
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
+    if config.placement == AUTO:
+        from jaxrl_llm.planner.automatic import automatic
+
+        config, why = automatic(config)
+        print("\n".join(why), file=sys.stderr, flush=True)
     placed = devices_of_roles(config).values() if config.placement else ()
     mesh = fit_mesh(config.mesh, [number for devices in placed for number in devices])
     if mesh != config.mesh:

@@ -143,7 +143,7 @@ class RewardManager:
             self._functions = [
                 self._load(index, path, settings, name, weight)
                 for index, ((path, settings), name, weight) in enumerate(
-                    zip(references, _unique_names(references), weights, strict=True)
+                    zip(references, unique_names(references), weights, strict=True)
                 )
             ]
         except ValueError:
@@ -394,7 +394,7 @@ def _statistics(
     )
 
 
-def _unique_names(references: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def unique_names(references: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """Function names, with _2, _3 ... where two files use the same one."""
     names: list[str] = []
     for path, _ in references:

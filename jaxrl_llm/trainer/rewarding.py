@@ -11,7 +11,8 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
 from jaxrl_llm.plan.online import stop_ids
 from jaxrl_llm.plan.scores import HostReward
-from jaxrl_llm.rewards.manager import RewardManager, RewardResult
+from jaxrl_llm.rewards.graders import path_and_settings
+from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
@@ -125,6 +126,18 @@ class ArrayReward(HostReward):
     ) -> np.ndarray:
         """Scores."""
         return self.fn(responses, mask).astype(np.float32)
+
+
+def planned_reward(config: Config) -> ArrayReward | None:
+    """Stands for `open_reward` where a run is only planned: its names, and no worker."""
+    if not config.reward.functions:
+        return None
+    names = unique_names([path_and_settings(function) for function in config.reward.functions])
+    return ArrayReward(_lengths, names=tuple(names))
+
+
+def _lengths(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return mask.sum(axis=1)
 
 
 def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:

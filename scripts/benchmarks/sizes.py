@@ -8,6 +8,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import config_from_hf
 from jaxrl_llm.models.shapes import SHAPES
+from jaxrl_llm.planner.lengths import lengths_in
 from jaxrl_llm.references import nearest
 
 Shapes = dict[str, ModelConfig]
@@ -48,18 +49,7 @@ def read_lengths(file: Path, groups: tuple[int, int] | None) -> tuple[tuple[int,
     With `groups` (prompts, samples), as many consecutive lines as a prompt has samples share it.
     ConfigError names the line that is wrong.
     """
-    if not file.is_file():
-        raise ConfigError(f"--lengths={file}: no such file; write PROMPT,RESPONSE on each line")
-    lengths = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        words = [word.strip() for word in line.split(",")]
-        if words == [""] or (number == 1 and not any(word.isdecimal() for word in words)):
-            continue  # an empty line, or the header
-        if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise ConfigError(
-                f"{file}:{number}: {line!r} is not PROMPT,RESPONSE in tokens, e.g. 512,300"
-            )
-        lengths.append((int(words[0]), int(words[1])))
+    lengths = lengths_in(file)
     prompts, samples = groups or (len(lengths), 1)
     if not lengths or len(lengths) != prompts * samples:
         raise ConfigError(

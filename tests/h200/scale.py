@@ -8,23 +8,17 @@ The devices exist for the compiler only. The table of docs/scaling.md is printed
 import argparse
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from target import h200_mesh
 
 from jaxrl_llm import config as c
-from jaxrl_llm.distributed.layout import cuts_for
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import plan_iteration
-from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
+from jaxrl_llm.planner.compiled import RealPrograms
+from jaxrl_llm.planner.topology import COMPILER_OPTIONS, compile_devices
 
 MEMORY = 141e9  # bytes of an H200
 ALGORITHMS = {"PPO": c.PPO(use_kl_loss=True), "GRPO": c.GRPO(use_kl_loss=True), "DPO": c.DPO()}
-TUNED = {"xla_gpu_autotune_level": 4}  # Triton's matmuls are an error without tuning
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ SHAPES = {
 }
 
 
-class Scaled:
+class Scaled(RealPrograms):
     """A run of a large model, planned: abstract states and the programs of a step.
 
     Online, samples are packed into rows of `row` tokens; offline, each record is that long. A
@@ -96,7 +90,6 @@ class Scaled:
         actor = {"hf_config": shape.hf_config(), **settings}
         config = c.Config(
             mesh=config,
-            fuse_stages=False,
             data=c.DataConfig(
                 tokenizer="char",
                 train_batch_size=rows,
@@ -108,41 +101,11 @@ class Scaled:
             reward=c.RewardConfig() if offline else c.RewardConfig(functions=(c.ExactAnswer(),)),
             algorithm=algorithm,
         )
-        cuts = cuts_for(config.mesh.sizes, (), [shape.kv_heads])
-        others = {axis: config.mesh.sizes[axis] for axis in ("sequence", "pipeline")}
-        layout = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-        devices = h200_mesh(layout, **others, cuts=cuts)
-        tokenizer = load_tokenizer("char")
-        if offline:
-            plan = plan_offline(config, tokenizer, devices)
-            self.states = plan.abstract_states({})
-        else:
-            reward = ArrayReward(lambda responses, mask: mask.sum(axis=1))
-            plan = plan_iteration(config, tokenizer, devices, reward)
-            self.states = plan.abstract_states()
-        self.program = plan.program
-        self._batch = plan.abstract_batch()
-
-    @property
-    def stages(self) -> list[str]:
-        """The names of the programs on the devices, in their order."""
-        return [segment.name for segment in self.program.segments if not segment.is_host]
+        super().__init__(config, compile_devices(config.mesh.num_devices), (shape.kv_heads,))
 
     def compiled(self, stage: str) -> jax.stages.Compiled:
         """The program of `stage`, compiled for the cards."""
-        segment = next(s for s in self.program.segments if s.name == stage)
-        batch = self.program.trace(self.states, self._batch)
-        lowered = self.program.lower(segment, self.states, batch)
-        return lowered.compile(compiler_options=TUNED)
-
-    def resident(self) -> dict[str, int]:
-        """Bytes on a device of what each role keeps: weights, and optimizer state if it learns."""
-        return {role: sum(_shard_bytes(state)) for role, state in self.states.items()}
-
-
-def _shard_bytes(state: Any) -> Iterator[int]:
-    for leaf in jax.tree.leaves(state):
-        yield math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        return self.compile(stage, COMPILER_OPTIONS)
 
 
 def peak(compiled: jax.stages.Compiled) -> int:

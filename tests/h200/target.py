@@ -1,12 +1,8 @@
 """Programs compiled for H200s on a machine that has none, and what their compiled form shows.
 
-Needs Python 3.12 and, installed with --no-deps beside jax 0.11: jax-cuda13-plugin, jax-cuda13-pjrt
-and nvidia-cuda-nvcc (for ptxas). No driver, cuBLAS, cuDNN or NCCL. The card's description is in
-h200.txtpb.
+What they need is in jaxrl_llm/planner/topology.py.
 """
 
-import functools
-import importlib.metadata
 import math
 import os
 import re
@@ -23,22 +19,13 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune
 
 import jax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.kernels.hopper import cache_ptxas_version
+from jaxrl_llm.planner.topology import compile_devices, missing_packages
 
 cache_ptxas_version()  # as a run does when it starts: see launch/runtime.py
-
-PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc")
-
-
-def missing_packages() -> list[str]:
-    """The packages that compiling for the card needs and this environment lacks."""
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    return [name for name in PACKAGES if name not in installed]
-
 
 needs_compiler = [
     pytest.mark.h200,
@@ -52,17 +39,7 @@ def h200_mesh(sizes: tuple[int, int, int], **settings: Any) -> Mesh:
     `settings` are those of `make_mesh`.
     """
     others = math.prod(settings.get(axis, 1) for axis in ("sequence", "pipeline"))
-    return make_mesh(*sizes, **settings, devices=_devices(math.prod(sizes) * others))
-
-
-@functools.cache  # two topologies have two different devices 0
-def _devices(count: int) -> tuple[Any, ...]:
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
-        topology=f"1x1x{count}",
-    )
-    return tuple(topology.devices)
+    return make_mesh(*sizes, **settings, devices=compile_devices(math.prod(sizes) * others))
 
 
 def one_h200() -> NamedSharding:

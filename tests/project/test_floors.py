@@ -18,6 +18,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("learner",)],
     [("plan",)],
     [("trainer",)],
+    [("planner",)],
     [("launch",), ("benchmarks",)],
     [("configs",), ("scripts",)],
 ]

@@ -1,0 +1,137 @@
+"""`placement="auto"`: the layout that the planner expects to be fastest on the devices of a run."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+
+from jaxrl_llm.config import Config, ConfigError, check
+from jaxrl_llm.config.placement import ROLLOUT
+from jaxrl_llm.observability.console import number
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.estimate import Estimate, placed
+from jaxrl_llm.planner.rates import GB, MEMORY, Rates, rates_of
+from jaxrl_llm.planner.search import best_layouts
+from jaxrl_llm.planner.work import Work, work_of
+
+PER_HOST = 8
+UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
+SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the devices, for roles of their own
+NEXT = 3  # layouts that are shown besides the chosen one
+
+
+def automatic(config: Config) -> tuple[Config, list[str]]:
+    """`config` with the mesh and the placement that were chosen, and why, in lines.
+
+    The choice depends on the config, the devices and this version only, so every process makes the
+    same one.
+
+    Raises: ConfigError when nothing fits.
+    """
+    count = jax.device_count()
+    hosts = max(jax.process_count() if count > PER_HOST else 1, math.ceil(count / PER_HOST))
+    rates, known = _rates_here()
+    work = work_of(replace(config, placement={}))
+    choices = best_placements(work, count, hosts, rates, apart=jax.process_count() == 1)
+    kept: list[tuple[Config, Estimate, tuple[str, ...]]] = []
+    for planned, flags in choices:
+        found = _settled(config, planned)
+        if found is not None:
+            kept.append((found, planned, flags))
+        if len(kept) > NEXT:
+            break
+    if not kept:
+        raise ConfigError(
+            f"config.placement=auto: no layout of {count} devices holds this run, by the planner. "
+            "`jaxrl plan --quick` shows what each stage needs; more devices, "
+            "--config.actor.remat=full or smaller --config.rollout.num_slots need less"
+        )
+    return kept[0][0], _lines(kept, rates, known)
+
+
+def best_placements(
+    work: Work, count: int, hosts: int, rates: Rates, *, apart: bool
+) -> list[tuple[Estimate, tuple[str, ...]]]:
+    """Layouts of one group and, with `apart`, of roles on devices of their own; fastest first.
+
+    Each comes with its flags. Remat and micro-batches stay those of the config.
+    """
+    found: list[tuple[Estimate, tuple[str, ...]]] = []
+    if not work.config.max_staleness:
+        one = best_layouts(work, count, hosts, rates, keep_settings=True)
+        found += [(choice.estimate, choice.flags) for choice in one]
+    if apart and hosts == 1:
+        found += list(_apart(work, count, rates))
+    return sorted(found, key=lambda each: each[0].seconds)
+
+
+def _apart(work: Work, count: int, rates: Rates) -> Iterator[tuple[Estimate, tuple[str, ...]]]:
+    for own in sorted({round(count * share) for share in SPLITS} - {0, count}):
+        names = f"{count - own}-{count - 1}" if own > 1 else str(count - 1)
+        for placement in _placements(work, names):
+            for choice in best_layouts(work, count - own, 1, rates, keep_settings=True):
+                mesh = choice.estimate.devices.mesh
+                config = replace(work.config, mesh=mesh, placement=placement)
+                try:
+                    check(config)
+                except ConfigError:
+                    continue
+                whole = Devices(mesh=mesh, hosts=1, rates=rates, of_host=count)
+                planned = placed(work, config, whole)
+                flags = [f"--config.placement.{role}={name}" for role, name in placement.items()]
+                if planned.fits:
+                    yield planned, (*choice.flags, *flags)
+                    break  # slower meshes of the actor are no better with the same others
+
+
+def _placements(work: Work, names: str) -> Iterator[dict[str, str]]:
+    """Which roles may have devices of their own."""
+    if work.config.max_staleness:
+        yield {ROLLOUT: names}
+    elif "critic" in work.models:
+        yield {"critic": names}
+        if "reference" in work.models:
+            yield {"critic": names, "reference": "critic"}
+
+
+def _settled(config: Config, planned: Estimate) -> Config | None:
+    """`config` with this layout; None where a rule refuses it."""
+    mesh = planned.devices.mesh
+    placement = planned.placement
+    settled = replace(config, mesh=mesh, placement=placement)
+    try:
+        check(settled)
+    except ConfigError:
+        return None
+    return settled
+
+
+def _rates_here() -> tuple[Rates, bool]:
+    """The rates of this process's devices, and whether they are known."""
+    kind = jax.devices()[0].device_kind.lower()
+    for name in MEMORY:
+        if name in kind.replace("-", " ").split():
+            return rates_of(name), True
+    return rates_of(UNKNOWN), False
+
+
+def _lines(
+    kept: list[tuple[Config, Estimate, tuple[str, ...]]], rates: Rates, known: bool
+) -> list[str]:
+    whose = rates.name if known else f"{rates.name}, as this device has no data sheet here"
+    lines = [f"placement=auto, by the planner with the rates of {whose}:"]
+    for i, (_, planned, flags) in enumerate(kept):
+        word = "chosen" if i == 0 else "next  "
+        lines.append(
+            f"  {word} {number(planned.seconds)} s a step, {number(planned.peak / GB)} GB a "
+            f"device: {' '.join(flags) or 'one device'}"
+        )
+    lines.append(f"  {_why(kept[0][1])}")
+    return lines
+
+
+def _why(planned: Estimate) -> str:
+    """What the chosen layout's step is made of."""
+    stages = ", ".join(f"{s.stage} {number(s.seconds)}" for s in planned.stages)
+    return f"why: the stages take {stages} s, and it is the fastest of those that fit"

@@ -1,0 +1,70 @@
+"""The devices of a plan: a mesh on hosts, and how fast its axes move bytes. No jax."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.planner.rates import Rates
+
+ORDER = ("data", "pipeline", "fsdp", "sequence", "tensor")  # neighbours last, as in the mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """A mesh of devices on `hosts` equal hosts."""
+
+    mesh: MeshConfig
+    hosts: int
+    rates: Rates
+    first: int = 0  # number of the first device: tells groups of equal meshes apart
+    of_host: int = 0  # devices of a whole host, where the mesh is one group of several; 0 counts
+
+    @property
+    def count(self) -> int:
+        return self.mesh.num_devices
+
+    @property
+    def per_host(self) -> int:
+        return self.of_host or max(1, self.count // self.hosts)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts stored weights and optimizer states are split."""
+        return self.count // self.mesh.data
+
+    def tensor(self, does: str) -> int:
+        """Devices that share the heads in a phase."""
+        mesh = self.mesh
+        own = {"generate": mesh.generation.tensor, "pass": mesh.passes.tensor}.get(does, 0)
+        return own or mesh.tensor
+
+    def replicas(self, does: str) -> int:
+        """Shares of the batch in a phase."""
+        if does == "generate":
+            return self.count // self.tensor(does)
+        return self.mesh.replicas_with(self.tensor(does))
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Devices of a group along these axes."""
+        return math.prod(self.mesh.sizes[axis] for axis in axes)
+
+    def on_host(self, axes: Sequence[str]) -> int:
+        """How many devices of such a group are on the host of one of them."""
+        inner, found = 1, 1
+        for axis in reversed(ORDER):
+            size = self.mesh.sizes[axis]
+            if axis in axes:
+                found *= max(1, min(size, self.per_host // inner))
+            inner *= size
+        return min(found, self.size(axes))
+
+    def seconds(self, received: float, axes: Sequence[str]) -> float:
+        """Seconds in which one device of such a group receives so many bytes."""
+        if received == 0.0:
+            return 0.0
+        return received / self.rates.bandwidth(self.size(axes), self.on_host(axes))
+
+    def neighbours(self, group: int) -> float:
+        """Bytes a second between `group` neighbouring devices."""
+        return self.rates.bandwidth(group, min(group, self.per_host))

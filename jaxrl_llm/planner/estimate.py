@@ -1,0 +1,158 @@
+"""Memory and time of a whole step, on one group of devices or with roles on their own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.memory import kept, temporary
+from jaxrl_llm.planner.packing import stored_parameters
+from jaxrl_llm.planner.seconds import StageTime, stage_time
+from jaxrl_llm.planner.work import BYTES, Job, Work
+
+OTHER_STAGES = 0.01  # seconds of the stages without a model: reward on the host, advantages
+# Seconds of a response token on its host: metrics, trace and samples of a step. 0.6 s for 512 x 512
+# tokens in a run on one H100, 2026-11-25.
+HOST_TOKEN = 2.3e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step of `work` needs on `devices`. Bytes are of one device."""
+
+    work: Work
+    devices: Devices  # of the actor, and of each role that is not in `apart`
+    apart: Mapping[str, Devices] = field(default_factory=dict)  # of roles
+    kept: dict[str, float]  # by role
+    temporaries: dict[str, float]  # by stage
+    stages: tuple[StageTime, ...]
+    placement: Mapping[str, str] = field(default_factory=dict)  # as in the config
+    host: float = 0.0  # seconds of Python between two steps
+    moving: float = 0.0  # seconds in which weights go to a rollout on devices of its own
+
+    @property
+    def count(self) -> int:
+        """Devices of all groups."""
+        return sum(group.count for group in self._groups)
+
+    @cached_property
+    def _groups(self) -> tuple[Devices, ...]:
+        return tuple(dict.fromkeys((self.devices, *self.apart.values())))
+
+    @cached_property
+    def peak(self) -> float:
+        """The most bytes that a device of any group needs."""
+        return max(self._peak_of(group) for group in self._groups)
+
+    def _peak_of(self, group: Devices) -> float:
+        held = sum(size for role, size in self.kept.items() if self._of(role) == group)
+        used = [
+            self.temporaries[job.stage]
+            for job in self.work.jobs
+            if self._of(owner(job, self.apart)) == group
+        ]
+        return held + max(used, default=0.0)
+
+    def _of(self, role: str) -> Devices:
+        return self.apart.get(role, self.devices)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.devices.rates.capacity
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a step. Stages of different groups run at the same time where they can.
+
+        Passes wait for the samples and updates for all passes. Samples of an older policy are
+        generated while the step learns.
+        """
+        ahead = ROLLOUT in self.apart and self.work.config.max_staleness > 0
+        free: dict[Devices, float] = {}
+        ended = {"generate": 0.0, "pass": 0.0, "update": 0.0}
+        generating = self.moving
+        for job, time in zip(self.work.jobs, self.stages, strict=True):
+            if job.does == "generate" and ahead:
+                generating += time.seconds
+                continue
+            group = self._of(owner(job, self.apart))
+            ready = {"generate": self.moving, "pass": ended["generate"]}.get(
+                job.does, max(ended["generate"], ended["pass"])
+            )
+            end = max(free.get(group, 0.0), ready) + time.seconds
+            free[group] = end
+            ended[job.does] = max(ended[job.does], end)
+        learning = max(ended.values())
+        return (max(learning, generating) if ahead else learning) + OTHER_STAGES + self.host
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and response tokens a second and device; a prompt counts for each sample."""
+        return self.work.samples.tokens / self.seconds / self.count
+
+
+def owner(job: Job, apart: Mapping[str, Devices]) -> str:
+    """The role whose devices run a stage."""
+    return ROLLOUT if job.does == "generate" and ROLLOUT in apart else job.role
+
+
+def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None = None) -> Estimate:
+    """Compute everything without compiling."""
+    apart = apart or {}
+    held = {name: kept(model, apart.get(name, devices)) for name, model in work.models.items()}
+    moving = 0.0
+    if ROLLOUT in apart:
+        held[ROLLOUT], moving = _rollout(work, devices, apart[ROLLOUT])
+    return Estimate(
+        work=work,
+        devices=devices,
+        apart=apart,
+        kept=held,
+        temporaries={job.stage: _temporary(job, work, devices, apart) for job in work.jobs},
+        stages=tuple(
+            stage_time(job, work, apart.get(owner(job, apart), devices), own_weights(job, apart))
+            for job in work.jobs
+        ),
+        host=HOST_TOKEN * float(work.samples.responses.sum()) / devices.hosts,
+        moving=moving,
+    )
+
+
+def own_weights(job: Job, apart: Mapping[str, Devices]) -> bool:
+    """Whether generation finds its weights in place."""
+    return job.does == "generate" and ROLLOUT in apart
+
+
+def _temporary(job: Job, work: Work, devices: Devices, apart: Mapping[str, Devices]) -> float:
+    return temporary(job, work, apart.get(owner(job, apart), devices), own_weights(job, apart))
+
+
+def _rollout(work: Work, devices: Devices, own: Devices) -> tuple[float, float]:
+    """Bytes that the rollout keeps on a device, and the seconds in which they come each step."""
+    model = work.actor
+    dtype = work.config.rollout.dtype or model.settings.dtype
+    size = stored_parameters(model) * BYTES[dtype] / own.tensor("generate")
+    same_host = devices.count + own.count <= devices.per_host
+    return size, size / (own.rates.link if same_host else own.rates.network)
+
+
+def placed(work: Work, config: Config, devices: Devices) -> Estimate:
+    """The estimate with the placement of `config`; `devices` are those of all roles together."""
+    if not config.placement:
+        return estimate(work, devices)
+    numbers = devices_of_roles(config)
+
+    def group(role: str) -> Devices:
+        count = len(numbers[role])
+        return replace(
+            devices,
+            mesh=mesh_of_role(config, role),
+            hosts=max(1, -(-count // devices.per_host)),
+            first=numbers[role][0],
+            of_host=devices.per_host,
+        )
+
+    apart = {role: group(role) for role in numbers if role != ACTOR}
+    return replace(estimate(work, group(ACTOR), apart), placement=config.placement)

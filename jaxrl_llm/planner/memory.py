@@ -1,0 +1,156 @@
+"""Bytes on one device: what roles keep, and what each stage needs on top. No jax.
+
+The sums were compared with measured peaks and with programs that were compiled for H200s:
+`docs/planner.md`.
+"""
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.packing import (
+    Rows,
+    head_weights,
+    kv_bytes,
+    layer_weights,
+    rows_of,
+    stored_parameters,
+)
+from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
+
+LOGITS_COPIES = 0.5  # of float32 logits: the head computes them in parts
+PIPELINE_COPIES = 2.0  # of what a pipeline keeps for its backward pass: it runs in a loop
+GATHERED_LAYERS = 3  # that a mesh has in flight
+GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
+BUFFERS = 0.8e9  # of collectives
+
+
+def kept(model: Model, devices: Devices) -> float:
+    """Bytes that a role keeps on a device from step to step: weights, moments if it learns."""
+    size = model.stored_itemsize
+    if model.learns and not model.optimizer.offload:
+        size += 2 * BYTES[model.optimizer.moment_dtype]
+    return stored_parameters(model) * size / devices.shards
+
+
+def temporary(job: Job, work: Work, devices: Devices, own_weights: bool = False) -> float:
+    """Bytes of a stage on a device besides what roles keep.
+
+    With `own_weights` a rollout keeps the weights of generation already.
+    """
+    model = work.models[job.role]
+    samples = work.samples.share(devices.replicas(job.does))
+    if job.does == "generate":
+        return _generation(work, model, samples, devices, own_weights)
+    part = samples.mini_batch(job.mini_batches)
+    rows = rows_of(model, part, share_prompts=work.share_prompts)
+    if job.does == "pass":
+        return _forward(model, rows, devices)
+    return _update(model, rows, devices)
+
+
+def slots_of(work: Work, samples: Samples) -> int:
+    """Sequences that a replica decodes at once."""
+    return min(work.config.rollout.num_slots or samples.count, samples.count)
+
+
+def cache_tokens(work: Work, samples: Samples) -> tuple[float, float]:
+    """Tokens in a replica's cache: of prompts, and of responses."""
+    slots = slots_of(work, samples)
+    groups = min(len(samples.prompts), slots)  # a waiting prompt's row is filled when it is due
+    responses = work.config.rollout.cache_tokens or slots * samples.longest_response
+    return groups * samples.longest_prompt, responses
+
+
+def _generation(
+    work: Work, model: Model, samples: Samples, devices: Devices, own_weights: bool
+) -> float:
+    tensor, rollout = devices.tensor("generate"), work.config.rollout
+    dtype = rollout.dtype or model.settings.dtype
+    itemsize = 1 if rollout.quantization == "float8" else BYTES[dtype]
+    weights = 0.0 if own_weights else stored_parameters(model) * BYTES[dtype]
+    if rollout.quantization == "float8":
+        weights += model.config.num_layers * layer_weights(model.config)
+    cache = sum(cache_tokens(work, samples)) * kv_bytes(model.config, itemsize)
+    logits = slots_of(work, samples) * model.config.vocab_size * 4
+    return weights / tensor + cache / _kv_parts(model.config, tensor) + logits / tensor
+
+
+def _kv_parts(config: ModelConfig, tensor: int) -> int:
+    """Into how many parts a group splits the KV heads; with fewer heads some hold copies."""
+    return min(tensor, config.num_kv_heads)
+
+
+def _forward(model: Model, rows: Rows, devices: Devices) -> float:
+    config, tensor = model.config, devices.tensor("pass")
+    tokens = rows.row_tokens / (devices.mesh.sequence * tensor)
+    widest = max(2 * config.intermediate_size, 4 * config.hidden_size)
+    gathered = 2 * layer_weights(config) * model.itemsize / tensor
+    cast = 0 if devices.shards > 1 else _cast(model)
+    return (
+        tokens * widest * model.itemsize
+        + gathered
+        + cast
+        + (LOGITS_COPIES * _logits(model, rows, devices, "pass"))
+    )
+
+
+def _update(model: Model, rows: Rows, devices: Devices) -> float:
+    config, mesh = model.config, devices.mesh
+    parameters = stored_parameters(model)
+    adds_up = rows.micro_batches > 1
+    # One micro-batch needs no sum of gradients; XLA then keeps them in the dtype of the matmuls.
+    gradients = parameters * (4 if adds_up else model.itemsize) / devices.shards
+    tokens = rows.row_tokens / (mesh.sequence * mesh.tensor)
+    saved = tokens * config.num_layers * saved_bytes(model)
+    if mesh.pipeline > 1:
+        saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
+    scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
+    in_flight = BUFFERS + GATHERED_LAYERS * GATHERED * layer_weights(config) / mesh.tensor
+    working = in_flight if devices.shards > 1 else 0.0
+    return (
+        gradients
+        + _cast(model) / devices.shards
+        + saved
+        + scanned
+        + tokens * _layer_bytes(model)
+        + working
+        + LOGITS_COPIES * _logits(model, rows, devices, "update")
+    )
+
+
+def _cast(model: Model) -> float:
+    """Weights in the dtype of the matmuls, where they are stored in another."""
+    same = model.settings.dtype == model.settings.param_dtype
+    return 0.0 if same else stored_parameters(model) * model.itemsize
+
+
+def _logits(model: Model, rows: Rows, devices: Devices, does: str) -> float:
+    if model.kind != "causal_lm":
+        return 0.0
+    split = devices.mesh.sequence * devices.tensor(does)
+    return rows.row_tokens * head_weights(model) / model.config.hidden_size * 4 / split
+
+
+def saved_bytes(model: Model) -> float:
+    """Bytes of one token and layer that the forward pass keeps for the backward pass."""
+    config, size = model.config, model.itemsize
+    D, F = config.hidden_size, config.intermediate_size
+    kv = 2 * config.num_kv_heads * config.head_dim
+    queries = config.num_heads * config.head_dim
+    residual = D * BYTES[model.settings.residual_dtype]
+    attention = (queries + 4) * size
+    projections = (queries + kv + 2 * F) * size
+    return (
+        residual
+        + {
+            "full": 0.0,
+            "attention": attention,
+            "projections": attention + projections,
+            "none": attention + projections + (F + 2 * D) * size,
+        }[model.settings.remat]
+    )
+
+
+def _layer_bytes(model: Model) -> float:
+    """Bytes of one token while the backward pass is in a layer."""
+    config, size = model.config, model.itemsize
+    return (4 * config.hidden_size + 3 * config.intermediate_size) * size

@@ -1,0 +1,96 @@
+"""What a pass computes: micro-batches, tokens and attention of one replica's samples. No jax."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.planner.work import Model, Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of one replica in one pass over its samples."""
+
+    micro_batches: int
+    tokens: int  # computed by the layers, padding included
+    targets: int  # tokens for which the head computes logits
+    pairs: float  # (query, key) pairs of causal attention, padding included
+    row_tokens: int  # of one micro-batch
+
+
+def rows_of(model: Model, samples: Samples, *, share_prompts: bool) -> Rows:
+    """How a model's settings cut samples: packed rows, or a padded row for each sample."""
+    if model.rows.micro_batch_tokens:
+        return _packed(samples, model.rows.micro_batch_tokens, share_prompts)
+    return _padded(samples, model.rows.micro_batch_size)
+
+
+def _padded(samples: Samples, rows: int) -> Rows:
+    """Each sample in a row of the longest prompt and response."""
+    length = samples.longest_prompt + samples.longest_response
+    rows = min(rows or samples.count, samples.count)
+    return Rows(
+        micro_batches=math.ceil(samples.count / rows),
+        tokens=samples.count * length,
+        targets=samples.count * samples.longest_response,
+        pairs=samples.count * length**2 / 2,
+        row_tokens=rows * length,
+    )
+
+
+def _packed(samples: Samples, row: int, share: bool) -> Rows:
+    """Samples in their order, in rows of `row` tokens; a prompt stands once where it is shared."""
+    prompts = tuple(samples.prompts.tolist())
+    return _packed_lengths(prompts, samples.responses.astype(int).tobytes(), row, share)
+
+
+@cache  # the layouts of a search share few numbers of replicas
+def _packed_lengths(prompts: tuple[int, ...], responses: bytes, row: int, share: bool) -> Rows:
+    of_prompts = np.frombuffer(responses, int).reshape(len(prompts), -1).tolist()
+    rows, used, pairs = 1, 0, 0.0
+    for prompt, responses_of_it in zip(prompts, of_prompts, strict=True):
+        here = False
+        for response in responses_of_it:
+            needed = response + (0 if here else prompt)
+            if used + needed > row:
+                rows, used, here = rows + 1, 0, False
+                needed = response + prompt
+            used += needed
+            pairs += prompt * response + response**2 / 2 + (0 if here else prompt**2 / 2)
+            here = share
+    return Rows(
+        micro_batches=rows,
+        tokens=rows * row,
+        targets=sum(map(sum, of_prompts)),
+        pairs=pairs,
+        row_tokens=row,
+    )
+
+
+def layer_weights(config: ModelConfig) -> float:
+    """Parameters of the matmuls of one layer."""
+    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return D * heads * H + config.num_heads * H * D + 3 * D * F
+
+
+def head_weights(model: Model) -> float:
+    """Parameters of the head's matmul."""
+    rows = model.config.vocab_size if model.kind == "causal_lm" else 1
+    return rows * model.config.hidden_size
+
+
+def stored_parameters(model: Model) -> float:
+    """All parameters of a model: layers, embedding and head."""
+    config = model.config
+    table = config.vocab_size * config.hidden_size
+    own_head = 0 if config.tie_word_embeddings and model.kind == "causal_lm" else 1
+    return config.num_layers * layer_weights(config) + table + own_head * head_weights(model)
+
+
+def kv_bytes(config: ModelConfig, itemsize: float) -> float:
+    """Bytes of one token in the cache, over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize

@@ -1,0 +1,90 @@
+"""What devices sustain in our programs: the data sheet times shares that were measured.
+
+`docs/planner.md` compares the predictions with every measured step. No jax.
+"""
+
+from dataclasses import dataclass
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.hardware import Hardware, hardware_of
+from jaxrl_llm.references import nearest
+
+GB = 1e9
+CPU = "cpu"  # programs are compiled for it, and it has no rates
+# Memory of one device in bytes, of which a run may use USABLE.
+MEMORY = {
+    "h200": 141 * GB,
+    "h100": 80 * GB,
+    "a100": 80 * GB,
+    "b200": 180 * GB,
+    "gh200": 96 * GB,
+    "l40s": 48 * GB,
+    "l4": 24 * GB,
+}
+USABLE = 0.92  # as launch/runtime.py asks jax for
+
+# Shares of the data sheet, measured on H200s in November 2026.
+MATMUL_SHARE = 0.67  # large bf16 matmuls of an update: 665 of 989 TFLOP/s
+ATTENTION_SHARE = 0.33  # our attention kernels at head dim 128
+MEMORY_SHARE = 0.93  # 4.46 of 4.8 TB/s
+CACHE_SHARE = 0.8  # of that, reading the KV cache in decode attention
+HOST_SHARE = 0.9  # copies of offloaded moments
+LINK_SHARE = 0.5  # 220 of 450 GB/s into each of four devices in a layout switch
+NETWORK_SHARE = 0.7  # assumed: no measurement over a network exists
+HIDDEN = 0.3  # share of the weights' collectives that runs behind matmuls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Sustained rates of one device. Bytes and FLOPs are a second's, in one direction."""
+
+    name: str
+    capacity: float  # bytes of memory that a run may use
+    matmul: float
+    attention: float
+    memory: float
+    cache: float
+    host: float
+    link: float  # from other devices of the host
+    network: float  # from other hosts, each device by its own card
+    hidden: float = HIDDEN
+
+    def bandwidth(self, group: int, on_host: int) -> float:
+        """Bytes a second into one device of a group, `on_host` of whose members share its host.
+
+        Between hosts, the members of a host each bring another part and exchange it by their links.
+        """
+        if group <= on_host:
+            return self.link
+        return min(self.link, self.network * on_host)
+
+
+def rates_of(name: str) -> Rates:
+    """The rates of a device such as "h200".
+
+    Raises: ConfigError for a device without a data sheet here.
+    """
+    key = name.lower()
+    hardware = hardware_of(f"NVIDIA {name}")
+    if hardware is None or key not in MEMORY:
+        raise ConfigError(
+            f"--hardware={name} is not known{nearest(key, MEMORY)}; there are {', '.join(MEMORY)}"
+        )
+    return _measured(key, hardware, MEMORY[key])
+
+
+def _measured(name: str, sheet: Hardware, memory: float) -> Rates:
+    link = sheet.link_bandwidth or sheet.host_bandwidth
+    network = sheet.network_bandwidth or sheet.host_bandwidth / 2
+    bandwidth = sheet.memory_bandwidth * MEMORY_SHARE
+    return Rates(
+        name=name,
+        capacity=memory * USABLE,
+        matmul=sheet.flops * MATMUL_SHARE,
+        attention=sheet.flops * ATTENTION_SHARE,
+        memory=bandwidth,
+        cache=bandwidth * CACHE_SHARE,
+        host=sheet.host_bandwidth * HOST_SHARE,
+        link=link * LINK_SHARE,
+        network=network * NETWORK_SHARE,
+    )

@@ -1,0 +1,264 @@
+"""`jaxrl plan`: what a config needs and how long a step takes, as a table and as JSON."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.observability.console import number
+from jaxrl_llm.planner.compiled import (
+    CompiledStage,
+    compile_work,
+    compiler_options,
+    with_compiled,
+)
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.estimate import Estimate, estimate
+from jaxrl_llm.planner.rates import CPU, GB, Rates, rates_of
+from jaxrl_llm.planner.search import Choice, best_layouts, smallest_count
+from jaxrl_llm.planner.work import Work, work_of
+
+PER_HOST = 8  # GPUs, where nothing is said
+SHOWN = 3  # other layouts
+BETTER = 0.97  # of the seconds of a step, from which on another layout is worth a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for; 0 and empty take the config's own."""
+
+    devices: int = 0
+    hosts: int = 0
+    hardware: str = "h200"
+    quick: bool = False
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    def count(self, config: Config) -> int:
+        return self.devices or config.mesh.num_devices
+
+    def num_hosts(self, config: Config) -> int:
+        """ConfigError unless the devices are spread evenly over the hosts."""
+        count = self.count(config)
+        hosts = self.hosts or math.ceil(count / PER_HOST)
+        if count % hosts:
+            raise ConfigError(
+                f"--devices={count} cannot be spread evenly over --hosts={hosts}; give a number "
+                "of hosts that divides the devices"
+            )
+        return hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The answer to a request."""
+
+    planned: Estimate
+    chosen: bool  # the mesh was searched for, as the config's has another number of devices
+    better: tuple[Choice, ...]
+    small: Choice | None  # on the fewest devices, for the scaling
+    compiled: tuple[CompiledStage, ...]
+    timed: bool  # the hardware has rates
+    search_seconds: float
+
+    @property
+    def scaling(self) -> float | None:
+        """Tokens a second and device, in those of the smallest number of devices that fits."""
+        if self.small is None or not self.timed:
+            return None
+        return self.planned.tokens_per_second / self.small.estimate.tokens_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        planned, devices = self.planned, self.planned.devices
+        seconds = planned.seconds if self.timed else None
+        return {
+            "name": planned.work.name,
+            "devices": devices.count,
+            "hosts": devices.hosts,
+            "hardware": devices.rates.name if self.timed else CPU,
+            "mesh": devices.mesh.sizes | {"generation.tensor": devices.tensor("generate")},
+            "mesh_was_searched": self.chosen,
+            "compiled": bool(self.compiled),
+            "fits": planned.fits if self.timed else None,
+            "memory_gb_per_device": {
+                "peak": planned.peak / GB,
+                "usable": devices.rates.capacity / GB if self.timed else None,
+                "kept": {role: size / GB for role, size in planned.kept.items()},
+                "temporary": {name: size / GB for name, size in planned.temporaries.items()},
+            },
+            "stages": [
+                {
+                    "stage": stage.stage,
+                    "role": stage.role,
+                    "seconds": stage.seconds if self.timed else None,
+                    "exchange_seconds": stage.exchange if self.timed else None,
+                    "bubble": stage.bubble,
+                    "tflop_per_device": stage.flops / 1e12,
+                    "received_gb": {
+                        axes: size / GB for axes, size in stage.traffic.received.items()
+                    },
+                }
+                for stage in planned.stages
+            ],
+            "step_seconds": seconds,
+            "tokens_per_step": planned.work.samples.tokens,
+            "tokens_per_second_per_device": planned.tokens_per_second if self.timed else None,
+            "scaling_efficiency": self.scaling,
+            "scaling_devices": self.small.estimate.devices.count if self.small else None,
+            "better": [
+                {
+                    "flags": list(choice.flags),
+                    "step_seconds": choice.estimate.seconds,
+                    "peak_gb": choice.estimate.peak / GB,
+                }
+                for choice in self.better
+            ],
+            "search_seconds": self.search_seconds,
+        }
+
+
+def make_report(config: Config, request: Request, say: Callable[[str], None]) -> Report:
+    """Plan `config`; `say` is called before each program is compiled.
+
+    Raises: ConfigError for devices that the config cannot use, or hardware that is not known.
+    """
+    count, hosts = request.count(config), request.num_hosts(config)
+    timed = request.hardware != CPU
+    rates = rates_of(request.hardware if timed else "h200")
+    work = work_of(
+        config,
+        prompt_tokens=request.prompt_tokens,
+        response_tokens=request.response_tokens,
+        lengths=request.lengths,
+    )
+    start = time.monotonic()
+    chosen = count != config.mesh.num_devices
+    choices = best_layouts(work, count, hosts, rates)
+    searched = time.monotonic() - start
+    if chosen:
+        mesh = _best_mesh(work, count, hosts, rates)
+    else:
+        mesh = config.mesh
+    devices = Devices(mesh=mesh, hosts=hosts, rates=rates)
+    planned = estimate(work, devices)
+    compiled: list[CompiledStage] = []
+    if not request.quick:
+        programs, stages = compile_work(work, devices, request.hardware)
+        for name in stages:
+            say(f"compiling {name} for {count} devices")
+            compiled.append(programs.stage(name, compiler_options(request.hardware)))
+        planned = with_compiled(planned, programs.resident(), compiled)
+    better = [c for c in choices if c.estimate.seconds < BETTER * planned.seconds]
+    if not planned.fits:
+        better = choices
+    return Report(
+        planned=planned,
+        chosen=chosen,
+        better=tuple(better[:SHOWN]) if timed else (),
+        small=_small(work, planned, count, hosts, rates) if timed else None,
+        compiled=tuple(compiled),
+        timed=timed,
+        search_seconds=searched,
+    )
+
+
+def _best_mesh(work: Work, count: int, hosts: int, rates: Rates) -> Any:
+    """The fastest mesh with the config's other settings; without one the one that needs least."""
+    found = best_layouts(work, count, hosts, rates, keep_settings=True)
+    if found:
+        return found[0].estimate.devices.mesh
+    unlimited = replace(rates, capacity=math.inf)
+    anyway = best_layouts(work, count, hosts, unlimited, keep_settings=True)
+    if not anyway:
+        raise ConfigError(
+            f"no mesh of {count} devices divides this config's batch of {work.samples.count} "
+            "samples, heads and layers; change --devices, or --config.data.train_batch_size with "
+            "--config.actor.ppo_mini_batch_size"
+        )
+    return min(anyway, key=lambda choice: choice.estimate.peak).estimate.devices.mesh
+
+
+def _small(work: Work, planned: Estimate, count: int, hosts: int, rates: Rates) -> Choice | None:
+    if count <= PER_HOST:
+        return None
+    return smallest_count(work, count, max(1, count // hosts), rates)
+
+
+# ------------------------------------------------------------------------- the table
+
+
+def lines(report: Report) -> list[str]:
+    """The report as lines of plain text."""
+    planned, devices = report.planned, report.planned.devices
+    sizes = " ".join(f"{axis}={size}" for axis, size in devices.mesh.sizes.items() if size > 1)
+    how = "compiled" if report.compiled else "computed without compiling"
+    hardware = devices.rates.name if report.timed else CPU
+    found = [
+        f"{planned.work.name} on {devices.count} x {hardware}, {devices.hosts} "
+        f"host{'s' * (devices.hosts > 1)}, mesh {sizes or 'of one device'}; {how}",
+    ]
+    if report.chosen:
+        found.append("the config's mesh has another size, so the fastest one that fits was taken")
+    found += ["", "memory of a device, GB"]
+    kept = {f"{role} keeps": size for role, size in planned.kept.items()}
+    used = {f"{name}, while it runs": size for name, size in planned.temporaries.items()}
+    rows = [(name, number(size / GB)) for name, size in (kept | used).items()]
+    rows.append(("peak", number(planned.peak / GB)))
+    if report.timed:
+        rows.append((f"usable on {hardware}", number(devices.rates.capacity / GB)))
+    found += _table(rows)
+    if report.timed:
+        found += ["", "it fits" if planned.fits else "IT DOES NOT FIT"]
+    found += ["", *_stage_lines(report)]
+    if report.timed:
+        found += ["", *_summary(report)]
+    for choice in report.better:
+        found.append(
+            f"  {number(choice.estimate.seconds)} s, {number(choice.estimate.peak / GB)} GB: "
+            f"{' '.join(choice.flags) or 'one device'}"
+        )
+    return found
+
+
+def _stage_lines(report: Report) -> list[str]:
+    heads = ("stage", "TFLOP", "s", "of it waiting", "received, GB by axis")
+    rows: list[tuple[str, ...]] = [heads]
+    for stage in report.planned.stages:
+        moved = " ".join(
+            f"{axes}={number(size / GB)}" for axes, size in stage.traffic.received.items()
+        )
+        timed = (number(stage.seconds), number(stage.exchange)) if report.timed else ("", "")
+        rows.append((stage.stage, number(stage.flops / 1e12), *timed, moved))
+    return _table(rows)
+
+
+def _summary(report: Report) -> list[str]:
+    planned = report.planned
+    found = [
+        f"a step: {number(planned.seconds)} s, {planned.work.samples.tokens:,} tokens, "
+        f"{planned.tokens_per_second:,.0f} tokens/s a device",
+    ]
+    if report.scaling is not None:
+        assert report.small is not None
+        small = report.small.estimate.devices.count
+        found.append(f"{report.scaling:.0%} of {small} devices with the same prompts a device")
+    if report.better:
+        word = "faster" if planned.fits else "layouts that fit"
+        found += ["", f"{word}, by the model without compiling:"]
+    return found
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(_cells(row, widths)).rstrip() for row in rows]
+
+
+def _cells(row: tuple[str, ...], widths: Sequence[int]) -> list[str]:
+    first, *rest = row
+    cells = [first.ljust(widths[0])]
+    for i, (cell, width) in enumerate(zip(rest, widths[1:], strict=True), 1):
+        cells.append(cell.ljust(width) if i == 4 else cell.rjust(width))
+    return cells

@@ -1,0 +1,152 @@
+"""The layouts that a config can have on some devices, and the fastest that fit."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.estimate import Estimate, estimate
+from jaxrl_llm.planner.rates import Rates
+from jaxrl_llm.planner.work import Model, Work
+
+PIPELINES = (1, 2, 4, 8)
+REMATS = ("none", "projections", "full")
+ROW_TOKENS = (4096, 8192, 16384)  # of packed rows, where a sample fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A layout with its estimate, and the flags that ask for it."""
+
+    estimate: Estimate
+    flags: tuple[str, ...]
+
+
+def best_layouts(
+    work: Work, count: int, hosts: int, rates: Rates, *, keep_settings: bool = False
+) -> list[Choice]:
+    """All layouts that fit on `count` devices, the fastest first.
+
+    With `keep_settings` the mesh alone varies; otherwise remat and the rows of packed passes too.
+    """
+    found = []
+    settings = [work] if keep_settings else list(_settings(work))
+    for mesh in _meshes(work, count, hosts):
+        devices = Devices(mesh=mesh, hosts=hosts, rates=rates)
+        for each in settings:
+            planned = estimate(each, devices)
+            if planned.fits:
+                found.append(Choice(estimate=planned, flags=_flags(work, planned)))
+    return _distinct(found)
+
+
+def _distinct(choices: list[Choice]) -> list[Choice]:
+    """The fastest first; of those as fast to a thousandth, the one that needs least memory."""
+    best: dict[str, Choice] = {}
+    for choice in choices:
+        key = f"{choice.estimate.seconds:.3g}"
+        if key not in best or choice.estimate.peak < best[key].estimate.peak:
+            best[key] = choice
+    return sorted(best.values(), key=lambda choice: choice.estimate.seconds)
+
+
+def smallest_count(work: Work, most: int, per_host: int, rates: Rates) -> Choice | None:
+    """The best layout on the fewest devices, from 8 on, with as many prompts a device as on `most`.
+
+    None where even `most` devices do not hold the work.
+    """
+    count = min(8, most)
+    while count <= most:
+        part = work.scaled(count / most)
+        hosts = max(1, count // per_host)
+        if choices := best_layouts(part, count, hosts, rates, keep_settings=True):
+            return choices[0]
+        count *= 2
+    return None
+
+
+def _meshes(work: Work, count: int, hosts: int) -> Iterator[MeshConfig]:
+    """Every mesh of `count` devices that the config's sizes allow."""
+    per_host = max(1, count // hosts)
+    for tensor, pipeline, sequence in itertools.product(_powers(per_host), PIPELINES, (1, 2, 4, 8)):
+        rest, left = divmod(count, tensor * pipeline * sequence)
+        if left or not rest:
+            continue
+        for fsdp in _powers(rest):
+            mesh = MeshConfig(
+                data=rest // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor, pipeline=pipeline
+            )
+            if rest % fsdp or not _allowed(work, mesh, per_host):
+                continue
+            yield mesh
+            for own in _powers(per_host):
+                if work.online and own > tensor and _divides(work.actor, own):
+                    yield replace(mesh, generation=PhaseMeshConfig(tensor=own))
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
+    """Whether the heads, the layers and the batch divide, and neighbours share a host."""
+    if mesh.sequence * mesh.tensor > per_host:
+        return False
+    for model in work.models.values():
+        if not _divides(model, mesh.tensor) or model.config.num_layers % mesh.pipeline:
+            return False
+    rows = work.samples.count
+    mini = min((rows // job.mini_batches for job in work.jobs), default=rows)
+    return mini % mesh.num_replicas == 0
+
+
+def _divides(model: Model, tensor: int) -> bool:
+    config = model.config
+    return config.num_heads % tensor == 0 and config.intermediate_size % tensor == 0
+
+
+def _settings(work: Work) -> Iterator[Work]:
+    """The work with other activation checkpointing and other packed rows."""
+    longest = work.samples.longest_prompt + work.samples.longest_response
+    rows = [work.actor.rows.micro_batch_tokens]
+    if rows[0]:
+        rows += [size for size in ROW_TOKENS if size >= longest and size not in rows]
+    seen = set()
+    for remat, row in itertools.product((work.actor.settings.remat, *REMATS), rows):
+        if (remat, row) in seen:
+            continue
+        seen.add((remat, row))
+        yield _with(work, remat, row)
+
+
+def _with(work: Work, remat: str, row: int) -> Work:
+    models = {}
+    for name, model in work.models.items():
+        settings: Any = model.settings
+        if model.learns:
+            settings = replace(settings, remat=remat)
+        rows = replace(model.rows, micro_batch_tokens=row) if row else model.rows
+        models[name] = replace(model, settings=settings, rows=rows)
+    return replace(work, models=models)
+
+
+def _flags(work: Work, planned: Estimate) -> tuple[str, ...]:
+    """What to add to a command for this layout; settings that stay as they are are left out."""
+    mesh = planned.devices.mesh
+    found = [f"--config.mesh.{axis}={size}" for axis, size in mesh.sizes.items() if size > 1]
+    if mesh.generation.tensor:
+        found.append(f"--config.mesh.generation.tensor={mesh.generation.tensor}")
+    for name, model in planned.work.models.items():
+        was = work.models[name]
+        if name not in ("actor", "critic"):
+            continue
+        if model.settings.remat != was.settings.remat:
+            found.append(f"--config.{name}.remat={model.settings.remat}")
+        if model.rows.micro_batch_tokens != was.rows.micro_batch_tokens:
+            found.append(f"--config.{name}.micro_batch_tokens={model.rows.micro_batch_tokens}")
+    return tuple(found)

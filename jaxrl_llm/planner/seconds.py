@@ -1,0 +1,226 @@
+"""Seconds of each stage on one device, from FLOPs, bytes and the rates of the hardware. No jax.
+
+A pass takes the sum of its matmuls, its attention, what reads and writes memory between them, and
+the part of its collectives that nothing hides.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.memory import slots_of
+from jaxrl_llm.planner.packing import (
+    Rows,
+    head_weights,
+    kv_bytes,
+    layer_weights,
+    rows_of,
+    stored_parameters,
+)
+from jaxrl_llm.planner.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
+from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
+
+# Bytes a token and layer that are neither matmul nor attention, for each element of the hidden and
+# the intermediate size: norms, rope, activations, residual sums, and their gradients.
+ELEMENTWISE_UPDATE = 54
+ELEMENTWISE_FORWARD = 15
+RECOMPUTED = {"none": 0.0, "projections": 0.0, "attention": 0.45, "full": 0.6}  # of a forward pass
+NARROW = 60  # matmuls of this hidden size a device run at half of the rate
+HEAD_PASSES = 4  # logits are computed twice, and have two gradients
+BACKWARD = 2.5  # attention, in forward passes
+DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever the batch
+SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
+FEW_ROWS = 30  # matmuls of a decode step with so many sequences run at half of the rate
+SAMPLING_BYTES = 12  # of a logit: three passes over the float32 logits
+PIPELINE_LOOP = 1.4  # a pass through a pipeline, in passes without one: its layers are in a loop
+SCAN = 1.17  # a pass with scan_layers, in passes without: 1.12 at 7B, 1.23 at 0.5B
+PREFILL_SHARE = 0.87  # of the rate of large matmuls
+OPTIMIZER_BYTES = 8  # of a weight and its gradient in AdamW, besides moments: read and written
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """Predicted seconds of one stage, and what they are made of."""
+
+    stage: str
+    role: str
+    compute: float
+    exchange: float  # collectives that nothing hides
+    bubble: float  # share of `compute` in which pipeline stages idle
+    traffic: Traffic
+    flops: float  # of the step's samples on one device
+
+    @property
+    def seconds(self) -> float:
+        return self.compute / (1.0 - self.bubble) + self.exchange
+
+
+def stage_time(job: Job, work: Work, devices: Devices, own_weights: bool = False) -> StageTime:
+    """Seconds of a stage. With `own_weights` generation moves no weights to its layout."""
+    if job.does == "generate":
+        return _generation(job, work, devices, own_weights)
+    return _trained(job, work, devices)
+
+
+# ------------------------------------------------------------------------- passes and updates
+
+
+def _trained(job: Job, work: Work, devices: Devices) -> StageTime:
+    model, update = work.models[job.role], job.does == "update"
+    samples = work.samples.share(devices.replicas(job.does)).mini_batch(job.mini_batches)
+    rows = rows_of(model, samples, share_prompts=work.share_prompts)
+    split = devices.mesh.sequence * devices.tensor(job.does)
+    compute, flops = _computing(model, rows, devices, split, update)
+    traffic = (of_update if update else of_pass)(model, rows, devices)
+    exchange = traffic.seconds(devices)
+    if devices.mesh.pipeline > 1:
+        compute *= PIPELINE_LOOP
+    elif model.settings.scan_layers:
+        compute *= SCAN
+    if update:
+        compute += _optimizer_seconds(model, devices)
+    repeats = job.epochs * job.mini_batches
+    return StageTime(
+        stage=job.stage,
+        role=job.role,
+        compute=compute * repeats,
+        exchange=exchange * repeats,
+        bubble=_bubble(devices),
+        traffic=traffic.times(repeats),
+        flops=flops * repeats,
+    )
+
+
+def _computing(
+    model: Model, rows: Rows, devices: Devices, split: int, update: bool
+) -> tuple[float, float]:
+    """Seconds and FLOPs of one pass over the rows of a replica that `split` devices share."""
+    config, rates = model.config, devices.rates
+    layers = 2.0 * config.num_layers * layer_weights(config) * rows.tokens
+    head = 2.0 * head_weights(model) * (rows.targets if _packed(model) else rows.tokens)
+    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * rows.pairs
+    again = RECOMPUTED[model.settings.remat]
+    if update:
+        matmuls = layers * (3 + again) + head * HEAD_PASSES
+        attending = attention * (1 + BACKWARD + (again > 0.5))
+        elementwise = ELEMENTWISE_UPDATE + ELEMENTWISE_FORWARD * (again > 0)
+    else:
+        matmuls, attending, elementwise = layers + head, attention, ELEMENTWISE_FORWARD
+    width = config.hidden_size + config.intermediate_size
+    scale = model.itemsize / 2
+    moved = elementwise * width * rows.tokens * config.num_layers * scale
+    rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * split) / scale
+    of_head = min(config.head_dim, 128) / 128
+    seconds = matmuls / rate + attending / (rates.attention * of_head) + moved / rates.memory
+    return seconds / split, (matmuls + attending) / split
+
+
+def _packed(model: Model) -> bool:
+    return bool(model.rows.micro_batch_tokens)
+
+
+def _optimizer_seconds(model: Model, devices: Devices) -> float:
+    """One AdamW step: everything is read and written once."""
+    optimizer = model.optimizer
+    moments = 4 * BYTES[optimizer.moment_dtype]
+    parameters = stored_parameters(model) / devices.shards
+    on_device = parameters * (2 * OPTIMIZER_BYTES + moments) / devices.rates.memory
+    return on_device + (parameters * moments / devices.rates.host if optimizer.offload else 0.0)
+
+
+def _bubble(devices: Devices) -> float:
+    """Share of a pass in which a pipeline stage idles."""
+    mesh = devices.mesh
+    idle = mesh.pipeline - 1
+    return idle / (mesh.pipeline * mesh.pipeline_micro_batches * mesh.pipeline_rounds + idle)
+
+
+# ------------------------------------------------------------------------- generation
+
+
+def _generation(job: Job, work: Work, devices: Devices, own_weights: bool) -> StageTime:
+    model = work.models[job.role]
+    samples = work.samples.share(devices.replicas("generate"))
+    tensor = devices.tensor("generate")
+    live, cached = _decoding(samples, slots_of(work, samples))
+    decoding, flops = _decode_seconds(work, model, samples, devices, live, cached)
+    prompt_flops = _prefill_flops(model, samples) / tensor
+    prefill = prompt_flops / (devices.rates.matmul * PREFILL_SHARE)
+    switch = Traffic() if own_weights else of_switch(model, work, devices)
+    steps = of_decoding(model, live, devices)
+    exchange = switch.seconds(devices) + steps.seconds(devices)
+    return StageTime(
+        stage=job.stage,
+        role=job.role,
+        compute=decoding + prefill,
+        exchange=exchange,
+        bubble=0.0,
+        traffic=switch.plus(steps),
+        flops=flops + prompt_flops,
+    )
+
+
+def _decoding(samples: Samples, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each decode step: the live sequences, and the response tokens in their caches.
+
+    A slot takes the next sample when its own has ended.
+    """
+    return _decoding_of(samples.responses.astype(np.int64).tobytes(), slots)
+
+
+@cache  # the layouts of a search share few numbers of replicas and slots
+def _decoding_of(responses: bytes, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.frombuffer(responses, np.int64)
+    ends = np.zeros(slots, np.int64)
+    begins = np.empty(len(lengths), np.int64)
+    for i, length in enumerate(lengths):
+        slot = int(ends.argmin()) if i >= slots else i
+        begins[i], ends[slot] = ends[slot], ends[slot] + length
+    total = int(ends.max()) if slots else 0
+    # Changes of the number of live sequences, and of the sum of their first steps.
+    live, starts = np.zeros(total + 1), np.zeros(total + 1)
+    for begin, length in zip(begins, lengths, strict=True):
+        live[begin] += 1
+        starts[begin] += begin
+        live[begin + length] -= 1
+        starts[begin + length] -= begin
+    live, starts = live.cumsum()[:total], starts.cumsum()[:total]
+    return live, live * np.arange(total) - starts
+
+
+def _decode_seconds(
+    work: Work,
+    model: Model,
+    samples: Samples,
+    devices: Devices,
+    live: np.ndarray,
+    cached: np.ndarray,
+) -> tuple[float, float]:
+    """Seconds of all decode steps, and their FLOPs on one device."""
+    config, rates, rollout = model.config, devices.rates, work.config.rollout
+    tensor = devices.tensor("generate")
+    itemsize = BYTES[rollout.dtype or model.settings.dtype]
+    small = 1 if rollout.quantization == "float8" else itemsize
+    layers, head = config.num_layers * layer_weights(config), head_weights(model)
+    weights = (layers * small + head * itemsize) / tensor / rates.memory
+    flops = 2.0 * live * (layers + head) / tensor
+    rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)
+    rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)
+    matmuls = np.maximum(weights, flops / rate)
+    n = samples.responses.shape[1]
+    reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
+    tokens = reads * float(samples.prompts.mean()) + cached
+    parts = min(tensor, config.num_kv_heads)
+    cache = tokens * kv_bytes(config, small) / parts / rates.cache
+    fixed = config.num_layers * DECODE_LAYER
+    sampling = live * config.vocab_size * SAMPLING_BYTES / tensor / rates.memory
+    return float((matmuls + cache + fixed + sampling).sum()), float(flops.sum())
+
+
+def _prefill_flops(model: Model, samples: Samples) -> float:
+    config = model.config
+    dense = 2.0 * config.num_layers * layer_weights(config) * samples.prompts.sum()
+    squares = (samples.prompts.astype(float) ** 2).sum() / 2
+    return float(dense + 4.0 * config.num_layers * config.num_heads * config.head_dim * squares)

@@ -1,0 +1,132 @@
+"""Bytes that one device receives in a stage, by mesh axes. No jax.
+
+They follow the sharding rules: weights are gathered over `fsdp` and its neighbours for each
+micro-batch, `tensor` moves activations, `sequence` keys and values, `data` gradients. A plan that
+compiles the programs reads the bytes from them instead.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.packing import Rows, stored_parameters
+from jaxrl_llm.planner.work import BYTES, Model, Work
+
+WEIGHTS = ("pipeline", "fsdp", "sequence")  # besides tensor
+GATHERED = " (weights)"  # moves while matmuls run; a layer waits for activations and keys
+LATENCY = 25e-6  # seconds of a small all-reduce inside a host
+HOP = 5e-6  # seconds from host to host around a ring; assumed
+GATHERS = 2  # of a layer and pass: XLA joins those of its weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes by axes joined with "+", and seconds of waiting that no byte explains."""
+
+    received: dict[str, float] = field(default_factory=dict)
+    latency: float = 0.0
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        names = dict.fromkeys((*self.received, *other.received))
+        both = {n: self.received.get(n, 0.0) + other.received.get(n, 0.0) for n in names}
+        return Traffic(received=both, latency=self.latency + other.latency)
+
+    def times(self, factor: float) -> "Traffic":
+        scaled = {name: size * factor for name, size in self.received.items()}
+        return Traffic(received=scaled, latency=self.latency * factor)
+
+    def seconds(self, devices: Devices) -> float:
+        """Seconds of the collectives that nothing hides."""
+        total = self.latency
+        for name, size in self.received.items():
+            axes = name.partition(" ")[0].split("+")
+            hidden = name.endswith(GATHERED) or name == "data"
+            exposed = 1.0 - devices.rates.hidden if hidden else 1.0
+            total += exposed * devices.seconds(size, axes)
+        return total
+
+
+def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
+    """One update over the rows of a replica."""
+    config, mesh = model.config, devices.mesh
+    parameters = stored_parameters(model)
+    group = devices.size(WEIGHTS)
+    # Weights twice a micro-batch, in the dtype of matmuls; their gradients once, in float32.
+    weights = parameters / mesh.tensor * (2 * model.itemsize + 4) * _share(group)
+    received = {_weight_axes(devices): weights * rows.micro_batches}
+    again = 1.4 if model.settings.remat == "full" else 1.0
+    received |= _activations(model, rows, devices, mesh.tensor, passes=2.5 * again)
+    received |= _keys(model, rows, devices, copies=2 * 2 * again + 4)
+    if mesh.pipeline > 1:
+        size = rows.tokens * config.hidden_size * 4 * 2 * mesh.pipeline_rounds
+        received["pipeline"] = size / (mesh.sequence * mesh.tensor)
+    received["data"] = 2 * 4 * parameters / devices.shards * _share(mesh.data)
+    return _without_zeros(received, 3 * rows.micro_batches * _ring_seconds(model, devices))
+
+
+def of_pass(model: Model, rows: Rows, devices: Devices) -> Traffic:
+    """One pass without a gradient over the rows of a replica."""
+    tensor, group = devices.tensor("pass"), devices.size(WEIGHTS)
+    weights = stored_parameters(model) / tensor * model.itemsize * _share(group)
+    received = {_weight_axes(devices): weights * rows.micro_batches}
+    received |= _activations(model, rows, devices, tensor, passes=1)
+    received |= _keys(model, rows, devices, copies=2)
+    return _without_zeros(received, rows.micro_batches * _ring_seconds(model, devices))
+
+
+def of_switch(model: Model, work: Work, devices: Devices) -> Traffic:
+    """The weights on their way to the layout of generation, and only those that are not there."""
+    tensor = devices.tensor("generate")
+    dtype = work.config.rollout.dtype or model.settings.dtype
+    whole = stored_parameters(model) * BYTES[dtype] / tensor
+    # The switch ends before the first token: nothing hides it.
+    group = devices.shards // tensor or 1
+    return Traffic(latency=whole * _share(group) / devices.neighbours(devices.shards))
+
+
+def of_decoding(model: Model, live: np.ndarray, devices: Devices) -> Traffic:
+    """All decode steps: two all-reduces a layer over the devices that share the heads."""
+    tensor = devices.tensor("generate")
+    if tensor == 1:
+        return Traffic()
+    config = model.config
+    sums = 2 * config.num_layers
+    size = float(live.sum()) * sums * config.hidden_size * 4 * 2 * _share(tensor)
+    return Traffic(latency=len(live) * sums * LATENCY + size / devices.neighbours(tensor))
+
+
+def _activations(
+    model: Model, rows: Rows, devices: Devices, tensor: int, *, passes: float
+) -> dict[str, float]:
+    """Tokens are gathered before the projections, and their sums are scattered: 4 times a layer."""
+    config = model.config
+    size = 4 * passes * rows.tokens * config.hidden_size * model.itemsize * config.num_layers
+    return {"tensor": size / devices.mesh.sequence * _share(tensor)}
+
+
+def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> dict[str, float]:
+    config, mesh = model.config, devices.mesh
+    heads = max(1.0, config.num_kv_heads / mesh.tensor)
+    size = 2 * copies * rows.tokens * heads * config.head_dim * config.num_layers
+    return {"sequence": size * _share(mesh.sequence)}
+
+
+def _weight_axes(devices: Devices) -> str:
+    """The axes over which weights are gathered, without those of one device."""
+    sizes = devices.mesh.sizes
+    return "+".join(axis for axis in WEIGHTS if sizes[axis] > 1) + GATHERED
+
+
+def _share(group: int) -> float:
+    return (group - 1) / group
+
+
+def _ring_seconds(model: Model, devices: Devices) -> float:
+    """Seconds in which the gathers of one pass go from host to host."""
+    hosts = devices.size(WEIGHTS) // devices.on_host(WEIGHTS)
+    return (hosts - 1) * HOP * GATHERS * model.config.num_layers
+
+
+def _without_zeros(received: dict[str, float], latency: float) -> Traffic:
+    return Traffic(received={name: n for name, n in received.items() if n}, latency=latency)

@@ -1,0 +1,274 @@
+"""What a step has to do: its stages, the models that they run, and the lengths of its samples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxrl_llm.config import (
+    ActorConfig,
+    Config,
+    ConfigError,
+    CriticConfig,
+    MeshConfig,
+    ModelSettings,
+    is_offline,
+)
+from jaxrl_llm.distributed.mesh import AXES
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.plan.models import find_tokenizer
+from jaxrl_llm.plan.offline import plan_offline
+from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.trainer.rewarding import planned_reward
+
+Does = Literal["generate", "pass", "update"]
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A role's model and how it is stored and computed."""
+
+    role: str
+    config: ModelConfig
+    kind: Kind
+    settings: ModelSettings
+    rows: ActorConfig | CriticConfig  # how its passes cut samples
+    learns: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight in matmuls."""
+        return BYTES[self.settings.dtype]
+
+    @property
+    def stored_itemsize(self) -> int:
+        """Bytes of a stored weight."""
+        return BYTES[self.settings.param_dtype]
+
+    @property
+    def optimizer(self) -> Any:
+        """The OptimizerConfig of a role that learns."""
+        return getattr(self.settings, "optimizer", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One stage of a step that runs a model."""
+
+    stage: str
+    does: Does
+    role: str
+    epochs: int = 1
+    mini_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The lengths of a step's samples. `responses` has a row for each prompt."""
+
+    prompts: np.ndarray  # [groups] tokens
+    responses: np.ndarray  # [groups, samples of a prompt] tokens
+    longest_prompt: int  # tokens that arrays have room for
+    longest_response: int
+
+    @property
+    def count(self) -> int:
+        return self.responses.size
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens of every sample; a prompt counts for each of its samples."""
+        return int(self.prompts.sum() * self.responses.shape[1] + self.responses.sum())
+
+    def share(self, replicas: int) -> "Samples":
+        """The samples of one replica: the first groups, or a part of one group."""
+        groups, n = self.responses.shape
+        if groups >= replicas:
+            each = math.ceil(groups / replicas)
+            return replace(self, prompts=self.prompts[:each], responses=self.responses[:each])
+        each = max(1, math.ceil(groups * n / replicas))
+        return replace(self, prompts=self.prompts[:1], responses=self.responses[:1, :each])
+
+    def mini_batch(self, count: int) -> "Samples":
+        """One of `count` equal parts."""
+        return self.share(count)
+
+    def repeated(self, factor: float) -> "Samples":
+        """As many groups times `factor`, at least one."""
+        count = max(1, round(len(self.prompts) * factor))
+        return replace(
+            self,
+            prompts=np.resize(self.prompts, count),
+            responses=np.resize(self.responses, (count, self.responses.shape[1])),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A step of a config, whatever devices run it."""
+
+    config: Config
+    models: dict[str, Model]
+    jobs: tuple[Job, ...]
+    samples: Samples
+    share_prompts: bool  # a prompt is in a packed row once
+    name: str = "run"
+
+    @property
+    def online(self) -> bool:
+        return any(job.does == "generate" for job in self.jobs)
+
+    @property
+    def actor(self) -> Model:
+        """The model that is the run's result."""
+        return self.models.get("actor") or next(m for m in self.models.values() if m.learns)
+
+    def scaled(self, factor: float) -> "Work":
+        """The same work with `factor` times the prompts."""
+        return replace(self, samples=self.samples.repeated(factor))
+
+
+def work_of(
+    config: Config,
+    *,
+    prompt_tokens: int = 0,
+    response_tokens: int = 0,
+    lengths: Sequence[tuple[int, int]] = (),
+) -> Work:
+    """The work of a config, planned on one device; nothing is computed.
+
+    `prompt_tokens` and `response_tokens` are those of each sample; 0 takes the config's limits.
+    `lengths` are (prompt, response) tokens of samples, repeated until a batch is full.
+
+    Raises: ConfigError or ValueError for a config that no run takes.
+    """
+    planned = _planned_on_one(config)
+    settings: dict[str, Any] = {
+        "actor": config.actor,
+        "critic": config.critic,
+        "reward": config.reward.model or config.actor,
+        "teacher": config.teacher,
+        **{model.name: model for model in config.models},
+    }
+    frozen = ModelSettings(
+        dtype=config.actor.dtype,
+        param_dtype=config.actor.dtype,
+        attention=config.actor.attention,
+    )
+    settings["reference"] = frozen
+    roles: dict[str, Any] = {
+        stage.role: stage.model for stage in planned.stages if hasattr(stage, "model")
+    }
+    models = {
+        name: Model(
+            role=name,
+            config=role.spec.config,
+            kind=role.spec.kind,
+            settings=settings[name],
+            rows=config.critic if name == "critic" else config.actor,
+            learns=role.optimizer is not None,
+        )
+        for name, role in roles.items()
+    }
+    if is_offline(config):
+        # The one that learns has the settings of the actor, also where it is a reward model.
+        models = {
+            name: replace(model, settings=config.actor) if model.learns else model
+            for name, model in models.items()
+        }
+    return Work(
+        config=config,
+        name=config.name,
+        models=models,
+        jobs=tuple(_jobs(config, planned.stages)),
+        samples=samples_of(
+            config,
+            _samples_of_a_prompt(config, planned),
+            prompt_tokens=prompt_tokens,
+            response_tokens=response_tokens,
+            lengths=lengths,
+        ),
+        share_prompts=config.actor.share_prompts and not config.actor.shuffle,
+    )
+
+
+def _planned_on_one(config: Config) -> Any:
+    """The plan of `config` on one device: the same roles and stages as on any mesh."""
+    alone = replace(config, mesh=MeshConfig(), placement={})
+    models = {"actor": replace(alone.actor, tensor=0), "critic": replace(alone.critic, tensor=0)}
+    alone = replace(alone, **models)
+    tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    # Not by `make_mesh`, which asks that several processes use all devices.
+    device = np.asarray(jax.local_devices()[:1]).reshape([1] * len(AXES))
+    mesh = Mesh(device, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if is_offline(config):
+        return plan_offline(alone, tokenizer, mesh)
+    return plan_iteration(alone, tokenizer, mesh, planned_reward(config))
+
+
+def _jobs(config: Config, stages: Sequence[Any]) -> list[Job]:
+    found = []
+    samples = config.data.train_batch_size
+    mini_batches = 1 if is_offline(config) else samples // config.actor.ppo_mini_batch_size
+    for stage in stages:
+        if not hasattr(stage, "model"):
+            continue
+        does: Does = "pass"
+        epochs = 1
+        if stage.generates:
+            does = "generate"
+        elif stage.updates:
+            does = "update"
+            owner = config.critic if stage.role == "critic" else config.actor
+            epochs = 1 if is_offline(config) else owner.ppo_epochs
+        found.append(
+            Job(
+                stage=stage.name,
+                does=does,
+                role=stage.role,
+                epochs=epochs,
+                mini_batches=mini_batches if does == "update" else 1,
+            )
+        )
+    return found
+
+
+def _samples_of_a_prompt(config: Config, planned: Any) -> int:
+    """Responses of one prompt; offline, completions of one record."""
+    return len(planned.algorithm.records.groups) if is_offline(config) else config.rollout.n
+
+
+def samples_of(
+    config: Config,
+    n: int,
+    *,
+    prompt_tokens: int = 0,
+    response_tokens: int = 0,
+    lengths: Sequence[tuple[int, int]] = (),
+) -> Samples:
+    """The lengths of a batch with `n` samples a prompt; see `work_of`."""
+    data = config.data
+    shape = (data.train_batch_size, n)
+    for name, given, most in (
+        ("--prompt_tokens", prompt_tokens, data.max_prompt_length),
+        ("--response_tokens", response_tokens, data.max_response_length),
+    ):
+        if given > most:
+            raise ConfigError(f"{name}={given} is more than the config's limit of {most} tokens")
+    if lengths:
+        prompts = np.resize([prompt for prompt, _ in lengths[::n]], shape[0])
+        responses = np.resize([response for _, response in lengths], shape)
+    else:
+        prompts = np.full(shape[0], prompt_tokens or data.max_prompt_length)
+        responses = np.full(shape, response_tokens or data.max_response_length)
+    return Samples(
+        prompts=np.minimum(prompts, data.max_prompt_length),
+        responses=np.minimum(responses, data.max_response_length),
+        longest_prompt=data.max_prompt_length,
+        longest_response=data.max_response_length,
+    )

@@ -1,0 +1,134 @@
+"""Tables of docs/planner.md and docs/scaling.md: python scripts/benchmarks/planned_scaling.py
+
+The layouts that the planner chooses for published models on 1 to 1,024 H200s, and weak scaling.
+Nothing is compiled.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax  # noqa: E402
+
+from benchmarks.planned_steps import ROOT, shape_of  # noqa: E402
+from jaxrl_llm import config as c  # noqa: E402
+from jaxrl_llm.models.families import to_hf_config  # noqa: E402
+from jaxrl_llm.planner.rates import GB, rates_of  # noqa: E402
+from jaxrl_llm.planner.search import best_layouts  # noqa: E402
+from jaxrl_llm.planner.work import Work, work_of  # noqa: E402
+
+COUNTS = (1, 4, 8, 64, 1024)
+WEAK = (8, 16, 32, 64, 128, 256, 512, 1024)
+PER_HOST = 8
+
+
+def scale_config(name: str) -> c.Config:
+    """A layout of configs/scale."""
+    return c.open_config(str(ROOT / "configs" / "scale" / f"{name}.py"))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "0.5B": to_hf_config(shape_of("qwen2.5-0.5b")),
+    "7B": to_hf_config(shape_of("qwen2.5-7b")),
+    "32B": scale_config("grpo_32b_64").actor.hf_config,
+    "72B": scale_config("ppo_72b_1024").actor.hf_config,
+}
+ALGORITHMS: dict[str, tuple[Any, int]] = {
+    "PPO": (c.PPO(use_kl_loss=True), 1),
+    "GRPO": (c.GRPO(use_kl_loss=True), 8),
+}
+SAMPLES = 64  # a device; 1,024 + 1,024 tokens each
+
+
+def run_of(hf: dict[str, Any], algorithm: str, devices: int) -> c.Config:
+    """A run with SAMPLES samples a device in one update."""
+    settings, n = ALGORITHMS[algorithm]
+    prompts = max(devices * SAMPLES // n, 8)
+    model: dict[str, Any] = {"dtype": "bfloat16", "micro_batch_tokens": 8192}
+    return c.Config(
+        data=c.DataConfig(
+            tokenizer="char",
+            train_tasks=(c.ChainSum(),),
+            train_batch_size=prompts,
+            max_prompt_length=1024,
+            max_response_length=1024,
+        ),
+        actor=c.ActorConfig(hf_config=hf, ppo_mini_batch_size=prompts, **model),
+        critic=c.CriticConfig(**model),
+        rollout=c.RolloutConfig(n=n),
+        algorithm=settings,
+        reward=c.RewardConfig(functions=(c.ExactAnswer(),)),
+    )
+
+
+def choices() -> Iterator[str]:
+    """The fastest layout of each model, algorithm and number of devices, as rows of a table."""
+    yield "| model | GPUs | step, s | tokens/s a GPU | GB | search, s | layout |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, hf in MODELS.items():
+        for algorithm in ALGORITHMS:
+            for count in COUNTS:
+                work = work_of(run_of(hf, algorithm, count))
+                start = time.monotonic()
+                found = best_layouts(work, count, -(-count // PER_HOST), rates_of("h200"))
+                spent = time.monotonic() - start
+                if not found:
+                    cells = "| does not fit | | "
+                    yield f"| {name} {algorithm} | {count:,} {cells}| {spent:.1f} | |"
+                    continue
+                best = found[0].estimate
+                yield (
+                    f"| {name} {algorithm} | {count:,} | {best.seconds:.1f} "
+                    f"| {best.tokens_per_second:,.0f} | {best.peak / GB:.0f} | {spent:.1f} "
+                    f"| {_short(found[0].flags)} |"
+                )
+
+
+def weak_scaling() -> Iterator[str]:
+    """Tokens a second and GPU with as many prompts a GPU, from the first number that fits."""
+    yield "| run | GPUs | mesh | step, s | tokens/s a GPU | of the first |"
+    yield "|---|---|---|---|---|---|"
+    for config in (scale_config("ppo_72b_1024"), scale_config("dpo_70b_1024")):
+        whole, first = work_of(config), 0.0
+        for count in WEAK:
+            part: Work = whole.scaled(count / config.mesh.num_devices)
+            found = best_layouts(
+                part, count, count // PER_HOST, rates_of("h200"), keep_settings=True
+            )
+            if not found:
+                yield f"| {config.name} | {count:,} | does not fit | | | |"
+                continue
+            best = found[0].estimate
+            first = first or best.tokens_per_second
+            yield (
+                f"| {config.name} | {count:,} | {_short(found[0].flags)} | {best.seconds:.1f} "
+                f"| {best.tokens_per_second:,.0f} | {best.tokens_per_second / first:.0%} |"
+            )
+
+
+def _short(flags: tuple[str, ...]) -> str:
+    names = {"--config.mesh.": "", "--config.actor.": "", "micro_batch_tokens": "rows"}
+    found = []
+    for flag in flags:
+        if flag.startswith("--config.critic."):
+            continue  # as the actor's
+        for long, short in names.items():
+            flag = flag.replace(long, short)
+        found.append(f"`{flag}`")
+    return " ".join(found)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    for lines in (choices(), weak_scaling()):
+        for line in lines:
+            print(line, flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""The planner against independent answers: measured steps, real arrays, a slow simulation."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import MODEL
+
+from jaxrl_llm import config as c
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.launch import commands
+from jaxrl_llm.planner.automatic import automatic, best_placements
+from jaxrl_llm.planner.compiled import RealPrograms, with_compiled
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.estimate import estimate, placed
+from jaxrl_llm.planner.packing import rows_of
+from jaxrl_llm.planner.rates import rates_of
+from jaxrl_llm.planner.search import best_layouts
+from jaxrl_llm.planner.seconds import _decoding
+from jaxrl_llm.planner.work import Samples, work_of
+
+H200 = rates_of("h200")
+WIDE = MODEL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
+
+
+def tiny(algorithm: c.AlgorithmSettings, mesh: c.MeshConfig | None = None, **changes) -> c.Config:
+    model: dict[str, Any] = {"micro_batch_tokens": 32}
+    config = c.Config(
+        mesh=mesh or c.MeshConfig(),
+        data=c.DataConfig(
+            tokenizer="char",
+            train_tasks=(c.ChainSum(),),
+            train_batch_size=16,
+            max_prompt_length=8,
+            max_response_length=8,
+        ),
+        actor=c.ActorConfig(hf_config=WIDE, ppo_mini_batch_size=16, **model),
+        critic=c.CriticConfig(**model),
+        rollout=c.RolloutConfig(n=4),
+        algorithm=algorithm,
+        reward=c.RewardConfig(functions=(c.ExactAnswer(),)),
+    )
+    return replace(config, **changes)
+
+
+def large(layers: int = 64, **changes) -> c.Config:
+    """GRPO of about 32B."""
+    hf = WIDE | {
+        "vocab_size": 152_064,
+        "hidden_size": 5120,
+        "intermediate_size": 27_648,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
+    config = tiny(c.GRPO())
+    model = c.ActorConfig(
+        hf_config=hf, ppo_mini_batch_size=16, dtype="bfloat16", micro_batch_tokens=4096
+    )
+    data = replace(config.data, max_prompt_length=1024, max_response_length=1024)
+    critic = c.CriticConfig(dtype="bfloat16", micro_batch_tokens=4096)
+    return replace(config, actor=model, critic=critic, data=data, **changes)
+
+
+# ------------------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        c.MeshConfig(),
+        c.MeshConfig(fsdp=4, tensor=2),
+        c.MeshConfig(data=2, pipeline=2, fsdp=2),
+        c.MeshConfig(fsdp=2, sequence=2),
+    ],
+    ids=str,
+)
+def test_what_roles_keep_is_what_the_arrays_of_a_run_take(mesh):
+    config = tiny(c.PPO(use_kl_loss=True), mesh)
+    planned = estimate(work_of(config), Devices(mesh=mesh, hosts=1, rates=H200))
+    devices = tuple(jax.devices()[: mesh.num_devices])
+    real = RealPrograms(config, devices, (2,)).resident()
+    assert set(planned.kept) == {"actor", "critic", "reference"}
+    for role, size in planned.kept.items():
+        assert size == pytest.approx(real[role], rel=0.04), role  # without biases and norms
+
+
+@pytest.mark.parametrize("slots", [1, 3, 7, 20])
+def test_decode_steps_are_those_of_a_simulation_step_by_step(slots):
+    lengths = np.random.default_rng(slots).integers(1, 12, 20)
+    samples = Samples(
+        prompts=np.ones(20),
+        responses=lengths[:, None],
+        longest_prompt=1,
+        longest_response=12,
+    )
+    waiting, running, live, cached = list(lengths), [], [], []
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([0, waiting.pop(0)])
+        live.append(len(running))
+        cached.append(sum(done for done, _ in running))
+        running = [[done + 1, length] for done, length in running if done + 1 < length]
+    found_live, found_cached = _decoding(samples, slots)
+    np.testing.assert_array_equal(found_live, live)
+    np.testing.assert_array_equal(found_cached, cached)
+
+
+def test_packed_rows_hold_a_prompt_once_and_count_visible_pairs():
+    work = work_of(tiny(c.GRPO()))
+    samples = replace(work.samples, prompts=np.array([8]), responses=np.array([[8, 8, 4, 8]]))
+    rows = rows_of(work.actor, samples, share_prompts=True)
+    # 8 + 8 + 8 + 4 fill 28 of 32 tokens; the last response begins a row with its prompt.
+    assert (rows.micro_batches, rows.tokens, rows.targets) == (2, 64, 28)
+    assert rows.pairs == 2 * 8**2 / 2 + 3 * (8 * 8 + 8**2 / 2) + 8 * 4 + 4**2 / 2
+    alone = rows_of(work.actor, samples, share_prompts=False)
+    assert alone.micro_batches == 2 and alone.pairs == rows.pairs + 2 * 8**2 / 2
+
+
+def test_the_compiler_replaces_memory_and_traffic():
+    mesh = c.MeshConfig(fsdp=4, tensor=2)
+    config = tiny(c.GRPO(use_kl_loss=False), mesh)
+    work, devices = work_of(config), Devices(mesh=mesh, hosts=1, rates=H200)
+    programs = RealPrograms(config, tuple(jax.devices()[:8]), (2,))
+    stage = programs.stage("update_actor")
+    planned = with_compiled(estimate(work, devices), programs.resident(), [stage])
+    assert planned.temporaries["update_actor"] == stage.temporaries > 0
+    update = planned.stages[-1]
+    assert update.stage == "update_actor"
+    assert update.traffic.received["fsdp (weights)"] > 0
+    assert any("tensor" in axes for axes in update.traffic.received)
+
+
+# ------------------------------------------------------------------------- layouts
+
+
+def test_layouts_fit_divide_the_work_and_are_sorted():
+    work = work_of(large())
+    assert not best_layouts(work, 1, 1, H200)
+    found = best_layouts(work, 16, 2, H200)
+    seconds = [choice.estimate.seconds for choice in found]
+    assert seconds and seconds == sorted(seconds)
+    for choice in found:
+        mesh, planned = choice.estimate.devices.mesh, choice.estimate
+        assert planned.fits and mesh.num_devices == 16
+        assert 64 % mesh.num_replicas == 0 and mesh.tensor * mesh.sequence <= 8
+        flags = dict(flag.removeprefix("--config.").split("=") for flag in choice.flags)
+        assert flags.get("mesh.fsdp", "1") == str(mesh.fsdp)
+
+
+def test_a_group_over_hosts_is_as_fast_as_its_network():
+    devices = Devices(mesh=c.MeshConfig(fsdp=8, tensor=2), hosts=2, rates=H200)
+    assert devices.on_host(("tensor",)) == 2 and devices.on_host(("fsdp",)) == 4
+    assert devices.seconds(1e9, ("tensor",)) == pytest.approx(1e9 / H200.link)
+    assert devices.seconds(1e9, ("fsdp",)) == pytest.approx(1e9 / (4 * H200.network))
+
+
+def test_updates_of_roles_apart_run_at_the_same_time():
+    config = tiny(c.PPO(), placement={"critic": "1"})
+    devices = Devices(mesh=c.MeshConfig(), hosts=1, rates=H200, of_host=2)
+    work = work_of(config)
+    apart, one = placed(work, config, devices), estimate(work, devices)
+    times = {stage.stage: stage.seconds for stage in one.stages}
+    assert apart.count == 2
+    shorter = min(times["update_critic"], times["update_actor"])
+    passes = [times[name] for name in ("old_log_prob", "values") if name in times]
+    saved = shorter + (min(passes) if len(passes) == 2 else 0.0)
+    assert one.seconds - apart.seconds == pytest.approx(saved, rel=1e-6)
+
+
+def test_one_group_is_chosen_for_ppo_on_two_devices():
+    """As measured: docs/placement.md."""
+    found = best_placements(work_of(large(4, algorithm=c.PPO())), 2, 1, H200, apart=True)
+    placements = ["placement" in " ".join(flags) for _, flags in found]
+    assert not placements[0] and any(placements)
+
+
+def test_auto_gives_a_config_that_uses_all_devices_and_says_why(capsys):
+    chosen, lines = automatic(tiny(c.PPO(), placement="auto"))
+    assert chosen.mesh.num_devices == 8 and chosen.placement == {}
+    assert "chosen" in lines[1] and "next" in lines[2] and "why" in lines[-1]
+    ahead, _ = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
+    assert list(ahead.placement) == ["rollout"]
+
+
+# ------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The devices of the tests are there already."""
+    monkeypatch.setattr(commands, "prepare_jax", lambda **_: None)
+
+
+FLAGS = ["--config=grpo", "--quick", "--config.data.train_batch_size=128"]
+
+
+def test_the_report_is_written_as_json_and_fits_decides_the_exit_code(
+    in_this_process, tmp_path, capsys
+):
+    file = tmp_path / "report.json"
+    assert commands.plan([*FLAGS, "--devices=64", "--hosts=8", f"--json={file}"]) == 0
+    report = json.loads(file.read_text())
+    assert report["devices"] == 64 and report["fits"] and report["mesh_was_searched"]
+    assert report["step_seconds"] > 0 and report["tokens_per_second_per_device"] > 0
+    assert 0 < report["scaling_efficiency"] and report["scaling_devices"] == 8
+    assert {stage["stage"] for stage in report["stages"]} >= {"gen", "update_actor"}
+    memory = report["memory_gb_per_device"]
+    total = sum(memory["kept"].values()) + max(memory["temporary"].values())
+    assert memory["peak"] == pytest.approx(total)
+    assert "tokens/s a device" in capsys.readouterr().out
+    huge = ["--config.actor.hf_config.hidden_size=32768", "--config.actor.dtype=bfloat16"]
+    huge += ["--config.actor.hf_config.intermediate_size=131072"]
+    assert commands.plan([*FLAGS, *huge, "--config.actor.hf_config.num_hidden_layers=64"]) == 1
+    assert "IT DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--devices=12", "--hosts=5"], "spread evenly over --hosts=5"),
+        (["--hardware=h2000"], "did you mean 'h200'"),
+        (["--response_tokens=100000"], "more than the config's limit"),
+        (["--lengths=nowhere.csv"], "no such file"),
+        (["--json=nowhere/report.json"], "no folder nowhere"),
+        (["--devices=0"], "must be 1 or more"),
+        (["--hardware=cpu"], "leave --quick out"),
+        (["--devices=7"], "no mesh of 7 devices"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(in_this_process, flags, message):
+    with pytest.raises((ConfigError, SystemExit, ValueError), match=message):
+        commands.plan([*FLAGS, *flags])
+
+
+def test_compiling_for_a_card_names_what_is_missing(monkeypatch):
+    monkeypatch.setattr(
+        "jaxrl_llm.planner.topology.missing_packages", lambda: ["jax-cuda13-plugin"]
+    )
+    with pytest.raises(ConfigError, match="jax-cuda13-plugin.*--quick computes"):
+        commands.plan(["--config=grpo", "--hardware=h200"])
+    with pytest.raises(ConfigError, match="for a100 add --quick"):
+        commands.plan(["--config=grpo", "--hardware=a100"])

@@ -21,7 +21,7 @@ from jaxrl_llm.config.placement import devices_of_roles
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
 
-# Set by launch/local.py, or by hand on a cluster that has neither Slurm nor Open MPI.
+# Set by launch/local.py and launch/ray.py, or by hand where neither these nor Slurm start it.
 COORDINATOR = "JAXRL_COORDINATOR"  # host:port where process 0 listens
 NUM_PROCESSES = "JAXRL_NUM_PROCESSES"
 PROCESS_ID = "JAXRL_PROCESS_ID"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed.multihost import compile_together
+from jaxrl_llm.distributed.multihost import compile_together, gather_objects
 
 Device = Any  # a jax.Device, whose declaration type checkers do not take
 Groups = Sequence[Sequence[Device]]  # devices of equal number in each group
@@ -26,15 +26,16 @@ class Sizes:
     matmul: int  # rows and columns of a matrix
     array_bytes: int  # that a device sends; an array in a device's memory is four times as large
     copy_bytes: int  # of a copy to or from another memory
-    loops: int  # repetitions inside one program
+    loops: int  # repetitions inside one program, at most
+    seconds: float  # that a program with a link may take, if one repetition does not take more
     repeats: int  # of a program; the fastest counts
 
 
-GPU = Sizes(matmul=8192, array_bytes=2**28, copy_bytes=2**28, loops=20, repeats=3)
-CPU = Sizes(matmul=512, array_bytes=2**22, copy_bytes=2**22, loops=4, repeats=3)
-# For the start of a run: a healthy link takes some 20 ms (NVLink) to 100 ms (network).
-QUICK_GPU = Sizes(matmul=8192, array_bytes=2**26, copy_bytes=2**24, loops=64, repeats=2)
-QUICK_CPU = Sizes(matmul=512, array_bytes=2**20, copy_bytes=2**20, loops=4, repeats=2)
+GPU = Sizes(2**13, array_bytes=2**28, copy_bytes=2**28, loops=20, seconds=2.0, repeats=3)
+CPU = Sizes(2**9, array_bytes=2**22, copy_bytes=2**22, loops=4, seconds=2.0, repeats=3)
+# For the start of a run.
+QUICK_GPU = Sizes(2**13, array_bytes=2**25, copy_bytes=2**24, loops=128, seconds=0.1, repeats=2)
+QUICK_CPU = Sizes(2**9, array_bytes=2**20, copy_bytes=2**20, loops=4, seconds=0.1, repeats=2)
 
 
 def sizes_for(device: Device, *, quick: bool = False) -> Sizes:
@@ -117,8 +118,7 @@ def all_reduce_bandwidth(groups: Groups, *, quick: bool = False) -> float:
         # The cast keeps the loop's type: each device has its own copy of a sum.
         return jax.lax.pcast(jax.lax.psum(y, "device") / n, "device", to="varying")
 
-    sent = 2 * (n - 1) / n * size.array_bytes * size.loops
-    return sent / _seconds_of_loops(groups, mean, size)
+    return 2 * (n - 1) / n * size.array_bytes / _seconds_of_step(groups, mean, size)
 
 
 def exchange_bandwidth(
@@ -139,20 +139,32 @@ def exchange_bandwidth(
     def exchange(y: jax.Array) -> jax.Array:
         return jax.lax.ppermute(y, ("group", "device"), links)
 
-    return size.array_bytes * size.loops / _seconds_of_loops(groups, exchange, size)
+    return size.array_bytes / _seconds_of_step(groups, exchange, size)
 
 
-def _seconds_of_loops(groups: Groups, step: Callable[[jax.Array], jax.Array], size: Sizes) -> float:
-    """Seconds of `size.loops` calls of `step`, on an array of `size.array_bytes` on each device."""
+def repetitions(size: Sizes, seconds: float) -> int:
+    """How often a program repeats a step that takes so long."""
+    return min(size.loops, max(1, int(size.seconds / seconds)))
+
+
+def _seconds_of_step(groups: Groups, step: Callable[[jax.Array], jax.Array], size: Sizes) -> float:
+    """Seconds of one `step`, a collective, on an array of `size.array_bytes` on each device.
+
+    A slow link gets fewer repetitions. All processes take the same number.
+    """
     mesh = Mesh(np.asarray(groups), ("group", "device"))
     split = PartitionSpec(("group", "device"))
     shape = (mesh.size, size.array_bytes // 4)
     make = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=NamedSharding(mesh, split))
     x = make()
 
-    def loop(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, size.loops, lambda _, y: step(y), x)
+    def loop(x: jax.Array, loops: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, loops, lambda _, y: step(y), x)
 
-    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=split, out_specs=split))
-    compile_together(program, (x,), "links of the doctor")
-    return fastest(lambda: program(x), size.repeats)
+    specs = (split, PartitionSpec())
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=split))
+    one = np.int32(1)
+    compile_together(program, (x, one), "links of the doctor")
+    slowest = max(gather_objects(fastest(lambda: program(x, one), 1), "one step of links"))
+    loops = repetitions(size, slowest)
+    return fastest(lambda: program(x, np.int32(loops)), size.repeats) / loops

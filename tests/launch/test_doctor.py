@@ -89,22 +89,25 @@ def test_a_rate_is_work_over_the_fastest_time(monkeypatch):
 
 @pytest.fixture
 def one_second(monkeypatch):
-    """Every program takes a second."""
+    """Every program takes a second, so that there is time for two repetitions."""
     taken = lambda run, repeats: (jax.block_until_ready(run()), 1.0)[1]  # noqa: E731
     monkeypatch.setattr(rates, "fastest", taken)
-    return rates.sizes_for(jax.devices()[0])
 
 
 def test_an_all_reduce_counts_what_a_ring_sends(one_second):
     groups = np.asarray(jax.devices()[:8]).reshape(2, 4)
-    expected = 2 * 3 / 4 * one_second.array_bytes * one_second.loops
-    assert rates.all_reduce_bandwidth(groups) == expected
+    assert rates.all_reduce_bandwidth(groups) == 2 * (2 * 3 / 4 * rates.CPU.array_bytes)
 
 
 def test_an_exchange_counts_what_a_device_sends(one_second):
     groups = np.asarray(jax.devices()[:8]).reshape(4, 2)
-    expected = one_second.array_bytes * one_second.loops
-    assert rates.exchange_bandwidth(groups, [(0, 2), (1, 3)]) == expected
+    assert rates.exchange_bandwidth(groups, [(0, 2), (1, 3)]) == 2 * rates.CPU.array_bytes
+
+
+def test_a_slow_link_is_not_measured_for_long():
+    seconds = 0.03, 0.3, 30.0  # of a repetition
+    assert [rates.repetitions(rates.GPU, s) for s in seconds] == [20, 6, 1]
+    assert [rates.repetitions(rates.QUICK_GPU, s) for s in seconds] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 5, 8])

@@ -78,8 +78,14 @@ class Host:
     ) -> None:
         own = {name: value for name, value in os.environ.items() if name != _OF_RAY}
         where = None if folder is None else Path(folder)
-        self._process = start_process(command, {**own, **environment}, where)
-        self._started.set()
+        try:
+            self._process = start_process(command, {**own, **environment}, where)
+        except OSError as error:
+            self._lines.put((str(error).encode(), True))
+            self._lines.put(1)
+            return
+        finally:
+            self._started.set()
         readers = read_lines(
             self._process, lambda line, is_error: self._lines.put((line, is_error))
         )
@@ -105,8 +111,8 @@ class Host:
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
         self._started.wait()
-        assert self._process is not None
-        signal_process(self._process, number)
+        if self._process is not None:
+            signal_process(self._process, number)
 
 
 # ------------------------------------------------------------------------- in the launcher
@@ -139,7 +145,8 @@ class RayHosts:
                 _end(actors)
                 # Ray may not have noticed yet that the host of the last failure is lost.
                 if first:
-                    raise NotStarted(f"a host cannot run the process: {error}") from None
+                    why = f"a host cannot run the process; is jaxrl_llm installed there? {error}"
+                    raise NotStarted(why, USER_ERROR) from None
                 time.sleep(RETRY_S)
         raise NotStarted(f"the Ray cluster lost hosts and did not replace them in {seconds:g} s")
 

@@ -19,7 +19,7 @@ from jaxrl_llm.launch import ray as launcher
 
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
 LOCAL = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--", TRAIN]
-WAIT_S = 120
+WAIT_S = 300
 KILLED_IN = 5
 
 # ------------------------------------------------------------------------- without Ray

@@ -87,7 +87,7 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 def cluster() -> Iterator[Any]:
     """A cluster of two nodes."""
     pytest.importorskip("ray")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})

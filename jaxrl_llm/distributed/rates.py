@@ -1,6 +1,6 @@
 """Measured rates of devices and of the links between them.
 
-Each function compiles, runs once to warm up, and takes the fastest of three. Bytes are decimal.
+Each function compiles, runs once to warm up, and takes the fastest of a few. Bytes are decimal.
 """
 
 import time
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed.multihost import compile_together
+from jaxrl_llm.distributed.multihost import compile_together, gather_objects
 
 Device = Any  # a jax.Device, whose declaration type checkers do not take
-REPEATS = 3
+Groups = Sequence[Sequence[Device]]  # devices of equal number in each group
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,32 @@ class Sizes:
     """How much work a measurement does: enough for milliseconds, little enough for any device."""
 
     matmul: int  # rows and columns of a matrix
-    array_bytes: int  # of a copy between devices; one in a device's memory is four times as large
-    loops: int  # repetitions inside one program
+    array_bytes: int  # that a device sends; an array in a device's memory is four times as large
+    copy_bytes: int  # of a copy to or from another memory
+    loops: int  # repetitions inside one program, at most
+    seconds: float  # that a program with a link may take, if one repetition does not take more
+    repeats: int  # of a program; the fastest counts
 
 
-GPU = Sizes(matmul=8192, array_bytes=2**28, loops=20)
-CPU = Sizes(matmul=512, array_bytes=2**22, loops=4)
+GPU = Sizes(2**13, array_bytes=2**28, copy_bytes=2**28, loops=20, seconds=2.0, repeats=3)
+CPU = Sizes(2**9, array_bytes=2**22, copy_bytes=2**22, loops=4, seconds=2.0, repeats=3)
+# For the start of a run.
+QUICK_GPU = Sizes(2**13, array_bytes=2**25, copy_bytes=2**24, loops=128, seconds=0.1, repeats=2)
+QUICK_CPU = Sizes(2**9, array_bytes=2**20, copy_bytes=2**20, loops=4, seconds=0.1, repeats=2)
 
 
-def sizes_for(device: Device) -> Sizes:
+def sizes_for(device: Device, *, quick: bool = False) -> Sizes:
     """The sizes that suit a device."""
-    return CPU if device.platform == "cpu" else GPU
+    if device.platform == "cpu":
+        return QUICK_CPU if quick else CPU
+    return QUICK_GPU if quick else GPU
 
 
-def fastest(run: Callable[[], Any]) -> float:
-    """Seconds of the fastest of three calls, after one that is not counted."""
+def fastest(run: Callable[[], Any], repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls, after one that is not counted."""
     jax.block_until_ready(run())
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - start)
@@ -55,7 +63,7 @@ def matmul_flops(device: Device) -> float:
     x = jnp.ones((n, n), dtype, device=device)
     w = jnp.full((n, n), 1 / n, dtype, device=device)
     program = jax.jit(lambda x, w: jax.lax.fori_loop(0, size.loops, lambda _, y: y @ w, x))
-    return 2 * n**3 * size.loops / fastest(lambda: program(x, w))
+    return 2 * n**3 * size.loops / fastest(lambda: program(x, w), size.repeats)
 
 
 def memory_bandwidth(device: Device) -> float:
@@ -63,18 +71,20 @@ def memory_bandwidth(device: Device) -> float:
     size = sizes_for(device)
     x = jnp.ones(size.array_bytes, jnp.float32, device=device)
     program = jax.jit(lambda x: jax.lax.fori_loop(0, size.loops, lambda _, y: y * 1.0001, x))
-    return 2 * x.nbytes * size.loops / fastest(lambda: program(x))
+    return 2 * x.nbytes * size.loops / fastest(lambda: program(x), size.repeats)
 
 
-def to_device_bandwidth(device: Device) -> float:
+def to_device_bandwidth(device: Device, *, quick: bool = False) -> float:
     """Bytes a second from the host's memory to a device."""
-    x = np.ones(sizes_for(device).array_bytes // 4, np.float32)
-    return x.nbytes / fastest(lambda: jax.device_put(x, device, may_alias=False))
+    size = sizes_for(device, quick=quick)
+    x = np.ones(size.copy_bytes // 4, np.float32)
+    return x.nbytes / fastest(lambda: jax.device_put(x, device, may_alias=False), size.repeats)
 
 
-def to_host_bandwidth(device: Device) -> float:
+def to_host_bandwidth(device: Device, *, quick: bool = False) -> float:
     """Bytes a second from a device to the host's memory."""
-    x = jnp.ones(sizes_for(device).array_bytes // 4, jnp.float32, device=device)
+    size = sizes_for(device, quick=quick)
+    x = jnp.ones(size.copy_bytes // 4, jnp.float32, device=device)
     double = jax.jit(lambda x: x * 2)
 
     def run() -> float:
@@ -84,41 +94,77 @@ def to_host_bandwidth(device: Device) -> float:
         return time.perf_counter() - start
 
     run()
-    return x.nbytes / min(run() for _ in range(REPEATS))
+    return x.nbytes / min(run() for _ in range(size.repeats))
 
 
 def copy_bandwidth(source: Device, target: Device) -> float:
     """Bytes a second from one device of this process to another."""
-    x = jnp.ones(sizes_for(source).array_bytes // 4, jnp.float32, device=source)
-    return x.nbytes / fastest(lambda: jax.device_put(x, target))
+    size = sizes_for(source)
+    x = jnp.ones(size.copy_bytes // 4, jnp.float32, device=source)
+    return x.nbytes / fastest(lambda: jax.device_put(x, target), size.repeats)
 
 
-def all_reduce_bandwidth(devices: Sequence[Device]) -> float:
-    """Bytes a second that each device sends in an all-reduce over `devices`.
+def all_reduce_bandwidth(groups: Groups, *, quick: bool = False) -> float:
+    """Bytes a second that each device of this process sends in an all-reduce over its group.
 
-    A ring sends 2 (n - 1) / n bytes for each byte of the array.
+    A ring of n devices sends 2 (n - 1) / n bytes for each byte of the array. All groups do this at
+    the same time.
 
     Requires: every process that has one of the devices calls this at the same time.
     """
-    n, size = len(devices), sizes_for(devices[0])
-    mesh = Mesh(np.asarray(devices), ("devices",))
-    split = NamedSharding(mesh, PartitionSpec("devices"))
-    shape = (n, size.array_bytes // 4)
-    x = jax.make_array_from_callback(shape, split, lambda index: np.ones((1, shape[1]), np.float32))
+    n, size = len(groups[0]), sizes_for(groups[0][0], quick=quick)
 
     def mean(y: jax.Array) -> jax.Array:
         # The cast keeps the loop's type: each device has its own copy of a sum.
-        total = jax.lax.psum(y, "devices") / n
-        return jax.lax.pcast(total, "devices", to="varying")
+        return jax.lax.pcast(jax.lax.psum(y, "device") / n, "device", to="varying")
 
-    def loop(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, size.loops, lambda _, y: mean(y), x)
+    return 2 * (n - 1) / n * size.array_bytes / _seconds_of_step(groups, mean, size)
 
-    program = jax.jit(
-        jax.shard_map(
-            loop, mesh=mesh, in_specs=PartitionSpec("devices"), out_specs=PartitionSpec("devices")
-        )
-    )
-    compile_together(program, (x,), "all-reduce of the doctor")
-    sent = 2 * (n - 1) / n * size.array_bytes * size.loops
-    return sent / fastest(lambda: program(x))
+
+def exchange_bandwidth(
+    groups: Groups, pairs: Sequence[tuple[int, int]], *, quick: bool = False
+) -> float:
+    """Bytes a second that each device of this process sends to one of another group.
+
+    `pairs` are numbers of groups, each at most once. Device k of a group sends to device k of the
+    other group and receives from it, at the same time. The result of a process whose group is in no
+    pair has no meaning.
+
+    Requires: every process that has one of the devices calls this at the same time.
+    """
+    n, size = len(groups[0]), sizes_for(groups[0][0], quick=quick)
+    both = [*pairs, *((second, first) for first, second in pairs)]
+    links = [(n * source + k, n * target + k) for source, target in both for k in range(n)]
+
+    def exchange(y: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(y, ("group", "device"), links)
+
+    return size.array_bytes / _seconds_of_step(groups, exchange, size)
+
+
+def repetitions(size: Sizes, seconds: float) -> int:
+    """How often a program repeats a step that takes so long."""
+    return min(size.loops, max(1, int(size.seconds / seconds)))
+
+
+def _seconds_of_step(groups: Groups, step: Callable[[jax.Array], jax.Array], size: Sizes) -> float:
+    """Seconds of one `step`, a collective, on an array of `size.array_bytes` on each device.
+
+    A slow link gets fewer repetitions. All processes take the same number.
+    """
+    mesh = Mesh(np.asarray(groups), ("group", "device"))
+    split = PartitionSpec(("group", "device"))
+    shape = (mesh.size, size.array_bytes // 4)
+    make = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=NamedSharding(mesh, split))
+    x = make()
+
+    def loop(x: jax.Array, loops: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, loops, lambda _, y: step(y), x)
+
+    specs = (split, PartitionSpec())
+    program = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=specs, out_specs=split))
+    one = np.int32(1)
+    compile_together(program, (x, one), "links of the doctor")
+    slowest = max(gather_objects(fastest(lambda: program(x, one), 1), "one step of links"))
+    loops = repetitions(size, slowest)
+    return fastest(lambda: program(x, np.int32(loops)), size.repeats) / loops

@@ -1,6 +1,7 @@
 """`jaxrl doctor`: what this machine and its links do, and what they should do.
 
-Every process measures its own devices, folder and memory. Process 0 prints the table of all.
+Every process measures its own devices, folder and memory. Process 0 prints the table of all. At the
+start of a run the short part of it measures the links, and says which are slow.
 """
 
 import fcntl
@@ -12,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,12 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkp
 FILE_BYTES = 2**27  # of the file that tests a disk
 LEAST_FREE_BYTES = 10e9  # two checkpoints of a 0.1B model, with room for traces
 LEAST_MEMORY_BYTES = 8e9
+LINK_SHARE = 0.4  # of the data sheet, that a healthy link reaches
+MOST_PAIRED = 8  # processes; of more, each is measured with its neighbours only
+_TRANSPORT = (
+    "set NCCL_DEBUG=INFO and look which transport NCCL takes: NET/IB or NVLS are fast, NET/Socket "
+    "and SHM are slow"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ def examine(folder: Path) -> dict[str, Any]:
 
     Requires: all processes of the job call this, and each can write to `folder`.
     """
-    own = [asdict(finding) | {"slow": finding.slow} for finding in _own_findings(folder)]
+    measured = [*_own_findings(folder), *_links(_of_processes(jax.devices()), quick=False)]
+    own = [asdict(finding) | {"slow": finding.slow} for finding in measured]
     answer = {"host": platform.node(), "versions": versions(), "findings": own}
     gathered = gather_objects(answer, "doctor")
     found = [
@@ -71,6 +79,28 @@ def examine(folder: Path) -> dict[str, Any]:
         "findings": found,
         "ok": not any(finding["slow"] for finding in found),
     }
+
+
+def slow_links(devices: Sequence[Device]) -> list[str]:
+    """What is slow between `devices`, and between them and their hosts: a line each, with a remedy.
+
+    It measures for about two seconds, the same lines in each process. It leaves nothing on the
+    devices, and draws no random numbers.
+
+    Requires: all processes of the job call this, with the same devices.
+    """
+    groups = _of_processes(devices)
+    copies = [
+        finding for device in groups[jax.process_index()] for finding in _copies(device, quick=True)
+    ]
+    found = [*copies, *_links(groups, quick=True)]
+    own = [
+        f"{finding.what} {finding.where}: {finding.value:.3g} {finding.unit}, expected "
+        f"{finding.expected:.3g}; {finding.remedy}"
+        for finding in found
+        if finding.slow
+    ]
+    return [line for lines in gather_objects(own, "slow links") for line in lines]
 
 
 def versions() -> dict[str, str]:
@@ -102,7 +132,7 @@ def _own_findings(folder: Path) -> Iterator[Finding]:
             rates.copy_bandwidth(source, target) / 1e9,
             "GB/s",
             expected,
-            _share(0.4, expected),
+            _share(LINK_SHARE, expected),
             "look at `nvidia-smi topo -m`: the devices should be linked by NVLink (NV18)",
         )
 
@@ -130,10 +160,8 @@ def _host(folder: Path) -> Iterator[Finding]:
 
 
 # What is measured on each device: name, function, unit and scale, the data sheet's key, the share
-# of it that a healthy device reaches, and the remedy. Copies to and from host memory that is not
-# pinned reached 3 to 13 % of a PCIe link on a healthy machine of two H100.
-_Rate = Callable[[Device], float]
-_DEVICE: tuple[tuple[str, _Rate, str, float, str, float, str], ...] = (
+# of it that a healthy device reaches, and the remedy.
+_DEVICE: tuple[tuple[str, Callable[[Device], float], str, float, str, float, str], ...] = (
     (
         "matmul",
         rates.matmul_flops,
@@ -152,24 +180,12 @@ _DEVICE: tuple[tuple[str, _Rate, str, float, str, float, str], ...] = (
         0.7,
         "look with `nvidia-smi` for another program on the device",
     ),
-    (
-        "host to device",
-        rates.to_device_bandwidth,
-        "GB/s",
-        1e9,
-        "host_bandwidth",
-        0.05,
-        "look at `nvidia-smi topo -m`: start the process on the device's own CPU socket",
-    ),
-    (
-        "device to host",
-        rates.to_host_bandwidth,
-        "GB/s",
-        1e9,
-        "host_bandwidth",
-        0.01,
-        "look at `nvidia-smi topo -m`: start the process on the device's own CPU socket",
-    ),
+)
+# Copies: name, function and share. To and from host memory that is not pinned, a healthy machine of
+# two H100 reached 3 to 13 % of a PCIe link.
+_COPIES = (
+    ("host to device", rates.to_device_bandwidth, 0.05),
+    ("device to host", rates.to_host_bandwidth, 0.01),
 )
 
 
@@ -179,6 +195,73 @@ def _device(device: Device) -> Iterator[Finding]:
         value = rate(device) / scale
         where = f"device {device.id}"
         yield Finding(what, where, value, unit, expected, _share(share, expected), remedy)
+    yield from _copies(device, quick=False)
+
+
+def _copies(device: Device, *, quick: bool) -> Iterator[Finding]:
+    """Copies between the host's memory and a device."""
+    remedy = "look at `nvidia-smi topo -m`: start the process on the device's own CPU socket"
+    expected = _sheet(device, "host_bandwidth")
+    for what, rate, share in _COPIES:
+        value, where = rate(device, quick=quick) / 1e9, f"device {device.id}"
+        yield Finding(what, where, value, "GB/s", expected, _share(share, expected), remedy)
+
+
+def _of_processes(devices: Sequence[Device]) -> list[list[Device]]:
+    """The devices of each process."""
+    processes = range(jax.process_count())
+    return [[d for d in devices if d.process_index == process] for process in processes]
+
+
+def _links(groups: Sequence[Sequence[Device]], *, quick: bool) -> Iterator[Finding]:
+    """What this process finds of collectives: of its own devices, and with other processes.
+
+    A pair of processes is measured by both, and reported by the one with the lower rank.
+    """
+    if len({len(group) for group in groups}) != 1:
+        return  # no device of the other process for each one
+    rank, own = jax.process_index(), groups[jax.process_index()]
+    if quick and len(own) > 1:
+        value = rates.all_reduce_bandwidth(groups, quick=True) / 1e9
+        where = f"between the {len(own)} devices of rank {rank}"
+        yield _link(where, own[0], value, "link_bandwidth")
+    if len(groups) == 1:
+        return
+    hosts = gather_objects(platform.node(), "hosts of links")
+    for pairs in rounds(len(groups), ring=quick or len(groups) > MOST_PAIRED):
+        value = rates.exchange_bandwidth(groups, pairs, quick=quick) / 1e9
+        for first, second in pairs:
+            if first == rank:
+                same = hosts[first] == hosts[second]
+                kind = "link_bandwidth" if same else "network_bandwidth"
+                yield _link(f"between rank {first} and {second}", own[0], value, kind)
+
+
+def _link(where: str, device: Device, value: float, kind: str) -> Finding:
+    expected = _sheet(device, kind)
+    what, least = "collective bandwidth", _share(LINK_SHARE, expected)
+    return Finding(what, where, value, "GB/s", expected, least, _TRANSPORT)
+
+
+def rounds(processes: int, *, ring: bool) -> list[list[tuple[int, int]]]:
+    """Pairs of processes to measure; those of a round have no process in common.
+
+    All pairs, or with `ring` those of neighbours. The lower number stands first.
+    """
+    if ring:
+        links = [(n, n + 1) for n in range(processes - 1)]
+        found = [links[::2], links[1::2]]
+        if processes > 2:
+            closing = (0, processes - 1)
+            found = [*found, [closing]] if processes % 2 else [found[0], [*found[1], closing]]
+        return [pairs for pairs in found if pairs]
+    # A tournament: number 0 stays, the others move on by one place after each round.
+    places, found = list(range(processes + processes % 2)), []
+    for _ in places[1:]:
+        opposite = [sorted((places[n], places[-1 - n])) for n in range(len(places) // 2)]
+        found.append([(first, second) for first, second in opposite if second < processes])
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
 
 
 def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
@@ -189,14 +272,10 @@ def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
         hosts = {answer["host"] for answer in answers}
         link = "network_bandwidth" if len(hosts) > 1 else "link_bandwidth"
         expected = _sheet(devices[0], link)
-        value = rates.all_reduce_bandwidth(devices) / 1e9
-        remedy = (
-            "set NCCL_DEBUG=INFO and look which transport NCCL takes: NET/IB or NVLS are fast, "
-            "NET/Socket and SHM are slow"
-        )
+        value = rates.all_reduce_bandwidth([devices]) / 1e9
         everywhere = f"{len(devices)} devices, {len(answers)} processes"
-        least = _share(0.4, expected)
-        found.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, remedy))
+        least = _share(LINK_SHARE, expected)
+        found.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, _TRANSPORT))
     if len(answers) > 1:
         seen, locked = _processes_that_share(folder)
         place, count = str(folder), float(len(answers))

@@ -21,7 +21,7 @@ from jaxrl_llm.config.placement import devices_of_roles
 USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
 
-# Set by launch/local.py, or by hand on a cluster that has neither Slurm nor Open MPI.
+# Set by launch/local.py and launch/ray.py, or by hand where neither these nor Slurm start it.
 COORDINATOR = "JAXRL_COORDINATOR"  # host:port where process 0 listens
 NUM_PROCESSES = "JAXRL_NUM_PROCESSES"
 PROCESS_ID = "JAXRL_PROCESS_ID"
@@ -46,6 +46,9 @@ IN_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 # jax's variable for a folder of compiled programs that several runs share.
 COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+# Whether a run measures its links when it starts: 0 never, 1 always, empty on GPUs only.
+CHECK_LINKS = "JAXRL_CHECK_LINKS"
 
 # Without it, a GPU adds gradients of the embedding and of attention in the order in which threads
 # finish, and a resumed run would differ from one that was never stopped.
@@ -116,11 +119,12 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
 
     It joins the other processes if a launcher started several, splits the CPU into
     `num_cpu_devices` (the flag --devices) unless that is 0, checks that the mesh fits the devices,
-    and enables the compile cache. Several processes with a mesh of one device put every device on
-    the `data` axis.
+    enables the compile cache, and says which links are slow. Several processes with a mesh of one
+    device put every device on the `data` axis.
 
     Requires: nothing has touched jax's devices yet.
     """
+    check_links = _check_links(os.environ)
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
     if config.placement == AUTO:
@@ -128,8 +132,9 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
 
         config, why = automatic(config)
         print("\n".join(why), file=sys.stderr, flush=True)
-    placed = devices_of_roles(config).values() if config.placement else ()
-    mesh = fit_mesh(config.mesh, [number for devices in placed for number in devices])
+    roles = devices_of_roles(config).values() if config.placement else ()
+    placed = [number for devices in roles for number in devices]
+    mesh = fit_mesh(config.mesh, placed)
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
         check(config)  # more replicas may not divide the batch
@@ -138,7 +143,41 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     elif not os.environ.get(COMPILE_CACHE):
         run_dir = config.run_dir or str(Path("runs") / config.name)
         enable_compile_cache(str(Path(run_dir) / "compile_cache"))
+    if check_links():
+        _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))
     return config
+
+
+def _check_links(environment: Mapping[str, str]) -> Callable[[], bool]:
+    """Whether to measure the links, to be asked when the devices are known.
+
+    Raises: ConfigError for a value of CHECK_LINKS that is not 0, 1 or empty.
+    """
+    value = environment.get(CHECK_LINKS, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(
+            f"{CHECK_LINKS}={value}: must be 0 (never), 1 (always) or empty (on GPUs only)"
+        )
+
+    def wanted() -> bool:
+        import jax
+
+        return value == "1" or (not value and jax.default_backend() == "gpu")
+
+    return wanted
+
+
+def _say_slow_links(numbers: Sequence[int]) -> None:
+    """Measure the devices with these numbers; process 0 prints a line for each slow link."""
+    import jax
+
+    from jaxrl_llm.launch.doctor import slow_links
+
+    devices = jax.devices()
+    lines = slow_links([devices[number] for number in numbers])
+    if jax.process_index() == 0:
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:

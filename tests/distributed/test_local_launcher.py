@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.launch import local
+from jaxrl_llm.launch import gang, local
 from jaxrl_llm.launch.local import process_environments
 from jaxrl_llm.trainer.signals import STOP_SIGNALS
 
@@ -211,9 +211,9 @@ def test_a_mistake_and_a_request_to_end_are_not_started_again(tmp_path: Path, co
 
 
 def test_a_step_that_always_fails_is_given_up(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(local, "WAIT_S", 0.01)
+    monkeypatch.setattr(gang, "WAIT_S", 0.01)
     count = tmp_path / "count"
     command = ["--processes=2", "--restarts=99", "--", write(tmp_path, COUNTED), str(count), "9"]
     assert local.main(command) == 9
-    assert count.read_text() == str(local.SAME_STEP)
+    assert count.read_text() == str(gang.SAME_STEP)
     assert "not started again: it failed 5 times in step 8" in capsys.readouterr().err

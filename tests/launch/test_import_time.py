@@ -11,8 +11,8 @@ import {modules}
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(used.ru_utime + used.ru_stime, *sorted(sys.modules))
 """
-# Not needed to start: imported where they are used, or never (torch).
-LAZY = {"torch", "tensorboardX", "transformers", "pandas", "matplotlib"}
+# Not needed to start: imported where they are used, or never (torch, ray).
+LAZY = {"torch", "ray", "tensorboardX", "transformers", "pandas", "matplotlib"}
 # The trainer's import in multiples of jax and flax, which it cannot do without. On an idle machine
 # those take 0.85 CPU-seconds, so this is 2 CPU-seconds; under load both grow.
 MOST = 2.3
@@ -39,6 +39,7 @@ def test_starting_the_trainer_is_quick():
     assert seconds < MOST * least, f"{seconds:.2f} CPU-s; jax and flax alone take {least:.2f}"
 
 
-def test_the_config_and_the_launcher_need_no_jax():
-    _, modules = imported("jaxrl_llm.launch.runtime, jaxrl_llm.launch.local, jaxrl_llm.config")
+def test_the_config_and_the_launchers_need_no_jax():
+    launchers = "jaxrl_llm.launch.local, jaxrl_llm.launch.ray"
+    _, modules = imported(f"jaxrl_llm.launch.runtime, {launchers}, jaxrl_llm.config")
     assert modules & {"jax", "numpy", "rich", *LAZY} == set()

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from tiny_run import REPOSITORY
 
-from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID, USER_ERROR
 
 
 @pytest.fixture
@@ -43,3 +43,23 @@ def test_a_restarted_pod_finds_the_run_again(jobset: dict[str, Any]) -> None:
     assert run_dir.startswith(mounted["runs"] + "/")
     assert sorted(mounted) == sorted(volume["name"] for volume in pod["volumes"])
     assert (REPOSITORY / container["command"][2]).is_file()
+
+
+def test_a_mistake_in_the_flags_is_not_started_again(jobset: dict[str, Any]) -> None:
+    """And every other failure is: a rule that matches nothing leaves it to maxRestarts."""
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    pod = job["template"]["spec"]
+    (of_pods,) = job["podFailurePolicy"]["rules"]
+    assert of_pods["action"] == "FailJob"
+    codes, (container,) = of_pods["onExitCodes"], pod["containers"]
+    assert codes == {"containerName": container["name"], "operator": "In", "values": [USER_ERROR]}
+    assert pod["restartPolicy"] == "Never"  # Kubernetes refuses another one with a policy of pods
+    # The reason that a Job gives when a rule of its pods ended it.
+    policy = jobset["spec"]["failurePolicy"]
+    (of_jobs,) = policy["rules"]
+    assert (of_jobs["action"], of_jobs["onJobFailureReasons"]) == (
+        "FailJobSet",
+        ["PodFailurePolicy"],
+    )
+    assert policy["maxRestarts"] > 0

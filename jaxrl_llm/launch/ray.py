@@ -1,0 +1,108 @@
+"""One process a host of a Ray cluster, joined by jax.distributed.
+
+    python -m jaxrl_llm.launch.ray --hosts=2 -- scripts/train.py --config=configs/ppo.py
+
+Needs the extra `ray`. The cluster must run: `ray start`, or `ray job submit` on an existing one.
+Each process gets --gpus_per_host GPUs; by default as many as so many hosts have. Lines of output,
+failures, --restarts and signals are as in launch/local.py. docs/clusters.md explains the rest.
+"""
+
+import argparse
+import logging
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from jaxrl_llm.launch.gang import read_arguments, run_again
+
+REACH_S = 5.0  # for the first contact with a cluster
+
+MISSING = "Ray is not installed; it comes with the extra: pip install 'jaxrl_llm[ray]'"
+NO_CLUSTER = (
+    "no Ray cluster was found at --address={address}; start one with `ray start --head` and "
+    "`ray start --address=HOST:6379` on the other hosts, or run this by `ray job submit`. "
+    "Ray says: {error}"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the arguments, connect to the cluster, run the processes, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_llm.launch.ray",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--gpus_per_host", type=int, help="0 is for CPUs; all GPUs by default")
+    parser.add_argument("--address", default="auto", help="of the cluster; by default this host's")
+    arguments = read_arguments(parser, argv)
+    if arguments.hosts < 1:
+        parser.error(f"--hosts={arguments.hosts}: must be 1 or more")
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        parser.error(MISSING)
+    with ExitStack() as stack:
+        try:
+            _reach(arguments.address)
+            ray.init(arguments.address, log_to_driver=False, logging_level=logging.WARNING)
+            stack.callback(ray.shutdown)
+        except (OSError, RuntimeError, ValueError) as error:
+            parser.error(NO_CLUSTER.format(address=arguments.address, error=error))
+        try:
+            gpus = gpus_of_hosts(ray.nodes(), arguments.hosts, arguments.gpus_per_host)
+        except ValueError as error:
+            parser.error(str(error))
+        from jaxrl_llm.launch.ray_hosts import RayHosts
+
+        hosts = RayHosts(arguments.hosts, gpus)
+        stack.callback(hosts.give_back)
+        return run_again(partial(hosts.start, arguments.command), arguments.restarts)
+
+
+def _reach(address: str) -> None:
+    """Raises OSError when nothing listens at host:port. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+
+
+def gpus_of_hosts(nodes: Sequence[Mapping[str, Any]], hosts: int, asked: int | None) -> int:
+    """GPUs for the process of a host: `asked`, or as many as `hosts` of the `nodes` all have.
+
+    `nodes` is what ray.nodes() returns.
+
+    Raises: ValueError when there are too few hosts; it says how many are alive.
+    """
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    # A head node that runs no work has no CPUs.
+    found = sorted((int(n.get("GPU", 0)) for n in alive if n.get("CPU", 0) >= 1), reverse=True)
+    if len(found) < hosts:
+        raise ValueError(
+            f"--hosts={hosts}: {_hosts(len(found))} alive in the Ray cluster; add hosts with "
+            f"`ray start --address=HOST:6379`, or use --hosts={len(found)}"
+        )
+    gpus = found[hosts - 1] if asked is None else asked
+    able = sum(number >= gpus for number in found)
+    if able < hosts:
+        raise ValueError(
+            f"--gpus_per_host={gpus}: {_hosts(able)} alive with so many GPUs, and --hosts={hosts} "
+            f"asks for more; the {len(found)} hosts alive have {', '.join(map(str, found))} GPUs"
+        )
+    if asked is None and not gpus and found[0]:
+        raise ValueError(
+            f"--hosts={hosts}: {_hosts(sum(map(bool, found)))} alive with GPUs, of {len(found)}; "
+            "use fewer hosts, or --gpus_per_host=0 to train on CPUs"
+        )
+    return gpus
+
+
+def _hosts(number: int) -> str:
+    return f"{number} host is" if number == 1 else f"{number} hosts are"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import IO
 
 from jaxrl_llm.launch.runtime import (
+    ALARMED,
     COORDINATOR,
     INTERRUPTED,
     NUM_PROCESSES,
@@ -92,8 +93,8 @@ def run_again(
 ) -> int:
     """`run_gang`, again after a failure; returns the last exit code.
 
-    It is not started again after a mistake of the user, after a signal that asked it to end, after
-    `restarts` times, or when it failed SAME_STEP times in a row after the same step.
+    It is not started again after a mistake of the user, after an alarm or a signal that ended it,
+    after `restarts` times, or when it failed SAME_STEP times in a row after the same step.
     """
     failed_after: list[int | None] = []
     while True:
@@ -101,7 +102,7 @@ def run_again(
         code = run_gang(command, environments(), progress)
         failed_after.append(progress.step)
         tries = len(failed_after)
-        if code in (0, USER_ERROR, INTERRUPTED) or progress.received or tries > restarts:
+        if code in (0, USER_ERROR, ALARMED, INTERRUPTED) or progress.received or tries > restarts:
             return code
         others = (n for n, step in enumerate(reversed(failed_after)) if step != progress.step)
         same = next(others, tries)  # failures in a row after this step

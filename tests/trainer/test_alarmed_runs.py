@@ -1,18 +1,17 @@
 """Whole runs that are made to go wrong: the right alarm fires, with the right action."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import TinyRun, read_jsonl
+from tiny_run import TinyRun
 
-from jaxrl_llm.config import Config, load_config
+from jaxrl_llm.config import Config, apply_override, as_dict, load_config
 from jaxrl_llm.plan.guards import NonFiniteGradients
 from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.run_folder import differing_keys
 
-TIMED = ("step_time", "host_memory", "device_memory")
 SMALL = {
     "total_steps": "12",
     "save_every": "0",
@@ -26,14 +25,14 @@ SMALL = {
     "log.tensorboard": "false",
     "alarms": "off",
 }
-REWARDS = '''
+REWARDS = """
 def constant(completions):
     return [0.5] * len(completions)
 
 
 def length(completions):
     return [len(text) / 4 for text in completions]
-'''
+"""
 
 
 def config_of(folder: Path, reward: str = "constant", **changes: str) -> tuple[TinyRun, Config]:
@@ -45,17 +44,13 @@ def config_of(folder: Path, reward: str = "constant", **changes: str) -> tuple[T
     return run, load_config(str(folder / "tiny.py"), list(flags.items()))
 
 
-def events(run: TinyRun) -> list[dict[str, Any]]:
-    return read_jsonl(run.run_dir / "events.jsonl")
-
-
 def test_a_constant_reward_stops_a_run_which_then_goes_on(tmp_path: Path, capsys: Any) -> None:
     run, config = config_of(
         tmp_path, alarms__zero_variance="stop", alarms__cut_share__threshold="1", save_every="8"
     )
     summary = train(config)
     assert summary.alarmed and not summary.interrupted and summary.step == 10
-    (event,) = events(run)
+    (event,) = run.events()
     assert event["look_at"] and event == {
         "step": 10,
         "name": "zero_variance",
@@ -65,7 +60,9 @@ def test_a_constant_reward_stops_a_run_which_then_goes_on(tmp_path: Path, capsys
         "action": "stop",
         "look_at": event["look_at"],
     }
-    assert "alarm zero_variance (stop) at step 10: frac_reward_zero_std 1" in capsys.readouterr().out
+    assert (
+        "alarm zero_variance (stop) at step 10: frac_reward_zero_std 1" in capsys.readouterr().out
+    )
     assert run.saved_steps() == [8, 10]
     # Killed during that save: the steps after 8 are done again, with the same event.
     before = (run.run_dir / "events.jsonl").read_bytes()
@@ -83,7 +80,7 @@ def test_a_reward_for_length_cuts_responses_and_saves(tmp_path: Path) -> None:
     run, config = config_of(tmp_path, "length", alarms__cut_share="save")
     summary = train(config)
     assert summary.step == 12 and not summary.alarmed
-    (event,) = events(run)
+    (event,) = run.events()
     clipped = [run.metrics()[step]["response_length/clip_ratio"] for step in range(1, 11)]
     assert (event["name"], event["step"], event["action"]) == ("cut_share", 10, "save")
     assert event["value"] == pytest.approx(sum(clipped) / 10)
@@ -101,22 +98,24 @@ def test_a_huge_learning_rate_names_the_parameters(tmp_path: Path) -> None:
     )
     with pytest.raises(NonFiniteGradients, match="step"):
         train(config)
-    *_, last = events(run)
+    *_, last = run.events()
     assert (last["name"], last["action"], last["value"]) == ("nonfinite", "stop", None)
     assert "of actor." in last["metric"]
     (board,) = (run.run_dir / "tensorboard").iterdir()
     assert b"alarms/nonfinite" in board.read_bytes()
 
 
-def test_the_shared_default_run_is_quiet(ppo_run: TinyRun) -> None:
-    found = [event for event in events(ppo_run) if event["name"] not in TIMED]
-    assert found == []
+def test_the_shared_run_says_only_that_its_responses_are_cut(ppo_run: TinyRun) -> None:
+    """It does not learn to end an answer in its 12 steps; nothing else is wrong with it."""
+    found = [event["name"] for event in ppo_run.events()]
+    assert found == ["cut_share"]
+    assert ppo_run.metrics()[12]["response_length/clip_ratio"] > 0.9
 
 
-def test_a_run_goes_on_with_other_alarms(tmp_path: Path) -> None:
-    """The settings of alarms may change: somebody raised a threshold after a stop."""
-    run, config = config_of(tmp_path, alarms__reward_std="stop")
-    assert train(config).step == 10
-    shutil.copytree(run.run_dir, tmp_path / "copy")
-    quiet = replace(config, alarms=replace(config.alarms, reward_std={"action": "off"}))
-    assert train(quiet).step == 12
+def test_the_settings_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    """Somebody raises a threshold after a stop."""
+    _, config = config_of(tmp_path)
+    changed = apply_override(config, "alarms.kl.threshold", "2")
+    assert differing_keys(as_dict(config), as_dict(changed)) == []
+    without = {key: value for key, value in as_dict(config).items() if key != "alarms"}
+    assert differing_keys(without, as_dict(config)) == []  # a folder of an older version

@@ -41,6 +41,7 @@ def train(argv: list[str]) -> int:
       --devices=N            split the CPU into N devices, to try a mesh on a laptop
 
     Starting again with the same --config.run_dir continues from its last checkpoint.
+    Exit code 3: an alarm whose action is `stop` ended the run (docs/alarms.md).
     """
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)

@@ -60,9 +60,8 @@ def test_a_constant_reward_stops_a_run_which_then_goes_on(tmp_path: Path, capsys
         "action": "stop",
         "look_at": event["look_at"],
     }
-    assert (
-        "alarm zero_variance (stop) at step 10: frac_reward_zero_std 1" in capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "alarm zero_variance (stop) at step 10: frac_reward_zero_std 1" in shown
     assert run.saved_steps() == [8, 10]
     # Killed during that save: the steps after 8 are done again, with the same event.
     before = (run.run_dir / "events.jsonl").read_bytes()

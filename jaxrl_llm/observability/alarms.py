@@ -19,6 +19,7 @@ from jaxrl_llm.config.alarms import AlarmsConfig
 from jaxrl_llm.observability.console import number
 
 REARM = 10  # steps without the condition, before an alarm may fire again
+SHOWN = 5  # names in an event
 NONFINITE = "nonfinite"
 STEP = "step"
 
@@ -259,7 +260,7 @@ class Finite(Watcher):
 
     def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-        yield ", ".join(bad[:5]), len(bad)
+        yield ", ".join(bad[:SHOWN]), len(bad)
 
     def kept(self, history: History) -> History:
         return []
@@ -396,13 +397,14 @@ class Alarms:
                     events.append(self._event(step, name, metric, value[0]))
         return events
 
-    def nonfinite_gradients(self, step: int, parameters: Sequence[str]) -> Event:
-        """The event of gradients or values that end a run."""
+    def nonfinite_parameters(self, step: int, what: str, parameters: Sequence[str]) -> Event:
+        """The event of gradients or values (`what`) that end a run; its value is how many."""
+        more = f" and {len(parameters) - SHOWN} more" if len(parameters) > SHOWN else ""
         return Event(
             step=step,
             name=NONFINITE,
-            metric=", ".join(parameters),
-            value=math.nan,
+            metric=f"{what} of {', '.join(parameters[:SHOWN])}{more}",
+            value=float(len(parameters)),
             threshold=0.0,
             action="stop",
             look_at="learning rate, dtype, the samples of this step; nothing of it was saved",

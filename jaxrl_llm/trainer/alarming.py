@@ -34,13 +34,12 @@ class AlarmBell:
         """
         params = {role: s.params for role, s in states.items() if isinstance(s, TrainState)}
         values = nonfinite_values(params)
-        names = [f"value of {name}" for name in values]
-        names = names or [f"gradient of {name}" for name in error.parameters]
-        self.output.event(self.alarms.nonfinite_gradients(step, names))
+        what, names = ("value", values) if values else ("gradient", error.parameters)
+        self.output.event(self.alarms.nonfinite_parameters(step, what, names))
         if values:
             raise NonFiniteGradients(
                 f"step {step}: {len(values)} parameters are not finite, the first is {values[0]}: "
-                "an update before this step was too large, and checkpoints after it are no use. "
+                "this update or an earlier one was too large, so later checkpoints are no use. "
                 "Lower the learning rate and go on from an earlier checkpoint, in another folder: "
                 "--config.run_dir=FOLDER --config.resume=CHECKPOINT"
             ) from None

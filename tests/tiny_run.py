@@ -177,6 +177,12 @@ class TinyRun:
         kept = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
         return dict(zip(steps, kept, strict=True))
 
+    def events(self) -> list[dict[str, Any]]:
+        """The alarms, without those that depend on the machine."""
+        timed = ("step_time", "host_memory", "device_memory")
+        rows = read_jsonl(self.run_dir / "events.jsonl")
+        return [row for row in rows if row["name"] not in timed]
+
     def samples(self, kind: str) -> dict[tuple[int, int], dict[str, Any]]:
         """Every sample of the trace by step and index; none may stand twice."""
         found: dict[tuple[int, int], dict[str, Any]] = {}

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
 from jaxrl_llm.config.command_line import *
 from jaxrl_llm.config.functions import *

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from jaxrl_llm.config.alarms import AlarmsConfig
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.functions import (
     ExactAnswer,
@@ -396,6 +397,7 @@ class Config(Record):
     validation: ValidationConfig = ValidationConfig()
     warmup: Maybe[SupervisedConfig] = None  # supervised training of the actor before RL
     log: LogConfig = LogConfig()
+    alarms: AlarmsConfig = AlarmsConfig()  # what is watched; "off" switches all off
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.

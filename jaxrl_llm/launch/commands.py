@@ -16,7 +16,14 @@ from typing import NoReturn
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
-from jaxrl_llm.launch.runtime import fit_mesh, join_processes, run_script, start
+from jaxrl_llm.launch.runtime import (
+    ALARMED,
+    INTERRUPTED,
+    fit_mesh,
+    join_processes,
+    run_script,
+    start,
+)
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
 
@@ -34,6 +41,7 @@ def train(argv: list[str]) -> int:
       --devices=N            split the CPU into N devices, to try a mesh on a laptop
 
     Starting again with the same --config.run_dir continues from its last checkpoint.
+    Exit code 3: an alarm whose action is `stop` ended the run (docs/alarms.md).
     """
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
@@ -44,7 +52,9 @@ def train(argv: list[str]) -> int:
 
     summary = train(config)
     print_summary(summary, config)
-    return 130 if summary.interrupted else 0
+    if summary.alarmed:
+        return ALARMED
+    return INTERRUPTED if summary.interrupted else 0
 
 
 def generate(argv: list[str]) -> int:

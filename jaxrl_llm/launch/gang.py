@@ -19,7 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
-from jaxrl_llm.launch.runtime import COORDINATOR, INTERRUPTED, NUM_PROCESSES, USER_ERROR
+from jaxrl_llm.launch.runtime import (
+    ALARMED,
+    COORDINATOR,
+    INTERRUPTED,
+    NUM_PROCESSES,
+    USER_ERROR,
+)
 from jaxrl_llm.trainer.signals import STOP_SIGNALS, leave_closed_terminals
 
 GRACE_S = 10.0  # after a failure: time for the other processes to end before they are killed
@@ -117,7 +123,7 @@ def run_again(start: Start, restarts: int) -> int:
             code = _run(start, output, received)
             failed_after.append(output.step)
             tries = len(failed_after)
-            if code in (0, USER_ERROR, INTERRUPTED) or received or tries > restarts:
+            if code in (0, USER_ERROR, ALARMED, INTERRUPTED) or received or tries > restarts:
                 return code
             same = _failures_in_a_row(failed_after)
             if same == SAME_STEP:

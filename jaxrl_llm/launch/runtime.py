@@ -19,6 +19,7 @@ from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
 from jaxrl_llm.config.placement import devices_of_roles
 
 USER_ERROR = 2
+ALARMED = 3  # an alarm ended the run; it saved its last step
 INTERRUPTED = 128 + signal.SIGINT
 
 # Set by launch/local.py and launch/ray.py, or by hand where neither these nor Slurm start it.

@@ -4,6 +4,7 @@
 on the host. Rows with a prompt of length 0 are padding and do not count.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,20 +136,28 @@ def performance_metrics(
 
 
 def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
-    """perf/max_memory_allocated_gb and perf/cpu_memory_used_gb, as far as they are known.
+    """Memory of the devices and the host in GiB, as far as it is known.
 
-    The first is the highest peak of this process's devices since its start; a CPU device does not
-    report it. The second is what the whole host uses now; only Linux reports it.
+    perf/max_memory_allocated_gb is the highest peak of this process's devices since its start,
+    perf/memory_in_use_gb what the fullest one holds now; a CPU device reports neither.
+    perf/cpu_memory_used_gb is what the whole host uses now, perf/process_memory_gb what this
+    process does; only Linux reports them.
     """
     metrics = {}
     devices = jax.local_devices() if devices is None else devices
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    known = [peak for peak in peaks if peak is not None]
-    if known:
-        metrics["perf/max_memory_allocated_gb"] = max(known) / GIB
+    stats = [device.memory_stats() or {} for device in devices]
+    of_device = {"max_memory_allocated": "peak_bytes_in_use", "memory_in_use": "bytes_in_use"}
+    for name, key in of_device.items():
+        known = [found[key] for found in stats if found.get(key) is not None]
+        if known:
+            metrics[f"perf/{name}_gb"] = max(known) / GIB
     used = _host_memory_used(Path("/proc/meminfo"))
     if used is not None:
         metrics["perf/cpu_memory_used_gb"] = used / GIB
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        pages = int(statm.read_text().split()[1])
+        metrics["perf/process_memory_gb"] = pages * os.sysconf("SC_PAGE_SIZE") / GIB
     return metrics
 
 

@@ -79,6 +79,10 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, as_host_number(value), step)
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text of a step."""
+        self._writer.add_text(name, text, step)
+
     def close(self) -> None:
         """Write what is left to disk."""
         self._writer.close()

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import monitoring
 
+from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.learner.losses import tree_names
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import Segment
@@ -20,7 +22,12 @@ VALIDATION = "validation"  # name of the program of held-out evaluation
 
 
 class NonFiniteGradients(RuntimeError):
-    """A gradient was NaN or infinite; the state holds the last good parameters."""
+    """A gradient was NaN or infinite; the state holds the parameters before it.
+
+    `parameters` are the names of those whose gradient is not finite, with their role.
+    """
+
+    parameters: tuple[str, ...] = ()
 
 
 def check_gradients(
@@ -40,11 +47,29 @@ def check_gradients(
 def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> None:
     names = [name for name, bad in zip(tree_names(params), flags, strict=True) if bad]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    raise NonFiniteGradients(
+    error = NonFiniteGradients(
         f"{what} {step}: the gradient of the {role} is not finite in {', '.join(names[:SHOWN])}"
         f"{more}. That update was not applied, so the last checkpoint and the state are sound. "
         "Lower the learning rate, or train in float32, and start again to resume."
     )
+    error.parameters = tuple(f"{role}.{name}" for name in names)
+    raise error
+
+
+def nonfinite_values(params: Mapping[str, Any]) -> list[str]:
+    """The parameters, as role.name, that hold a NaN or an infinity. Every process must call it."""
+
+    @jax.jit
+    def bad(leaves: list[jax.Array]) -> list[jax.Array]:
+        return [~jnp.isfinite(leaf).all() for leaf in leaves]
+
+    found = []
+    for role, tree in params.items():
+        flags = fetch(bad(jax.tree.leaves(tree)))
+        found += [
+            f"{role}.{name}" for name, flag in zip(tree_names(tree), flags, strict=True) if flag
+        ]
+    return found
 
 
 class OutOfMemory(RuntimeError):

@@ -34,10 +34,12 @@ from jaxrl_llm.distributed.multihost import (
     HostRows,
     fetch,
     fetch_rows,
+    gather_objects,
     make_global,
     place_held,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.observability.alarms import repeated_share
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import OfflinePlan
@@ -51,6 +53,7 @@ from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import RolloutBatch
 
 WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
+MEASURED = 64  # responses of a batch whose repetition is measured
 WAITING = "data"  # `timing_s/data`: until the loader has the prompts or records of a step
 AnyLoader = PromptLoader | PriorityLoader | Loader[OfflineRecord, Any]
 
@@ -96,6 +99,7 @@ class PromptBatches(Batches):
     plan: OnlinePlan
     tokenizer: Tokenizer
     output: RunOutput
+    _repetition: "Repetition" = field(default_factory=lambda: Repetition())
 
     @property
     def epoch(self) -> int:
@@ -106,7 +110,7 @@ class PromptBatches(Batches):
 
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         self._note(step, context, batch)
-        return found | self._priorities(step)
+        return found | self._priorities(step) | self._repetition.take()
 
     def tokens(self, batch: Any) -> StepTokens:
         prompts, mask = fetch_rows((batch.prompt_lengths, batch.mask), self._rows)
@@ -150,11 +154,39 @@ class PromptBatches(Batches):
     def _note(self, step: int, context: StepContext, batch: Any) -> None:
         """Trace the samples. Priorities follow all scores, also of groups that are not kept."""
         self.output.rollout(step, context, batch)
+        self._repetition.add(context)
         if isinstance(self.loader, PriorityLoader):
             self.loader.update(step, fetch_rows(batch.scores, self._rows), self._rows)
 
     def _priorities(self, step: int) -> dict[str, float]:
         return self.loader.metrics(step) if isinstance(self.loader, PriorityLoader) else {}
+
+
+@dataclass(kw_only=True)
+class Repetition:
+    """Repeated 4-grams of some responses of a step, where they reach the host."""
+
+    _shares: list[float] = field(default_factory=list)
+    _any: bool = False
+
+    def add(self, context: StepContext) -> None:
+        """Measure every few rows of the batch, whatever the processes; MEASURED in all."""
+        if not context.completions:
+            return
+        self._any = True
+        every = -(-context.rows.num_rows // MEASURED)
+        for row, completion in zip(context.rows.owned.tolist(), context.completions, strict=True):
+            share = repeated_share(completion.tokens) if row % every == 0 else None
+            if share is not None:
+                self._shares.append(share)
+
+    def take(self) -> dict[str, float]:
+        """The mean over all processes, which must all call it; 0 where all are too short."""
+        everyone = gather_objects([sum(self._shares), len(self._shares), self._any], "repetition")
+        total, count = (sum(found[i] for found in everyone) for i in (0, 1))
+        known = any(found[2] for found in everyone)
+        self._shares, self._any = [], False
+        return {"rollout/repetition": total / max(count, 1)} if known else {}
 
 
 @dataclass(kw_only=True)
@@ -194,7 +226,8 @@ class FilteredBatches(PromptBatches):
         every = {name for round_metrics in rounds for name in round_metrics}
         means = {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
         found = found | _moved(*rounds, found)
-        return means | found | self._groups.metrics() | self._priorities(step)
+        own = self._groups.metrics() | self._priorities(step) | self._repetition.take()
+        return means | found | own
 
 
 def _moved(*found: dict[str, Any]) -> dict[str, float]:

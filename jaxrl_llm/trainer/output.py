@@ -1,5 +1,6 @@
 """Everything that a run writes or shows; process 0 alone writes metrics."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,9 @@ import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
+from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console
+from jaxrl_llm.observability.jsonl import JsonlFile
 from jaxrl_llm.observability.trace import TraceWriter
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
@@ -41,7 +44,7 @@ class MetricsLog(ABC):
 
 
 class RunOutput(MetricsLog):
-    """metrics.jsonl, TensorBoard, the trace and the console of one run directory."""
+    """metrics.jsonl, events.jsonl, TensorBoard, the trace and the console of one run directory."""
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class RunOutput(MetricsLog):
         keep = -1 if resume_step is None else resume_step
         self._console: Console | None = None
         self._trackers: Tracker = MultiTracker([])
+        self._events: JsonlFile | None = None
+        self._board: TensorBoardTracker | None = None
         if is_main():
             self._open_trackers(keep)
         self._trace: TraceWriter | None = None
@@ -78,9 +83,13 @@ class RunOutput(MetricsLog):
         jsonl = JsonlTracker(self.run_dir / "metrics.jsonl")
         jsonl.truncate_after(keep)
         trackers: list[Tracker] = [jsonl]
+        self._events = JsonlFile(self.run_dir / "events.jsonl", key=STEP)
+        self._events.truncate_after(keep)
+        self._stack.callback(self._events.close)
         if config.log.tensorboard:
             folder = self.run_dir / "tensorboard"
-            trackers.append(TensorBoardTracker(folder, resume_step=keep))
+            self._board = TensorBoardTracker(folder, resume_step=keep)
+            trackers.append(self._board)
         self._console = Console(
             every=config.log.console_every,
             samples_every=config.log.samples_every,
@@ -104,6 +113,15 @@ class RunOutput(MetricsLog):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, once, on the main process."""
         self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
+
+    def event(self, event: Event) -> None:
+        """An alarm: a line of events.jsonl, in the console and in TensorBoard."""
+        if self._events is not None:
+            self._events.append(dataclasses.asdict(event))
+        if self._board is not None:
+            self._board.log(event.step, {f"alarms/{event.name}": event.value})
+            self._board.text(event.step, f"alarms/{event.name}", event.line())
+        self.message(event.line())
 
     def begin(self, first_step: int) -> None:
         """RL begins, with `first_step` steps done before."""

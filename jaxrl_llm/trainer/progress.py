@@ -118,9 +118,9 @@ class Clock:
         return metrics | {"perf/compilations": float(compiled)}
 
 
-def any_process(flag: bool) -> bool:
-    """Whether `flag` is set on a process: all must stop after the same step. A collective."""
-    return any(gather_objects(flag, "any_process"))
+def any_process(*flags: bool) -> list[bool]:
+    """Whether each flag is set on a process: all must stop after the same step. A collective."""
+    return [any(of_all) for of_all in zip(*gather_objects(flags, "any_process"), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,7 @@ class Summary:
     totals: Totals
     seconds: float  # of this process, start to end
     interrupted: bool
+    alarmed: bool = False  # an alarm ended it before its last step
     checkpoint: Path
 
 
@@ -145,6 +146,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     """The summary as lines of plain text."""
     totals, run_dir = summary.totals, summary.run_dir
     state = "interrupted" if summary.interrupted else "finished"
+    if summary.alarmed:
+        state = "stopped by an alarm"
     lines = [f"{state} at step {summary.step} of {config.total_steps} in {summary.seconds:.0f} s"]
     if totals.first_reward is not None and totals.last_reward is not None:
         lines.append(f"  reward          {totals.first_reward:.3f} -> {totals.last_reward:.3f}")
@@ -159,6 +162,7 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     lines += [
         f"  checkpoint      {summary.checkpoint}",
         f"  metrics         {run_dir / 'metrics.jsonl'}",
+        f"  alarms          {run_dir / 'events.jsonl'}",
     ]
     if config.log.tensorboard:
         lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'}")
@@ -167,7 +171,7 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     lines.append(
         f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
     )
-    if summary.interrupted:
+    if summary.interrupted or summary.alarmed:
         again = "run the same command again"
         if config.resume != "auto":
             again += " with --config.resume=auto"

@@ -19,12 +19,14 @@ from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.learner.offline_losses import means, weighted_means
+from jaxrl_llm.observability.alarms import Alarms
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.batches import (
     AheadBatches,
     AnyLoader,
@@ -110,6 +112,7 @@ class Run:
     resume: Path | None  # the checkpoint to go on from; None begins
     stack: ExitStack
     started: float
+    alarms: Alarms
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
 
@@ -125,6 +128,7 @@ class Run:
             if self.resume.parent != self.checkpoints.directory:
                 self._save_once(states)
             step, self.totals = loop_state["step"], Totals(**loop_state["totals"])
+            self.alarms.restore(loop_state.get("alarms", {}))
             kept = (loop_state, states.pop(AHEAD, []))
             self.output.message(f"resumed from {self.resume}")
         self.output.begin(step)
@@ -143,7 +147,8 @@ class Run:
             step=own.step,
             totals=self.totals,
             seconds=time.perf_counter() - self.started,
-            interrupted=own.stopped and own.step < own.total_steps,
+            interrupted=own.stopped and not own.alarmed and own.step < own.total_steps,
+            alarmed=own.alarmed and own.step < own.total_steps,
             checkpoint=self.checkpoints.path(own.step),
         )
 
@@ -175,6 +180,7 @@ class Run:
             save_with=self._save,
             save_every=config.save_every,
             validate_first=config.validation.before_train,
+            alarms=AlarmBell(alarms=self.alarms, output=self.output),
         )
 
     def _batches(self) -> Batches:
@@ -209,6 +215,7 @@ class Run:
     ) -> None:
         """Write a checkpoint: every state that steps change, and where the run stands."""
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
+        loop_state["alarms"] = self.alarms.state()
         items = to_items(states, self.plan.frozen)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.checkpoints.save(step, items, loop_state, metrics)
@@ -297,6 +304,7 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
             resume=resume,
             stack=stack,
             started=started,
+            alarms=Alarms(config=config.alarms),
         )
 
 

@@ -35,6 +35,8 @@ SCHEDULE_KEYS = (
     "save_every",
     "compile_cache",
     "log.*",
+    "alarms",  # in a folder of a version without the key
+    "alarms.*",
     "profile",  # in a folder of a version without the key
     "profile.*",
     "checkpoint.*",

@@ -9,8 +9,9 @@ from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import check_gradients
+from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.plan.roles import params_of
+from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.batches import Batches
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.evaluate import Evaluation
@@ -50,6 +51,9 @@ class Training:
     save_every: int = 0
     validate_first: bool = True
     stopped: bool = False
+    alarms: AlarmBell | None = None
+    alarmed: bool = False  # an alarm ended it
+    _save_asked: bool = False  # by an alarm of the last step
 
     def begin_step(self) -> Timer:
         """Go on to the next step; the timer of its stages."""
@@ -66,7 +70,12 @@ class Training:
         """
         found = self.batches.finish(self.step, batch, context, fetch(found))
         trees = {name: role.spec.params for name, role in self.plan.roles.items()}
-        check_gradients(found, trees, self.step, self.what)
+        try:
+            check_gradients(found, trees, self.step, self.what)
+        except NonFiniteGradients as error:
+            if self.alarms is not None:
+                self.alarms.nonfinite(self.step, self.states, error)
+            raise
         metrics = {name: float(value) for name, value in found.items()}
         if self.clock is not None:
             self.clock.stop()
@@ -82,8 +91,6 @@ class Training:
                     f"step {self.step} compiled {self.clock.recompiled} programs again; "
                     "it should not"
                 )
-        if self.stop_requested is not None:
-            self.stopped = any_process(self.stop_requested())
         return metrics
 
     def validation_is_due(self) -> bool:
@@ -92,7 +99,7 @@ class Training:
 
     def save_is_due(self) -> bool:
         """Whether this step is followed by a checkpoint; the last one always is."""
-        return self._is_due(self.save_every) or self.stopped
+        return self._is_due(self.save_every) or self.stopped or self._save_asked
 
     def validate(self) -> dict[str, float]:
         """Held-out metrics after the last step; empty where there is nothing to measure."""
@@ -113,8 +120,13 @@ class Training:
         return metrics | {"timing_s/testing": time.perf_counter() - started}
 
     def report(self, metrics: dict[str, float]) -> None:
-        """Write the metrics of the last step."""
+        """Write the metrics of the last step, and agree with the other processes how to go on."""
         self.output.log(self.step, metrics)
+        actions = set() if self.alarms is None else self.alarms.step(self.step, metrics)
+        if self.stop_requested is not None:
+            flags = (self.stop_requested(), "save" in actions, "stop" in actions)
+            asked, self._save_asked, self.alarmed = any_process(*flags)
+            self.stopped = asked or self.alarmed
 
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, where the training has any."""

@@ -205,8 +205,8 @@ def test_restarts_have_a_limit(tmp_path: Path) -> None:
     assert starts(tmp_path, "9", "moves", restarts=1)[:2] == (9, 2)
 
 
-@pytest.mark.parametrize("code", [2, 130])
-def test_a_mistake_and_a_request_to_end_are_not_started_again(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("code", [2, 3, 130])
+def test_a_mistake_an_alarm_and_a_stop_are_not_started_again(tmp_path: Path, code: int) -> None:
     assert starts(tmp_path, str(code), restarts=3)[:2] == (code, 1)
 
 

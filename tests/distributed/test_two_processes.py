@@ -123,6 +123,21 @@ def test_two_processes_resume(tmp_path: Path, two: TinyRun) -> None:
     assert output.count(f"resumed from {run.step_path(RESUMED_FROM)}") == 1
     assert run.metrics() == two.metrics()
     assert run.samples("train") == two.samples("train")
+    assert run.events() == two.events() != []
+    assert_same_bits(run.weights(STEPS), two.weights(STEPS))
+
+
+@pytest.mark.slow
+def test_two_processes_stop_at_an_alarm_of_one(tmp_path: Path, two: TinyRun) -> None:
+    """Process 0 watches alone. Both save the step and end, and the launcher leaves it there."""
+    run = without_its_last_step(two, tmp_path)
+    launcher = [*PROCESSES[:-1], "--restarts=2", "--", TRAIN]
+    alarm = "--config.alarms.update_kl={action: stop, threshold: 0}"
+    output = run.finish(alarm, launcher=launcher, code=3)
+    assert output.count(f"stopped by an alarm at step {RESUMED_FROM + 1} of {STEPS}") == 1
+    assert "restart 1" not in output and run.saved_steps()[-1] == RESUMED_FROM + 1
+    run.finish(launcher=launcher)
+    assert run.metrics() == two.metrics()
     assert_same_bits(run.weights(STEPS), two.weights(STEPS))
 
 

@@ -10,6 +10,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 REPOSITORY = Path(__file__).parents[2]
+TIMED = {"step_time", "host_memory", "device_memory"}  # alarms of the machine
 ACCURACY = "val-core/chain_sum_3x1/acc/mean@1"
 
 
@@ -30,6 +31,7 @@ def test_ppo_reaches_ninety_percent(tmp_path: Path) -> None:
     before, after = rows[0][ACCURACY], rows[-1][ACCURACY]
     assert 0.35 <= before <= 0.57, "the warm-up must leave PPO its share"
     assert after >= 0.90
+    assert TIMED.issuperset(event["name"] for event in read(tmp_path / "events.jsonl"))
     assert rows[-1]["critic/score/mean"] > rows[1]["critic/score/mean"] + 0.3
 
 

@@ -29,6 +29,7 @@ def assert_same_run(run: TinyRun, reference: TinyRun) -> None:
     assert list(metrics) == list(range(TOTAL_STEPS + 1))
     for step, row in expected.items():
         assert metrics[step] == row, f"step {step}"
+    assert run.events() == reference.events() != []
     assert_same_bits(run.weights(TOTAL_STEPS), reference.weights(TOTAL_STEPS))
     for kind in ("train", "validation"):
         assert run.samples(kind) == reference.samples(kind)

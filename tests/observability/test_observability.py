@@ -101,6 +101,8 @@ def test_performance_metrics_by_hand():
     )
     assert found.pop("perf/cpu_memory_used_gb", 1.0) > 0
     found.pop("perf/max_memory_allocated_gb", None)  # only accelerators tell
+    found.pop("perf/memory_in_use_gb", None)
+    assert found.pop("perf/process_memory_gb", 1.0) > 0
     assert found == {
         "timing_s/gen": 2.0,
         "timing_s/update_actor": 3.0,
@@ -119,8 +121,10 @@ def test_memory_is_that_of_the_fullest_device():
         def __init__(self, stats):
             self.memory_stats = lambda: stats
 
-    full = [Device({"peak_bytes_in_use": 2**30}), Device({"peak_bytes_in_use": 3 * 2**30})]
-    assert memory_metrics(full)["perf/max_memory_allocated_gb"] == 3.0
+    sizes = [(2**30, 2**29), (3 * 2**30, 2**28)]
+    full = [Device({"peak_bytes_in_use": peak, "bytes_in_use": now}) for peak, now in sizes]
+    found = memory_metrics(full)
+    assert found["perf/max_memory_allocated_gb"] == 3.0 and found["perf/memory_in_use_gb"] == 0.5
     assert "perf/max_memory_allocated_gb" not in memory_metrics([Device(None)])
 
 

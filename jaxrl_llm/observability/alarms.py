@@ -1,0 +1,474 @@
+"""Alarms: watchers of a run's metrics, each a pure function of a short history.
+
+A watcher keeps a history for each metric that it watches, and takes a value of it or none. It fires
+in the step in which its condition begins to hold. It fires again only after the condition did not
+hold for REARM steps. The histories are part of a checkpoint, so a resumed run fires the same.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from statistics import fmean, median, pstdev
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from jaxrl_llm.config.alarms import AlarmsConfig
+from jaxrl_llm.observability.console import number
+
+REARM = 10  # steps without the condition, before an alarm may fire again
+SHOWN = 5  # names in an event
+NONFINITE = "nonfinite"
+STEP = "step"
+
+History = list[Any]  # of JSON types
+Found = tuple[str, float, float]  # metric, value, threshold
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A line of events.jsonl."""
+
+    step: int
+    name: str  # of the watcher
+    metric: str  # or the parameters
+    value: float
+    threshold: float
+    action: str
+    look_at: str
+
+    def line(self) -> str:
+        """For the console."""
+        return (
+            f"alarm {self.name} ({self.action}) at step {self.step}: {self.metric} "
+            f"{number(self.value)}, threshold {number(self.threshold)}; look at {self.look_at}"
+        )
+
+
+# ------------------------------------------------------------------------- watchers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watcher(ABC):
+    """Reads some metrics; says when one is out of bounds."""
+
+    metrics: tuple[str, ...]  # patterns of names
+    look_at: str
+    threshold: float = 0.0
+    restarts: ClassVar[bool] = False  # whether a new process begins a new history
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        """(metric, entry of its history) of a step."""
+        for name, value in metrics.items():
+            if any(fnmatchcase(name, pattern) for pattern in self.metrics):
+                if math.isfinite(value):
+                    yield name, value
+
+    @abstractmethod
+    def kept(self, history: History) -> History:
+        """What the next step needs of a history."""
+
+    @abstractmethod
+    def value(self, history: History) -> float | None:
+        """What is compared, with this step's entry last; None while there is too little."""
+
+    def fires(self, value: float) -> bool:
+        """Whether the value is out of bounds."""
+        return value > self.threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level(Watcher):
+    """The mean of the last `window` steps is above the threshold, or below it."""
+
+    window: int = 10
+    side: Literal["above", "below", "at most"] = "above"
+
+    def kept(self, history: History) -> History:
+        return history[-self.window :]
+
+    def value(self, history: History) -> float | None:
+        return fmean(history[-self.window :]) if len(history) >= self.window else None
+
+    def fires(self, value: float) -> bool:
+        if self.side == "above":
+            return value > self.threshold
+        return value < self.threshold or (self.side == "at most" and value == self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation(Level):
+    """The standard deviation over the last `window` steps."""
+
+    def value(self, history: History) -> float | None:
+        return pstdev(history[-self.window :]) if len(history) >= self.window else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fresh(Level):
+    """A level that counts only where the samples come from the newest policy."""
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        if not metrics.get("rollout/staleness"):
+            yield from super().subjects(metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike(Watcher):
+    """A value over the median of the last `window` before it, at least ten of them."""
+
+    window: int = 50
+    least: float = 0.0  # values up to this never count
+
+    def kept(self, history: History) -> History:
+        return history[-self.window :]
+
+    def value(self, history: History) -> float | None:
+        *before, now = history
+        if len(before) < 10 or now <= self.least:
+            return None
+        usual = median(before[-self.window :])
+        return now / usual if usual > 0 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift(Watcher):
+    """The median of the last few steps over that of the `window` before; the larger over the
+    smaller with `both`. A change of at most `least` never counts.
+    """
+
+    window: int = 50
+    recent: int = 5
+    least: float = 0.0
+    both: bool = False
+
+    def kept(self, history: History) -> History:
+        return history[-self.window - self.recent :]
+
+    def value(self, history: History) -> float | None:
+        before, now = history[-self.window - self.recent : -self.recent], history[-self.recent :]
+        if len(before) < 10:
+            return None
+        old, new = median(before), median(now)
+        change = abs(new - old) if self.both else new - old
+        if change <= self.least:
+            return None
+        small, large = (min(old, new), max(old, new)) if self.both else (old, new)
+        return large / small if small > 0 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration(Shift):
+    """Times of steps that compiled nothing."""
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        if not metrics.get("perf/compilations"):
+            yield from super().subjects(metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth(Watcher):
+    """The least of the last `window` steps over the most of the process's first `first` steps,
+    minus 1. The history is [steps seen, most of the first, last ones].
+    """
+
+    window: int = 10
+    first: int = 20
+    restarts: ClassVar[bool] = True
+
+    def kept(self, history: History) -> History:
+        seen, most, last = self._parts(history)
+        return [[seen, most, last]]
+
+    def value(self, history: History) -> float | None:
+        seen, most, last = self._parts(history)
+        if seen < self.first + self.window or most <= 0:
+            return None
+        return min(last) / most - 1.0
+
+    def _parts(self, history: History) -> tuple[int, float, list[float]]:
+        """The history with its newest entries taken in."""
+        seen, most, last = 0, 0.0, []
+        for entry in history:
+            if isinstance(entry, list):
+                seen, most, last = entry
+            else:
+                seen, last = seen + 1, [*last, entry][-self.window :]
+                most = max(most, entry) if seen <= self.first else most
+        return seen, most, last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hacking(Watcher):
+    """Held-out scores fall while the training reward rises.
+
+    An entry is [held-out score or None, reward or None] of a step; the history has one of
+    [held-out score, mean reward since the held-out score before] for each validation: the best, the
+    three last ones, and then the steps since.
+    """
+
+    reward: str = "critic/score/mean"
+    patience: int = 3
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        held_out = [value for _, value in super().subjects(metrics)]
+        reward = metrics.get(self.reward)
+        if held_out or reward is not None:
+            yield "held-out score", [fmean(held_out) if held_out else None, reward]
+
+    def kept(self, history: History) -> History:
+        closed, open_ = self._validations(history)
+        if len(closed) > self.patience + 1:
+            best = max(closed[: -self.patience], key=lambda entry: entry[0])
+            closed = [best, *closed[-self.patience :]]
+        return [*([*entry, 0] for entry in closed), *open_]
+
+    def value(self, history: History) -> float | None:
+        closed, open_ = self._validations(history)
+        if open_ or len(closed) <= self.patience:
+            return None
+        *before, first, second, third = closed
+        best, reward_then = max(before, key=lambda entry: entry[0])
+        rewards = [entry[1] for entry in (first, second, third)]
+        if best <= 0 or reward_then is None or None in rewards or fmean(rewards) <= reward_then:
+            return None
+        # The best of the three: all of them are lower than the best before.
+        return (best - max(first[0], second[0], third[0])) / best
+
+    def _validations(self, history: History) -> tuple[list[list[Any]], History]:
+        """[held-out score, mean reward before it] of each validation, and the steps since."""
+        closed: list[list[Any]] = []
+        since: History = []
+        for entry in history:
+            if len(entry) == 3:  # of an earlier `kept`
+                closed.append(entry[:2])
+                continue
+            since.append(entry)
+            if entry[0] is not None:
+                rewards = [reward for _, reward in since if reward is not None]
+                closed.append([entry[0], fmean(rewards) if rewards else None])
+                since = []
+        return closed, since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finite(Watcher):
+    """Metrics that are NaN or infinite; the value is how many."""
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        yield ", ".join(bad[:SHOWN]), len(bad)
+
+    def kept(self, history: History) -> History:
+        return []
+
+    def value(self, history: History) -> float | None:
+        return float(history[-1])
+
+
+def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
+    """Every watcher by its key in the config."""
+
+    def limit(name: str) -> float:
+        return getattr(config, name).threshold
+
+    return {
+        NONFINITE: Finite(metrics=("*",), look_at="rewards, learning rate, dtype"),
+        "gradient_spike": Spike(
+            metrics=("actor/grad_norm", "critic/grad_norm", "grad_norm"),
+            threshold=limit("gradient_spike"),
+            least=config.gradient_spike.least,
+            look_at="learning rate, max_grad_norm, the trace's samples of this step",
+        ),
+        "entropy": Level(
+            metrics=("actor/entropy",),
+            threshold=limit("entropy"),
+            side="below",
+            window=5,
+            look_at="samples that are all alike, entropy_coef, clip_high, learning rate",
+        ),
+        "kl": Level(
+            metrics=("actor/reward_kl_penalty", "actor/kl_loss"),
+            threshold=limit("kl"),
+            window=5,
+            look_at="kl_coef or kl_loss_coef, learning rate, held-out score",
+        ),
+        "update_kl": Level(
+            metrics=("actor/ppo_kl",),
+            threshold=limit("update_kl"),
+            window=1,
+            look_at="learning rate, ppo_epochs, actor/pg_clipfrac",
+        ),
+        "clip_fraction": Level(
+            metrics=("actor/pg_clipfrac",),
+            threshold=limit("clip_fraction"),
+            look_at="learning rate, ppo_epochs, clip_low and clip_high",
+        ),
+        "mismatch": Fresh(
+            metrics=("token_mult_prob_error",),
+            threshold=limit("mismatch"),
+            window=5,
+            look_at="dtypes of rollout and actor, quantization, rollout_is",
+        ),
+        "reward_std": Deviation(
+            metrics=("critic/score/mean",),
+            threshold=limit("reward_std"),
+            side="at most",
+            look_at="the reward function, rewards/failures, samples",
+        ),
+        "zero_variance": Level(
+            metrics=("frac_reward_zero_std",),
+            threshold=limit("zero_variance"),
+            look_at="difficulty of the prompts, rollout.n, filter_groups, the reward function",
+        ),
+        "length_drift": Shift(
+            metrics=("response_length/mean",),
+            threshold=limit("length_drift"),
+            least=16.0,
+            both=True,
+            look_at="samples, rewards that depend on length, loss aggregation",
+        ),
+        "cut_share": Level(
+            metrics=("response_length/clip_ratio",),
+            threshold=limit("cut_share"),
+            look_at="max_response_length, stop tokens, an overlong penalty",
+        ),
+        "repetition": Level(
+            metrics=("rollout/repetition",),
+            threshold=limit("repetition"),
+            look_at="samples, temperature, learning rate",
+        ),
+        "reward_hacking": Hacking(
+            metrics=("val-core/*/reward/mean@*",),
+            threshold=limit("reward_hacking"),
+            look_at="samples with high reward, the reward function, an earlier checkpoint",
+        ),
+        "explained_variance": Level(
+            metrics=("critic/vf_explained_var",),
+            threshold=limit("explained_variance"),
+            side="below",
+            look_at="the critic's learning rate, critic.warmup_steps",
+        ),
+        "host_memory": Growth(
+            metrics=("perf/process_memory_gb",),
+            threshold=limit("host_memory"),
+            look_at="the reward function and dataset class, the step at which it began",
+        ),
+        "device_memory": Growth(
+            metrics=("perf/memory_in_use_gb",),
+            threshold=limit("device_memory"),
+            look_at="arrays that your own stages keep",
+        ),
+        "step_time": Duration(
+            metrics=("perf/time_per_step",),
+            threshold=limit("step_time"),
+            least=1.0,
+            look_at="timing_s/* of these steps, response lengths, other jobs on the machine",
+        ),
+    }
+
+
+# ------------------------------------------------------------------------- all of them
+
+
+@dataclass(kw_only=True)
+class Alarms:
+    """The watchers of a run with their histories."""
+
+    config: AlarmsConfig
+    _histories: dict[str, dict[str, History]] = field(default_factory=dict)
+    # By watcher and metric: how many more steps without the condition until it may fire again.
+    _silent: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found = watchers(self.config)
+        self._actions = {name: getattr(self.config, name).action for name in found}
+        self._watchers = {name: w for name, w in found.items() if self._actions[name] != "off"}
+
+    def step(self, step: int, metrics: Metrics) -> list[Event]:
+        """Take in the metrics of a step; the alarms that fire in it."""
+        events = []
+        for name, watcher in self._watchers.items():
+            for metric, value in self._found(name, watcher, metrics):
+                if self._may_fire(name if name == NONFINITE else f"{name} {metric}", value):
+                    events.append(self._event(step, name, metric, value[0]))
+        return events
+
+    def nonfinite_parameters(self, step: int, what: str, parameters: Sequence[str]) -> Event:
+        """The event of gradients or values (`what`) that end a run; its value is how many."""
+        more = f" and {len(parameters) - SHOWN} more" if len(parameters) > SHOWN else ""
+        return Event(
+            step=step,
+            name=NONFINITE,
+            metric=f"{what} of {', '.join(parameters[:SHOWN])}{more}",
+            value=float(len(parameters)),
+            threshold=0.0,
+            action="stop",
+            look_at="learning rate, dtype, the samples of this step; nothing of it was saved",
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The histories in JSON types, for a checkpoint."""
+        return {"histories": self._histories, "silent": self._silent}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. What a watcher knows of an earlier process's memory is left out."""
+        restarting = {name for name, watcher in watchers(self.config).items() if watcher.restarts}
+        histories = state.get("histories", {})
+        self._histories = {n: dict(h) for n, h in histories.items() if n not in restarting}
+        silent = state.get("silent", {})
+        self._silent = {k: n for k, n in silent.items() if k.partition(" ")[0] not in restarting}
+
+    def _found(
+        self, name: str, watcher: Watcher, metrics: Metrics
+    ) -> Iterator[tuple[str, tuple[float, bool]]]:
+        """(metric, (value, whether it is out of bounds)) of what a watcher can judge."""
+        histories = self._histories.setdefault(name, {})
+        for metric, entry in watcher.subjects(metrics):
+            history = [*histories.get(metric, ()), entry]
+            value = watcher.value(history)
+            if kept := watcher.kept(history):
+                histories[metric] = kept
+            if value is not None:
+                yield metric, (value, watcher.fires(value))
+
+    def _may_fire(self, key: str, value: tuple[float, bool]) -> bool:
+        """Whether the condition begins here."""
+        left = self._silent.get(key, 0)
+        if value[1]:
+            self._silent[key] = REARM
+            return left == 0
+        if left > 1:
+            self._silent[key] = left - 1
+        elif left:
+            del self._silent[key]
+        return False
+
+    def _event(self, step: int, name: str, metric: str, value: float) -> Event:
+        watcher, action = self._watchers[name], self._actions[name]
+        return Event(
+            step=step,
+            name=name,
+            metric=metric,
+            value=value,
+            threshold=watcher.threshold,
+            action=action,
+            look_at=watcher.look_at,
+        )
+
+
+# ------------------------------------------------------------------------- repetition
+
+GRAM = 4  # tokens
+LEAST_TOKENS = 16  # of a response that is measured
+
+
+def repeated_share(tokens: Sequence[int]) -> float | None:
+    """1 - distinct 4-grams / 4-grams of a response; None for one that is too short."""
+    if len(tokens) < LEAST_TOKENS:
+        return None
+    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.int64), GRAM)
+    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)

@@ -5,6 +5,7 @@ The latest and the best checkpoints are kept. `layout.py` describes their files.
 """
 
 import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -23,6 +24,7 @@ from jaxrl_llm.distributed.sharding import in_host_memory
 VALIDATION = "val-core/"
 ROLES = ("actor", "critic", "reward", "reference")  # roles with parameters in a step's folder
 DELETED = "deleted"  # a checkpoint is moved here before its files are removed
+LOOP_FILE = "metadata"  # Orbax's name for the file of the loop state
 # Entries of the loop state: the step, the metric that selects the best checkpoint, and digests of
 # the arrays and of the loop state itself.
 STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
@@ -237,6 +239,21 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
     items = {name: out[name] for name in abstract}
     digests.check_arrays(path, loop.pop(ARRAYS, {}), items)
     return items, loop
+
+
+def loop_state(path: Path) -> dict[str, Any]:
+    """The loop state of a finished checkpoint, read by this process alone, without a device.
+
+    Raises: DamagedCheckpoint.
+    """
+    try:
+        loop = _checked_loop(path, json.loads((path / LOOP / LOOP_FILE).read_bytes()))
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
+        raise DamagedCheckpoint(f"{path} is damaged: its loop state: {error}") from None
+    loop.pop(ARRAYS, None)
+    return loop
 
 
 def check(path: Path) -> None:

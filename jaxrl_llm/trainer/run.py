@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
+from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
@@ -50,6 +51,7 @@ from jaxrl_llm.trainer.evaluate import (
     Validator,
     open_validator,
 )
+from jaxrl_llm.trainer.identity import run_identity
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
@@ -107,6 +109,7 @@ class Run:
     data: "RunData"
     output: RunOutput
     checkpoints: CheckpointManager
+    identity: Record  # of its models
     resume: Path | None  # the checkpoint to go on from; None begins
     stack: ExitStack
     started: float
@@ -209,6 +212,7 @@ class Run:
     ) -> None:
         """Write a checkpoint: every state that steps change, and where the run stands."""
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
+        loop_state[IDENTITY] = self.identity
         items = to_items(states, self.plan.frozen)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.checkpoints.save(step, items, loop_state, metrics)
@@ -275,7 +279,8 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
         plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
-        resume = _resume_point(config, checkpoints)
+        resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
+        differs = "" if resume is None else check_resume(resume, identity)
         output = stack.enter_context(
             RunOutput(
                 config,
@@ -286,6 +291,8 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
             )
         )
         folder.write_config()
+        if differs:
+            output.message(differs)
         yield Run(
             config=config,
             run_dir=run_dir,
@@ -294,6 +301,7 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
             data=data,
             output=output,
             checkpoints=checkpoints,
+            identity=identity,
             resume=resume,
             stack=stack,
             started=started,

@@ -7,6 +7,7 @@ The latest and the best checkpoints are kept. `layout.py` describes their files.
 import contextlib
 import json
 import logging
+import math
 import shutil
 import threading
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint import digests
+from jaxrl_llm.checkpoint import digests, soundness
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
@@ -28,6 +29,7 @@ LOOP_FILE = "metadata"  # Orbax's name for the file of the loop state
 # Entries of the loop state: the step, the metric that selects the best checkpoint, and digests of
 # the arrays and of the loop state itself.
 STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
+NORMS = "start_norms"  # of the weights of each role, when the run began
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax is writing
 POLL_S = 0.05
 
@@ -45,8 +47,11 @@ class CheckpointManager:
         keep_best: int,
         best_metric: str,
         asynchronous: bool,
+        max_growth: float = math.inf,
     ):
         """`best_metric` names one of the metrics given to `save`. Larger is better.
+
+        `max_growth` is the limit of `soundness.Growth`.
 
         With a leading minus, smaller is better (`-eval_loss`). An empty name means the first mean
         validation reward (`val-core/<source>/reward/mean@N`), else the first validation metric.
@@ -65,6 +70,7 @@ class CheckpointManager:
         self._set_damaged_aside()
         self._best = _KeepBest(keep_best, self._stored_scores())
         self._sealing: list[_Seal] = []
+        self.growth = soundness.Growth(most=max_growth)
         policies = [checkpoint_managers.LatestN(keep_latest), self._best]
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -90,9 +96,13 @@ class CheckpointManager:
 
         Arrays in host memory are not copied: with them, this returns when all is on disk. A step
         counts as complete only when all of it is on disk, also if the process is killed.
+
+        Raises: UselessWeights when no run could go on from them. Nothing is written then.
         """
         import orbax.checkpoint as ocp
 
+        found = digests.measure(items)
+        self.growth.check(found, step)
         loop = {STEP: step} | loop
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
         candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
@@ -100,7 +110,7 @@ class CheckpointManager:
         name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
-        loop[ARRAYS] = digests.array_digests(items)
+        loop[NORMS], loop[ARRAYS] = self.growth.start, digests.as_text(found)
         loop[DIGEST] = digests.text_digest(loop)
         args: dict[str, Any] = {
             name: ocp.args.StandardSave(jax.tree.map(_alias, item)) for name, item in items.items()
@@ -237,7 +247,11 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
         out = checkpointer.restore(path, args=ocp.args.Composite(**args))
     loop = _checked_loop(path, out[LOOP])
     items = {name: out[name] for name in abstract}
-    digests.check_arrays(path, loop.pop(ARRAYS, {}), items)
+    found = digests.measure(items)
+    digests.check_arrays(path, loop.pop(ARRAYS, {}), found)
+    if why := soundness.unsound(found):
+        raise DamagedCheckpoint(f"{path} is of no use, as an older version saved it: {why}")
+    loop.setdefault(NORMS, soundness.norms(found))
     return items, loop
 
 

@@ -344,6 +344,8 @@ class CheckpointConfig(Record):
     # validation reward, or the held-out loss of an offline run that answers no prompts.
     best_metric: str = ""
     asynchronous: bool = True
+    # Weights are not saved once their norm is so many times that of the start.
+    max_growth: Positive = 100.0
 
 
 @record

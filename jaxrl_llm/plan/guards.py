@@ -20,7 +20,7 @@ VALIDATION = "validation"  # name of the program of held-out evaluation
 
 
 class NonFiniteGradients(RuntimeError):
-    """A gradient was NaN or infinite; the state holds the last good parameters."""
+    """A gradient was NaN or infinite; the state holds the parameters before it."""
 
 
 def check_gradients(
@@ -42,7 +42,7 @@ def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> No
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     raise NonFiniteGradients(
         f"{what} {step}: the gradient of the {role} is not finite in {', '.join(names[:SHOWN])}"
-        f"{more}. That update was not applied, so the last checkpoint and the state are sound. "
+        f"{more}. That update was not applied, and no checkpoint has weights that are not finite. "
         "Lower the learning rate, or train in float32, and start again to resume."
     )
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
+from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.config import Config, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
@@ -111,12 +112,18 @@ def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSp
 
 
 def load_params(role: Role, source: ModelSource, seed: int) -> Params:
-    """First parameters of a role, laid out for training. A pure function of files and seed."""
+    """First parameters of a role, laid out for training. A pure function of files and seed.
+
+    Raises: ValueError when weights are NaN, infinite or beyond use; it names the parameter.
+    """
+    if source.directory is None:
+        return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
     if source.checkpoint is not None:
-        return _from_checkpoint(role, source.checkpoint)
-    if source.directory is not None:
-        return import_params(source.directory, role.spec, role.param_shardings)
-    return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
+        params = _from_checkpoint(role, source.checkpoint)
+    else:
+        params = import_params(source.directory, role.spec, role.param_shardings)
+    check_loaded(params, source.checkpoint or source.directory)
+    return params
 
 
 def _from_checkpoint(role: Role, checkpoint: Path) -> Params:

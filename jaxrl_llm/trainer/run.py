@@ -236,7 +236,8 @@ class Run:
         self.data.loader.set_state(loop_state["data"])
         abstract, frozen = self._abstract_states(), self.plan.frozen
         try:
-            items, _ = manager.restore(path, to_items(abstract, frozen))
+            items, found = manager.restore(path, to_items(abstract, frozen))
+            self.checkpoints.growth.begin(found[manager.NORMS])
         except DamagedCheckpoint as error:
             if path.parent != self.checkpoints.directory:
                 raise
@@ -398,6 +399,7 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
         keep_best=config.checkpoint.keep_best,
         best_metric=best_metric,
         asynchronous=config.checkpoint.asynchronous,
+        max_growth=config.checkpoint.max_growth,
     )
     for what in checkpoints.set_aside if is_main() else ():
         print(what, file=sys.stderr, flush=True)

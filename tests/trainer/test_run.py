@@ -1,4 +1,4 @@
-"""Runs that lack something, and runs that go on from a checkpoint of another model."""
+"""Runs that lack something, go on from another model's checkpoint, or learn too fast."""
 
 import json
 from typing import Any
@@ -8,6 +8,7 @@ from tiny_run import TinyRun
 
 from jaxrl_llm.checkpoint.identity import MODELS, TOKENIZER, read_identity
 from jaxrl_llm.checkpoint.layout import find_model_path
+from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.data import sft_batches
@@ -83,3 +84,18 @@ def test_a_checkpoint_is_of_one_model(tmp_path, capsys):
     ):
         with pytest.raises(ConfigError, match=r"config.json describes.*rms_norm_eps 1e-06 there"):
             use()
+
+
+def test_useless_weights_do_not_replace_a_checkpoint(tmp_path):
+    """Fault 33: finite weights of 1e30 were saved as the last good checkpoint."""
+    run, config = config_of(
+        tmp_path,
+        total_steps="3",
+        save_every="1",
+        checkpoint__keep_latest="1",
+        actor__ppo_mini_batch_size="16",  # one update: the gradient of a second is not finite
+        actor__optimizer='{"learning_rate": 1e30}',
+    )
+    with pytest.raises(UselessWeights, match=r"step 1 is not saved: the weights of actor/.* 1e19"):
+        train(config)
+    assert run.saved_steps() == [0]

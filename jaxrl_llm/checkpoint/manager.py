@@ -10,6 +10,8 @@ import logging
 import math
 import shutil
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
 NORMS = "start_norms"  # of the weights of each role, when the run began
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax is writing
 POLL_S = 0.05
+RECENT = 5  # saves whose longest counts
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class CheckpointManager:
         self._set_damaged_aside()
         self._best = _KeepBest(keep_best, self._stored_scores())
         self._sealing: list[_Seal] = []
+        self._save_s: deque[float] = deque(maxlen=RECENT)
         self.growth = soundness.Growth(most=max_growth)
         policies = [checkpoint_managers.LatestN(keep_latest), self._best]
         self._manager = ocp.CheckpointManager(
@@ -101,6 +105,7 @@ class CheckpointManager:
         """
         import orbax.checkpoint as ocp
 
+        started = time.monotonic()
         found = digests.measure(items)
         self.growth.check(found, step)
         loop = {STEP: step} | loop
@@ -119,10 +124,14 @@ class CheckpointManager:
         self._manager.save(step, args=ocp.args.Composite(**args))
         if is_main():
             self._sealing = [seal for seal in self._sealing if not seal.done()]
-            self._sealing.append(_Seal(self.path(step)))
+            self._sealing.append(_Seal(self.path(step), started, self._save_s))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
             self.wait()
         self._remove_deleted()
+
+    def save_seconds(self) -> float:
+        """The longest recent save, until its digests were on disk. Process 0 alone knows it."""
+        return max(self._save_s, default=0.0)
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
         """The items of `step`, with the shardings of `abstract`, and the loop state."""
@@ -391,8 +400,10 @@ def _move_aside(path: Path) -> Path:
 class _Seal:
     """Writes the digests of a checkpoint's files in a thread, as soon as it is complete."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, started: float, seconds: "deque[float]") -> None:
+        """`seconds` gets the time from `started` until all is written."""
         self._path = path
+        self._started, self._seconds = started, seconds
         self._saved = threading.Event()
         self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
         self._thread.start()
@@ -414,6 +425,7 @@ class _Seal:
         with contextlib.suppress(FileNotFoundError):
             try:
                 digests.write_digests(self._path)
+                self._seconds.append(time.monotonic() - self._started)
             except OSError as error:
                 if self._path.exists():
                     log.warning("%s has no digests of its files: %s", self._path, error)

@@ -346,6 +346,9 @@ class CheckpointConfig(Record):
     asynchronous: bool = True
     # Weights are not saved once their norm is so many times that of the start.
     max_growth: Positive = 100.0
+    # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
+    # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
+    save_by: str = ""
 
 
 @record

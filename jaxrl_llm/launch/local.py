@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from jaxrl_llm.config.times import STARTED
 from jaxrl_llm.launch.runtime import (
     COORDINATOR,
     INTERRUPTED,
@@ -68,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{command[0]} does not exist")
     number, devices = arguments.processes, arguments.devices_per_process
 
+    own = {STARTED: str(time.time()), **os.environ}
+
     def environments() -> list[dict[str, str]]:
         """With a port that is free now."""
-        return process_environments(number, devices, dict(os.environ), visible_gpus())
+        return process_environments(number, devices, own, visible_gpus())
 
     try:
         environments()

@@ -43,6 +43,7 @@ from jaxrl_llm.trainer.data import (
     train_batches,
     train_sources,
 )
+from jaxrl_llm.trainer.deadline import Deadline, read_deadline
 from jaxrl_llm.trainer.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.trainer.evaluate import (
     AnswerEvaluation,
@@ -110,6 +111,7 @@ class Run:
     output: RunOutput
     checkpoints: CheckpointManager
     identity: Record  # of its models
+    save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # the checkpoint to go on from; None begins
     stack: ExitStack
     started: float
@@ -156,6 +158,10 @@ class Run:
         compilations = self.stack.enter_context(count_compilations())
         profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
         self.stack.callback(profiler.close)
+        deadline = Deadline(
+            at=self.save_by, save_s=self.checkpoints.save_seconds, message=self.output.message
+        )
+        asked = self.stack.enter_context(stop_requests())
         return Training(
             plan=self.plan,
             batches=self._batches(),
@@ -174,7 +180,7 @@ class Run:
                 message=self.output.message,
             ),
             profiler=profiler,
-            stop_requested=self.stack.enter_context(stop_requests()),
+            stop_requested=lambda: deadline.has_come() or asked(),
             save_with=self._save,
             save_every=config.save_every,
             validate_first=config.validation.before_train,
@@ -273,7 +279,7 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
     Raises ValueError for a config that cannot work, before any array exists.
     """
     started = time.perf_counter()
-    run_dir = folder.path
+    run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
@@ -303,6 +309,7 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
             output=output,
             checkpoints=checkpoints,
             identity=identity,
+            save_by=save_by,
             resume=resume,
             stack=stack,
             started=started,

@@ -1,4 +1,4 @@
-"""Runs that lack something, go on from another model's checkpoint, or learn too fast."""
+"""Runs that lack something, go on from another model's checkpoint, or must end early."""
 
 import json
 from typing import Any
@@ -11,6 +11,7 @@ from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer import deadline
 from jaxrl_llm.trainer.data import sft_batches
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.trainer.trained_model import export_checkpoint, open_model
@@ -99,3 +100,11 @@ def test_useless_weights_do_not_replace_a_checkpoint(tmp_path):
     with pytest.raises(UselessWeights, match=r"step 1 is not saved: the weights of actor/.* 1e19"):
         train(config)
     assert run.saved_steps() == [0]
+
+
+def test_a_run_saves_and_ends_before_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(deadline, "MARGIN_S", 3600.0)
+    run, config = config_of(tmp_path, total_steps="9", checkpoint__save_by="+50m")
+    summary = train(config)
+    assert summary.interrupted and summary.step == 1
+    assert run.saved_steps() == [0, 1]

@@ -35,7 +35,8 @@ __all__ = [
     "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "ProfileConfig", "CheckpointConfig", "Config", "as_dict", "differences",
+    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config", "as_dict",
+    "differences",
 ]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
@@ -352,6 +353,16 @@ class CheckpointConfig(Record):
 
 
 @record
+class WatchdogConfig(Record):
+    """Ends a run that stands still, so that a launcher starts it again."""
+
+    # A stage may take ten times its longest so far, within these two. One that was not seen twice,
+    # and so may compile, has the ceiling. A ceiling of 0 turns the watchdog off.
+    floor_minutes: Positive = 1.5
+    ceiling_minutes: NotNegative = 60.0
+
+
+@record
 class Config(Record):
     """A whole run."""
 
@@ -388,6 +399,7 @@ class Config(Record):
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
     compile_cache: str = ""
     exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention

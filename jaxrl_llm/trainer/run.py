@@ -67,15 +67,23 @@ from jaxrl_llm.trainer.states import (
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
+from jaxrl_llm.trainer.watchdog import END, START, EndProcess, Watch, open_watch
 
 
-def train(config: Config) -> Summary:
-    """Run `config` to its end, from wherever its run_dir stands."""
+def train(config: Config, *, end_process: EndProcess | None = None) -> Summary:
+    """Run `config` to its end, from wherever its run_dir stands.
+
+    `end_process` (os._exit) lets the watchdog end this process when a step stands still.
+    """
     with open_run_folder(config) as folder:
         if folder.is_finished(config):
             return finished_summary(folder, config)
-        with open_run(config, folder) as run:
+        with (
+            open_watch(config.watchdog, folder.path, end_process) as watch,
+            open_run(config, folder, watch) as run,
+        ):
             for training in run.trainings():
+                training.watch = watch
                 if training.is_new:
                     metrics = training.validate()
                     training.report(metrics)
@@ -93,6 +101,7 @@ def train(config: Config) -> Summary:
                     training.report(metrics)
                     if training.save_is_due():
                         training.save(metrics)
+                watch.enter(START, learn=False)  # of the next training
             return run.summary()
 
 
@@ -114,6 +123,7 @@ class Run:
     save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # the checkpoint to go on from; None begins
     stack: ExitStack
+    watch: Watch
     started: float
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
@@ -220,7 +230,9 @@ class Run:
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
         loop_state[IDENTITY] = self.identity
         items = to_items(states, self.plan.frozen)
+        self.watch.enter("disk space", learn=False)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
+        self.watch.enter("save")
         self.checkpoints.save(step, items, loop_state, metrics)
 
     def _save_once(self, states: States) -> None:
@@ -273,7 +285,7 @@ def finished_summary(folder: RunFolder, config: Config) -> Summary:
 
 
 @contextmanager
-def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
+def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> Iterator[Run]:
     """Plan the run, read its data, find its checkpoints, and open its output.
 
     Raises ValueError for a config that cannot work, before any array exists.
@@ -297,6 +309,8 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
                 resume_step=None if resume is None else _loop_state(resume)[0],
             )
         )
+        watch = watch or Watch()
+        stack.callback(watch.enter, END, learn=False)
         folder.write_config()
         if differs:
             output.message(differs)
@@ -312,6 +326,7 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
             save_by=save_by,
             resume=resume,
             stack=stack,
+            watch=watch,
             started=started,
         )
 

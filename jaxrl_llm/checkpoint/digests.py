@@ -3,7 +3,8 @@
 The digest of an array is computed on its devices when it is saved, and again when it is loaded. It
 is stored with the loop state. So it covers the way to the disk and back.
 
-The digests of files are in `digests.json` of each folder, written once its files are on disk. They
+The digests of files are in `digests.json` of each folder, written once its files are on disk. All
+processes share the reading. They
 name what is damaged before anything is loaded. A kill may come before they are written; such a
 checkpoint has the digests of its arrays alone.
 """
@@ -12,6 +13,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +28,10 @@ from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.distributed.sharding import in_host_memory
 
 DIGESTS = "digests.json"
+PART = "digests-{}.json"  # the share of a process, until process 0 has taken it over
+OWN_FILES = re.compile(r"digests(-\d+)?\.json(\.tmp)?")
+PATIENCE_S, PATIENCE = 60.0, 3.0  # for shares: seconds, and times what the own one took
+POLL_S = 0.05
 SHOWN = 3  # damaged files or arrays in a message
 THREADS = 8  # that read files; hashing lets other threads run
 PIECE = 2**24  # bytes read at once
@@ -37,15 +44,48 @@ class DamagedCheckpoint(ValueError):
 # ------------------------------------------------------------------------- files
 
 
-def write_digests(folder: Path) -> None:
-    """Write `digests.json`: size and digest of every other file in `folder`."""
-    names = _files(folder)
+def write_digests(folder: Path, part: tuple[int, int] = (0, 1)) -> None:
+    """Write `digests.json`: size and digest of every other file in `folder`.
+
+    With `part` (k, n), n processes share the work and each calls this. Process 0 takes over a share
+    that does not come in time.
+    """
+    (own, count), names = part, _files(folder)
+    started = time.monotonic()
+    files = _digests(folder, names[own::count])
+    if own:
+        _write(folder / PART.format(own), files)
+        return
+    patience_s = PATIENCE_S + PATIENCE * (time.monotonic() - started)
+    for other in range(1, count):
+        share, deadline = names[other::count], started + patience_s
+        files |= _part(folder / PART.format(other), share, deadline) or _digests(folder, share)
+    _write(folder / DIGESTS, {"files": files, "digest": text_digest(files)})
+    for file in folder.glob(PART.format("*")):
+        file.unlink(missing_ok=True)
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, list[Any]]:
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(_digest, [folder / name for name in names])
-    files = dict(zip(names, found, strict=True))
-    temporary = folder / f"{DIGESTS}.tmp"
-    temporary.write_text(json.dumps({"files": files, "digest": text_digest(files)}))
-    os.replace(temporary, folder / DIGESTS)
+        return dict(zip(names, found, strict=True))
+
+
+def _write(file: Path, content: Any) -> None:
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, file)
+
+
+def _part(file: Path, names: list[str], deadline: float) -> dict[str, list[Any]]:
+    """The share of another process; empty where it does not come, or is of other files."""
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if sorted(found) == names else {}
 
 
 def damaged_files(folder: Path, part: tuple[int, int] = (0, 1), item: str = "") -> list[str] | None:
@@ -103,7 +143,7 @@ def _files(folder: Path) -> list[str]:
     found: list[str] = []
     for parent, _, names in os.walk(folder):
         found += [str((Path(parent) / name).relative_to(folder)) for name in names]
-    return sorted(set(found) - {DIGESTS, f"{DIGESTS}.tmp"})
+    return sorted(name for name in set(found) if not OWN_FILES.fullmatch(name))
 
 
 def _digest(file: Path) -> list[Any]:

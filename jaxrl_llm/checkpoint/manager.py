@@ -122,15 +122,14 @@ class CheckpointManager:
         }
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
-        if is_main():
-            self._sealing = [seal for seal in self._sealing if not seal.done()]
-            self._sealing.append(_Seal(self.path(step), started, self._save_s))
+        self._sealing = [seal for seal in self._sealing if not seal.done()]
+        self._sealing.append(_Seal(self.path(step), started, self._save_s))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
             self.wait()
         self._remove_deleted()
 
     def save_seconds(self) -> float:
-        """The longest recent save, until its digests were on disk. Process 0 alone knows it."""
+        """The longest recent save, until its digests were on disk, as far as this process knows."""
         return max(self._save_s, default=0.0)
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
@@ -286,7 +285,7 @@ def check(path: Path) -> None:
     Raises: DamagedCheckpoint.
     """
     if is_complete(path):
-        found = digests.damaged_files(path, (jax.process_index(), jax.process_count())) or []
+        found = digests.damaged_files(path, _own_part()) or []
     else:
         found = ["files of it are missing"]
     parts = gather_objects(found, "checked_checkpoint")
@@ -324,8 +323,12 @@ def save_frozen(directory: str | Path, items: Mapping[str, Any]) -> None:
     path = Path(directory).absolute() / FROZEN
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, dict(items), force=True)
-    if is_main():
-        digests.write_digests(path)
+    digests.write_digests(path, _own_part())
+
+
+def _own_part() -> tuple[int, int]:
+    """The share of this process in work on files."""
+    return jax.process_index(), jax.process_count()
 
 
 def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,7 +401,7 @@ def _move_aside(path: Path) -> Path:
 
 
 class _Seal:
-    """Writes the digests of a checkpoint's files in a thread, as soon as it is complete."""
+    """Writes this process's share of digests of files in a thread, as soon as all are there."""
 
     def __init__(self, path: Path, started: float, seconds: "deque[float]") -> None:
         """`seconds` gets the time from `started` until all is written."""
@@ -424,7 +427,7 @@ class _Seal:
         # The checkpoint may not be kept, and be deleted meanwhile.
         with contextlib.suppress(FileNotFoundError):
             try:
-                digests.write_digests(self._path)
+                digests.write_digests(self._path, _own_part())
                 self._seconds.append(time.monotonic() - self._started)
             except OSError as error:
                 if self._path.exists():

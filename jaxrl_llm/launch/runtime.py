@@ -138,7 +138,8 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
 
     Requires: nothing has touched jax's devices yet.
     """
-    faulthandler.enable()  # a crash in C++ then shows the Python stacks
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
     placed = devices_of_roles(config).values() if config.placement else ()

@@ -6,6 +6,7 @@ transformers is imported only when a Hugging Face tokenizer is opened.
 """
 
 import difflib
+import hashlib
 import json
 import logging
 import re
@@ -22,6 +23,7 @@ EOS_TOKEN = "<|eos|>"
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127) if chr(code) not in "|`")
 BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level tokenizers write the two
 TEMPLATE_DATE = "26 Jul 2024"  # Llama 3 templates write the date; today's would break exact resume
+DIGEST_SAMPLES = 4096  # tokens whose texts a digest splits again
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
 
 
@@ -80,6 +82,10 @@ class Tokenizer(Protocol):
 
     def save(self, directory: str | Path) -> None:
         """Write files from which transformers' AutoTokenizer gives the same ids."""
+        ...
+
+    def digest(self) -> str:
+        """Stands for what the tokenizer does: its ids, its texts and its chat template."""
         ...
 
 
@@ -157,6 +163,10 @@ class CharTokenizer:
             CHAR_MARK: "char",
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def digest(self) -> str:
+        """Of the texts, in the order of their ids."""
+        return _digest(self, self._texts)
 
 
 class HFTokenizer:
@@ -246,11 +256,28 @@ class HFTokenizer:
         """Write the tokenizer's files and its chat template."""
         self._tokenizer.save_pretrained(str(directory))
 
+    def digest(self) -> str:
+        """Of the vocabulary, the special ids, the chat template, and how samples of it are split.
+
+        It is made of what the tokenizer does and not of its files, whose form follows the version
+        of transformers.
+        """
+        vocabulary = sorted(self._tokenizer.get_vocab().items())
+        every = -(-len(vocabulary) // DIGEST_SAMPLES)
+        texts = "".join(self.decode([i], skip_special=False) for _, i in vocabulary[::every])
+        return _digest(self, vocabulary, self.encode(texts), self._tokenizer.chat_template)
+
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
         if bos is None:
             return None
         return int(bos) if self._tokenizer.encode("a")[:1] == [bos] else None
+
+
+def _digest(tokenizer: Tokenizer, *parts: Any) -> str:
+    special = [tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id, list(tokenizer.stop_ids)]
+    text = json.dumps([special, *parts])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

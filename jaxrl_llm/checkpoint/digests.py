@@ -3,16 +3,21 @@
 The digest of an array is computed on its devices when it is saved, and again when it is loaded. It
 is stored with the loop state. So it covers the way to the disk and back.
 
-The digests of files are in `digests.json` of each folder, written once its files are on disk. They
+The digests of files are in `digests.json` of each folder, written once its files are on disk. All
+processes share the reading. They
 name what is damaged before anything is loaded. A kill may come before they are written; such a
 checkpoint has the digests of its arrays alone.
 """
 
 import hashlib
 import json
+import math
 import os
+import re
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,10 @@ from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.distributed.sharding import in_host_memory
 
 DIGESTS = "digests.json"
+PART = "digests-{}.json"  # the share of a process, until process 0 has taken it over
+OWN_FILES = re.compile(r"digests(-\d+)?\.json(\.tmp)?")
+PATIENCE_S, PATIENCE = 60.0, 3.0  # for shares: seconds, and times what the own one took
+POLL_S = 0.05
 SHOWN = 3  # damaged files or arrays in a message
 THREADS = 8  # that read files; hashing lets other threads run
 PIECE = 2**24  # bytes read at once
@@ -35,15 +44,48 @@ class DamagedCheckpoint(ValueError):
 # ------------------------------------------------------------------------- files
 
 
-def write_digests(folder: Path) -> None:
-    """Write `digests.json`: size and digest of every other file in `folder`."""
-    names = _files(folder)
+def write_digests(folder: Path, part: tuple[int, int] = (0, 1)) -> None:
+    """Write `digests.json`: size and digest of every other file in `folder`.
+
+    With `part` (k, n), n processes share the work and each calls this. Process 0 takes over a share
+    that does not come in time.
+    """
+    (own, count), names = part, _files(folder)
+    started = time.monotonic()
+    files = _digests(folder, names[own::count])
+    if own:
+        _write(folder / PART.format(own), files)
+        return
+    patience_s = PATIENCE_S + PATIENCE * (time.monotonic() - started)
+    for other in range(1, count):
+        share, deadline = names[other::count], started + patience_s
+        files |= _part(folder / PART.format(other), share, deadline) or _digests(folder, share)
+    _write(folder / DIGESTS, {"files": files, "digest": text_digest(files)})
+    for file in folder.glob(PART.format("*")):
+        file.unlink(missing_ok=True)
+
+
+def _digests(folder: Path, names: list[str]) -> dict[str, list[Any]]:
     with ThreadPoolExecutor(THREADS) as threads:
         found = threads.map(_digest, [folder / name for name in names])
-    files = dict(zip(names, found, strict=True))
-    temporary = folder / f"{DIGESTS}.tmp"
-    temporary.write_text(json.dumps({"files": files, "digest": text_digest(files)}))
-    os.replace(temporary, folder / DIGESTS)
+        return dict(zip(names, found, strict=True))
+
+
+def _write(file: Path, content: Any) -> None:
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, file)
+
+
+def _part(file: Path, names: list[str], deadline: float) -> dict[str, list[Any]]:
+    """The share of another process; empty where it does not come, or is of other files."""
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if sorted(found) == names else {}
 
 
 def damaged_files(folder: Path, part: tuple[int, int] = (0, 1), item: str = "") -> list[str] | None:
@@ -101,7 +143,7 @@ def _files(folder: Path) -> list[str]:
     found: list[str] = []
     for parent, _, names in os.walk(folder):
         found += [str((Path(parent) / name).relative_to(folder)) for name in names]
-    return sorted(set(found) - {DIGESTS, f"{DIGESTS}.tmp"})
+    return sorted(name for name in set(found) if not OWN_FILES.fullmatch(name))
 
 
 def _digest(file: Path) -> list[Any]:
@@ -130,35 +172,76 @@ def _change(saved: list[Any], now: list[Any]) -> str:
 # ------------------------------------------------------------------------- arrays
 
 
-def array_digests(items: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """For each item, the digest of each array by its path: `float32[3,4] 0123456789abcdef`.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is known of one array."""
 
-    They do not depend on how the arrays are sharded. Every process must call it.
+    kind: str  # dtype and shape: float32[3,4]
+    digest: str  # of its bits
+    finite: bool  # no NaN and no infinity
+    rms: float  # root mean square of numbers that are no integers; may overflow to infinity
+    size: int
+
+    @property
+    def squares(self) -> float:
+        """The sum of the squares."""
+        return self.size * self.rms**2 if self.rms < 1e150 else math.inf
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.digest}"
+
+
+def measure(items: Mapping[str, Any]) -> dict[str, dict[str, Measured]]:
+    """For each item, what is known of each array by its path.
+
+    The digests do not depend on how the arrays are sharded. Every process must call it.
     """
     found = {}
     for name, item in items.items():
         leaves = jax.tree_util.tree_leaves_with_path(item)
         # One by one: an array in host memory needs room on a device, and many programs of small
         # collectives at the same time can use up the threads of a CPU.
-        digests = [fetch(_digest_array(x)) for _, x in leaves]
         found[name] = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): (
-                f"{_kind(x)} {int(a):08x}{int(b):08x}"
-            )
-            for (path, x), (a, b) in zip(leaves, digests, strict=True)
+            jax.tree_util.keystr(path, simple=True, separator="/"): _measured(x)
+            for path, x in leaves
         }
     return found
 
 
-def check_arrays(folder: Path, saved: Mapping[str, Mapping[str, str]], items: Any) -> None:
-    """Compare loaded items with the digests that were `saved`. Every process must call it.
+def _measured(x: Any) -> Measured:
+    one, other, finite, rms = fetch(_measure_array(x))
+    return Measured(
+        kind=f"{x.dtype}[{','.join(map(str, x.shape))}]",
+        digest=f"{int(one):08x}{int(other):08x}",
+        finite=bool(finite),
+        rms=float(rms),
+        size=int(x.size),
+    )
+
+
+def array_digests(items: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """For each item, the digest of each array by its path: `float32[3,4] 0123456789abcdef`."""
+    return as_text(measure(items))
+
+
+def as_text(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, str]]:
+    """What was measured as the loop state keeps it."""
+    return {name: {path: str(x) for path, x in arrays.items()} for name, arrays in found.items()}
+
+
+def check_arrays(
+    folder: Path,
+    saved: Mapping[str, Mapping[str, str]],
+    found: Mapping[str, Mapping[str, Measured]],
+) -> None:
+    """Compare what was measured of loaded items with the digests that were `saved`.
 
     Raises:
         DamagedCheckpoint: an array is not what was saved; names it.
         ValueError: the config wants another shape or dtype of an array.
     """
     wrong: list[str] = []
-    for name, now in array_digests(items).items():
+    for name, now in as_text(found).items():
         then = saved.get(name, {})
         for path in dict.fromkeys([*then, *now]):
             was, became = (each.get(path, "nothing").split() for each in (then, now))
@@ -173,15 +256,19 @@ def check_arrays(folder: Path, saved: Mapping[str, Mapping[str, str]], items: An
         raise DamagedCheckpoint(f"{folder} is damaged: {listed(wrong)}")
 
 
-def _kind(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
 @jax.jit
-def _digest_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two sums of the bits, mixed with their place. Integers add up in any order."""
+def _measure_array(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Two sums of the bits, mixed with their place; whether all is finite; root mean square.
+
+    One pass over the array. Integers add up in any order.
+    """
     if in_host_memory(x):
         x = jax.device_put(x, jax.memory.Space.Device)
+    finite, rms = jnp.bool_(True), jnp.float32(0)
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+        # Divided first: the squares of a large array would overflow sooner than those of one value.
+        finite = jnp.isfinite(x).all()
+        rms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32) * x.size**-0.5)))
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
@@ -197,4 +284,4 @@ def _digest_array(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
     mixed = mixed ^ (mixed >> 13)
     one, other = jnp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32)
-    return one, other
+    return one, other, finite, rms

@@ -17,6 +17,7 @@ FROZEN = "frozen"
 DAMAGED = "damaged"  # checkpoints that were set aside
 HUGGINGFACE = "huggingface"
 LOOP = "loop"
+OPTIMIZER = "_optimizer"  # suffix of the item of a learning role's optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,20 @@ The latest and the best checkpoints are kept. `layout.py` describes their files.
 """
 
 import contextlib
+import json
 import logging
+import math
 import shutil
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint import digests
+from jaxrl_llm.checkpoint import digests, soundness
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
@@ -23,11 +27,14 @@ from jaxrl_llm.distributed.sharding import in_host_memory
 VALIDATION = "val-core/"
 ROLES = ("actor", "critic", "reward", "reference")  # roles with parameters in a step's folder
 DELETED = "deleted"  # a checkpoint is moved here before its files are removed
+LOOP_FILE = "metadata"  # Orbax's name for the file of the loop state
 # Entries of the loop state: the step, the metric that selects the best checkpoint, and digests of
 # the arrays and of the loop state itself.
 STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
+NORMS = "start_norms"  # of the weights of each role, when the run began
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax is writing
 POLL_S = 0.05
+RECENT = 5  # saves whose longest counts
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +50,11 @@ class CheckpointManager:
         keep_best: int,
         best_metric: str,
         asynchronous: bool,
+        max_growth: float = math.inf,
     ):
         """`best_metric` names one of the metrics given to `save`. Larger is better.
+
+        `max_growth` is the limit of `soundness.Growth`.
 
         With a leading minus, smaller is better (`-eval_loss`). An empty name means the first mean
         validation reward (`val-core/<source>/reward/mean@N`), else the first validation metric.
@@ -63,6 +73,8 @@ class CheckpointManager:
         self._set_damaged_aside()
         self._best = _KeepBest(keep_best, self._stored_scores())
         self._sealing: list[_Seal] = []
+        self._save_s: deque[float] = deque(maxlen=RECENT)
+        self.growth = soundness.Growth(most=max_growth)
         policies = [checkpoint_managers.LatestN(keep_latest), self._best]
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -88,9 +100,14 @@ class CheckpointManager:
 
         Arrays in host memory are not copied: with them, this returns when all is on disk. A step
         counts as complete only when all of it is on disk, also if the process is killed.
+
+        Raises: UselessWeights when no run could go on from them. Nothing is written then.
         """
         import orbax.checkpoint as ocp
 
+        started = time.monotonic()
+        found = digests.measure(items)
+        self.growth.check(found, step)
         loop = {STEP: step} | loop
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
         candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
@@ -98,19 +115,22 @@ class CheckpointManager:
         name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
-        loop[ARRAYS] = digests.array_digests(items)
+        loop[NORMS], loop[ARRAYS] = self.growth.start, digests.as_text(found)
         loop[DIGEST] = digests.text_digest(loop)
         args: dict[str, Any] = {
             name: ocp.args.StandardSave(jax.tree.map(_alias, item)) for name, item in items.items()
         }
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
-        if is_main():
-            self._sealing = [seal for seal in self._sealing if not seal.done()]
-            self._sealing.append(_Seal(self.path(step)))
+        self._sealing = [seal for seal in self._sealing if not seal.done()]
+        self._sealing.append(_Seal(self.path(step), started, self._save_s))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
             self.wait()
         self._remove_deleted()
+
+    def save_seconds(self) -> float:
+        """The longest recent save, until its digests were on disk, as far as this process knows."""
+        return max(self._save_s, default=0.0)
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], dict]:
         """The items of `step`, with the shardings of `abstract`, and the loop state."""
@@ -235,8 +255,27 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
         out = checkpointer.restore(path, args=ocp.args.Composite(**args))
     loop = _checked_loop(path, out[LOOP])
     items = {name: out[name] for name in abstract}
-    digests.check_arrays(path, loop.pop(ARRAYS, {}), items)
+    found = digests.measure(items)
+    digests.check_arrays(path, loop.pop(ARRAYS, {}), found)
+    if why := soundness.unsound(found):
+        raise DamagedCheckpoint(f"{path} is of no use, as an older version saved it: {why}")
+    loop.setdefault(NORMS, soundness.norms(found))
     return items, loop
+
+
+def loop_state(path: Path) -> dict[str, Any]:
+    """The loop state of a finished checkpoint, read by this process alone, without a device.
+
+    Raises: DamagedCheckpoint.
+    """
+    try:
+        loop = _checked_loop(path, json.loads((path / LOOP / LOOP_FILE).read_bytes()))
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
+        raise DamagedCheckpoint(f"{path} is damaged: its loop state: {error}") from None
+    loop.pop(ARRAYS, None)
+    return loop
 
 
 def check(path: Path) -> None:
@@ -246,7 +285,7 @@ def check(path: Path) -> None:
     Raises: DamagedCheckpoint.
     """
     if is_complete(path):
-        found = digests.damaged_files(path, (jax.process_index(), jax.process_count())) or []
+        found = digests.damaged_files(path, _own_part()) or []
     else:
         found = ["files of it are missing"]
     parts = gather_objects(found, "checked_checkpoint")
@@ -284,8 +323,12 @@ def save_frozen(directory: str | Path, items: Mapping[str, Any]) -> None:
     path = Path(directory).absolute() / FROZEN
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, dict(items), force=True)
-    if is_main():
-        digests.write_digests(path)
+    digests.write_digests(path, _own_part())
+
+
+def _own_part() -> tuple[int, int]:
+    """The share of this process in work on files."""
+    return jax.process_index(), jax.process_count()
 
 
 def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,10 +401,12 @@ def _move_aside(path: Path) -> Path:
 
 
 class _Seal:
-    """Writes the digests of a checkpoint's files in a thread, as soon as it is complete."""
+    """Writes this process's share of digests of files in a thread, as soon as all are there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, started: float, seconds: "deque[float]") -> None:
+        """`seconds` gets the time from `started` until all is written."""
         self._path = path
+        self._started, self._seconds = started, seconds
         self._saved = threading.Event()
         self._thread = threading.Thread(target=self._run, name="digests", daemon=True)
         self._thread.start()
@@ -382,7 +427,8 @@ class _Seal:
         # The checkpoint may not be kept, and be deleted meanwhile.
         with contextlib.suppress(FileNotFoundError):
             try:
-                digests.write_digests(self._path)
+                digests.write_digests(self._path, _own_part())
+                self._seconds.append(time.monotonic() - self._started)
             except OSError as error:
                 if self._path.exists():
                     log.warning("%s has no digests of its files: %s", self._path, error)

@@ -13,6 +13,7 @@ from jaxrl_llm.config.functions import Spread
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.times import end_time
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
 
@@ -42,6 +43,8 @@ def check(config: Config) -> None:
         _check_attention(config, key, model)
         _check_layers(config, key, model)
         _check_split(config, key, model)
+    if config.checkpoint.save_by:
+        end_time(config.checkpoint.save_by, started=0.0)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"

@@ -40,7 +40,8 @@ __all__ = [
     "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "ProfileConfig", "CheckpointConfig", "Config", "as_dict", "differences",
+    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config", "as_dict",
+    "differences",
 ]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
@@ -359,6 +360,21 @@ class CheckpointConfig(Record):
     # validation reward, or the held-out loss of an offline run that answers no prompts.
     best_metric: str = ""
     asynchronous: bool = True
+    # Weights are not saved once their norm is so many times that of the start.
+    max_growth: Positive = 100.0
+    # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
+    # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
+    save_by: str = ""
+
+
+@record
+class WatchdogConfig(Record):
+    """Ends a run that stands still, so that a launcher starts it again."""
+
+    # A stage may take ten times its longest so far, within these two. One that was not seen twice,
+    # and so may compile, has the ceiling. A ceiling of 0 turns the watchdog off.
+    floor_minutes: Positive = 1.5
+    ceiling_minutes: NotNegative = 60.0
 
 
 @record
@@ -400,6 +416,7 @@ class Config(Record):
     alarms: AlarmsConfig = AlarmsConfig()  # what is watched; "off" switches all off
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
     compile_cache: str = ""
     exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention

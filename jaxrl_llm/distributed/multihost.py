@@ -31,6 +31,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 JOIN_TIMEOUT_S = 300.0
 
 _uses: Counter[str] = Counter()  # of each name of a barrier or an exchange
+_waits: list[str] = []  # names of the barriers at which threads of this process wait now
 
 
 class BarrierTimeout(RuntimeError):
@@ -103,6 +104,7 @@ def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         return
     # Each use has its own id, so a late process cannot join the next use of the same name.
     _uses[name] += 1
+    _waits.append(name)
     try:
         client.wait_at_barrier(f"{name}#{_uses[name]}", round(timeout_s * 1000))
     except jax.errors.JaxRuntimeError as error:
@@ -110,6 +112,13 @@ def barrier(name: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if "DEADLINE_EXCEEDED" not in detail:
             raise
         raise BarrierTimeout(name, timeout_s, _task_ids(detail), detail) from None
+    finally:
+        _waits.remove(name)
+
+
+def waits_at() -> str | None:
+    """The barrier or exchange at which this process waits for others now. Any thread may ask."""
+    return next(iter(_waits), None)
 
 
 def compile_together(program: Any, arguments: Sequence[Any], name: str) -> None:

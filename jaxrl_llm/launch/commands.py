@@ -6,6 +6,7 @@ Flags and config are checked before jax is imported.
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -50,7 +51,7 @@ def train(argv: list[str]) -> int:
     from jaxrl_llm.trainer.progress import print_summary
     from jaxrl_llm.trainer.run import train
 
-    summary = train(config)
+    summary = train(config, end_process=os._exit)
     print_summary(summary, config)
     if summary.alarmed:
         return ALARMED

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
+from jaxrl_llm.config.times import STARTED
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     COORDINATOR,
@@ -116,6 +117,7 @@ def run_again(start: Start, restarts: int) -> int:
     It is not started again after a mistake of the user, after a signal that asked it to end, after
     `restarts` times, or when it failed SAME_STEP times in a row after the same step.
     """
+    os.environ.setdefault(STARTED, str(time.time()))  # the processes count from it
     failed_after: list[int | None] = []
     with _stop_signals() as received:
         while True:

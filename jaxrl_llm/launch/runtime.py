@@ -3,12 +3,14 @@
 Functions import jax only where they need it, so a mistake in the arguments is reported at once.
 """
 
+import faulthandler
 import inspect
 import linecache
 import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +74,8 @@ def run_script(
     """Run `main(arguments)` and exit with its code (None is 0).
 
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
-    message on stderr and exit code 2. Ctrl-C exits with 130. Other errors keep their traceback.
+    message on stderr and exit code 2. Ctrl-C exits with 130. Other errors keep their traceback, and
+    end one of several processes at once.
     `--help` prints `help_text`, or else the docstring of the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -84,12 +87,26 @@ def run_script(
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except ValueError as error:
-        if not is_for_user(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+    except Exception as error:
+        if isinstance(error, ValueError) and is_for_user(error):
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(USER_ERROR)
+        _leave_others()
+        raise
     sys.exit(code)
+
+
+def _leave_others() -> None:
+    """End this process at once, with the traceback of the error, if it is one of several.
+
+    Otherwise jax waits at the exit for the others, and these wait for this process.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def is_for_user(error: ValueError) -> bool:
@@ -126,6 +143,8 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     Requires: nothing has touched jax's devices yet.
     """
     check_links = _check_links(os.environ)
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
     join_processes()
     if config.placement == AUTO:

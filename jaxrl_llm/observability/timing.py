@@ -1,7 +1,7 @@
 """Wall-clock times of the stages of a step."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -10,10 +10,16 @@ class Timer:
 
     jax dispatches asynchronously, so a clock measures the host. To measure a device, stop the clock
     after `jax.block_until_ready`. Clocks may overlap. The times of a name are summed.
+    `watch` gets the names of the clocks that run, whenever one starts or stops.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        watch: Callable[[Sequence[str]], None] = lambda running: None,
+    ):
         self._clock = clock
+        self._watch = watch
         self._started: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
@@ -21,11 +27,13 @@ class Timer:
         """Start the clock of `name`."""
         assert name not in self._started, f"{name} is being timed already"
         self._started[name] = self._clock()
+        self._watch(list(self._started))
 
     def stop(self, name: str) -> float:
         """Stop the clock of `name`; returns the seconds since its start."""
         elapsed = self._clock() - self._started.pop(name)
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+        self._watch(list(self._started))
         return elapsed
 
     def add(self, name: str, seconds: float) -> None:

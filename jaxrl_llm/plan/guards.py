@@ -49,7 +49,7 @@ def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> No
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     error = NonFiniteGradients(
         f"{what} {step}: the gradient of the {role} is not finite in {', '.join(names[:SHOWN])}"
-        f"{more}. That update was not applied, so the last checkpoint and the state are sound. "
+        f"{more}. That update was not applied, and no checkpoint has weights that are not finite. "
         "Lower the learning rate, or train in float32, and start again to resume."
     )
     error.parameters = tuple(f"{role}.{name}" for name in names)

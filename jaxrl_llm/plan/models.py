@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.checkpoint import layout, manager
+from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
+from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.config import Config, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
@@ -39,7 +40,8 @@ def find_model(
     """The model that `path` or `hf_config` describes, for rows of up to `context` tokens.
 
     Some rope frequencies depend on that length (`ModelConfig.for_context`). A config without
-    vocab_size takes the tokenizer's. ValueError when nothing can be found there.
+    vocab_size takes the tokenizer's. ValueError when nothing can be found there, or when it is a
+    checkpoint of another model than its files describe.
     """
     if not settings.path:
         hf = dict(settings.hf_config)
@@ -48,7 +50,10 @@ def find_model(
         return ModelSource(config=config_from_hf(hf).for_context(context))
     found = layout.find_model_path(settings.path)
     directory = model_directory(found.files)
-    config = load_model_config(directory).for_context(context)
+    config = load_model_config(directory)
+    if found.checkpoint is not None:
+        identity.check_model(found.checkpoint, config, directory / "config.json")
+    config = config.for_context(context)
     return ModelSource(config=config, directory=directory, checkpoint=found.checkpoint)
 
 
@@ -83,6 +88,8 @@ def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
 
     "char" is for models that are built from a config. Weights on disk bring the tokenizer that they
     were trained with; the ids of another one would mean something else.
+
+    Raises: ValueError when it cannot be found, or is not the one of its checkpoint.
     """
     if name and not (name == CHAR and settings.path):
         return load_tokenizer(name)
@@ -91,7 +98,12 @@ def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
             "data.tokenizer is empty and actor.path gives no directory to take it from; set "
             "data.tokenizer to 'char' or to a Hugging Face directory"
         )
-    return load_tokenizer(model_directory(layout.find_model_path(settings.path).files))
+    found = layout.find_model_path(settings.path)
+    directory = model_directory(found.files)
+    tokenizer = load_tokenizer(directory)
+    if found.checkpoint is not None:
+        identity.check_tokenizer(found.checkpoint, tokenizer.digest(), directory)
+    return tokenizer
 
 
 def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
@@ -100,12 +112,18 @@ def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSp
 
 
 def load_params(role: Role, source: ModelSource, seed: int) -> Params:
-    """First parameters of a role, laid out for training. A pure function of files and seed."""
+    """First parameters of a role, laid out for training. A pure function of files and seed.
+
+    Raises: ValueError when weights are NaN, infinite or beyond use; it names the parameter.
+    """
+    if source.directory is None:
+        return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
     if source.checkpoint is not None:
-        return _from_checkpoint(role, source.checkpoint)
-    if source.directory is not None:
-        return import_params(source.directory, role.spec, role.param_shardings)
-    return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
+        params = _from_checkpoint(role, source.checkpoint)
+    else:
+        params = import_params(source.directory, role.spec, role.param_shardings)
+    check_loaded(params, source.checkpoint or source.directory)
+    return params
 
 
 def _from_checkpoint(role: Role, checkpoint: Path) -> Params:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
+from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
@@ -44,6 +45,7 @@ from jaxrl_llm.trainer.data import (
     train_batches,
     train_sources,
 )
+from jaxrl_llm.trainer.deadline import Deadline, read_deadline
 from jaxrl_llm.trainer.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.trainer.evaluate import (
     AnswerEvaluation,
@@ -52,6 +54,7 @@ from jaxrl_llm.trainer.evaluate import (
     Validator,
     open_validator,
 )
+from jaxrl_llm.trainer.identity import run_identity
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
@@ -66,15 +69,23 @@ from jaxrl_llm.trainer.states import (
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
+from jaxrl_llm.trainer.watchdog import END, START, EndProcess, Watch, open_watch
 
 
-def train(config: Config) -> Summary:
-    """Run `config` to its end, from wherever its run_dir stands."""
+def train(config: Config, *, end_process: EndProcess | None = None) -> Summary:
+    """Run `config` to its end, from wherever its run_dir stands.
+
+    `end_process` (os._exit) lets the watchdog end this process when a step stands still.
+    """
     with open_run_folder(config) as folder:
         if folder.is_finished(config):
             return finished_summary(folder, config)
-        with open_run(config, folder) as run:
+        with (
+            open_watch(config.watchdog, folder.path, end_process) as watch,
+            open_run(config, folder, watch) as run,
+        ):
             for training in run.trainings():
+                training.watch = watch
                 if training.is_new:
                     metrics = training.validate()
                     training.report(metrics)
@@ -92,6 +103,7 @@ def train(config: Config) -> Summary:
                     training.report(metrics)
                     if training.save_is_due():
                         training.save(metrics)
+                watch.enter(START, learn=False)  # of the next training
             return run.summary()
 
 
@@ -109,8 +121,11 @@ class Run:
     data: "RunData"
     output: RunOutput
     checkpoints: CheckpointManager
+    identity: Record  # of its models
+    save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # the checkpoint to go on from; None begins
     stack: ExitStack
+    watch: Watch
     started: float
     alarms: Alarms
     totals: Totals = field(default_factory=Totals)
@@ -158,6 +173,10 @@ class Run:
         compilations = self.stack.enter_context(count_compilations())
         profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
         self.stack.callback(profiler.close)
+        deadline = Deadline(
+            at=self.save_by, save_s=self.checkpoints.save_seconds, message=self.output.message
+        )
+        asked = self.stack.enter_context(stop_requests())
         return Training(
             plan=self.plan,
             batches=self._batches(),
@@ -176,7 +195,7 @@ class Run:
                 message=self.output.message,
             ),
             profiler=profiler,
-            stop_requested=self.stack.enter_context(stop_requests()),
+            stop_requested=lambda: deadline.has_come() or asked(),
             save_with=self._save,
             save_every=config.save_every,
             validate_first=config.validation.before_train,
@@ -216,8 +235,11 @@ class Run:
         """Write a checkpoint: every state that steps change, and where the run stands."""
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
         loop_state["alarms"] = self.alarms.state()
+        loop_state[IDENTITY] = self.identity
         items = to_items(states, self.plan.frozen)
+        self.watch.enter("disk space", learn=False)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
+        self.watch.enter("save")
         self.checkpoints.save(step, items, loop_state, metrics)
 
     def _save_once(self, states: States) -> None:
@@ -239,7 +261,8 @@ class Run:
         self.data.loader.set_state(loop_state["data"])
         abstract, frozen = self._abstract_states(), self.plan.frozen
         try:
-            items, _ = manager.restore(path, to_items(abstract, frozen))
+            items, found = manager.restore(path, to_items(abstract, frozen))
+            self.checkpoints.growth.begin(found[manager.NORMS])
         except DamagedCheckpoint as error:
             if path.parent != self.checkpoints.directory:
                 raise
@@ -269,20 +292,21 @@ def finished_summary(folder: RunFolder, config: Config) -> Summary:
 
 
 @contextmanager
-def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
+def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> Iterator[Run]:
     """Plan the run, read its data, find its checkpoints, and open its output.
 
     Raises ValueError for a config that cannot work, before any array exists.
     """
     started = time.perf_counter()
-    run_dir = folder.path
+    run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
         plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
-        resume = _resume_point(config, checkpoints)
+        resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
+        differs = "" if resume is None else check_resume(resume, identity)
         output = stack.enter_context(
             RunOutput(
                 config,
@@ -292,7 +316,11 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
                 resume_step=None if resume is None else _loop_state(resume)[0],
             )
         )
+        watch = watch or Watch()
+        stack.callback(watch.enter, END, learn=False)
         folder.write_config()
+        if differs:
+            output.message(differs)
         yield Run(
             config=config,
             run_dir=run_dir,
@@ -301,8 +329,11 @@ def open_run(config: Config, folder: RunFolder) -> Iterator[Run]:
             data=data,
             output=output,
             checkpoints=checkpoints,
+            identity=identity,
+            save_by=save_by,
             resume=resume,
             stack=stack,
+            watch=watch,
             started=started,
             alarms=Alarms(config=config.alarms),
         )
@@ -398,6 +429,7 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
         keep_best=config.checkpoint.keep_best,
         best_metric=best_metric,
         asynchronous=config.checkpoint.asynchronous,
+        max_growth=config.checkpoint.max_growth,
     )
     for what in checkpoints.set_aside if is_main() else ():
         print(what, file=sys.stderr, flush=True)

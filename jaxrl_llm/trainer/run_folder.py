@@ -40,6 +40,8 @@ SCHEDULE_KEYS = (
     "profile",  # in a folder of a version without the key
     "profile.*",
     "checkpoint.*",
+    "watchdog",  # in a folder of a version without the key
+    "watchdog.*",
     "validation.every",
     "validation.before_train",
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.build import build_offline
+from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
@@ -32,7 +33,6 @@ from jaxrl_llm.trainer.evaluate import AnswerEvaluation, Evaluation, RecordEvalu
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.training import Training
 
-OPTIMIZER = "_optimizer"  # suffix of the checkpoint item of a learning role's optimizer
 SEEDS = {"actor": 0, "critic": 1, "reward": 2, TEACHER: 3}  # streams of the run's seed
 # The trainings that come first are yielded; what is left is the states.
 FirstStates = Generator[Training, None, States]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.checkpoint import layout, manager
+from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import (
     MAX_SHARD_BYTES,
     default_model_card,
@@ -32,7 +32,7 @@ from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, open_meshes, spec_of
 from jaxrl_llm.plan.roles import make_role
-from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.evaluate import Validation, open_validator
 from jaxrl_llm.types import Completion, Prompt
@@ -147,7 +147,8 @@ def export_checkpoint(
     """Write one role of a checkpoint as a Hugging Face directory; returns its path.
 
     Every array goes through the first device, however many the run had. `dtype` is that of the
-    stored weights unless given. ValueError when the checkpoint has no such role.
+    stored weights unless given. ValueError when the checkpoint has no such role, or when its files
+    describe another model or tokenizer than it was saved with.
     """
     facts = run_facts(checkpoint)
     roles = manager.stored_roles(checkpoint)
@@ -156,13 +157,17 @@ def export_checkpoint(
     abstract = roles[role]
     kind: Kind = "scalar" if "score" in abstract else "causal_lm"
     stored = str(jax.tree.leaves(abstract)[0].dtype)
-    spec = model_spec(_model_config(checkpoint, role, facts.config), kind, stored)
+    config = _model_config(checkpoint, role, facts.config)
+    files = checkpoint.parent / layout.HUGGINGFACE
+    identity.check_model(checkpoint, config, files / "config.json", role)
+    identity.check_tokenizer(checkpoint, load_tokenizer(files).digest(), files)
+    spec = model_spec(config, kind, stored)
     _check_shapes(spec, abstract, role)
     return export(
         output,
         spec,
         manager.restore_role(checkpoint, role, abstract),
-        tokenizer_files_from=checkpoint.parent / layout.HUGGINGFACE,
+        tokenizer_files_from=files,
         model_card=_model_card(spec, facts, role),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,

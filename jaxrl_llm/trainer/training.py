@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.distributed.multihost import fetch
@@ -18,6 +18,7 @@ from jaxrl_llm.trainer.evaluate import Evaluation
 from jaxrl_llm.trainer.output import MetricsLog
 from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, any_process
+from jaxrl_llm.trainer.watchdog import BETWEEN, Watch
 
 Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
 
@@ -42,6 +43,7 @@ class Training:
     # Ends early once this metric reaches the number, if it is not 0.
     target: tuple[str, float] = ("", 0.0)
     what: str = "step"  # in the message of a gradient that is not finite
+    watch: Watch = field(default_factory=Watch)
     # Of a run's own steps:
     clock: Clock | None = None
     communication: CommunicationReport | None = None
@@ -58,16 +60,22 @@ class Training:
     def begin_step(self) -> Timer:
         """Go on to the next step; the timer of its stages."""
         self.step += 1
+        if self.plan.begins_program(self.step):
+            self.watch.forget()
+        self.watch.enter(BETWEEN, self.step)
         self.states = self.plan.enter(self.step, self.states)
         if self.profiler is not None:
             self.profiler.begin(self.step)
-        return Timer() if self.clock is None else self.clock.start()
+        timer = Timer(watch=self.watch.clocks)
+        return timer if self.clock is None else self.clock.start(timer)
 
     def measure(self, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, float]:
         """The metrics of a step whose program ran, on the host.
 
         Raises NonFiniteGradients. Every process must call it.
         """
+        if self.profiler is not None and self.step in self.profiler.steps:
+            self.watch.enter("profile", learn=False)  # process 0 writes a trace, others wait
         found = self.batches.finish(self.step, batch, context, fetch(found))
         trees = {name: role.spec.params for name, role in self.plan.roles.items()}
         try:
@@ -107,8 +115,10 @@ class Training:
             return {}
         started = time.perf_counter()
         metrics: dict[str, float] = {}
+        self.watch.enter("validation")
         for evaluation in self.evaluations:
             metrics |= evaluation.run(self.states, self.step)
+        self.watch.enter(BETWEEN)
         name, least = self.target
         if least and metrics.get(name, 0.0) >= least:
             self.stopped = True
@@ -131,8 +141,10 @@ class Training:
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, where the training has any."""
         if self.save_with is not None:
+            self.watch.enter("save")
             position, ahead = self.batches.saved(self.step, self.states)
             self.save_with(self.step, self.states | ahead, metrics, position)
+            self.watch.enter(BETWEEN)
 
     def take_params(self) -> Params:
         """The learner's parameters; the training gives up its states, and so their memory."""

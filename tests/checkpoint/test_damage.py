@@ -1,5 +1,6 @@
 """Whatever happens to a file of a checkpoint, it is named, and nothing is deleted."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_a_checkpoint_may_move_or_be_a_link(folder: Path, tmp_path: Path) -> Non
     manager.check(link)
     found, loop = manager.restore(link, items(0))
     np.testing.assert_array_equal(found["actor"]["weight"], items(2)["actor"]["weight"])
-    assert loop == {"step": 2, "data": {"at": 2}}
+    assert loop == {"step": 2, "data": {"at": 2}, "start_norms": {}}
 
 
 def expected_digest(x: np.ndarray) -> str:
@@ -210,3 +211,22 @@ def test_the_digest_of_an_array_does_not_depend_on_the_sharding(dtype: str) -> N
     assert again != found
     exchanged = x[::-1].copy()
     assert digests.array_digests({"item": {"x": jnp.asarray(exchanged)}}) != found
+
+
+def test_processes_share_the_digests_of_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, shared = folder / "global_step_2", tmp_path / "global_step_2"
+    shutil.copytree(whole, shared)
+    expected = json.loads((whole / digests.DIGESTS).read_text())
+    (shared / digests.DIGESTS).unlink()
+    for process in (2, 1, 0):
+        digests.write_digests(shared, (process, 3))
+    assert json.loads((shared / digests.DIGESTS).read_text()) == expected
+    assert not list(shared.glob("digests-*"))
+    # Process 1 is lost, and the share of process 2 is of other files.
+    monkeypatch.setattr(digests, "PATIENCE_S", 0.0)
+    (shared / "digests-2.json").write_text('{"other": [1, "a"]}')
+    digests.write_digests(shared, (0, 3))
+    assert json.loads((shared / digests.DIGESTS).read_text()) == expected
+    assert digests.damaged_files(shared) == []

@@ -1,4 +1,4 @@
-"""Runs that lack something: no validation data, nothing to measure a warm-up by."""
+"""Runs that lack something, go on from another model's checkpoint, or must end early."""
 
 import json
 from typing import Any
@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 from tiny_run import TinyRun
 
+from jaxrl_llm.checkpoint.identity import MODELS, TOKENIZER, read_identity
+from jaxrl_llm.checkpoint.layout import find_model_path
+from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer import deadline
 from jaxrl_llm.trainer.data import sft_batches
 from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.trained_model import export_checkpoint, open_model
 
 SMALL = {
     "total_steps": "1",
@@ -52,3 +57,54 @@ def test_a_warm_up_on_prompts_alone_names_the_key_that_leaves_it_out(tmp_path):
     no_rows: Any = None  # the data are refused first
     with pytest.raises(ConfigError, match=r"give no examples.* --config.warmup=null leaves"):
         sft_batches(config, config.warmup, load_tokenizer("char"), tmp_path, no_rows)
+
+
+def test_a_checkpoint_is_of_one_model(tmp_path, capsys):
+    """Fault 6: a resume, an export and an opened model each compare what the files describe."""
+    run, config = config_of(tmp_path)
+    checkpoint = train(config).checkpoint
+    record = read_identity(checkpoint)
+    assert record is not None and set(record[MODELS]) == {"actor", "critic", "reference"}
+    assert record[TOKENIZER] == load_tokenizer("char").digest()
+
+    again = {"run_dir": str(tmp_path / "again"), "resume": str(checkpoint)}
+    theta = {"actor.hf_config.rope_theta": "500.0"}
+    with pytest.raises(ConfigError, match=r"reference.rope_theta 10000.0 there, 500.0 now"):
+        train(config_of(tmp_path, **again, **theta)[1])
+    assert not (tmp_path / "again" / "metrics.jsonl").exists()
+    capsys.readouterr()
+    train(config_of(tmp_path, **again, total_steps="2", critic__remat="full")[1])
+    assert "checkpoint: critic.remat none there, full now\n" in capsys.readouterr().out
+
+    file = checkpoint.parent / "huggingface" / "config.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {"rms_norm_eps": 0.5}))
+    for use in (
+        lambda: export_checkpoint(checkpoint, tmp_path / "exported"),
+        lambda: open_model(find_model_path(str(run.run_dir))),
+    ):
+        with pytest.raises(ConfigError, match=r"config.json describes.*rms_norm_eps 1e-06 there"):
+            use()
+
+
+def test_useless_weights_do_not_replace_a_checkpoint(tmp_path):
+    """Fault 33: finite weights of 1e30 were saved as the last good checkpoint."""
+    run, config = config_of(
+        tmp_path,
+        total_steps="3",
+        save_every="1",
+        checkpoint__keep_latest="1",
+        actor__ppo_mini_batch_size="16",  # one update: the gradient of a second is not finite
+        actor__optimizer='{"learning_rate": 1e30}',
+    )
+    with pytest.raises(UselessWeights, match=r"step 1 is not saved: the weights of actor/.* 1e19"):
+        train(config)
+    assert run.saved_steps() == [0]
+
+
+def test_a_run_saves_and_ends_before_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(deadline, "MARGIN_S", 3600.0)
+    run, config = config_of(tmp_path, total_steps="9", checkpoint__save_by="+50m")
+    summary = train(config)
+    assert summary.interrupted and summary.step == 1
+    assert run.saved_steps() == [0, 1]

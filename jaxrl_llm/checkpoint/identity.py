@@ -1,0 +1,153 @@
+"""Which models a checkpoint is of: recorded in its loop state, and compared before it is used.
+
+Weights fit every model of the same shapes. So a checkpoint says what its weights are weights of:
+the config and the dtypes of each model, and the digest of the tokenizer. Package versions and what
+else may change are recorded too. They are named when they differ.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.checkpoint import manager
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.config import ModelConfig
+
+IDENTITY = "identity"  # entry of the loop state
+# Entries of a record. LEARNER is the role whose model checkpoints/huggingface describes.
+MODELS, TOKENIZER, LEARNER, SETTING = "models", "tokenizer", "learner", "setting"
+# Fields of a model's config that its function does not depend on.
+MAY_CHANGE = ("max_position_embeddings", "initializer_range")
+PACKAGES = (
+    "jaxrl_llm",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "tokenizers",
+)
+_DTYPES = ("kind", "dtype", "param_dtype")  # of a model; the rest are fields of its config
+
+Record = dict[str, Any]  # in JSON's types
+
+
+def model_record(spec: ModelSpec, dtype: str) -> Record:
+    """A model that is stored as `spec` says and computed in `dtype`."""
+    given = {"kind": spec.kind, "dtype": dtype, "param_dtype": spec.dtype}
+    return given | config_record(spec.config)
+
+
+def config_record(config: ModelConfig) -> Record:
+    """The fields of a model's config."""
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    scaling = config.rope_scaling
+    if scaling is not None:
+        found["rope_scaling"] = {"rope_type": scaling.kind} | dataclasses.asdict(scaling)
+    return json.loads(json.dumps(found))  # lists in place of tuples
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of the packages that a run's numbers depend on."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+# ------------------------------------------------------------------------- compare
+
+
+def read_identity(checkpoint: Path) -> Record | None:
+    """The record of a finished checkpoint; None where an older version wrote it.
+
+    Raises: DamagedCheckpoint.
+    """
+    return manager.loop_state(checkpoint).get(IDENTITY)
+
+
+def check_resume(checkpoint: Path, now: Record) -> str:
+    """Compare a checkpoint with the run that is to go on from it, before any array exists.
+
+    Returns what differs and may, as a line for the user; empty where nothing does.
+
+    Raises: ConfigError for another model or tokenizer; it names the key and both values.
+    """
+    saved = read_identity(checkpoint)
+    if saved is None:
+        return (
+            f"{checkpoint} does not say which model it is of, as an older version wrote it: it "
+            "could not be compared with this config"
+        )
+    wrong, noted = [], []
+    for role in saved[MODELS].keys() & now[MODELS].keys():
+        for key, there, here in _differences(saved[MODELS][role], now[MODELS][role]):
+            found = noted if key in MAY_CHANGE else wrong
+            found.append(_line(f"{role}.{key}", there, here))
+    if saved[TOKENIZER] != now[TOKENIZER]:
+        wrong.append(_line("digest of the tokenizer", saved[TOKENIZER], now[TOKENIZER]))
+    if wrong:
+        raise ConfigError(
+            f"{checkpoint} was saved with another model or tokenizer than this run has:\n  "
+            + "\n  ".join(sorted(wrong))
+            + "\nGo on with the config and the model's files that it was made with. To begin from "
+            "weights of another model, give its folder as --config.actor.path"
+        )
+    noted += [_line(*found) for found in _differences(saved[SETTING], now[SETTING])]
+    return f"other than in the checkpoint: {', '.join(noted)}" if noted else ""
+
+
+def check_model(
+    checkpoint: Path, config: ModelConfig, described_in: Path, role: str | None = None
+) -> None:
+    """Compare a model's config, read from a file, with what the checkpoint was saved with.
+
+    None is the role that the run learned. Does nothing where the checkpoint has no record.
+
+    Raises: ConfigError that names the key, both values and the file.
+    """
+    saved = read_identity(checkpoint)
+    model = None if saved is None else saved[MODELS].get(role or saved[LEARNER])
+    if model is None:
+        return
+    there = {key: value for key, value in model.items() if key not in _DTYPES}
+    found = _differences(there, config_record(config))
+    lines = [_line(key, was, here) for key, was, here in found if key not in MAY_CHANGE]
+    if lines:
+        raise ConfigError(
+            f"{described_in} describes another model than {checkpoint} was saved with: "
+            f"{', '.join(lines)}. Put the right values or the file back"
+        )
+
+
+def check_tokenizer(checkpoint: Path, digest: str, folder: Path) -> None:
+    """Compare the tokenizer in `folder` with that of the run. ConfigError names both digests."""
+    saved = read_identity(checkpoint)
+    if saved is not None and saved[TOKENIZER] != digest:
+        raise ConfigError(
+            f"the tokenizer in {folder} is not the one that {checkpoint} was saved with: "
+            f"{_line('its digest', saved[TOKENIZER], digest)}. Put its files back"
+        )
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, saved value, value now) where two flat records differ."""
+    keys = dict.fromkeys([*saved, *now])
+    return [(k, saved.get(k), now.get(k)) for k in keys if saved.get(k) != now.get(k)]
+
+
+def _line(key: str, there: Any, here: Any) -> str:
+    return f"{key} {_shown(there)} there, {_shown(here)} now"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,60 @@
+"""`checkpoint.save_by`: a run saves and ends before a time, such as the end of a cluster's job."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.times import end_time, start_time
+
+RECENT = 50  # steps whose longest counts
+MARGIN_S = 10.0  # for the end of the process
+
+
+@dataclass(kw_only=True)
+class Deadline:
+    """Tells at each step's boundary whether another step and a save would end too late."""
+
+    at: float  # epoch seconds; infinity never comes
+    save_s: Callable[[], float]  # the longest recent save, seconds until it is on disk
+    message: Callable[[str], None]
+    clock: Callable[[], float] = time.time
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _last: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = self.clock()
+
+    def has_come(self) -> bool:
+        """Whether the run should save now. Call it once at each step's boundary.
+
+        The time of a step is that between two boundaries, with its validation.
+        """
+        now = self.clock()
+        self._steps.append(now - self._last)
+        self._last = now
+        step, save = max(self._steps), self.save_s()
+        if now + step + save + MARGIN_S <= self.at:
+            return False
+        self.message(
+            f"config.checkpoint.save_by is in {self.at - now:.0f} s, and a step takes up to "
+            f"{step:.3g} s, a save {save:.3g} s: the run saves and ends"
+        )
+        return True
+
+
+def read_deadline(save_by: str) -> float:
+    """Epoch seconds of `checkpoint.save_by`; infinity where it is empty.
+
+    Raises: ConfigError when it has passed.
+    """
+    if not save_by:
+        return float("inf")
+    at = end_time(save_by, start_time())
+    if at <= time.time():
+        raise ConfigError(
+            f"config.checkpoint.save_by={save_by} has passed; give a later time, or leave it out "
+            'with --config.checkpoint.save_by=""'
+        )
+    return at

@@ -1,0 +1,105 @@
+"""Records of models: what two of them must share, and that files on disk give the same ones."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chat_tokenizer import TEMPLATE, write_chat_tokenizer
+from tiny_models import CONFIGS, tiny_config
+
+from jaxrl_llm.checkpoint import identity
+from jaxrl_llm.checkpoint.identity import IDENTITY, check_model, check_resume, config_record
+from jaxrl_llm.checkpoint.manager import CheckpointManager
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.families import config_from_hf, to_hf_config
+from jaxrl_llm.models.rope import LinearRope
+from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
+
+CONFIG = tiny_config()
+
+
+def record(config=CONFIG, dtype="float32", tokenizer="a", **setting) -> dict:
+    model = identity.model_record(model_spec(config), dtype)
+    return {
+        identity.MODELS: {"actor": model},
+        identity.TOKENIZER: tokenizer,
+        identity.LEARNER: "actor",
+        identity.SETTING: {"jax": "0.10.2"} | setting,
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with the record of CONFIG."""
+    manager = CheckpointManager(
+        tmp_path_factory.mktemp("run"),
+        keep_latest=2,
+        keep_best=0,
+        best_metric="",
+        asynchronous=False,
+    )
+    manager.save(1, {}, {IDENTITY: record()}, {})
+    manager.save(2, {}, {}, {})
+    manager.close()
+    return manager.path(1)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (replace(CONFIG, rope_theta=500.0), "actor.rope_theta 10000.0 there, 500.0 now"),
+        (replace(CONFIG, rms_norm_eps=1e-5), "actor.rms_norm_eps 1e-06 there, 1e-05 now"),
+        (replace(CONFIG, family="mistral"), "actor.family llama there, mistral now"),
+        (replace(CONFIG, rope_scaling=LinearRope(factor=2.0)), "rope_scaling null there"),
+        (replace(CONFIG, vocab_size=100), "actor.vocab_size"),
+    ],
+)
+def test_another_model_is_refused_with_both_values(checkpoint, config, line):
+    with pytest.raises(ConfigError) as refused:
+        check_resume(checkpoint, record(config))
+    assert line in str(refused.value) and str(checkpoint) in str(refused.value)
+    with pytest.raises(ConfigError, match="Put the right values"):
+        check_model(checkpoint, config, Path("config.json"))
+
+
+def test_another_dtype_or_tokenizer_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match=r"actor.dtype float32 there, bfloat16 now"):
+        check_resume(checkpoint, record(dtype="bfloat16"))
+    with pytest.raises(ConfigError, match="digest of the tokenizer a there, b now"):
+        check_resume(checkpoint, record(tokenizer="b"))
+    check_model(checkpoint, CONFIG, Path("config.json"))
+
+
+def test_what_may_change_is_named(checkpoint):
+    assert check_resume(checkpoint, record()) == ""
+    longer = replace(CONFIG, max_position_embeddings=999)
+    line = check_resume(checkpoint, record(longer, jax="0.11.2"))
+    assert line == (
+        "other than in the checkpoint: actor.max_position_embeddings "
+        f"{CONFIG.max_position_embeddings} there, 999 now, jax 0.10.2 there, 0.11.2 now"
+    )
+
+
+def test_an_older_checkpoint_could_not_be_compared(checkpoint):
+    older = checkpoint.with_name("global_step_2")
+    assert "could not be compared" in check_resume(older, record())
+    check_model(older, replace(CONFIG, rope_theta=5.0), Path("config.json"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_on_disk_has_the_same_record(name):
+    """Else a checkpoint would be refused because of its own files."""
+    config = CONFIGS[name]
+    again = config_from_hf(json.loads(json.dumps(to_hf_config(config, "causal_lm"))))
+    assert config_record(again) == config_record(config)
+
+
+def test_a_tokenizer_has_the_same_digest_after_it_was_saved(tmp_path):
+    first = load_tokenizer(write_chat_tokenizer(tmp_path / "a"))
+    first.save(tmp_path / "b")
+    assert load_tokenizer(tmp_path / "b").digest() == first.digest()
+    other = write_chat_tokenizer(tmp_path / "c", template=TEMPLATE.replace("\n", " "))
+    digests = {first.digest(), load_tokenizer(other).digest(), CharTokenizer().digest()}
+    assert len(digests) == 3

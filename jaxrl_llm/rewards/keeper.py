@@ -1,12 +1,10 @@
 """The parent of a worker process: sets its limits, passes its output on, and ends all it started.
 
-Started as a script by `pool.py`, never imported. It runs no code of a user, so it ends a worker
-that holds the interpreter lock, or whose trainer was killed. As a "child subreaper" it inherits
+Started by `pool.py` in a process of its own. It runs no code of a user, so it ends a worker that
+holds the interpreter lock, or whose trainer was killed. As a "child subreaper" it inherits
 processes whose parents have ended, so none of them outlives the worker.
 """
 
-import ctypes
-import json
 import os
 import resource
 import select
@@ -17,7 +15,8 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+from jaxrl_llm.rewards import processes
+
 PAUSE = 0.2  # seconds between looks at the processes
 OUTPUT_WINDOW = 60.0  # seconds to which the limit of output refers
 EXCESS = 121  # the exit code of a worker that was ended for taking too much
@@ -27,7 +26,7 @@ OOM_SCORE = 500  # the kernel ends a worker before the trainer when memory is sh
 def main(settings: dict[str, Any]) -> NoReturn:
     """Start the worker, watch over it, end what is left of it, and end as it ended."""
     trainer = os.getppid()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    processes.adopt_orphans()
     wakeup, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -39,7 +38,7 @@ def main(settings: dict[str, Any]) -> NoReturn:
     os.close(theirs)
     os.close(settings["socket"])
     status = _watch(worker, trainer, wakeup, _Output(output, settings["output_bytes"]), settings)
-    _end_all()
+    processes.end_all()
     _end_as(status)
 
 
@@ -50,17 +49,13 @@ def _become_worker(settings: dict[str, Any], output: int) -> NoReturn:
     """In the child: its own session, limits and output; then the requests."""
     keeper = os.getppid()
     os.setsid()  # Ctrl-C is the trainer's to handle
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:
-        os._exit(1)
+    processes.end_with_parent(keeper)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     _limit(settings)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")
-    sys.path[:] = settings["path"]
-    # These are importable only now that the path is the trainer's.
     from jaxrl_llm.rewards import wire, worker
 
     os.set_inheritable(settings["socket"], False)  # not for what a user function starts
@@ -76,9 +71,7 @@ def _limit(settings: dict[str, Any]) -> None:
         (resource.RLIMIT_FSIZE, settings["file_bytes"]),
         (resource.RLIMIT_CORE, 0),
     ):
-        _, hard = resource.getrlimit(kind)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        processes.lower_limit(kind, value)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(OOM_SCORE))
 
@@ -127,55 +120,13 @@ def _reap(worker: int) -> int | None:
 
 def _excess(settings: dict[str, Any]) -> str:
     """Which limit the processes together have passed, or nothing."""
-    pids = _descendants(os.getpid())
+    pids = processes.descendants(os.getpid())
     if len(pids) > settings["processes"]:
         return f"it started more than {settings['processes']} processes"
     limit = settings["memory_bytes"]
-    # Pages that several processes share are counted by the slower question only.
-    if sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit:
+    if processes.memory_above(pids, limit):
         return f"it took more than {limit / 1e9:g} GB of memory"
     return ""
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found + [below for child in found for below in _descendants(child)]
-
-
-def _resident(pid: int) -> int:
-    """Bytes in memory, with what is shared counted in each process."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
-
-
-def _proportional(pid: int) -> int:
-    """Bytes in memory, with what is shared divided by the number of processes that share it."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
-    except (OSError, StopIteration):
-        return 0
-
-
-def _end_all() -> None:
-    """Kill every process below this one. Those that are orphaned meanwhile become children."""
-    while True:
-        for pid in _descendants(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(1e-3)
 
 
 def _end_as(status: int) -> NoReturn:
@@ -232,11 +183,3 @@ class _Output:
     def _write(self, part: bytes) -> None:
         with suppress(OSError):  # the trainer's output may be gone
             os.write(1, part)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

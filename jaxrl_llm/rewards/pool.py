@@ -20,9 +20,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
+from jaxrl_llm.rewards import keeper
 from jaxrl_llm.rewards.calling import BatchCall, CallError, Reply, SampleCall, timeout_error
 from jaxrl_llm.rewards.loading import FunctionInfo
 from jaxrl_llm.rewards.messages import info_of, pack_calls, replies_of
@@ -31,7 +31,13 @@ from jaxrl_llm.rewards.wire import MAX_ANSWER, Channel, Malformed, pack_request,
 LOAD_LIMIT = 120.0  # seconds to import a user's module; libraries such as torch are slow
 GRACE = 1.0  # seconds for an async call to end at its own limit before its worker is killed
 END_LIMIT = 10.0  # seconds for a keeper to end all processes of its worker
-EXCESS = 121  # keeper.py's exit code
+KEEPER = """
+import json, sys
+settings = json.loads(sys.argv[1])
+sys.path[:] = settings["path"]
+from jaxrl_llm.rewards import keeper
+keeper.main(settings)
+"""
 # Variables whose names say that they are secret.
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|APIKEY|(^|_)AUTH(_|$)"
@@ -205,13 +211,11 @@ class _Worker:
             "path": [path or os.getcwd() for path in sys.path],
             **self._limits.settings(),
         }
-        script = str(Path(__file__).with_name("keeper.py"))
         with self._lock:
             if self._closed:
                 raise _Lost(CallError(kind="not run", message="the reward pool was closed"))
             self._process = subprocess.Popen(
-                # -P: this folder has names, such as `format`, that must not be importable bare.
-                [sys.executable, "-P", script, json.dumps(settings)],
+                [sys.executable, "-P", "-c", KEEPER, json.dumps(settings)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the trainer's to handle
@@ -316,7 +320,7 @@ class _Worker:
         try:
             code = self._process.wait(timeout=GRACE)
             how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            if code == EXCESS:
+            if code == keeper.EXCESS:
                 how = "it passed its limit of memory or processes"
         except subprocess.TimeoutExpired:
             how = "it closed its connection"
@@ -341,15 +345,15 @@ class _Worker:
             _end(process)
 
 
-def _end(keeper: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """Have the keeper end its worker and all that the worker started."""
-    keeper.terminate()
-    keeper.send_signal(signal.SIGCONT)  # a user function may have stopped it
+    process.terminate()
+    process.send_signal(signal.SIGCONT)  # a user function may have stopped it
     try:
-        keeper.wait(END_LIMIT)
+        process.wait(END_LIMIT)
     except subprocess.TimeoutExpired:  # stopped again and again; its worker ends with it
-        keeper.kill()
-        keeper.wait()
+        process.kill()
+        process.wait()
 
 
 def _not_imported(path: str, error: CallError) -> ValueError:

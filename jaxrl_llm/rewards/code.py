@@ -113,11 +113,11 @@ def read_cases(ground_truth: Any) -> list[Case]:
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"the ground truth of a code row is not JSON. {FORMS}") from None
     try:
         cases = list(_cases(tests))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"the ground truth has no tests ({error!r}). {FORMS}") from None
     if not cases:
         raise ValueError(f"the ground truth has no tests. {FORMS}")

@@ -189,7 +189,8 @@ REFUSED = {
         "refused",
     ),
     "setuid programs": (
-        "import os\nprint(all(os.statvfs(p).f_flag & os.ST_NOSUID for p in ('/', '/usr', '/tmp')))",
+        "import os\nfolders = ('/', '/usr', '/sandbox')\n"
+        "print(all(os.statvfs(p).f_flag & os.ST_NOSUID for p in folders))",
         "True",
     ),
     "kill process 1": (
@@ -437,7 +438,7 @@ CHEATS = {
         "    frame = frame.f_back\n  return 0"
     ),
     "reads the tests on disk": (
-        "import glob\ndef f(x):\n  for p in glob.glob('/tmp/**', recursive=True) + "
+        "import glob\ndef f(x):\n  for p in glob.glob('/sandbox/**', recursive=True) + "
         "glob.glob('/proc/self/fd/*') + ['/proc/1/environ', '/proc/self/cmdline']:\n"
         "    try:\n      if 'assert' in open(p).read(): return 11\n    except OSError: pass\n"
         "  return 0"
@@ -487,7 +488,7 @@ def test_expected_outputs_are_not_where_a_program_runs():
     """A program prints everything that it can reach; the answer is not among it."""
     source = (
         "import gc, os, sys\nprint(repr(gc.get_objects()), os.environ, sys.argv)\n"
-        "for p, _, names in os.walk('/tmp'):\n  for n in names: print(open(p + '/' + n).read())"
+        "for p, _, names in os.walk('.'):\n  for n in names: print(open(p + '/' + n).read())"
     )
     tests = {"inputs": ["1"], "outputs": ["needle-in-the-answers"]}
     assert code(f"```python\n{source}\n```", json.dumps(tests))["score"] == 0.0

@@ -42,7 +42,7 @@ def main(settings: dict[str, Any]) -> NoReturn:
         if isolated:
             namespaces.isolate(settings["read_only"])
     except OSError as error:
-        _report(control, {"refused": error.strerror or str(error)})
+        _report(control, {"refused": str(error)})
         os._exit(1)
     processes.end_with_parent(settings["parent"])
     launcher = os.getpid()
@@ -65,8 +65,8 @@ def _serve(control: Any, settings: dict[str, Any], isolated: bool) -> None:
     for line in reader:
         request = json.loads(line)
         if isolated:
-            namespaces.fresh_tmp(settings["tmp_bytes"])
-        folder = "/tmp" if isolated else tempfile.mkdtemp(prefix="jaxrl_program_")
+            namespaces.fresh_folder(settings["tmp_bytes"])
+        folder = namespaces.FOLDER if isolated else tempfile.mkdtemp(prefix="jaxrl_program_")
         try:
             for name, text in request["files"].items():
                 with open(f"{folder}/{name}", "w", errors="surrogatepass") as file:

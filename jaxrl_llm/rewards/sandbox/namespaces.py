@@ -24,6 +24,7 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 ATTR_RDONLY, ATTR_NOSUID = 1, 2
 
 NOBODY = 65534
+FOLDER = "/sandbox"  # where programs run, and all that they can write to
 DEVICES = ("null", "zero", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 
@@ -52,12 +53,12 @@ def isolate(read_only: list[str]) -> None:
         os.close(proc)
 
 
-def fresh_tmp(num_bytes: int) -> None:
-    """An empty /tmp that holds at most `num_bytes`. What the one before held is gone."""
+def fresh_folder(num_bytes: int) -> None:
+    """FOLDER, empty, for at most `num_bytes`. What the one before held is gone."""
     with suppress(OSError):
-        _check(libc.umount2(b"/tmp", MNT_DETACH), "umount /tmp")
+        _check(libc.umount2(FOLDER.encode(), MNT_DETACH), f"umount {FOLDER}")
     options = f"size={num_bytes},nr_inodes=4096,mode=1777"
-    _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
+    _mount("tmpfs", FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, options)
 
 
 def python_folders() -> list[str]:
@@ -108,7 +109,9 @@ def _build_tree(read_only: list[str]) -> None:
     os.chdir("/")
     for path in (*SYSTEM, *read_only, *(f"/dev/{name}" for name in DEVICES)):
         _show(path)
-    os.mkdir("/tmp", 0o755)
+    os.mkdir(FOLDER)
+    if not os.path.exists("/tmp"):  # the interpreter may lie there
+        os.symlink(FOLDER, "/tmp")
     _check(libc.umount2(b"/.old", MNT_DETACH), "umount the old tree")
     os.rmdir("/.old")
     _make_read_only()

@@ -25,7 +25,6 @@ OOM_SCORE = 500  # the kernel ends a worker before the trainer when memory is sh
 
 def main(settings: dict[str, Any]) -> NoReturn:
     """Start the worker, watch over it, end what is left of it, and end as it ended."""
-    trainer = os.getppid()
     processes.adopt_orphans()
     wakeup, notify = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -37,7 +36,7 @@ def main(settings: dict[str, Any]) -> NoReturn:
     signal.set_wakeup_fd(notify)
     os.close(theirs)
     os.close(settings["socket"])
-    status = _watch(worker, trainer, wakeup, _Output(output, settings["output_bytes"]), settings)
+    status = _watch(worker, wakeup, _Output(output, settings["output_bytes"]), settings)
     processes.end_all()
     _end_as(status)
 
@@ -79,9 +78,7 @@ def _limit(settings: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------- the keeper's side
 
 
-def _watch(
-    worker: int, trainer: int, wakeup: int, output: "_Output", settings: dict[str, Any]
-) -> int:
+def _watch(worker: int, wakeup: int, output: "_Output", settings: dict[str, Any]) -> int:
     """Until the worker has ended, or has to end: its status as `os.waitpid` gives it."""
     looked = time.monotonic()
     while True:
@@ -97,7 +94,7 @@ def _watch(
         if time.monotonic() - looked < PAUSE:
             continue
         looked = time.monotonic()
-        if os.getppid() != trainer:
+        if os.getppid() != settings["trainer"]:
             return signal.SIGKILL
         excess = _excess(settings)
         if excess:

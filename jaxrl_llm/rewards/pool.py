@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxrl_llm.rewards import keeper
+from jaxrl_llm.rewards import keeper, processes
 from jaxrl_llm.rewards.calling import BatchCall, CallError, Reply, SampleCall, timeout_error
 from jaxrl_llm.rewards.loading import FunctionInfo
 from jaxrl_llm.rewards.messages import info_of, pack_calls, replies_of
@@ -67,11 +67,18 @@ class WorkerLimits:
 
     def environ(self) -> dict[str, str]:
         """The environment without secrets."""
-        return {
-            name: value
-            for name, value in os.environ.items()
-            if name in self.environment or not SECRET.search(name)
-        }
+        return {name: value for name, value in os.environ.items() if not self._withholds(name)}
+
+    def explained(self, message: str) -> str:
+        """An error's message. If it names a variable that was withheld, it says how to pass it."""
+        for name in filter(self._withholds, os.environ):
+            if name in message:
+                names = json.dumps([*self.environment, name])
+                return f"{message}; {name} is withheld: --config.reward.environment='{names}'"
+        return message
+
+    def _withholds(self, name: str) -> bool:
+        return name not in self.environment and bool(SECRET.search(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +215,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         settings = {
             "socket": theirs.fileno(),
+            "trainer": os.getpid(),
             "path": [path or os.getcwd() for path in sys.path],
             **self._limits.settings(),
         }
@@ -272,6 +280,8 @@ class _Worker:
             raise _not_imported(path, self._lost_by(error)) from None
         except _Lost as lost:
             raise _not_imported(path, lost.error) from None
+        except ValueError as error:
+            raise ValueError(self._limits.explained(str(error))) from None
         self._infos[function] = info
         return info
 
@@ -286,7 +296,7 @@ class _Worker:
             self._send(pack_calls(self._head("run", function, timeout), info, calls), limit)
             for request in calls:
                 answer = self._receive(limit, timeout_error(info, timeout))
-                replies += replies_of(answer, self._number, [request.size])
+                replies += self._explained(replies_of(answer, self._number, [request.size]))
         except Malformed as error:
             replies.append(Reply(error=self._lost_by(error)))
         except _Lost as lost:
@@ -302,11 +312,20 @@ class _Worker:
             limit = timeout * turns + GRACE
             self._send(pack_calls(self._head("gather", function, timeout), info, calls), limit)
             answer = self._receive(limit, timeout_error(info, timeout))
-            return replies_of(answer, self._number, [request.size for request in calls])
+            sizes = [request.size for request in calls]
+            return self._explained(replies_of(answer, self._number, sizes))
         except Malformed as error:
             return self._lost_by(error)
         except _Lost as lost:
             return lost.error
+
+    def _explained(self, replies: list[Reply]) -> list[Reply]:
+        return [
+            replace(r, error=replace(r.error, message=self._limits.explained(r.error.message)))
+            if r.error is not None
+            else r
+            for r in replies
+        ]
 
     def _ready(self, function: int) -> FunctionInfo:
         try:
@@ -319,7 +338,7 @@ class _Worker:
         assert self._process is not None
         try:
             code = self._process.wait(timeout=GRACE)
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            how = f"exit code {code}" if code >= 0 else processes.signal_name(-code)
             if code == keeper.EXCESS:
                 how = "it passed its limit of memory or processes"
         except subprocess.TimeoutExpired:

@@ -27,14 +27,20 @@ def adopt_orphans() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`."""
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid`."""
     found: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
-    return found + [below for child in found for below in descendants(child)]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    own = children(pid)
+    return own + [below for child in own for below in descendants(child)]
 
 
 def memory_above(pids: list[int], limit: int) -> bool:
@@ -73,6 +79,14 @@ def end_all() -> None:
         except ChildProcessError:
             return
         time.sleep(1e-3)
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; a number for one that has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def lower_limit(kind: int, value: int) -> None:

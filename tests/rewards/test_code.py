@@ -1,6 +1,7 @@
 """The code grader: forms of tests, what it reads from a completion, and how output is compared."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from jaxrl_llm.rewards.code import (
     same_output,
 )
 from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.processes import descendants
 from jaxrl_llm.rewards.sandbox.box import Limits, Sandbox
 from jaxrl_llm.rewards.sandbox.values import Foreign, decode, encode, no_object
 from jaxrl_llm.types import Completion, Prompt
@@ -33,7 +35,8 @@ def unavailable():
     return ""
 
 
-needs_sandbox = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "has namespaces")
+REASON = unavailable()
+needs_sandbox = pytest.mark.skipif(bool(REASON), reason=REASON or "has namespaces")
 
 
 def block(source):
@@ -216,5 +219,10 @@ def test_limits_alone(tmp_path):
         assert not Path(outcome.stdout.strip()).exists()
         refused = "import socket\ntry: socket.socket()\nexcept PermissionError: print('refused')"
         assert sandbox.run_source(refused).stdout == "refused\n"
+    bomb = "import os, time\nfor _ in range(4):\n  if os.fork() == 0: os.setsid()\ntime.sleep(9)"
+    before = set(descendants(os.getpid()))
+    with Sandbox(Limits(seconds=5.0, processes=8), limits_only=True) as sandbox:
+        assert sandbox.run_source(bomb).why == "processes"
+        assert set(descendants(os.getpid())) <= before
     tests = ["assert f(1) == 2"]
     assert code(block("def f(x): return 2"), tests, limits_only=True) == {"score": 1.0}

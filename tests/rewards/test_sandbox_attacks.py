@@ -4,6 +4,8 @@ import json
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -27,7 +29,8 @@ def unavailable():
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "has namespaces")
+REASON = unavailable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "has namespaces")
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,18 @@ def running(marker):
     return found
 
 
+# Further cases of what another attack does too.
+SLOW = {
+    "sleep", "waits for input", "1 GB of errors", "1 GB of results", "thread bomb", "atexit",
+    "setprofile", "os._exit in f", "endless iterator", "raises a stranger", "equality text",
+    "forges wrong messages", "unequal to itself", "truth", "everything", "own math",
+}  # fmt: skip
+
+
+def quick_and_slow(attacks):
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in attacks]
+
+
 # ------------------------------------------------------------------------- too much
 
 TOO_MUCH = {
@@ -106,7 +121,7 @@ TOO_MUCH = {
 }
 
 
-@pytest.mark.parametrize("name", TOO_MUCH)
+@pytest.mark.parametrize("name", quick_and_slow(TOO_MUCH))
 def test_what_takes_too_much_is_ended(name, sandbox):
     source, why = TOO_MUCH[name]
     start = time.monotonic()
@@ -351,16 +366,18 @@ def test_how_a_program_ended_is_reported(name, sandbox):
 def test_a_sandbox_ends_with_its_caller():
     marker = "marker" + secrets.token_hex(8)
     source = "import time\nprint(1)\ntime.sleep(99)"
-    pid = os.fork()
-    if pid == 0:
-        Sandbox(Limits(seconds=60)).run(["main.py", marker], files={"main.py": source})
-        os._exit(0)
+    caller = (
+        "import sys\nfrom jaxrl_llm.rewards.sandbox.box import Sandbox\n"
+        "Sandbox().run(['main.py', sys.argv[2]], files={'main.py': sys.argv[1]})"
+    )
+    # Its own arguments have the marker, so what counts is a second process.
+    process = subprocess.Popen([sys.executable, "-c", caller, source, marker])
     deadline = time.monotonic() + 10
-    while not running(marker) and time.monotonic() < deadline:
+    while len(running(marker)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    seen = running(marker)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
+    seen = len(running(marker)) == 2
+    process.kill()
+    process.wait()
     while running(marker) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert seen and not running(marker)
@@ -472,7 +489,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", quick_and_slow(CHEATS))
 def test_a_cheat_gets_nothing(name):
     settings = {"scoring": "share", "case_s": 0.3, "total_s": 1.0, "memory_mb": 150}
     block = f"```python\n{CHEATS[name]}\n```"

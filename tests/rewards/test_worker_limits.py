@@ -59,6 +59,13 @@ def nasty_error(solution_str):
 def environment(solution_str):
     return {"score": 1.0, "names": sorted(os.environ)}
 
+def needs_key(solution_str):
+    return float(os.environ["OPENAI_API_KEY"])
+
+def real_time_signal(solution_str):
+    import signal
+    os.kill(os.getpid(), signal.SIGRTMIN + 2)
+
 def double_fork(solution_str, *, file):
     if os.fork() == 0:
         os.setsid()
@@ -152,6 +159,18 @@ def test_secrets_are_withheld_unless_they_are_named(function, monkeypatch):
     assert {"PATH", "KEYBOARD_LAYOUT", "MONKEYS"} <= set(seen)
     seen = score(function("environment"), environment=("OPENAI_API_KEY",))
     assert set(SECRETS) & set(seen.extras[0]["environment/names"]) == {"OPENAI_API_KEY"}
+
+
+def test_an_error_about_a_withheld_variable_says_how_to_pass_it(function, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "1")
+    (failure,) = score(function("needs_key")).failures
+    assert """reward.environment='["OPENAI_API_KEY"]'""" in failure.message
+    assert not score(function("needs_key"), environment=("OPENAI_API_KEY",)).failures
+
+
+def test_a_signal_without_a_name(function):
+    (failure,) = score(function("real_time_signal")).failures
+    assert "(signal 36)" in failure.message
 
 
 @pytest.mark.parametrize("text", ["hang", "lock", "exit", "stop", "return"])

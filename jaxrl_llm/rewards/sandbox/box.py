@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jaxrl_llm
-from jaxrl_llm.rewards.processes import descendants, memory_above
+from jaxrl_llm.rewards.processes import children, descendants, memory_above, signal_name
 from jaxrl_llm.rewards.sandbox.namespaces import python_folders
 
 PAUSE = 0.05  # seconds between looks at memory and processes
 MARGIN = 10.0  # seconds beyond a program's own, to start and to end it
-HERE = Path(__file__).parent
-ROOT = str(Path(jaxrl_llm.__file__).parents[1])
+HERE = Path(__file__).resolve().parent
+ROOT = str(Path(jaxrl_llm.__file__).resolve().parents[1])
 START = """
 import json, sys
 settings = json.loads(sys.argv[1])
@@ -73,7 +73,7 @@ class Outcome:
                     "processes": "it started too many processes", "lost": "its sandbox was lost",
                     "output": "it printed too much"}[self.why]  # fmt: skip
         if self.code is not None and self.code < 0:
-            return f"signal {signal.Signals(-self.code).name}"
+            return signal_name(-self.code)
         last = self.stderr.strip().rpartition("\n")[2][:200]
         return f"exit code {self.code}" + (f", {last}" if self.code and last else "")
 
@@ -81,7 +81,8 @@ class Outcome:
 class Sandbox:
     """Runs programs one after the other; each finds an empty folder and no other process.
 
-    `channel` is a socket that the first program has as descriptor 4. Use it in a `with`.
+    It ends with the thread that began its first program. Use it in a `with`.
+    `channel` is a socket that the first program has as descriptor 4.
     Raises: SandboxUnavailable from `run` and `start`.
     """
 
@@ -156,6 +157,8 @@ class Sandbox:
     def close(self) -> None:
         """End the sandbox with all that runs in it."""
         if self._process is not None:
+            if self._limits_only:  # no namespace ends them together
+                _end_below(self._process.pid)
             self._process.kill()
             self._process.wait()
         if self._control is not None:
@@ -195,7 +198,8 @@ class Sandbox:
 
     def _settings(self, **more: Any) -> dict[str, Any]:
         limits = self.limits
-        packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+        names = ("site-packages", "dist-packages")
+        packages = [os.path.realpath(p) for p in sys.path if Path(p).name in names]
         return {
             "root": ROOT,
             "parent": os.getpid(),
@@ -236,6 +240,19 @@ class Sandbox:
         if len(pids) > self.limits.processes + 2:
             return "processes"
         return "memory" if memory_above(pids, self.limits.memory_mb << 20) else ""
+
+
+def _end_below(launcher: int) -> None:
+    """Kill what the first process has started. It inherits orphans, and collects all of them."""
+    until = time.monotonic() + 5.0
+    while time.monotonic() < until:
+        programs = [pid for first in children(launcher) for pid in descendants(first)]
+        if not programs:
+            return
+        for pid in programs:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(2e-3)
 
 
 def _wait_for_end(control: socket.socket) -> None:

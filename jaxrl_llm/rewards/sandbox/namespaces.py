@@ -64,7 +64,8 @@ def fresh_folder(num_bytes: int) -> None:
 def python_folders() -> list[str]:
     """What a Python program needs to be able to read: the interpreter and its packages."""
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()}
-    return [folder for folder in sorted(folders) if not folder.startswith("/usr/")]
+    paths = sorted(os.path.realpath(folder) for folder in folders)
+    return [path for path in paths if path != "/" and not f"{path}/".startswith("/usr/")]
 
 
 # ------------------------------------------------------------------------- user

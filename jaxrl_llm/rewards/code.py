@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.sandbox.box import Limits, Sandbox
 from jaxrl_llm.rewards.sandbox.values import comparable, decode, no_object
 
 RUNS_IN_POOL = True  # a call takes seconds
-JUDGE_KB = 8192  # what a judge may write: the values of all calls
+OUTPUT_KB = 8192  # what a program may print, and a judge may write
 OVER = "not run: the time of the row was over"
 
 BLOCK = re.compile(r"```(?:python|py)[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -75,7 +75,7 @@ def code(
     source = extract_code(solution_str)
     if source is None:
         return {"score": 0.0, "reason": "no ```python block in the completion"}
-    limits = Limits(seconds=case_s, memory_mb=memory_mb)
+    limits = Limits(seconds=case_s, memory_mb=memory_mb, output_kb=OUTPUT_KB)
     failures: list[str] = []
     until = time.monotonic() + total_s
     for index, why in enumerate(_run_all(source, cases, limits, until, limits_only)):
@@ -218,7 +218,7 @@ def _judge(
     module = "jaxrl_llm.rewards.sandbox."
     ours, theirs = socket.socketpair()
     own = Limits(seconds=left, memory_mb=limits.memory_mb)
-    judging = Limits(seconds=left, memory_mb=limits.memory_mb, output_kb=JUDGE_KB)
+    judging = Limits(seconds=left, memory_mb=limits.memory_mb, output_kb=OUTPUT_KB)
     with (
         Sandbox(own, limits_only=limits_only, channel=ours) as candidate,
         Sandbox(judging, limits_only=limits_only, channel=theirs) as judge,

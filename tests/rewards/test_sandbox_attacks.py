@@ -394,6 +394,7 @@ TESTS = [
     "assert isinstance(f(2), int) and f(2) == 11",
     "assert [f(i) for i in range(3)] == [7, 8, 11]",
     "assert str(f(2)) == '11' and len(str(f(2))) == 2",
+    "assert all(map(lambda x: f(x) == x * x + 7, [2, 3]))",
 ]
 CALLS = [
     {"input": given, "output": result, "testtype": "functional", "fn_name": "f"}
@@ -441,6 +442,7 @@ CHEATS = {
     "everything": "def f(x): return [11, 16, 7, 8, True]",
     "truth": "def f(x): return True",
     "raises what a test raises": "def f(x): raise AssertionError",
+    "raises to end a loop": "def f(x): raise StopIteration",
     "raises to leave": "def f(x): raise SystemExit(0)",
     "raises a stranger": "class Lost(BaseException): pass\ndef f(x): raise Lost",
     "reads the tests in memory": (

@@ -57,6 +57,8 @@ def _named(namespace: dict[str, Any], name: str) -> Any:
     """A name of the code; a method of its class Solution, as LeetCode's problems have it."""
     if name in namespace:
         return namespace[name]
+    if "Solution" not in namespace:
+        raise NameError(f"the code does not define {name}")
     return getattr(namespace["Solution"](), name)
 
 

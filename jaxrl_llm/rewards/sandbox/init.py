@@ -69,7 +69,9 @@ def _serve(control: Any, settings: dict[str, Any], isolated: bool) -> None:
         folder = namespaces.FOLDER if isolated else tempfile.mkdtemp(prefix="jaxrl_program_")
         try:
             for name, text in request["files"].items():
-                with open(f"{folder}/{name}", "w", errors="surrogatepass") as file:
+                with open(
+                    f"{folder}/{name}", "w", encoding="utf-8", errors="surrogatepass"
+                ) as file:
                     file.write(text)
             _report(control, _run(request, folder, settings, isolated))
         finally:

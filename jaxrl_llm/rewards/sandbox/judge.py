@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 from jaxrl_llm.rewards.sandbox.values import Foreign, decode, encode, no_object, to_line
@@ -37,7 +38,7 @@ class Candidate:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise Lost from error
         if kind == "error":
-            raise _exception(str(value))(str(rest))
+            raise _exception(str(value), str(rest))
         return decode(value, self.fetch), rest
 
     def fetch(self, data: list[Any]) -> Any:
@@ -76,11 +77,13 @@ class Remote:
         return candidate.ask("attribute", target, name)[0]
 
 
-def _exception(name: str) -> type[Exception]:
+def _exception(name: str, text: str) -> Exception:
+    """Python's exception of that name. Not one that ends a loop: `all(map(f, x))` would pass."""
     known = getattr(builtins, name, None)
-    if isinstance(known, type) and issubclass(known, Exception):
-        return known
-    return RuntimeError
+    if isinstance(known, type) and issubclass(known, Exception) and "Stop" not in name:
+        with suppress(TypeError):  # UnicodeDecodeError takes more than a text
+            return known(text)
+    return RuntimeError(f"{name}: {text}")
 
 
 def _handle(value: Any) -> Any:

@@ -222,7 +222,7 @@ def test_limits_alone(tmp_path):
     bomb = "import os, time\nfor _ in range(4):\n  if os.fork() == 0: os.setsid()\ntime.sleep(9)"
     before = set(descendants(os.getpid()))
     with Sandbox(Limits(seconds=5.0, processes=8), limits_only=True) as sandbox:
-        assert sandbox.run_source(bomb).why == "processes"
-        assert set(descendants(os.getpid())) <= before
+        outcome = sandbox.run_source(bomb)
+        assert outcome.why == "processes" and set(descendants(os.getpid())) <= before
     tests = ["assert f(1) == 2"]
     assert code(block("def f(x): return 2"), tests, limits_only=True) == {"score": 1.0}

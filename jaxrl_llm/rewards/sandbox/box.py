@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +99,7 @@ class Sandbox:
         self._channel = channel
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # with limits alone
         self._received = bytearray()
 
     def __enter__(self) -> "Sandbox":
@@ -161,10 +163,12 @@ class Sandbox:
                 _end_below(self._process.pid)
             self._process.kill()
             self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
         if self._control is not None:
             _wait_for_end(self._control)
             self._control.close()
-        self._process = self._control = None
+        self._process = self._control = self._folder = None
         self._received.clear()
 
     # --------------------------------------------------------------------- the first process
@@ -173,7 +177,12 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         channel = None if self._channel is None else self._channel.fileno()
         shared = [theirs.fileno()] + ([] if channel is None else [channel])
-        settings = self._settings(control=theirs.fileno(), channel=channel)
+        if self._limits_only:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="jaxrl_program_", ignore_cleanup_errors=True
+            )
+        folder = self._folder and self._folder.name
+        settings = self._settings(control=theirs.fileno(), channel=channel, folder=folder)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-S", "-c", START, json.dumps(settings)],
             pass_fds=shared,

@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import tempfile
 import time
@@ -66,17 +65,13 @@ def _serve(control: Any, settings: dict[str, Any], isolated: bool) -> None:
         request = json.loads(line)
         if isolated:
             namespaces.fresh_folder(settings["tmp_bytes"])
-        folder = namespaces.FOLDER if isolated else tempfile.mkdtemp(prefix="jaxrl_program_")
-        try:
-            for name, text in request["files"].items():
-                with open(
-                    f"{folder}/{name}", "w", encoding="utf-8", errors="surrogatepass"
-                ) as file:
-                    file.write(text)
-            _report(control, _run(request, folder, settings, isolated))
-        finally:
-            if not isolated:
-                shutil.rmtree(folder, ignore_errors=True)
+            _report(control, _run(request, namespaces.FOLDER, settings, isolated))
+            continue
+        with tempfile.TemporaryDirectory(
+            dir=settings["folder"], ignore_cleanup_errors=True
+        ) as folder:
+            outcome = _run(request, folder, settings, isolated)
+        _report(control, outcome)
 
 
 def _report(control: Any, message: dict[str, Any]) -> None:
@@ -92,6 +87,9 @@ def _run(
     request: dict[str, Any], folder: str, settings: dict[str, Any], isolated: bool
 ) -> dict[str, Any]:
     """Run a program to its end or its limit, and end all that it started."""
+    for name, text in request["files"].items():
+        with open(f"{folder}/{name}", "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
     stdin = os.memfd_create("stdin")
     with open(os.dup(stdin), "wb") as file:
         file.write(request["stdin"].encode(errors="surrogatepass"))

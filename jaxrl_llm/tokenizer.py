@@ -179,7 +179,7 @@ class HFTokenizer:
             self._tokenizer: Any = auto_tokenizer.from_pretrained(
                 self.path, trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises plain Exception, transformers anything
             raise ValueError(
                 f"no tokenizer could be opened from {self.path!r}: {_first_line(error)}. Give a "
                 "directory with tokenizer.json and tokenizer_config.json, the name of a model on a "
@@ -189,6 +189,12 @@ class HFTokenizer:
             raise ValueError(
                 f"the tokenizer of {self.path!r} names no eos_token, so no response could end: "
                 "set eos_token in its tokenizer_config.json"
+            )
+        template = self._tokenizer.chat_template
+        if not isinstance(template, str | dict | None):
+            raise ValueError(
+                f"the chat template of {self.path!r} is a {type(template).__name__}, not a text: "
+                "correct chat_template in its tokenizer_config.json"
             )
         self.stop_ids = _stop_ids(self.path, self.eos_id)
         self.bos_id = self._find_bos()
@@ -238,8 +244,6 @@ class HFTokenizer:
                 f"the tokenizer of {self.path!r} has no chat template: give prompts as plain "
                 "strings, or add chat_template.jinja to its directory"
             )
-        from jinja2 import TemplateError
-
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -249,8 +253,9 @@ class HFTokenizer:
                 tokenize=False,
                 date_string=TEMPLATE_DATE,
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        except Exception as error:  # a template is a program of the model's folder
+            what = str(error) or type(error).__name__
+            raise ValueError(f"the chat template refuses the conversation: {what}") from error
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer's files and its chat template."""
@@ -287,7 +292,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     folder = Path(path)
     if folder.is_dir():
         config = folder / "tokenizer_config.json"
-        if config.is_file() and json.loads(config.read_text()).get(CHAR_MARK) == "char":
+        if config.is_file() and _read_object(config).get(CHAR_MARK) == "char":
             return CharTokenizer()
     else:
         _refuse_missing_directory(folder)
@@ -354,7 +359,7 @@ def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
     from transformers.utils.hub import cached_file
 
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    found = json.loads(Path(file).read_text()).get("eos_token_id") if file else None
+    found = _read_object(Path(file)).get("eos_token_id") if file else None
     ids = found if isinstance(found, list) else [] if found is None else [found]
     for i in ids:
         if not isinstance(i, int) or i < 0:
@@ -362,6 +367,17 @@ def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
                 f"{file} has the eos_token_id {i!r}, which is not a token id: correct or remove it"
             )
     return tuple(dict.fromkeys([eos_id, *ids]))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError, with its name."""
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not a JSON object")
+    return content
 
 
 def _first_line(error: Exception) -> str:

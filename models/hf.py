@@ -117,7 +117,8 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
     heads = _require(hf, "num_attention_heads", family)
     kv_heads = hf.get("num_key_value_heads", defaults.get("num_key_value_heads")) or heads
     head_dim = hf.get("head_dim", defaults.get("head_dim")) or hf["hidden_size"] // heads
-    max_positions = hf.get("max_position_embeddings", defaults["max_position_embeddings"])
+    positions = "max_position_embeddings"
+    max_positions = _value(hf, positions, defaults[positions])
     theta, scaling = rope_from_hf(hf, max_positions)
     return {
         "family": family,
@@ -130,10 +131,10 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
         "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": float(_value(hf, "rms_norm_eps", 1e-6)),
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "max_position_embeddings": max_positions,
-        "initializer_range": float(hf.get("initializer_range", 0.02)),
+        "initializer_range": float(_value(hf, "initializer_range", 0.02)),
     }
 
 
@@ -192,7 +193,7 @@ def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, Rope
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise ValueError(
             f"rope type {kind!r} is not supported (supported: default, {', '.join(ROPE_KINDS)})"
         )
@@ -309,6 +310,12 @@ def check_head_size(config: ModelConfig) -> None:
             f"hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}, "
             f"which transformers requires of {config.family}: take {nearest}"
         )
+
+
+def _value(hf: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of a key. A null value counts as absent, as in transformers."""
+    value = hf.get(key)
+    return default if value is None else value
 
 
 def _require(hf: Mapping[str, Any], key: str, family: str) -> Any:

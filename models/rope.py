@@ -22,7 +22,7 @@ length. transformers then computes the same log-probs for rows of every length.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin
 
 import numpy as np
 
@@ -81,6 +81,8 @@ def is_positive(value: Any) -> bool:
 def _is_valid(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, bool)
+    if isinstance(value, tuple) and get_origin(kind) is not tuple:
+        return False
     return all(map(is_positive, value if isinstance(value, tuple) else (value,)))
 
 

@@ -121,6 +121,10 @@ class _Cursor:
             return self.string()
         if type_id == _ARRAY:
             item_type, count = self.number("I"), self.number("Q")
+            if item_type == _ARRAY or count > len(self._view):
+                raise ValueError(
+                    "a GGUF metadata value is an array of arrays or has a wrong length"
+                )
             if item_type in _SCALAR_FORMATS:  # one unpack for all items
                 fmt = f"{count}{_SCALAR_FORMATS[item_type]}"
                 return list(struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt))))
@@ -307,7 +311,10 @@ def bpe_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = _require(metadata, "tokenizer.ggml.tokens")
     merges = [tuple(m.split(" ", 1)) for m in _require(metadata, "tokenizer.ggml.merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ValueError(f"the tokenizer of the GGUF file is damaged: {error}") from error
     tokenizer.pre_tokenizer = known[name]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type", [])

@@ -53,6 +53,20 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one o
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _READABLE = ("F64", "F32", "F16", "BF16")
 # Numbers of config.json that must be finite and positive, also within the rope settings.
+# Keys, their type, what to call it, and the largest value: above it, memory is taken before
+# anything is compared.
+_TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
+    (
+        ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
+         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers"),
+        int, "a whole number below 2**31", 2**31,
+    ),
+    (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
+    (("rope_theta", "rms_norm_eps", "initializer_range"), int | float, "a number", math.inf),
+    (("architectures", "layer_types"), list, "a list of text", 0),
+    (("model_type", "hidden_act"), str, "text", 0),
+    (("rope_scaling", "rope_parameters"), dict, "a map", 0),
+)  # fmt: skip
 _POSITIVE = ("rope_theta", "rms_norm_eps", "initializer_range")
 _POSITIVE_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 
@@ -232,12 +246,43 @@ def _read_hf_config(directory: Path) -> dict[str, Any]:
         )
     try:
         hf = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    _check_types(path, hf)
     _check_numbers(path, hf, _POSITIVE)
     for rope in ("rope_parameters", "rope_scaling"):
         _check_numbers(path, hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
     return hf
+
+
+def _check_types(path: Path, hf: Any) -> None:
+    """ValueError naming the file and the key of a value of another type, or of a size too large."""
+    if not isinstance(hf, dict):
+        raise ValueError(f"{path} holds a {type(hf).__name__}, not a JSON object; fetch it again")
+    for keys, kind, name, most in _TYPES:
+        for key in keys:
+            value = hf.get(key)
+            if value is not None and not _is_of_type(value, kind, most):
+                raise ValueError(
+                    f"{path} has {key}={_short(value)}, which must be {name}; fetch it "
+                    "again or correct it"
+                )
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of 5,000 digits
+        text = "an integer of many digits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_of_type(value: Any, kind: Any, most: float) -> bool:
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, list):
+        return all(isinstance(entry, str) for entry in value)
+    return not isinstance(value, int | float) or (type(value) is not bool and not value > most)
 
 
 def _check_numbers(path: Path, values: Any, keys: Sequence[str], prefix: str = "") -> None:

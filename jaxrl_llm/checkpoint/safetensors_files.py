@@ -7,6 +7,7 @@ raw little-endian data (https://huggingface.co/docs/safetensors).
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +204,7 @@ def _weight_files(directory: Path) -> list[Path]:
     else:
         paths = [directory / _SINGLE_FILE]
     for path in paths:
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
             raise ValueError(
                 f"{path} does not exist; the weights must be in safetensors (in transformers: "
                 f"save_pretrained) and complete"
@@ -216,7 +217,7 @@ def _shard_names(index: Path) -> list[str]:
         names = list(json.loads(index.read_text())["weight_map"].values())
         if all(isinstance(name, str) for name in names):
             return sorted(set(names))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ValueError(
         f"{index} is not an index of weights (a JSON object whose 'weight_map' has a file name for "

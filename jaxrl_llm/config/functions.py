@@ -12,6 +12,7 @@ from jaxrl_llm.config.records import (
     Count,
     Custom,
     Kind,
+    Positive,
     Whole,
     field_names,
     one_of,
@@ -19,7 +20,7 @@ from jaxrl_llm.config.records import (
 )
 
 __all__ = [
-    "Grader", "ExactAnswer", "GSM8K", "FormatMatch", "LengthRange", "OverlongPenalty",
+    "Grader", "ExactAnswer", "GSM8K", "FormatMatch", "LengthRange", "OverlongPenalty", "Code",
     "Priority", "FailureRate", "Learnability", "Spread", "Task", "ChainSum", "Products",
     "SpellBackward", "GRADERS", "RewardFunction", "PRIORITIES", "PrioritySettings", "TASKS",
     "TaskSettings",
@@ -87,7 +88,19 @@ class OverlongPenalty(Grader):
     penalty: float = 1.0
 
 
-GRADERS = (ExactAnswer, GSM8K, FormatMatch, LengthRange, OverlongPenalty)
+@record
+class Code(Grader):
+    """1 where a Python program or function passes the tests of its row, run in a sandbox."""
+
+    kind: ClassVar[str] = "code"
+    scoring: Literal["all", "share"] = "all"  # share: the part of the tests that pass
+    case_s: Positive = 10.0  # seconds of a test
+    total_s: Positive = 25.0  # of all tests of a row; below reward.timeout_s
+    memory_mb: Count = 1024
+    limits_only: bool = False  # without namespaces: for machines that forbid them
+
+
+GRADERS = (ExactAnswer, GSM8K, FormatMatch, LengthRange, OverlongPenalty, Code)
 RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom)]
 OwnFunction = Annotated[Custom, one_of(Custom)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
-from jaxrl_llm.config.functions import Spread
+from jaxrl_llm.config.functions import Code, Spread
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
@@ -497,6 +497,13 @@ def _check_rewards(config: Config) -> None:
             f"config.reward.weights={list(reward.weights)}: {len(reward.weights)} weights for "
             f"{len(reward.functions)} functions; [{ones}] works"
         )
+    for index, function in enumerate(reward.functions):
+        if isinstance(function, Code) and function.total_s >= reward.timeout_s:
+            raise ConfigError(
+                f"config.reward.functions.{index}.total_s={function.total_s:g} does not end before "
+                f"config.reward.timeout_s={reward.timeout_s:g}, so slow code counts as a failed "
+                f"call: --config.reward.timeout_s={function.total_s + 5:g} works"
+            )
     model = reward.model
     if model is not None and not model.path and model.training is None:
         raise ConfigError(

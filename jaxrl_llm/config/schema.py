@@ -318,6 +318,10 @@ class RewardConfig(Record):
     num_workers: Count = 2  # processes for user functions
     timeout_s: Positive = 30.0  # a call
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
+    memory_gb: Positive = 16.0  # of a process for user functions, with all that it starts
+    file_gb: Positive = 4.0  # of a file that a user function writes
+    # Variables, such as OPENAI_API_KEY, that user functions get although they look secret.
+    environment: Many[str] = ()
     model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
 
 

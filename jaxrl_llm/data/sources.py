@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -85,9 +86,12 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, or an object has the same key twice.
+        ValueError: the text is not JSON, nests too deeply, or an object has the same key twice.
     """
-    return json.loads(text, object_pairs_hook=_object)
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def takes_split(dataset_class: Callable[..., Any]) -> bool:
@@ -138,12 +142,12 @@ class ParquetRows(Rows):
         if groups and start < stop:
             first = self._ends[groups[0] - 1] if groups[0] else 0
             batches = self._opened().iter_batches(batch_size=BATCH_ROWS, row_groups=groups)
-            yield from _table_rows(self._path, batches, first, start, stop)
+            yield from _table_rows(self._path, _sound(self._path, batches), first, start, stop)
 
     def one(self, place: int) -> RawRow | BadRow:
         group = bisect_right(self._ends, place)
         first = self._ends[group - 1] if group else 0
-        with _READING:
+        with _READING, _refusing(self._path, "parquet file"):
             table = self._groups.pop(group, None) or self._opened().read_row_group(group)
             self._groups[group] = table
             if len(self._groups) > ROW_GROUPS:
@@ -151,15 +155,11 @@ class ParquetRows(Rows):
         return next(_table_rows(self._path, table.to_batches(), first, place, place + 1))
 
     def _opened(self) -> Any:
-        import pyarrow as pa
         from pyarrow import parquet
 
         if self._file is None:
-            try:
+            with _refusing(self._path, "parquet file"):
                 self._file = parquet.ParquetFile(self._path)
-            except pa.ArrowInvalid as error:
-                message = f"{self._path!r} is not a readable parquet file: {error}"
-                raise ValueError(message) from error
         return self._file
 
 
@@ -187,13 +187,10 @@ class ArrowRows(Rows):
         import pyarrow as pa
 
         if self._batches is None:
-            try:
+            with _refusing(self._path, "arrow stream"):
                 stream = pa.ipc.open_stream(pa.memory_map(self._path))
-            except pa.ArrowInvalid as error:
-                message = f"{self._path!r} is not a readable arrow stream: {error}"
-                raise ValueError(message) from error
-            _refuse_double_columns(self._path, stream.schema)
-            self._batches = list(stream)
+                _refuse_double_columns(self._path, stream.schema)
+                self._batches = list(stream)
         return self._batches
 
 
@@ -221,6 +218,33 @@ class JsonLines(Rows):
                 line, number = file.readline(), self._lines[i]
                 text = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
                 yield _json_row(self._path, number, text)
+
+
+# What a value of a column raises: text that is no UTF-8, a date beyond Python's, a time zone that
+# does not exist, a type that Python does not have.
+_UNREADABLE = (ValueError, OverflowError, KeyError, NotImplementedError)
+
+
+@contextmanager
+def _refusing(path: str, what: str) -> Iterator[None]:
+    """ValueError, with the file's name, for what pyarrow raises over a damaged file."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"{path!r} is not a readable {what}: {str(error).strip()}") from error
+
+
+def _sound(path: str, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, with `_refusing` around the reading of each."""
+    rest = iter(batches)
+    while True:
+        with _refusing(path, "parquet file"):
+            batch = next(rest, None)
+        if batch is None:
+            return
+        yield batch
 
 
 _READING = threading.Lock()  # a parquet file is read by one thread at a time
@@ -251,8 +275,9 @@ def _table_rows(
         if begin < end:
             part = batch.slice(begin, end - begin)
             try:
+                part.validate(full=True)  # wrong offsets would read outside of the file
                 rows = part.to_pylist()
-            except UnicodeDecodeError:  # raised for the whole batch, though only some rows are bad
+            except _UNREADABLE:  # raised for the whole batch, though only some rows are bad
                 yield from _single_rows(path, part, first + begin)
             else:
                 yield from (RawRow(path, first + begin + i, data) for i, data in enumerate(rows))
@@ -261,10 +286,15 @@ def _table_rows(
 
 def _single_rows(path: str, batch: Any, start: int) -> Iterator[RawRow | BadRow]:
     for i in range(batch.num_rows):
+        one = batch.slice(i, 1)
         try:
-            row = RawRow(path, start + i, batch.slice(i, 1).to_pylist()[0])
+            one.validate(full=True)
+            row = RawRow(path, start + i, one.to_pylist()[0])
         except UnicodeDecodeError as error:
             row = BadRow(path, start + i, f"not UTF-8: {error.reason}")
+        except _UNREADABLE as error:
+            reason = "not UTF-8" if "UTF8" in str(error) else f"unreadable: {error}"
+            row = BadRow(path, start + i, reason)
         yield row
 
 

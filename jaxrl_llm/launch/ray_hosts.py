@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# An `import ray` in this folder looks like ray.py of it to pyright.
+# pyright: reportAttributeAccessIssue=false
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]

@@ -11,7 +11,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.rewards.loading import FunctionInfo
@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # types.py imports jax
     from jaxrl_llm.types import Completion, Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38
+MAX_TEXT = 2000  # characters of an error's message, and of a repr in the trace
+MAX_DEPTH = 32  # of lists and maps in the trace
 LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
 # Columns that the resolved fields of a prompt replace.
 RESOLVED = ("prompt", "completion", "data_source", "ground_truth")
@@ -50,6 +52,7 @@ class SampleCall:
     """One call of a verl function."""
 
     fields: dict[str, Any]
+    size: ClassVar[int] = 1
 
 
 def batch_call(
@@ -204,7 +207,11 @@ def timeout_error(info: FunctionInfo, limit: float) -> CallError:
 def _exception_reply(error: Exception) -> Reply:
     # The last frame is the user's own and names the place without flooding the log.
     place = traceback.extract_tb(error.__traceback__)[-1]
-    message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    try:
+        text = printable(str(error))
+    except Exception:  # user code: its __str__ may raise
+        text = "(without text)"
+    message = f"{type(error).__name__}: {text} ({place.filename}:{place.lineno})"
     return Reply(error=CallError(kind="exception", message=message))
 
 
@@ -274,7 +281,7 @@ def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
         return grade(info, result, {})
     extras = {str(k): plain(v) for k, v in result.items() if k != "score"}
     if "score" not in result:
-        message = f"{info.name} returned a dict without 'score'; its keys: {list(result)}"
+        message = f"{info.name} returned a dict without 'score'; its keys: {shorten(list(result))}"
         return Graded(error=CallError(kind="bad return", message=message), extras=extras)
     return grade(info, result["score"], extras)
 
@@ -304,21 +311,36 @@ def as_number(value: Any) -> float | None:
     return None
 
 
-def plain(value: Any) -> Any:
-    """A value that JSON can hold, for the trace. A number that is not finite becomes its text."""
-    if value is None or isinstance(value, bool | int | str):
+def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """A value that JSON and msgpack can hold, for the trace.
+
+    Numbers that are not finite, integers beyond 64 bits and what lies too deep become text.
+    """
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else shorten(value)
     number = as_number(value)
     if number is not None:
         return number if math.isfinite(number) else repr(number)
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return repr(value)
+    if depth and isinstance(value, Mapping):
+        return {str(k): plain(v, depth - 1) for k, v in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return [plain(v, depth - 1) for v in value]
+    return shorten(value, MAX_TEXT)
 
 
 def shorten(value: Any, length: int = 80) -> str:
     """A repr that fits on a line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # user code; Python's own for an integer of 5,000 digits
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def printable(text: str, length: int = MAX_TEXT) -> str:
+    """`text`, at most `length` characters of it, with control characters written out."""
+    if len(text) > length:
+        text = f"{text[:length]}... ({len(text)} characters)"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

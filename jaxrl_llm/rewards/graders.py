@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxrl_llm import config as c
+from jaxrl_llm.rewards.code import code
 from jaxrl_llm.rewards.exact_answer import exact_answer
 from jaxrl_llm.rewards.format import format_match
 from jaxrl_llm.rewards.gsm8k import gsm8k
@@ -18,6 +19,7 @@ FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.FormatMatch: format_match,
     c.LengthRange: length_range,
     c.OverlongPenalty: overlong_penalty,
+    c.Code: code,
 }
 
 

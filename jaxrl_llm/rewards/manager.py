@@ -34,7 +34,7 @@ from jaxrl_llm.rewards.loading import (
     is_builtin,
     load_bound,
 )
-from jaxrl_llm.rewards.pool import Hopeless, Task, WorkerPool
+from jaxrl_llm.rewards.pool import Hopeless, Task, WorkerLimits, WorkerPool
 from jaxrl_llm.rewards.statistics import RewardStatistics
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
@@ -97,9 +97,10 @@ class RewardManager:
     """Scores completions with several reward functions; user functions run in worker processes.
 
     Functions of `jaxrl_llm.rewards` run in this process. All others run in a pool of
-    `num_workers` processes (at least one a function), at most `timeout` seconds a call. A sample
-    whose function crashed, hung, raised or returned no usable number gets `failure_value` from
-    that function. It is counted in `rewards/failures`, logged, and listed in the result.
+    `num_workers` processes (at least one a function), at most `timeout` seconds a call, under
+    `limits`. A sample whose function crashed, hung, raised or returned no usable number gets
+    `failure_value` from that function. It is counted in `rewards/failures`, logged, and listed in
+    the result.
 
     `total_steps` is what functions see as `trainer_state.max_steps`. Close the manager, or use it
     in a `with`. Raises ValueError, with the remedy, for a function that cannot be loaded.
@@ -116,6 +117,7 @@ class RewardManager:
         max_concurrency: int = 64,
         give_up_after: int = 16,
         total_steps: int | None = None,
+        limits: WorkerLimits | None = None,
     ) -> None:
         if not functions:
             raise ValueError("No reward function: give at least one, such as ExactAnswer().")
@@ -138,6 +140,7 @@ class RewardManager:
             num_workers=max(num_workers, len(functions)),
             timeout=timeout,
             max_concurrency=max_concurrency,
+            limits=limits,
         )
         try:
             self._functions = [

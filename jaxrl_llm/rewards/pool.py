@@ -4,28 +4,81 @@ Every call has a time limit. A worker that runs past it, or dies, is replaced, a
 a `Reply` with the error. Nothing that a user function does can stop or hang the trainer.
 
 A library's process pool does not do: a kill must reach the processes that a user function started,
-and a worker must end when the trainer is killed, also while it holds the interpreter lock.
+and a worker must end when the trainer is killed, also while it holds the interpreter lock. See
+`keeper.py`. Answers are data that the trainer checks, never objects: see `wire.py`.
 """
 
+import json
 import os
 import queue
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
-from jaxrl_llm.rewards.calling import CallError, Reply, timeout_error
+from jaxrl_llm.rewards import keeper, processes
+from jaxrl_llm.rewards.calling import BatchCall, CallError, Reply, SampleCall, timeout_error
 from jaxrl_llm.rewards.loading import FunctionInfo
+from jaxrl_llm.rewards.messages import info_of, pack_calls, replies_of
+from jaxrl_llm.rewards.wire import MAX_ANSWER, Channel, Malformed, pack_request, unpack_answer
 
 LOAD_LIMIT = 120.0  # seconds to import a user's module; libraries such as torch are slow
 GRACE = 1.0  # seconds for an async call to end at its own limit before its worker is killed
+END_LIMIT = 10.0  # seconds for a keeper to end all processes of its worker
+KEEPER = """
+import json, sys
+settings = json.loads(sys.argv[1])
+sys.path[:] = settings["path"]
+from jaxrl_llm.rewards import keeper
+keeper.main(settings)
+"""
+# Variables whose names say that they are secret.
+SECRET = re.compile(
+    r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)(API_?)?KEY(_|$)|APIKEY|(^|_)AUTH(_|$)"
+    r"|^(AWS|AZURE|GOOGLE|GCP|WANDB|KUBERNETES|SSH)_",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLimits:
+    """What a worker, with all processes that it starts, may take and see."""
+
+    memory_gb: float = 16.0
+    file_gb: float = 4.0  # a file that it writes
+    processes: int = 256
+    output_bytes: int = 2**16  # printed in a minute
+    environment: tuple[str, ...] = ()  # secret variables that it gets nevertheless
+
+    def settings(self) -> dict[str, int]:
+        """The limits in the units of `keeper.py`."""
+        return {
+            "memory_bytes": int(self.memory_gb * 1e9),
+            "file_bytes": int(self.file_gb * 1e9),
+            "processes": self.processes,
+            "output_bytes": self.output_bytes,
+        }
+
+    def environ(self) -> dict[str, str]:
+        """The environment without secrets."""
+        return {name: value for name, value in os.environ.items() if not self._withholds(name)}
+
+    def explained(self, message: str) -> str:
+        """An error's message. If it names a variable that was withheld, it says how to pass it."""
+        for name in filter(self._withholds, os.environ):
+            if name in message:
+                names = json.dumps([*self.environment, name])
+                return f"{message}; {name} is withheld: --config.reward.environment='{names}'"
+        return message
+
+    def _withholds(self, name: str) -> bool:
+        return name not in self.environment and bool(SECRET.search(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +86,7 @@ class Task:
     """Calls of one function for one worker."""
 
     function: int
-    calls: Sequence[Any]  # BatchCall or SampleCall
+    calls: Sequence[BatchCall | SampleCall]
     # "run": one after the other, each answered at once. "gather": awaited together.
     operation: Literal["run", "gather"] = "run"
 
@@ -79,12 +132,13 @@ class WorkerPool:
         num_workers: int,
         timeout: float,
         max_concurrency: int = 64,
+        limits: WorkerLimits | None = None,
     ) -> None:
         self.num_workers = num_workers
         self._timeout = timeout
         self._max_concurrency = max_concurrency
-        greeting = (list(references), max_concurrency)
-        self._workers = [_Worker(greeting) for _ in range(num_workers)]
+        limits = limits or WorkerLimits()
+        self._workers = [_Worker(references, max_concurrency, limits) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -141,54 +195,73 @@ class WorkerPool:
 class _Worker:
     """The trainer's end of one worker process."""
 
-    def __init__(self, greeting: tuple[Any, ...]) -> None:
-        self._greeting = greeting
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+    def __init__(
+        self,
+        references: Sequence[tuple[str, Mapping[str, Any]]],
+        max_concurrency: int,
+        limits: WorkerLimits,
+    ) -> None:
+        self._references = references
+        self._greeting = pack_request([references, max_concurrency])
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None  # the keeper
+        self._channel: Channel | None = None
+        self._number = 0  # of the last request
         self._infos: dict[int, FunctionInfo] = {}
         self._closed = False
         self._lock = threading.Lock()
 
     def _start(self) -> None:
-        ours, theirs = Pipe()
-        script = str(Path(__file__).with_name("worker.py"))
+        ours, theirs = socket.socketpair()
+        settings = {
+            "socket": theirs.fileno(),
+            "trainer": os.getpid(),
+            "path": [path or os.getcwd() for path in sys.path],
+            **self._limits.settings(),
+        }
         with self._lock:
             if self._closed:
                 raise _Lost(CallError(kind="not run", message="the reward pool was closed"))
             self._process = subprocess.Popen(
-                # -P: this folder has names, such as `format`, that must not be importable bare.
-                [sys.executable, "-P", script, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", KEEPER, json.dumps(settings)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                # Its own session: Ctrl-C is the trainer's to handle, and a kill reaches the
-                # processes that a user function started.
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C is the trainer's to handle
                 # A user module that imports jax must not take the accelerator from the trainer.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                env={**self._limits.environ(), "JAX_PLATFORMS": "cpu"},
             )
         theirs.close()
-        self._connection = ours
+        self._channel = Channel(ours)
         self._infos = {}
-        self._send([path or os.getcwd() for path in sys.path])
-        self._send(self._greeting)
+        self._send(self._greeting, LOAD_LIMIT)
 
-    def _send(self, message: Any) -> None:
-        assert self._connection is not None
+    def _send(self, message: bytes, limit: float) -> None:
+        assert self._channel is not None
         try:
-            self._connection.send(message)
-        except (BrokenPipeError, ConnectionResetError):
+            self._channel.send(message, limit)
+        except OSError:  # also when it does not read
             raise _Lost(self._crash()) from None
+
+    def _head(self, operation: str, function: int, timeout: float) -> list[Any]:
+        """The head of the next request."""
+        self._number += 1
+        return [self._number, operation, function, timeout]
 
     def _receive(self, limit: float, timeout: CallError) -> Any:
-        """The next message. Raises _Lost on a crash and after `limit` seconds."""
-        assert self._connection is not None
+        """The next answer. Raises _Lost on a crash, and after `limit` seconds; Malformed."""
+        assert self._channel is not None
         try:
-            if self._connection.poll(limit):
-                return self._connection.recv()
-        except (EOFError, ConnectionResetError):
+            return unpack_answer(self._channel.receive(limit, MAX_ANSWER))
+        except EOFError:
             raise _Lost(self._crash()) from None
+        except TimeoutError:
+            self._kill()
+            raise _Lost(timeout) from None
+
+    def _lost_by(self, error: Malformed) -> CallError:
+        """The error for an answer that cannot be used; the worker is removed."""
         self._kill()
-        raise _Lost(timeout)
+        return CallError(kind="crash", message=f"the worker process sent {error}")
 
     def load(self, function: int) -> FunctionInfo:
         """Start the process if there is none, and import the function in it. Raises ValueError."""
@@ -196,45 +269,63 @@ class _Worker:
             self._kill()  # it died while idle, perhaps out of memory: no sample is to blame
         if self._process is not None and function in self._infos:
             return self._infos[function]
-        path = self._greeting[0][function][0]
+        path = self._references[function][0]
         slow = CallError(kind="timeout", message=f"importing it took over {LOAD_LIMIT:g} s")
         try:
             if self._process is None:
                 self._start()
-            self._send(("load", function, (), LOAD_LIMIT, LOAD_LIMIT))
-            answer = self._receive(LOAD_LIMIT, slow)
+            self._send(pack_request([*self._head("load", function, LOAD_LIMIT), []]), LOAD_LIMIT)
+            info = info_of(self._receive(LOAD_LIMIT, slow), self._number)
+        except Malformed as error:
+            raise _not_imported(path, self._lost_by(error)) from None
         except _Lost as lost:
-            message = f"Importing the reward function {path} failed: {lost.error.message}."
-            raise ValueError(message) from None
-        if isinstance(answer, str):
-            raise ValueError(answer)
-        self._infos[function] = answer
-        return answer
+            raise _not_imported(path, lost.error) from None
+        except ValueError as error:
+            raise ValueError(self._limits.explained(str(error))) from None
+        self._infos[function] = info
+        return info
 
-    def stream(self, function: int, calls: Sequence[Any], timeout: float) -> list[Reply]:
+    def stream(
+        self, function: int, calls: Sequence[BatchCall | SampleCall], timeout: float
+    ) -> list[Reply]:
         """Make calls one by one. The list ends early, with the error, when a call is lost."""
         replies: list[Reply] = []
         try:
             info = self._ready(function)
             limit = timeout + (GRACE if info.is_async else 0.0)
-            self._send(("run", function, calls, timeout, limit))
-            for _ in calls:
-                replies.append(self._receive(limit, timeout_error(info, timeout)))
+            self._send(pack_calls(self._head("run", function, timeout), info, calls), limit)
+            for request in calls:
+                answer = self._receive(limit, timeout_error(info, timeout))
+                replies += self._explained(replies_of(answer, self._number, [request.size]))
+        except Malformed as error:
+            replies.append(Reply(error=self._lost_by(error)))
         except _Lost as lost:
             replies.append(Reply(error=lost.error))
         return replies
 
     def gather(
-        self, function: int, calls: Sequence[Any], timeout: float, turns: int
+        self, function: int, calls: Sequence[BatchCall | SampleCall], timeout: float, turns: int
     ) -> list[Reply] | CallError:
         """Await calls together, in `turns` of the concurrency; an error when all are lost."""
         try:
             info = self._ready(function)
             limit = timeout * turns + GRACE
-            self._send(("gather", function, calls, timeout, limit))
-            return self._receive(limit, timeout_error(info, timeout))
+            self._send(pack_calls(self._head("gather", function, timeout), info, calls), limit)
+            answer = self._receive(limit, timeout_error(info, timeout))
+            sizes = [request.size for request in calls]
+            return self._explained(replies_of(answer, self._number, sizes))
+        except Malformed as error:
+            return self._lost_by(error)
         except _Lost as lost:
             return lost.error
+
+    def _explained(self, replies: list[Reply]) -> list[Reply]:
+        return [
+            replace(r, error=replace(r.error, message=self._limits.explained(r.error.message)))
+            if r.error is not None
+            else r
+            for r in replies
+        ]
 
     def _ready(self, function: int) -> FunctionInfo:
         try:
@@ -247,7 +338,9 @@ class _Worker:
         assert self._process is not None
         try:
             code = self._process.wait(timeout=GRACE)
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            how = f"exit code {code}" if code >= 0 else processes.signal_name(-code)
+            if code == keeper.EXCESS:
+                how = "it passed its limit of memory or processes"
         except subprocess.TimeoutExpired:
             how = "it closed its connection"
         self._kill()
@@ -255,16 +348,12 @@ class _Worker:
 
     def _kill(self) -> None:
         with self._lock:
-            process, connection = self._process, self._connection
-            self._process = self._connection = None
+            process, channel = self._process, self._channel
+            self._process = self._channel = None
         if process is not None:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has ended, and nothing of its session is left
-            process.wait()
-        if connection is not None:
-            connection.close()
+            _end(process)
+        if channel is not None:
+            channel.close()
 
     def close(self) -> None:
         """End the process. A thread that waits for its answer sees the connection close."""
@@ -272,11 +361,22 @@ class _Worker:
             self._closed = True
             process = self._process
         if process is not None:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Have the keeper end its worker and all that the worker started."""
+    process.terminate()
+    process.send_signal(signal.SIGCONT)  # a user function may have stopped it
+    try:
+        process.wait(END_LIMIT)
+    except subprocess.TimeoutExpired:  # stopped again and again; its worker ends with it
+        process.kill()
+        process.wait()
+
+
+def _not_imported(path: str, error: CallError) -> ValueError:
+    return ValueError(f"Importing the reward function {path} failed: {error.message}.")
 
 
 class _Lost(Exception):

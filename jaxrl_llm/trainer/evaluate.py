@@ -46,6 +46,7 @@ from jaxrl_llm.trainer.data import (
     prompt_batch,
 )
 from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.rewarding import worker_limits
 from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt
 
@@ -197,7 +198,8 @@ def open_validator(
 ) -> Validator:
     """Held-out prompts, their grader, and the program that answers them."""
     validation = config.validation
-    grader = RewardManager([validation.grader], failure_value=0.0)
+    limits = worker_limits(config.reward)
+    grader = RewardManager([validation.grader], failure_value=0.0, limits=limits)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
     return Validator(
         prompts,

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, RewardConfig
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
 from jaxrl_llm.plan.online import stop_ids
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
+from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
@@ -140,6 +141,13 @@ def _lengths(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return mask.sum(axis=1)
 
 
+def worker_limits(rewards: RewardConfig) -> WorkerLimits:
+    """What a process for user functions may take and see."""
+    return WorkerLimits(
+        memory_gb=rewards.memory_gb, file_gb=rewards.file_gb, environment=rewards.environment
+    )
+
+
 def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:
     """The Python reward functions; None when a model gives the reward. `stack` closes them."""
     if not config.reward.functions:
@@ -152,6 +160,7 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
         timeout=rewards.timeout_s,
         num_workers=rewards.num_workers,
         total_steps=config.total_steps,
+        limits=worker_limits(rewards),
     )
     return RewardFunctions(
         manager=stack.enter_context(manager),

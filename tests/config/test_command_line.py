@@ -270,6 +270,10 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.data.priority.low=0", ["config.data.priority=NAME"]),
         ("--config.reward.functions.1.strict=1", ["valid indices: 0 to 0"]),
         ("--config.reward.functions.x.strict=1", ["valid indices: 0 to 0"]),
+        (
+            "--config.reward.functions=[{kind: code, total_s: 30}]",
+            ["functions.0.total_s=30", "--config.reward.timeout_s=35 works"],
+        ),
         ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
         ("--config.reward.functions=[]", ["neither functions nor a model"]),
         ("--config.reward.model.dtype=bfloat16", ["reward.model has no path and no training"]),

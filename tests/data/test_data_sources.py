@@ -141,7 +141,7 @@ def test_a_parquet_string_that_is_not_utf8_spoils_only_its_row(tmp_path):
     column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, bytes_])
     path = tmp_path / "bad.parquet"
     parquet.write_table(pa.table({"prompt": column}), path)
-    assert data(path) == [{"prompt": "ab"}, "not UTF-8: invalid start byte", {"prompt": "cd"}]
+    assert data(path) == [{"prompt": "ab"}, "not UTF-8", {"prompt": "cd"}]
 
 
 def test_saved_dataset_folders(tmp_path):

@@ -70,10 +70,8 @@ def leave_pid(solution_str, *, file):
     time.sleep(60)
 
 def hold_the_lock(solution_str, *, file):
-    import re, signal
+    import re
     open(file, "w").write(str(os.getpid()))
-    # As if the limit had been a second: the worker's own alarm is what must end this.
-    signal.setitimer(signal.ITIMER_REAL, min(1.0, signal.getitimer(signal.ITIMER_REAL)[0]))
     re.match("(a+)+b", "a" * 60)
 
 def abstain(completions):

@@ -7,6 +7,8 @@ Each process gets --gpus_per_host GPUs; by default as many as so many hosts have
 failures, --restarts and signals are as in launch/local.py. docs/clusters.md explains the rest.
 """
 
+# To pyright an `import ray` in this folder looks like this file.
+# pyright: reportAttributeAccessIssue=false
 import argparse
 import logging
 import socket

@@ -212,6 +212,11 @@ class _Worker:
         self._lock = threading.Lock()
 
     def _start(self) -> None:
+        if sys.platform != "linux":
+            raise ValueError(
+                "reward functions of yours run in worker processes, whose limits need Linux; take "
+                "a grader of jaxrl_llm, for example exact_answer, or run on Linux"
+            )
         ours, theirs = socket.socketpair()
         settings = {
             "socket": theirs.fileno(),

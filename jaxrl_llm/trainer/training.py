@@ -133,10 +133,10 @@ class Training:
         """Write the metrics of the last step, and agree with the other processes how to go on."""
         self.output.log(self.step, metrics)
         actions = set() if self.alarms is None else self.alarms.step(self.step, metrics)
-        if self.stop_requested is not None:
+        if self.stop_requested is not None and self.step:  # a run does one step at least
             flags = (self.stop_requested(), "save" in actions, "stop" in actions)
             asked, self._save_asked, self.alarmed = any_process(*flags)
-            self.stopped = asked or self.alarmed
+            self.stopped = self.stopped or asked or self.alarmed
 
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, where the training has any."""

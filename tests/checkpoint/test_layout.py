@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny_config
 
+from jaxrl_llm.checkpoint import digests
 from jaxrl_llm.checkpoint.layout import find_model_path
+from jaxrl_llm.checkpoint.manager import DIGEST
 from jaxrl_llm.config import ConfigError, ModelSettings
 from jaxrl_llm.models.families import to_hf_config
 from jaxrl_llm.plan.models import find_model, find_tokenizer
 from jaxrl_llm.tokenizer import CharTokenizer
+
+# The loop state of a checkpoint that says nothing of its model.
+LOOP = {"step": 9, DIGEST: digests.text_digest({"step": 9})}
 
 
 @pytest.fixture
@@ -21,6 +26,7 @@ def run(tmp_path) -> Path:
     for step in (2, 9, 10):
         step_folder = folder / "checkpoints" / f"global_step_{step}"
         (step_folder / "loop").mkdir(parents=True)
+        (step_folder / "loop" / "metadata").write_text(json.dumps(LOOP))
         if step != 10:
             (step_folder / "_CHECKPOINT_METADATA").touch()
     (folder / "config.json").write_text('{"name": "a run"}')

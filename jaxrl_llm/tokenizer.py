@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jaxrl_llm.chat_template import try_template
+
 Message = Mapping[str, Any]
 
 PAD_TOKEN = "<|pad|>"
@@ -198,6 +200,7 @@ class HFTokenizer:
             )
         self.stop_ids = _stop_ids(self.path, self.eos_id)
         self.bos_id = self._find_bos()
+        self._template_tried = False
 
     @property
     def vocab_size(self) -> int:
@@ -238,20 +241,29 @@ class HFTokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """Render with the model's own template. ValueError if the template raises."""
+        """Render with the model's own template. ValueError if it raises or takes too much."""
         if not self.has_chat_template:
             raise ValueError(
                 f"the tokenizer of {self.path!r} has no chat template: give prompts as plain "
                 "strings, or add chat_template.jinja to its directory"
             )
+        variables: dict[str, Any] = {
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "date_string": TEMPLATE_DATE,
+        }
+        conversation = [dict(message) for message in messages]
         try:
+            if not self._template_tried:
+                special = self._tokenizer.special_tokens_map
+                template = self._tokenizer.chat_template
+                try_template(template, special | variables | {"messages": conversation})
+                self._template_tried = True
             return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
+                conversation,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                date_string=TEMPLATE_DATE,
+                **variables,
             )
         except Exception as error:  # a template is a program of the model's folder
             what = str(error) or type(error).__name__

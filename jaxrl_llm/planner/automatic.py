@@ -33,7 +33,9 @@ def automatic(config: Config) -> tuple[Config, list[str]]:
     hosts = max(jax.process_count() if count > PER_HOST else 1, math.ceil(count / PER_HOST))
     rates, known = _rates_here()
     work = work_of(replace(config, placement={}))
-    choices = best_placements(work, count, hosts, rates, apart=jax.process_count() == 1)
+    choices = best_placements(
+        work, count, hosts, rates, apart=hosts == 1 and jax.process_count() == 1
+    )
     kept: list[tuple[Config, Estimate, tuple[str, ...]]] = []
     for planned, flags in choices:
         found = _settled(config, planned)
@@ -61,23 +63,27 @@ def best_placements(
     if not work.config.max_staleness:
         one = best_layouts(work, count, hosts, rates, keep_settings=True)
         found += [(choice.estimate, choice.flags) for choice in one]
-    if apart and hosts == 1:
-        found += list(_apart(work, count, rates))
+    if apart:
+        found += list(_apart(work, count, hosts, rates))
     return sorted(found, key=lambda each: each[0].seconds)
 
 
-def _apart(work: Work, count: int, rates: Rates) -> Iterator[tuple[Estimate, tuple[str, ...]]]:
+def _apart(
+    work: Work, count: int, hosts: int, rates: Rates
+) -> Iterator[tuple[Estimate, tuple[str, ...]]]:
+    per_host = count // hosts
     for own in sorted({round(count * share) for share in SPLITS} - {0, count}):
         names = f"{count - own}-{count - 1}" if own > 1 else str(count - 1)
         for placement in _placements(work, names):
-            for choice in best_layouts(work, count - own, 1, rates, keep_settings=True):
+            left = math.ceil((count - own) / per_host)
+            for choice in best_layouts(work, count - own, left, rates, keep_settings=True):
                 mesh = choice.estimate.devices.mesh
                 config = replace(work.config, mesh=mesh, placement=placement)
                 try:
                     check(config)
                 except ConfigError:
                     continue
-                whole = Devices(mesh=mesh, hosts=1, rates=rates, of_host=count)
+                whole = Devices(mesh=mesh, hosts=left, rates=rates, of_host=per_host)
                 planned = placed(work, config, whole)
                 flags = [f"--config.placement.{role}={name}" for role, name in placement.items()]
                 if planned.fits:

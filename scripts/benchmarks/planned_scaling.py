@@ -7,6 +7,7 @@ Nothing is compiled.
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax  # noqa: E402
 
 from benchmarks.planned_steps import ROOT, shape_of  # noqa: E402
+from benchmarks.workloads import mix_limits  # noqa: E402
 from jaxrl_llm import config as c  # noqa: E402
 from jaxrl_llm.models.families import to_hf_config  # noqa: E402
+from jaxrl_llm.planner.automatic import best_placements  # noqa: E402
 from jaxrl_llm.planner.rates import GB, rates_of  # noqa: E402
 from jaxrl_llm.planner.search import best_layouts  # noqa: E402
 from jaxrl_llm.planner.work import Work, work_of  # noqa: E402
@@ -41,6 +44,7 @@ ALGORITHMS: dict[str, tuple[Any, int]] = {
     "PPO": (c.PPO(use_kl_loss=True), 1),
     "GRPO": (c.GRPO(use_kl_loss=True), 8),
 }
+LONGEST = 4096  # tokens of a response, for generating ahead
 SAMPLES = 64  # a device; 1,024 + 1,024 tokens each
 
 
@@ -110,6 +114,34 @@ def weak_scaling() -> Iterator[str]:
             )
 
 
+def asynchrony() -> Iterator[str]:
+    """GRPO in one group, and with a rollout apart that generates one step ahead.
+
+    Responses have the lengths of the RL mix, 16 to 4,096 tokens, so that few are long.
+    """
+    yield "| model | GPUs | one group, s | ahead, s | gain | GPUs of the rollout |"
+    yield "|---|---|---|---|---|---|"
+    lengths = [(1024, response) for response in mix_limits("", 1024, LONGEST)]
+    for name in ("0.5B", "7B"):
+        for count in (2, 4, 8, 64):
+            config, hosts = run_of(MODELS[name], "GRPO", count), -(-count // PER_HOST)
+            config = replace(config, data=replace(config.data, max_response_length=LONGEST))
+            rates = rates_of("h200")
+            work = work_of(config, lengths=lengths)
+            one = best_placements(work, count, hosts, rates, apart=False)
+            ahead = work_of(replace(config, max_staleness=1), lengths=lengths)
+            apart = best_placements(ahead, count, hosts, rates, apart=True)
+            if not one or not apart:
+                yield f"| {name} | {count} | does not fit | | | |"
+                continue
+            first, second = one[0][0], apart[0][0]
+            own = second.apart["rollout"].count
+            yield (
+                f"| {name} | {count} | {first.seconds:.1f} | {second.seconds:.1f} "
+                f"| {first.seconds / second.seconds - 1:+.0%} | {own} |"
+            )
+
+
 def _short(flags: tuple[str, ...]) -> str:
     names = {"--config.mesh.": "", "--config.actor.": "", "micro_batch_tokens": "rows"}
     found = []
@@ -124,7 +156,7 @@ def _short(flags: tuple[str, ...]) -> str:
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
-    for lines in (choices(), weak_scaling()):
+    for lines in (choices(), weak_scaling(), asynchrony()):
         for line in lines:
             print(line, flush=True)
         print()

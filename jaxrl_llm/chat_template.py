@@ -1,0 +1,75 @@
+"""A chat template is a program of the model's folder: its first rendering is tried with limits.
+
+A process of its own renders the conversation. It ends after some seconds of computing, or above
+some memory. Only then is the template used in this process.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+SECONDS = 5
+MEMORY = 2**30  # bytes of the process, its imports included
+OUT_OF_MEMORY = 3  # its exit code
+
+_TRIAL = """
+import json, resource, sys
+given = json.load(sys.stdin)
+for kind, most in ((resource.RLIMIT_AS, given["memory"]), (resource.RLIMIT_CPU, given["seconds"])):
+    resource.setrlimit(kind, (most, most))
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+class Generation(jinja2.ext.Extension):
+    tags = {"generation"}
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+def refuse(what):
+    raise ValueError(what)
+
+environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+)
+environment.globals.update(raise_exception=refuse, strftime_now=lambda form: form)
+try:
+    environment.from_string(given["template"]).render(**given["variables"])
+except MemoryError:
+    sys.exit(given["out_of_memory"])
+except Exception:
+    pass  # the process that uses the template says what is wrong with it
+"""
+
+
+def try_template(template: str | Mapping[str, str], variables: Mapping[str, Any]) -> None:
+    """Render once with limits. Of several named templates the default one is tried.
+
+    Raises: ValueError when it takes too long or too much memory. Other mistakes are left to the
+        rendering itself.
+    """
+    text = template if isinstance(template, str) else template.get("default", "")
+    request = {
+        "template": text,
+        "variables": dict(variables),
+        "memory": MEMORY,
+        "seconds": SECONDS,
+        "out_of_memory": OUT_OF_MEMORY,
+    }
+    try:
+        trial = subprocess.run(
+            [sys.executable, "-P", "-c", _TRIAL],
+            input=json.dumps(request, default=str),
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=4 * SECONDS,  # it may wait for a busy machine
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"it did not end within {4 * SECONDS} s") from None
+    if trial.returncode == OUT_OF_MEMORY:
+        raise ValueError(f"it takes more than {MEMORY / 2**30:g} GiB of memory")
+    if trial.returncode < 0:  # the signal of the limit
+        raise ValueError(f"it takes more than {SECONDS} s of computing")

@@ -1,0 +1,39 @@
+"""A chat template may be anything: what takes too long or too much memory is refused."""
+
+import resource
+
+import pytest
+
+from jaxrl_llm import chat_template
+from jaxrl_llm.chat_template import try_template
+
+MESSAGES = {"messages": [{"role": "user", "content": "2+3="}]}
+LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    with pytest.raises(ValueError, match="more than 1 s of computing"):
+        try_template(LONG, MESSAGES)
+
+
+@pytest.mark.parametrize("large", ["{{ 'x' * 2000000000 }}", "{% set x = [0] * 500000000 %}"])
+def test_a_template_that_takes_all_memory_is_refused(large):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="more than 1 GiB of memory"):
+        try_template({"default": large}, MESSAGES)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
+        "{{ raise_exception('no system message') }}",  # its own rendering says so
+        "{% include 'other' %}",
+        "{% for %}",
+    ],
+)
+def test_other_templates_are_left_to_their_rendering(template):
+    try_template(template, MESSAGES)

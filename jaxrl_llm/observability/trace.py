@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ class TraceWriter:
     prompt, prompt_ids, response, tokens, logprobs (the sampler's), finished, score, parts (reward
     of each function, null where it did not apply), extras (what reward functions logged), failures.
     Log-probs have enough digits for the same float32.
+
+    A thread writes, because a batch of 512 x 512 tokens takes half a second of Python. `write`
+    waits for the batch before it, and raises what went wrong with that. `wait` waits for the last.
     """
 
     def __init__(
@@ -30,6 +34,8 @@ class TraceWriter:
         self._steps_per_file = steps_per_file
         self._fsync = fsync
         self._open: dict[str, JsonlFile] = {}  # the current file of each kind
+        self._thread = ThreadPoolExecutor(1, "trace")
+        self._last: Future[None] | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(
@@ -51,9 +57,43 @@ class TraceWriter:
         prompts[i] belongs to completions[i]. `failures` maps such an i to messages. A process that
         writes a part of the batch adds its number to `kind` ("train.process1"), and passes the
         batch index of each of its samples as `indices`.
+
+        Requires: nothing changes what is passed.
         """
+        self.wait()
+        self._last = self._thread.submit(
+            self._append,
+            kind,
+            step,
+            policy_version,
+            list(zip(prompts, completions, strict=True)),
+            scores,
+            parts or {},
+            extras,
+            failures or {},
+            indices,
+        )
+
+    def wait(self) -> None:
+        """Until the operating system has all samples. Raises what the thread raised."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def _append(
+        self,
+        kind: str,
+        step: int,
+        policy_version: int,
+        samples: Sequence[tuple[Prompt, Completion]],
+        scores: Sequence[float] | np.ndarray,
+        parts: Mapping[str, np.ndarray],
+        extras: Sequence[Mapping[str, Any]] | None,
+        failures: Mapping[int, Sequence[str]],
+        indices: Sequence[int] | np.ndarray | None,
+    ) -> None:
         records = []
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for i, (prompt, completion) in enumerate(samples):
             records.append(
                 {
                     STEP: step,
@@ -68,16 +108,17 @@ class TraceWriter:
                     "logprobs": short_floats(completion.logprobs),
                     "finished": bool(completion.finished),
                     "score": float(scores[i]),
-                    "parts": {name: _or_none(part[i]) for name, part in (parts or {}).items()},
+                    "parts": {name: _or_none(part[i]) for name, part in parts.items()},
                     "extras": dict(extras[i]) if extras else {},
-                    "failures": list((failures or {}).get(i, ())),
+                    "failures": list(failures.get(i, ())),
                 }
             )
         self._file(kind, step).append(*records)
 
     def truncate_after(self, step: int) -> None:
         """Remove the samples of later steps. Call it before a resume from `step`."""
-        self.close()
+        self.wait()
+        self._close_files()
         for path in sorted(self.folder.glob("*.jsonl"), reverse=True):
             file = JsonlFile(path, key=STEP, fsync=self._fsync)
             file.truncate_after(step)
@@ -86,7 +127,14 @@ class TraceWriter:
                 path.unlink()
 
     def close(self) -> None:
-        """Close the files."""
+        """Write what is left, and close the files."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._open.values():
             file.close()
         self._open = {}

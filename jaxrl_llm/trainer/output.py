@@ -114,6 +114,11 @@ class RunOutput(MetricsLog):
         """The metrics of a step, once, on the main process."""
         self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
 
+    def flush(self) -> None:
+        """Until the trace of every step so far is written: a checkpoint does not come before it."""
+        if self._trace is not None:
+            self._trace.wait()
+
     def event(self, event: Event) -> None:
         """An alarm: a line of events.jsonl, in the console and in TensorBoard."""
         if self._events is not None:

@@ -237,6 +237,7 @@ class Run:
         loop_state["alarms"] = self.alarms.state()
         loop_state[IDENTITY] = self.identity
         items = to_items(states, self.plan.frozen)
+        self.output.flush()
         self.watch.enter("disk space", learn=False)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.watch.enter("save")

@@ -300,6 +300,7 @@ def test_trace_holds_every_sample(tmp_path):
         failures={1: ["it hung"]},
         indices=(4, 5),
     )
+    trace.wait()
     first, second = read_jsonl([tmp_path / "trace" / "train-00000000.jsonl"])
     assert first == {
         "step": 3,
@@ -333,6 +334,7 @@ def test_trace_truncation(tmp_path):
     for step in range(1, 6):
         write_trace(trace, "train", step)
     write_trace(trace, "validation", 4)
+    trace.wait()
     with open(tmp_path / "train-00000004.jsonl", "ab") as file:
         file.write(b'{"step": 5, "pro')
     trace.truncate_after(2)
@@ -341,7 +343,17 @@ def test_trace_truncation(tmp_path):
     steps = [e["step"] for e in read_jsonl(sorted(tmp_path.glob("train-*.jsonl")))]
     assert steps == [1, 1, 2, 2]
     write_trace(trace, "train", 3)
+    trace.wait()
     assert len(list(read_jsonl([tmp_path / "train-00000002.jsonl"]))) == 4
+    trace.close()
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_of_the_next_step(tmp_path):
+    trace = TraceWriter(tmp_path / "trace")
+    (tmp_path / "trace" / "train-00000000.jsonl").mkdir()
+    write_trace(trace, "train", 1)
+    with pytest.raises(OSError):
+        write_trace(trace, "train", 2)
     trace.close()
 
 

@@ -5,6 +5,7 @@ some memory. Only then is the template used in this process.
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -71,5 +72,7 @@ def try_template(template: str | Mapping[str, str], variables: Mapping[str, Any]
         raise ValueError(f"it did not end within {4 * SECONDS} s") from None
     if trial.returncode == OUT_OF_MEMORY:
         raise ValueError(f"it takes more than {MEMORY / 2**30:g} GiB of memory")
-    if trial.returncode < 0:  # the signal of the limit
+    if -trial.returncode in (signal.SIGKILL, signal.SIGXCPU):  # of the limit
         raise ValueError(f"it takes more than {SECONDS} s of computing")
+    if trial.returncode:
+        raise ValueError(f"the process that tried it ended with code {trial.returncode}")

@@ -23,6 +23,11 @@ def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
     return layers + (table if kind == "causal_lm" else config.hidden_size)
 
 
+def kv_bytes_per_token(config: ModelConfig, itemsize: float = 2) -> float:
+    """Bytes that one token holds in the cache, over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+
 def attention_flops(
     num_heads: int,
     head_dim: int,

@@ -1,6 +1,7 @@
 """`placement="auto"`: the layout that the planner expects to be fastest on the devices of a run."""
 
 import math
+import platform
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import jax
 
 from jaxrl_llm.config import Config, ConfigError, check
 from jaxrl_llm.config.placement import ROLLOUT
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, placed
@@ -15,7 +17,6 @@ from jaxrl_llm.planner.rates import GB, MEMORY, Rates, rates_of
 from jaxrl_llm.planner.search import best_layouts
 from jaxrl_llm.planner.work import Work, work_of
 
-PER_HOST = 8
 UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
 SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the devices, for roles of their own
 NEXT = 3  # layouts that are shown besides the chosen one
@@ -30,7 +31,7 @@ def automatic(config: Config) -> tuple[Config, list[str]]:
     Raises: ConfigError when nothing fits.
     """
     count = jax.device_count()
-    hosts = max(jax.process_count() if count > PER_HOST else 1, math.ceil(count / PER_HOST))
+    hosts = len(set(gather_objects(platform.node(), "hosts of a layout")))
     rates, known = _rates_here()
     work = work_of(replace(config, placement={}))
     choices = best_placements(
@@ -114,12 +115,12 @@ def _settled(config: Config, planned: Estimate) -> Config | None:
 
 
 def _rates_here() -> tuple[Rates, bool]:
-    """The rates of this process's devices, and whether they are known."""
-    kind = jax.devices()[0].device_kind.lower()
-    for name in MEMORY:
-        if name in kind.replace("-", " ").split():
-            return rates_of(name), True
-    return rates_of(UNKNOWN), False
+    """The rates of this process's devices with the memory that they have, and whether known."""
+    device = jax.local_devices()[0]
+    words = device.device_kind.lower().replace("-", " ").split()
+    name = next((name for name in MEMORY if name in words), UNKNOWN)
+    rates, limit = rates_of(name), (device.memory_stats() or {}).get("bytes_limit")
+    return replace(rates, capacity=float(limit)) if limit else rates, name in words
 
 
 def _lines(

@@ -14,7 +14,7 @@ from jaxrl_llm.planner.work import BYTES, Job, Work
 
 OTHER_STAGES = 0.01  # seconds of the stages without a model: reward on the host, advantages
 # Seconds of a response token on its host: metrics, trace and samples of a step. 0.6 s for 512 x 512
-# tokens in a run on one H100, 2026-11-25.
+# tokens in a run on one H100, 2026-11-25, when the trace had no thread of its own yet.
 HOST_TOKEN = 2.3e-6
 
 

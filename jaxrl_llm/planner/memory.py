@@ -5,11 +5,11 @@ The sums were compared with measured peaks and with programs that were compiled 
 """
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import (
     Rows,
     head_weights,
-    kv_bytes,
     layer_weights,
     rows_of,
     stored_parameters,
@@ -69,7 +69,7 @@ def _generation(
     weights = 0.0 if own_weights else stored_parameters(model) * BYTES[dtype]
     if rollout.quantization == "float8":
         weights += model.config.num_layers * layer_weights(model.config)
-    cache = sum(cache_tokens(work, samples)) * kv_bytes(model.config, itemsize)
+    cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
     logits = slots_of(work, samples) * model.config.vocab_size * 4
     return weights / tensor + cache / _kv_parts(model.config, tensor) + logits / tensor
 

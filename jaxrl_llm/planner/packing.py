@@ -1,12 +1,13 @@
 """What a pass computes: micro-batches, tokens and attention of one replica's samples. No jax."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.shapes import num_parameters
 from jaxrl_llm.planner.work import Model, Samples
 
 
@@ -86,11 +87,6 @@ def head_weights(model: Model) -> float:
 def stored_parameters(model: Model) -> float:
     """All parameters of a model: layers, embedding and head."""
     config = model.config
-    table = config.vocab_size * config.hidden_size
-    own_head = 0 if config.tie_word_embeddings and model.kind == "causal_lm" else 1
-    return config.num_layers * layer_weights(config) + table + own_head * head_weights(model)
-
-
-def kv_bytes(config: ModelConfig, itemsize: float) -> float:
-    """Bytes of one token in the cache, over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    if model.kind == "causal_lm":
+        return num_parameters(config)
+    return num_parameters(replace(config, tie_word_embeddings=True)) + head_weights(model)

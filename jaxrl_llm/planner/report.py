@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import AUTO, Config, ConfigError
+from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.planner.compiled import (
     CompiledStage,
@@ -15,7 +16,7 @@ from jaxrl_llm.planner.compiled import (
     with_compiled,
 )
 from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.estimate import Estimate, estimate
+from jaxrl_llm.planner.estimate import Estimate, placed
 from jaxrl_llm.planner.rates import CPU, GB, Rates, rates_of
 from jaxrl_llm.planner.search import Choice, best_layouts, smallest_count
 from jaxrl_llm.planner.work import Work, work_of
@@ -38,7 +39,7 @@ class Request:
     lengths: tuple[tuple[int, int], ...] = ()
 
     def count(self, config: Config) -> int:
-        return self.devices or config.mesh.num_devices
+        return self.devices or devices_in(config)
 
     def num_hosts(self, config: Config) -> int:
         """ConfigError unless the devices are spread evenly over the hosts."""
@@ -50,6 +51,11 @@ class Request:
                 "of hosts that divides the devices"
             )
         return hosts
+
+
+def devices_in(config: Config) -> int:
+    """The devices of all groups of a config."""
+    return len({number for group in devices_of_roles(config).values() for number in group})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,8 @@ class Report:
         seconds = planned.seconds if self.timed else None
         return {
             "name": planned.work.name,
-            "devices": devices.count,
+            "devices": planned.count,
+            "placement": dict(planned.placement),
             "hosts": devices.hosts,
             "hardware": devices.rates.name if self.timed else CPU,
             "mesh": devices.mesh.sizes | {"generation.tensor": devices.tensor("generate")},
@@ -125,7 +132,16 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
 
     Raises: ConfigError for devices that the config cannot use, or hardware that is not known.
     """
+    if config.placement == AUTO:  # a layout is searched in any case
+        config = replace(config, placement={})
     count, hosts = request.count(config), request.num_hosts(config)
+    chosen = count != devices_in(config)
+    if chosen and config.placement:
+        raise ConfigError(
+            f"--devices={count}: config.placement has {devices_in(config)} devices; leave one out"
+        )
+    if config.placement and not request.quick:
+        raise ConfigError("config.placement: roles apart are planned with --quick only")
     timed = request.hardware != CPU
     rates = rates_of(request.hardware if timed else "h200")
     work = work_of(
@@ -135,15 +151,14 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
         lengths=request.lengths,
     )
     start = time.monotonic()
-    chosen = count != config.mesh.num_devices
     choices = best_layouts(work, count, hosts, rates)
     searched = time.monotonic() - start
     if chosen:
         mesh = _best_mesh(work, count, hosts, rates)
     else:
         mesh = config.mesh
-    devices = Devices(mesh=mesh, hosts=hosts, rates=rates)
-    planned = estimate(work, devices)
+    devices = Devices(mesh=mesh, hosts=hosts, rates=rates, of_host=count // hosts)
+    planned = placed(work, config, devices)
     compiled: list[CompiledStage] = []
     if not request.quick:
         programs, stages = compile_work(work, devices, request.hardware)
@@ -158,7 +173,7 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
         planned=planned,
         chosen=chosen,
         better=tuple(better[:SHOWN]) if timed else (),
-        small=_small(work, planned, count, hosts, rates) if timed else None,
+        small=_small(work, count, hosts, rates) if timed else None,
         compiled=tuple(compiled),
         timed=timed,
         search_seconds=searched,
@@ -181,7 +196,7 @@ def _best_mesh(work: Work, count: int, hosts: int, rates: Rates) -> Any:
     return min(anyway, key=lambda choice: choice.estimate.peak).estimate.devices.mesh
 
 
-def _small(work: Work, planned: Estimate, count: int, hosts: int, rates: Rates) -> Choice | None:
+def _small(work: Work, count: int, hosts: int, rates: Rates) -> Choice | None:
     if count <= PER_HOST:
         return None
     return smallest_count(work, count, max(1, count // hosts), rates)
@@ -197,7 +212,7 @@ def lines(report: Report) -> list[str]:
     how = "compiled" if report.compiled else "computed without compiling"
     hardware = devices.rates.name if report.timed else CPU
     found = [
-        f"{planned.work.name} on {devices.count} x {hardware}, {devices.hosts} "
+        f"{planned.work.name} on {planned.count} x {hardware}, {devices.hosts} "
         f"host{'s' * (devices.hosts > 1)}, mesh {sizes or 'of one device'}; {how}",
     ]
     if report.chosen:

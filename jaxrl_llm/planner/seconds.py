@@ -9,12 +9,12 @@ from functools import cache
 
 import numpy as np
 
+from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.memory import slots_of
 from jaxrl_llm.planner.packing import (
     Rows,
     head_weights,
-    kv_bytes,
     layer_weights,
     rows_of,
     stored_parameters,
@@ -213,7 +213,7 @@ def _decode_seconds(
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
     tokens = reads * float(samples.prompts.mean()) + cached
     parts = min(tensor, config.num_kv_heads)
-    cache = tokens * kv_bytes(config, small) / parts / rates.cache
+    cache = tokens * kv_bytes_per_token(config, small) / parts / rates.cache
     fixed = config.num_layers * DECODE_LAYER
     sampling = live * config.vocab_size * SAMPLING_BYTES / tensor / rates.memory
     return float((matmuls + cache + fixed + sampling).sum()), float(flops.sum())

@@ -1,6 +1,6 @@
 """Devices that exist for the compiler only, so that programs compile on a machine without GPUs.
 
-Needs Python 3.12 or later and three packages, installed with --no-deps beside jax 0.11:
+Needs Python 3.12 or later and three packages, installed with --no-deps next to jax 0.11:
 jax-cuda13-plugin, jax-cuda13-pjrt and nvidia-cuda-nvcc (for ptxas). No driver, cuBLAS, cuDNN or
 NCCL. `h200.txtpb` describes the card.
 """

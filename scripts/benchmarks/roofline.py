@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import forward_flops, matmul_parameters
+from jaxrl_llm.models.flops import forward_flops, kv_bytes_per_token, matmul_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,6 @@ class Limits:
 # estimate of the dense rate at the clock of long matmuls. A run's `perf/mfu` uses the data sheet's
 # 989 (`models/flops.py`).
 H200 = Limits(memory=4.46e12, matmul=700e12, matmul_float8=1372e12, peak=790e12, link=273e9)
-
-
-def kv_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes that one token holds in the cache."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 def decode_seconds(

@@ -86,7 +86,7 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A cluster of two nodes."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs the extra ray")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 

@@ -86,7 +86,7 @@ def test_what_roles_keep_is_what_the_arrays_of_a_run_take(mesh):
     real = RealPrograms(config, devices, (2,)).resident()
     assert set(planned.kept) == {"actor", "critic", "reference"}
     for role, size in planned.kept.items():
-        assert size == pytest.approx(real[role], rel=0.04), role  # without biases and norms
+        assert size == pytest.approx(real[role], rel=0.02), role  # biases and norms are split less
 
 
 @pytest.mark.parametrize("slots", [1, 3, 7, 20])
@@ -210,6 +210,7 @@ def test_the_report_is_written_as_json_and_fits_decides_the_exit_code(
     assert 0 < report["scaling_efficiency"] and report["scaling_devices"] == 8
     assert {stage["stage"] for stage in report["stages"]} >= {"gen", "update_actor"}
     memory = report["memory_gb_per_device"]
+    assert report["placement"] == {}
     total = sum(memory["kept"].values()) + max(memory["temporary"].values())
     assert memory["peak"] == pytest.approx(total)
     assert "tokens/s a device" in capsys.readouterr().out
@@ -217,6 +218,17 @@ def test_the_report_is_written_as_json_and_fits_decides_the_exit_code(
     huge += ["--config.actor.hf_config.intermediate_size=131072"]
     assert commands.plan([*FLAGS, *huge, "--config.actor.hf_config.num_hidden_layers=64"]) == 1
     assert "IT DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_a_placement_is_planned_with_all_its_devices(in_this_process, tmp_path):
+    file = tmp_path / "report.json"
+    flags = [*FLAGS, "--config.placement.rollout=1-2", f"--json={file}"]
+    assert commands.plan(flags) == 0
+    report = json.loads(file.read_text())
+    assert report["devices"] == 3 and report["placement"] == {"rollout": "1-2"}
+    assert "rollout" in report["memory_gb_per_device"]["kept"]
+    with pytest.raises(ConfigError, match="planned with --quick only"):
+        commands.plan([flag for flag in flags if flag != "--quick"] + ["--hardware=cpu"])
 
 
 @pytest.mark.parametrize(
@@ -230,6 +242,7 @@ def test_the_report_is_written_as_json_and_fits_decides_the_exit_code(
         (["--devices=0"], "must be 1 or more"),
         (["--hardware=cpu"], "leave --quick out"),
         (["--devices=7"], "no mesh of 7 devices"),
+        (["--config.placement.rollout=1", "--devices=8"], "config.placement has 2 devices"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(in_this_process, flags, message):

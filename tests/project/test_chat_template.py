@@ -17,6 +17,12 @@ def test_a_template_that_never_ends_is_refused(monkeypatch):
         try_template(LONG, MESSAGES)
 
 
+def test_a_trial_that_cannot_run_is_no_permission(monkeypatch):
+    monkeypatch.setattr(chat_template, "_TRIAL", "import no_such_module")
+    with pytest.raises(ValueError, match="ended with code 1"):
+        try_template("{{ messages }}", MESSAGES)
+
+
 @pytest.mark.parametrize("large", ["{{ 'x' * 2000000000 }}", "{% set x = [0] * 500000000 %}"])
 def test_a_template_that_takes_all_memory_is_refused(large):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

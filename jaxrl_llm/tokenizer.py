@@ -200,7 +200,7 @@ class HFTokenizer:
             )
         self.stop_ids = _stop_ids(self.path, self.eos_id)
         self.bos_id = self._find_bos()
-        self._template_tried = False
+        self._trial: str | None = None  # why its template cannot be used; empty once it can
 
     @property
     def vocab_size(self) -> int:
@@ -254,11 +254,10 @@ class HFTokenizer:
         }
         conversation = [dict(message) for message in messages]
         try:
-            if not self._template_tried:
-                special = self._tokenizer.special_tokens_map
-                template = self._tokenizer.chat_template
-                try_template(template, special | variables | {"messages": conversation})
-                self._template_tried = True
+            if self._trial is None:
+                self._trial = self._try_template(variables | {"messages": conversation})
+            if self._trial:
+                raise ValueError(self._trial)
             return self._tokenizer.apply_chat_template(
                 conversation,
                 continue_final_message=continue_final_message,
@@ -268,6 +267,15 @@ class HFTokenizer:
         except Exception as error:  # a template is a program of the model's folder
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses the conversation: {what}") from error
+
+    def _try_template(self, variables: Mapping[str, Any]) -> str:
+        """Why the template takes too much; empty where it does not. Once, not for each row."""
+        special = self._tokenizer.special_tokens_map
+        try:
+            try_template(self._tokenizer.chat_template, special | variables)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer's files and its chat template."""

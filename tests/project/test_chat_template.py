@@ -1,11 +1,14 @@
 """A chat template may be anything: what takes too long or too much memory is refused."""
 
 import resource
+import time
 
 import pytest
+from chat_tokenizer import write_chat_tokenizer
 
 from jaxrl_llm import chat_template
 from jaxrl_llm.chat_template import try_template
+from jaxrl_llm.tokenizer import HFTokenizer
 
 MESSAGES = {"messages": [{"role": "user", "content": "2+3="}]}
 LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -21,6 +24,20 @@ def test_a_trial_that_cannot_run_is_no_permission(monkeypatch):
     monkeypatch.setattr(chat_template, "_TRIAL", "import no_such_module")
     with pytest.raises(ValueError, match="ended with code 1"):
         try_template("{{ messages }}", MESSAGES)
+
+
+def test_a_tokenizer_tries_its_template_once_whatever_the_number_of_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    tokenizer = HFTokenizer(write_chat_tokenizer(tmp_path, template=LONG))
+    started = time.process_time() + children_time()
+    for _ in range(20):
+        with pytest.raises(ValueError, match="refuses the conversation: it takes more than 1 s"):
+            tokenizer.apply_chat_template(MESSAGES["messages"])
+    assert time.process_time() + children_time() - started < 4
+
+
+def children_time() -> float:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
 @pytest.mark.parametrize("large", ["{{ 'x' * 2000000000 }}", "{% set x = [0] * 500000000 %}"])

@@ -23,12 +23,14 @@ from jaxrl_llm.observability.tracker import (
     TensorBoardTracker,
     Tracker,
 )
+from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 GLOBAL_STEP = "training/global_step"
+TOKEN_FIELDS = ("old_logprobs", "reference_logprobs", "values", "advantages")
 
 
 class MetricsLog(ABC):
@@ -44,7 +46,7 @@ class MetricsLog(ABC):
 
 
 class RunOutput(MetricsLog):
-    """metrics.jsonl, events.jsonl, TensorBoard, the trace and the console of one run directory."""
+    """metrics.jsonl, events.jsonl, TensorBoard, trace, report and console of one run directory."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class RunOutput(MetricsLog):
         self._trackers: Tracker = MultiTracker([])
         self._events: JsonlFile | None = None
         self._board: TensorBoardTracker | None = None
+        self._report: ReportRefresher | None = None
         if is_main():
             self._open_trackers(keep)
         self._trace: TraceWriter | None = None
@@ -98,6 +101,9 @@ class RunOutput(MetricsLog):
         trackers.append(self._console)
         self._trackers = MultiTracker(trackers)
         self._stack.callback(self._trackers.close)
+        if config.log.report:
+            self._report = ReportRefresher(self.run_dir, self._console.message)
+            self._stack.callback(self._report.close)  # when the trace is closed
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -113,6 +119,8 @@ class RunOutput(MetricsLog):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, once, on the main process."""
         self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
+        if self._report is not None:
+            self._report.step()
 
     def flush(self) -> None:
         """Until the trace of every step so far is written: a checkpoint does not come before it."""
@@ -141,12 +149,12 @@ class RunOutput(MetricsLog):
     def supervised(self, name: str, steps: int) -> "SupervisedOutput":
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
         if self._console is None:
-            return SupervisedOutput(tracker=None, console=None)
+            return SupervisedOutput()
         tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
         tracker.truncate_after(-1)
         self._stack.callback(tracker.close)
         self._console.begin(name.replace("_", " "), steps)
-        return SupervisedOutput(tracker=tracker, console=self._console)
+        return SupervisedOutput(tracker=tracker, console=self._console, report=self._report)
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
         """Trace this process's samples, and show some of them every so many steps."""
@@ -179,6 +187,7 @@ class RunOutput(MetricsLog):
                 extras=extras,
                 failures=failures,
                 indices=context.first_sample + owned,
+                details=self._token_details(context, batch),
             )
         if self._console is not None:
             first = slice(0, None, context.n)  # one sample of each group
@@ -206,6 +215,15 @@ class RunOutput(MetricsLog):
                 indices=indices,
             )
 
+    def _token_details(self, context: StepContext, batch: RolloutBatch) -> dict[str, np.ndarray]:
+        """What the batch says of the tokens of the first samples that this process owns."""
+        most = self._config.log.trace_details
+        # A role apart may lie on devices of other processes.
+        if not most or (self._config.placement and jax.process_count() > 1):
+            return {}
+        fields = {name: batch[name] for name in TOKEN_FIELDS if batch[name] is not None}
+        return {name: x[:most] for name, x in fetch_rows(fields, context.rows).items()}
+
     def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
         """Responses that no host stage has seen; returns the scores of the owned rows."""
         fields = (batch.responses, batch.mask, batch.rollout_logprobs, batch.scores)
@@ -220,14 +238,17 @@ class RunOutput(MetricsLog):
 class SupervisedOutput(MetricsLog):
     """The metrics of a supervised training that a run begins with; None on other processes."""
 
-    tracker: JsonlTracker | None
-    console: Console | None
+    tracker: JsonlTracker | None = None
+    console: Console | None = None
+    report: ReportRefresher | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.tracker is not None:
             self.tracker.log(step, {GLOBAL_STEP: step, **metrics})
         if self.console is not None:
             self.console.log(step, metrics)
+        if self.report is not None:
+            self.report.step()
 
     def message(self, text: str) -> None:
         if self.console is not None:

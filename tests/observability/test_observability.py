@@ -299,6 +299,7 @@ def test_trace_holds_every_sample(tmp_path):
         extras=[{"shout": "2"}, {}],
         failures={1: ["it hung"]},
         indices=(4, 5),
+        details={"values": np.float32([[0.5, 0.1, 7.0]]), "advantages": np.float32([[2, 2, 0]])},
     )
     trace.wait()
     first, second = read_jsonl([tmp_path / "trace" / "train-00000000.jsonl"])
@@ -310,6 +311,7 @@ def test_trace_holds_every_sample(tmp_path):
         "row": 7,
         "prompt": "1+1=",
         "prompt_ids": [1, 2],
+        "ground_truth": None,
         "response": "2",
         "tokens": [9, 2],
         "logprobs": [-0.1, -0.33333334],
@@ -318,7 +320,9 @@ def test_trace_holds_every_sample(tmp_path):
         "parts": {"exact": 1.0},
         "extras": {"shout": "2"},
         "failures": [],
+        "details": {"values": [0.5, 0.1], "advantages": 2.0},  # of its two tokens
     }
+    assert second["details"] == {}
     assert np.float32(first["logprobs"]).tolist() == list(logprobs)
     assert (second["index"], second["parts"], second["failures"]) == (
         5,

@@ -26,6 +26,7 @@ from jaxrl_llm.launch.runtime import (
     start,
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
+from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.references import nearest, nearest_file
 
 MOVIES = "movie_preferences"
@@ -47,7 +48,10 @@ def train(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
     config, flags = read_config(argv, parser)
+    STATUS.begin()
+    STATUS("importing jax")
     config = start(config, num_cpu_devices=flags.devices)
+    STATUS("importing the trainer")
     from jaxrl_llm.trainer.progress import print_summary
     from jaxrl_llm.trainer.run import train
 

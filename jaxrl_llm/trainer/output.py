@@ -14,9 +14,9 @@ import numpy as np
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.observability.alarms import STEP, Event
-from jaxrl_llm.observability.console import Console
+from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import JsonlFile
-from jaxrl_llm.observability.trace import TraceWriter
+from jaxrl_llm.observability.trace import TraceWriter, as_text
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
     MultiTracker,
@@ -43,6 +43,10 @@ class MetricsLog(ABC):
     @abstractmethod
     def message(self, text: str) -> None:
         """A line for the user."""
+
+    @abstractmethod
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        """What of a step goes on now; empty between stages."""
 
 
 class RunOutput(MetricsLog):
@@ -96,7 +100,6 @@ class RunOutput(MetricsLog):
         self._console = Console(
             every=config.log.console_every,
             samples_every=config.log.samples_every,
-            num_samples=config.log.num_samples,
         )
         trackers.append(self._console)
         self._trackers = MultiTracker(trackers)
@@ -146,6 +149,16 @@ class RunOutput(MetricsLog):
         if self._console is not None:
             self._console.message(text)
 
+    def status(self, text: str) -> None:
+        """What goes on before the first step."""
+        if self._console is not None:
+            self._console.status(text)
+
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        """What of a step goes on now; empty between stages."""
+        if self._console is not None:
+            self._console.stage(step, running)
+
     def supervised(self, name: str, steps: int) -> "SupervisedOutput":
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
         if self._console is None:
@@ -190,10 +203,18 @@ class RunOutput(MetricsLog):
                 details=self._token_details(context, batch),
             )
         if self._console is not None:
-            first = slice(0, None, context.n)  # one sample of each group
-            texts = [completion.text for completion in context.completions[first]]
-            questions = [prompt.text for prompt in prompts[first]]
-            self._console.samples(step, questions, texts, scores[first].tolist())
+            first = range(0, len(owned), context.n)  # one sample of each group
+            shown = [
+                ShownSample(
+                    question=last_user_turn(prompts[i]),
+                    response=context.completions[i].text,
+                    truth=as_text(prompts[i].ground_truth),
+                    score=float(scores[i]),
+                    parts={name: float(part[i]) for name, part in parts.items()},
+                )
+                for i in first[: self._config.log.num_samples]
+            ]
+            self._console.samples(step, shown)
 
     def validation(
         self,
@@ -216,13 +237,14 @@ class RunOutput(MetricsLog):
             )
 
     def _token_details(self, context: StepContext, batch: RolloutBatch) -> dict[str, np.ndarray]:
-        """What the batch says of the tokens of the first samples that this process owns."""
+        """What the batch says of the tokens of the first samples of a step, where they are ours."""
         most = self._config.log.trace_details
+        ours = int((context.first_sample + context.rows.owned < most).sum())
         # A role apart may lie on devices of other processes.
-        if not most or (self._config.placement and jax.process_count() > 1):
+        if not ours or (self._config.placement and jax.process_count() > 1):
             return {}
         fields = {name: batch[name] for name in TOKEN_FIELDS if batch[name] is not None}
-        return {name: x[:most] for name, x in fetch_rows(fields, context.rows).items()}
+        return {name: x[:ours] for name, x in fetch_rows(fields, context.rows).items()}
 
     def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
         """Responses that no host stage has seen; returns the scores of the owned rows."""
@@ -253,3 +275,14 @@ class SupervisedOutput(MetricsLog):
     def message(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)
+
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        if self.console is not None:
+            self.console.stage(step, running)
+
+
+def last_user_turn(prompt: Prompt) -> str:
+    """What was asked last: the last message of a user, or the text of a plain prompt."""
+    asked = [message for message in prompt.messages or () if message.get("role") == "user"]
+    content = asked[-1].get("content") if asked else None
+    return content if isinstance(content, str) else prompt.text

@@ -342,6 +342,10 @@ class LogConfig(Record):
     num_samples: Whole = 4
     tensorboard: bool = True
     trace: bool = True
+    # The first samples of a step, whose advantages, values and log-probs of the trainer and the
+    # reference are traced token by token.
+    trace_details: Whole = 16
+    report: bool = True  # <run_dir>/report.html, written again while the run goes on
     # Steps between tables of what the devices exchange, the first step's too; 0 never. The file
     # and the metrics of it are written on any mesh of several devices.
     communication_every: Whole = 100

@@ -1,4 +1,4 @@
-"""The commands: train, plan, generate, evaluate, export, prepare, verify, doctor.
+"""The commands: train, plan, generate, evaluate, export, prepare, verify, report, doctor.
 
 `jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
@@ -26,6 +26,7 @@ from jaxrl_llm.launch.runtime import (
     start,
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
+from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.references import nearest, nearest_file
 
 MOVIES = "movie_preferences"
@@ -47,7 +48,10 @@ def train(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
     config, flags = read_config(argv, parser)
+    STATUS.begin()
+    STATUS("importing jax")
     config = start(config, num_cpu_devices=flags.devices)
+    STATUS("importing the trainer")
     from jaxrl_llm.trainer.progress import print_summary
     from jaxrl_llm.trainer.run import train
 
@@ -246,6 +250,53 @@ def verify(argv: list[str]) -> int:
     return 0 if sound else 1
 
 
+def report(argv: list[str]) -> int:
+    """Draw a run, or compare several: jaxrl report RUN [RUN2 ...]
+
+    Writes one HTML page that needs no network: curves, times and memory of the stages, samples
+    token by token, alarms, config. A run writes its own page while it goes on. It changes nothing
+    else, and needs no devices.
+
+    Flags:
+      --output=FILE         the page; RUN/report.html without it, ./report.html for several runs
+      --serve               serve the page on 127.0.0.1 instead, until Ctrl-C
+      --port=8000           of --serve; 0 takes a free one
+    """
+    parser = Parser()
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--port", type=int, default=8000)
+    flags = parser.read(argv)
+    from jaxrl_llm.report.html import REPORT, write_page
+    from jaxrl_llm.report.run_files import is_run, open_runs
+
+    for folder in flags.runs:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}{nearest_file(folder)}")
+        if not is_run(folder):
+            raise ConfigError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
+    if flags.serve:
+        return _serve(flags.runs, flags.port)
+    output = flags.output or (flags.runs[0] if len(flags.runs) == 1 else Path()) / REPORT
+    _check_parent("--output", output)
+    print(f"wrote {write_page(open_runs(flags.runs), output)}")
+    return 0
+
+
+def _serve(folders: list[Path], port: int) -> int:
+    from jaxrl_llm.report.server import ReportServer
+
+    try:
+        server = ReportServer(folders, port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port={port} cannot be used: {error}. Give another one") from None
+    with server:
+        print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0
+
+
 def doctor(argv: list[str]) -> int:
     """Measure this machine before a run: jaxrl doctor [--folder=DIR] [--json=FILE]
 
@@ -390,6 +441,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "prepare": prepare,
     "verify": verify,
+    "report": report,
     "doctor": doctor,
 }
 

@@ -11,11 +11,13 @@ from jaxrl_llm.rewards.format import format_match
 from jaxrl_llm.rewards.gsm8k import gsm8k
 from jaxrl_llm.rewards.length import length_range
 from jaxrl_llm.rewards.loading import absolute_path
+from jaxrl_llm.rewards.math_answer import math_answer
 from jaxrl_llm.rewards.overlong import overlong_penalty
 
 FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.ExactAnswer: exact_answer,
     c.GSM8K: gsm8k,
+    c.MathAnswer: math_answer,
     c.FormatMatch: format_match,
     c.LengthRange: length_range,
     c.OverlongPenalty: overlong_penalty,

@@ -105,6 +105,11 @@ class Validator:
         ]
         self._answer, self._compiled = self._compile(role), False
 
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are answered, over all processes."""
+        return self._num_prompts
+
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
         other = copy.copy(self)

@@ -164,6 +164,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         f"  metrics         {run_dir / 'metrics.jsonl'}",
         f"  alarms          {run_dir / 'events.jsonl'}",
     ]
+    if config.log.report:
+        lines.append(f"  report          {run_dir / 'report.html'}")
     if config.log.tensorboard:
         lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'}")
     if config.log.trace:

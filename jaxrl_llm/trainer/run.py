@@ -21,6 +21,7 @@ from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.alarms import Alarms
+from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
@@ -28,6 +29,7 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.alarming import AlarmBell
+from jaxrl_llm.trainer.banner import about, lines, write_about
 from jaxrl_llm.trainer.batches import (
     AheadBatches,
     AnyLoader,
@@ -124,6 +126,7 @@ class Run:
     identity: Record  # of its models
     save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # the checkpoint to go on from; None begins
+    resume_step: int | None  # of it
     stack: ExitStack
     watch: Watch
     started: float
@@ -135,6 +138,9 @@ class Run:
         """The supervised trainings that a new run begins with, then the run's own steps."""
         step, kept = 0, None
         check_space(self.run_dir, bytes_of(self._abstract_states()))
+        self._say_what_it_is()
+        resumes = self.resume is not None
+        self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
         if self.resume is None:
             states = yield from self._first_states()
             self._save_once(states)
@@ -152,6 +158,21 @@ class Run:
             self._own.batches.restore(step, *kept)
         del states
         yield self._own
+
+    def _say_what_it_is(self) -> None:
+        """The banner, on the main process: on the console and in RUN/about.json."""
+        if not is_main():
+            return
+        found = about(
+            self.plan,
+            run_dir=self.run_dir,
+            num_train=self.data.num_train,
+            num_held_out=self.data.num_held_out,
+            step=self.resume_step,
+            steps=self.config.total_steps,
+        )
+        write_about(self.run_dir, found)
+        self.output.message(lines(found))
 
     def summary(self) -> Summary:
         """The run as it ended."""
@@ -300,21 +321,24 @@ def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> I
     """
     started = time.perf_counter()
     run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
+    STATUS("opening the tokenizer")
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
+        STATUS("reading the data and tracing the programs")
         plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
         differs = "" if resume is None else check_resume(resume, identity)
+        resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
         output = stack.enter_context(
             RunOutput(
                 config,
                 run_dir,
                 tokenizer=tokenizer,
                 stop_ids=stop_ids(config, tokenizer),
-                resume_step=None if resume is None else _loop_state(resume)[0],
+                resume_step=resume_step,
             )
         )
         watch = watch or Watch()
@@ -333,6 +357,7 @@ def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> I
             identity=identity,
             save_by=save_by,
             resume=resume,
+            resume_step=resume_step,
             stack=stack,
             watch=watch,
             started=started,
@@ -346,8 +371,16 @@ class RunData:
 
     config: Config
     loader: AnyLoader  # of the training data
+    num_train: int  # rows of it
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
     records: OfflineRecords | None = None  # of offline training
+
+    @property
+    def num_held_out(self) -> int:
+        """Rows that training does not see."""
+        if self.records is not None and self.records.held_out:
+            return len(self.records.held_out)
+        return 0 if self.validator is None else self.validator.num_prompts
 
     @property
     def best_metric(self) -> str:
@@ -399,7 +432,7 @@ def open_plan_and_data(
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader = records.loader()
+        loader, num_train = records.loader(), len(records.train)
         stack.callback(loader.close)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
@@ -410,13 +443,17 @@ def open_plan_and_data(
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
+        num_train = len(prompts)
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
         plan.trace()
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
-    return plan, RunData(config=config, loader=loader, validator=validator, records=records)
+    data = RunData(
+        config=config, loader=loader, num_train=num_train, validator=validator, records=records
+    )
+    return plan, data
 
 
 # ------------------------------------------------------------------------- folders

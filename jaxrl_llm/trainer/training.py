@@ -66,8 +66,13 @@ class Training:
         self.states = self.plan.enter(self.step, self.states)
         if self.profiler is not None:
             self.profiler.begin(self.step)
-        timer = Timer(watch=self.watch.clocks)
+        timer = Timer(watch=self._clocks)
         return timer if self.clock is None else self.clock.start(timer)
+
+    def _clocks(self, running: Sequence[str]) -> None:
+        """These clocks of the step run now."""
+        self.watch.clocks(running)
+        self.output.stage(self.step, running)
 
     def measure(self, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, float]:
         """The metrics of a step whose program ran, on the host.
@@ -116,9 +121,11 @@ class Training:
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         self.watch.enter("validation")
+        self.output.stage(self.step, ["validation"])
         for evaluation in self.evaluations:
             metrics |= evaluation.run(self.states, self.step)
         self.watch.enter(BETWEEN)
+        self.output.stage(self.step, [])
         name, least = self.target
         if least and metrics.get(name, 0.0) >= least:
             self.stopped = True
@@ -142,9 +149,11 @@ class Training:
         """Write a checkpoint, where the training has any."""
         if self.save_with is not None:
             self.watch.enter("save")
+            self.output.stage(self.step, ["save"])
             position, ahead = self.batches.saved(self.step, self.states)
             self.save_with(self.step, self.states | ahead, metrics, position)
             self.watch.enter(BETWEEN)
+            self.output.stage(self.step, [])
 
     def take_params(self) -> Params:
         """The learner's parameters; the training gives up its states, and so their memory."""

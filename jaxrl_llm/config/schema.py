@@ -32,6 +32,7 @@ from jaxrl_llm.config.records import (
     Whole,
     guess,
     record,
+    validate,
 )
 
 __all__ = [
@@ -40,7 +41,8 @@ __all__ = [
     "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config", "as_dict",
+    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup", "Config",
+    "as_dict",
     "differences",
 ]  # fmt: skip
 
@@ -386,6 +388,27 @@ class WatchdogConfig(Record):
 
 
 @record
+class NodeGroup(Record):
+    """Nodes of a run that are named together, for `placement`. A node is a process."""
+
+    count: Count = 1  # nodes
+    gpus_per_node: Count = 8
+
+
+def _node_groups(value: Any) -> Any:
+    """Groups whose values may be written as dicts."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        str(name): validate(NodeGroup, group) if isinstance(group, dict) else group
+        for name, group in value.items()
+    }
+
+
+NodeGroups = Annotated[dict[str, NodeGroup], BeforeValidator(_node_groups)]
+
+
+@record
 class Config(Record):
     """A whole run."""
 
@@ -398,8 +421,11 @@ class Config(Record):
     mesh: MeshConfig = MeshConfig()
     # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"}.
     # All others share the actor's, which are the first ones of the mesh.
+    # On several nodes "node0:0-7;node1:0-7", or a name of `node_groups`: docs/placement.md.
     # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
     placement: Placement = field(default_factory=dict)
+    # All nodes of a run, in their order. A role without a placement has the first group.
+    node_groups: NodeGroups = field(default_factory=dict)
     # How many updates the policy that samples may be behind; needs placement.rollout. From 1 on,
     # the next batches are generated while this one is learned from.
     max_staleness: Whole = 0

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
-from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.config.placement import devices_of_roles, numbers_of_roles
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
@@ -152,8 +152,7 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
 
         config, why = automatic(config)
         print("\n".join(why), file=sys.stderr, flush=True)
-    roles = devices_of_roles(config).values() if config.placement else ()
-    placed = [number for devices in roles for number in devices]
+    placed = _placed(config)
     mesh = fit_mesh(config.mesh, placed)
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
@@ -166,6 +165,30 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     if check_links():
         _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))
     return config
+
+
+def _placed(config: Config) -> list[int]:
+    """The numbers of all devices of a `placement`; empty without one.
+
+    Raises: ConfigError where the devices and processes of this launch are not those it names.
+    """
+    import jax
+
+    from jaxrl_llm.distributed.mesh import devices_of_nodes
+
+    if not config.placement:
+        return []
+    if config.max_staleness and jax.process_count() > 1:
+        raise ConfigError(
+            f"config.max_staleness={config.max_staleness}: batches are generated ahead in one "
+            f"process, and there are {jax.process_count()}; set it to 0, or start one process "
+            "with all devices"
+        )
+    plain = [d for group in devices_of_roles(config).values() for d in group if isinstance(d, int)]
+    if max(plain, default=0) >= jax.device_count():
+        return plain  # `fit_mesh` knows the remedy
+    numbers = numbers_of_roles(config, devices_of_nodes())
+    return [number for group in numbers.values() for number in group]
 
 
 def _check_links(environment: Mapping[str, str]) -> Callable[[], bool]:
@@ -352,16 +375,11 @@ def fit_mesh(mesh: MeshConfig, placed: Sequence[int] = ()) -> MeshConfig:
     from jaxrl_llm.distributed.mesh import check_mesh, larger_mesh
 
     count, processes = jax.device_count(), jax.process_count()
-    if processes > 1 and placed:
-        raise ConfigError(
-            f"config.placement: roles on devices of their own need one process, and there are "
-            f"{processes}; start one process a node with all of its devices, or leave it out"
-        )
-    if processes > 1 and mesh.num_devices == 1:
+    if processes > 1 and mesh.num_devices == 1 and not placed:
         return replace(mesh, data=count)
     wanted = max([mesh.num_devices, *(number + 1 for number in placed)])
     try:
-        check_mesh(mesh.sizes, count, processes)
+        check_mesh(mesh.sizes, count, 1 if placed else processes)
         if wanted > count:
             raise ValueError(
                 f"config.placement names device {wanted - 1}, but {count} devices are available, "

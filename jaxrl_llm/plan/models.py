@@ -13,8 +13,10 @@ from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
 from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.config import Config, ModelSettings
-from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import mesh_of
+from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.config import Kind
@@ -73,7 +75,7 @@ def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str,
     heads = sorted({source.config.num_kv_heads for source in sources})
     own_sizes = {role: model.tensor for role, model in models.items()}
     own_sizes[ROLLOUT] = config.mesh.generation.tensor
-    placed, meshes = devices_of_roles(config), {}
+    placed, meshes = numbers_of_roles(config, devices_of_nodes()), {}
     for role, numbers in placed.items():
         together = [
             s for name, s in own_sizes.items() if placed.get(name, placed[ACTOR]) == numbers
@@ -143,11 +145,12 @@ def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
         )
     if role.spec.kind == "scalar" and wanted == "actor":
         decoder = {"decoder": abstract["decoder"]}
-        zeros = jax.jit(
+        make = jax.jit(
             partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
             out_shardings=role.param_shardings["score"],
         )
-        return manager.restore_role(checkpoint, wanted, decoder) | {"score": zeros()}
+        zeros = call(make, (), role.mesh)
+        return manager.restore_role(checkpoint, wanted, decoder) | {"score": zeros}
     return manager.restore_role(checkpoint, wanted, abstract)
 
 

@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -102,7 +103,7 @@ class Iteration:
     def controller_state(self) -> Any:
         """The KL controller's first state."""
         init = self.algorithm.kl_controller.init
-        return jax.jit(init, out_shardings=replicated(self.mesh))()
+        return call(jax.jit(init, out_shardings=replicated(self.mesh)), (), self.mesh)
 
     def _abstract_controller(self) -> Any:
         shape = jax.eval_shape(self.algorithm.kl_controller.init)

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import Layout, generation_layout, train_layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
@@ -76,7 +77,8 @@ class Role:
         """
         if self.optimizer is None:
             return params
-        return jax.jit(self._init, donate_argnums=(0,), out_shardings=self.shardings)(params)
+        make = jax.jit(self._init, donate_argnums=(0,), out_shardings=self.shardings)
+        return call(make, (params,), self.mesh)
 
     def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
         """The role with another optimizer, e.g. that of a supervised warm-up.

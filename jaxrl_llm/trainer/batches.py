@@ -463,7 +463,7 @@ class RecordBatches(Batches):
 
     def tokens(self, batch: Any) -> StepTokens:
         groups = [self._on_host[name] for name in self.plan.algorithm.records.groups]
-        owned = np.isin(self._rows.held, self._rows.owned)
+        owned = np.isin(self._rows.read, self._rows.owned)
         groups = [group for group in groups if group is not None]
         total = sum(int(group.lengths[owned].sum()) for group in groups)
         answers = sum(int(group.loss_mask[owned].sum()) for group in groups)

@@ -309,7 +309,7 @@ def _collate(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = 
         length=config.data.max_row_length,
         pad_id=pad_id,
         mismatched=mismatched,
-        rows=rows.held.tolist(),
+        rows=rows.read.tolist(),
     )
 
 

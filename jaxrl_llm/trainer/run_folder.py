@@ -51,6 +51,7 @@ DEVICE_KEYS = (
     "mesh.*",
     "placement",
     "placement.*",
+    "node_groups.*",
     "fuse_stages",
     "data.num_workers",
     "data.prefetch",

@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import Padded
@@ -136,8 +137,8 @@ def _made(make: Callable[[Params], Params], role: Role, params: Params) -> Param
     """What `make` makes of another role's parameters, where this role keeps its own."""
     here = {x.sharding.mesh for x in jax.tree.leaves(params)}  # one device or mesh has them
     if here == {role.mesh}:
-        return jax.jit(make, out_shardings=role.param_shardings)(params)
-    return jax.device_put(jax.jit(make)(params), role.param_shardings)
+        return call(jax.jit(make, out_shardings=role.param_shardings), (params,), role.mesh)
+    return jax.tree.map(moved, jax.jit(make)(params), role.param_shardings)
 
 
 def role_seed(config: Config, role: str) -> int:

@@ -30,6 +30,7 @@ from jaxrl_llm.kernels.decode_attention import (
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
+from jaxrl_llm.kernels.strict import strict_in_scope
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
 
@@ -39,7 +40,7 @@ RESIDUAL_DTYPE = "float32"
 
 # A jitted function of its own, so that all layers share one lowering (0.2 s of one core each).
 _prefix_decode_attention = jax.jit(
-    prefix_decode_attention, static_argnames=("window", "implementation")
+    prefix_decode_attention, static_argnames=("window", "implementation", "strict")
 )
 
 
@@ -219,7 +220,9 @@ def _attention_by_heads(
         masks: dict[str, Any] = {"window": window}
         if prompts is not None:
             masks = {"visibility": packed_visibility(prompts, window=window)}
-        return attention(q, k, v, implementation=implementation, **masks)
+        return attention(
+            q, k, v, implementation=implementation, strict=strict_in_scope(), **masks
+        )
 
     if heads is None:
         return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
@@ -292,7 +295,11 @@ def _decode_by_heads(
             context.own_lengths_B,
         )
         return _prefix_decode_attention(
-            inputs, window=window, implementation=chosen, schedule=context.schedule
+            inputs,
+            window=window,
+            implementation=chosen,
+            schedule=context.schedule,
+            strict=strict_in_scope(),
         )
 
     if heads is None:

@@ -8,7 +8,7 @@ head dim. In a kernel `block_q` queries belong to a warpgroup, and a step has `b
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -85,6 +85,11 @@ def default_tuning(head_dim: int, *, plain: bool = False) -> Tuning:
     if head_dim <= 128:
         return Tuning(dq_stages=3, dkv_stages=3)
     return Tuning(block_k=64, dq_stages=1, dkv_stages=1, dkv_split=True)
+
+
+def strict_tuning(head_dim: int) -> Tuning:
+    """The sizes whose blocks of keys are those of the decode kernel, see `block_entries` there."""
+    return replace(default_tuning(head_dim), block_k=128 if head_dim == 64 else 64)
 
 
 def lowered_once(run: Callable[P, R]) -> Callable[P, R]:

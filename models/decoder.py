@@ -57,7 +57,8 @@ class Block(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        if (strict := strict_in_scope()) is not None:
+        strict = strict_in_scope()
+        if strict is not None and not strict.kernels:
             return self._strictly(strict, x_BTD, rope, layer_cache, attend)
         mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
         x_BTD = x_BTD + scattered(mixed_BTD)
@@ -160,12 +161,14 @@ class Decoder(nnx.Module):
         def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, jax.Array]:
             return rope_tables(self.config, positions_C)
 
-        if (strict := strict_in_scope()) is not None:
+        strict = strict_in_scope()
+        if strict is not None and not strict.kernels:
             return by_rows(strict, tables, None, positions_BT)
         return tables(None, positions_BT)
 
     def _final_norm(self, x_BTD: jax.Array) -> jax.Array:
-        if (strict := strict_in_scope()) is None:
+        strict = strict_in_scope()
+        if strict is None or strict.kernels:
             return self.norm(x_BTD)
         graphdef, state = nnx.split(self.norm)
         return by_rows(strict, lambda state, x: nnx.merge(graphdef, state)(x), state, x_BTD)

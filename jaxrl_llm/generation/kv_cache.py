@@ -121,6 +121,7 @@ def decode_context(
     if heads is not None and _own_kv_heads(heads, num_kv_heads):
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
     group_size, schedule = num_heads // num_kv_heads, None
+    strictly = strict_in_scope() is not None  # one job a slot
     if group_size <= MAX_GROUP_SIZE:
         schedule = decode_schedule(
             prompt_rows_B,
@@ -130,7 +131,8 @@ def decode_context(
             num_kv_heads=num_kv_heads,
             prefix_capacity=cache.prompts.shape[3],
             own_capacity=pages_BT.shape[1] * cache.own.shape[3],
-            slots_per_prompt=slots_per_prompt,
+            slots_per_prompt=1 if strictly else slots_per_prompt,
+            num_splits=1 if strictly else None,
             tuning=default_tuning(config.head_dim, cache.own.dtype),
         )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, schedule)
@@ -220,9 +222,7 @@ def _attention_by_heads(
         masks: dict[str, Any] = {"window": window}
         if prompts is not None:
             masks = {"visibility": packed_visibility(prompts, window=window)}
-        return attention(
-            q, k, v, implementation=implementation, strict=strict_in_scope(), **masks
-        )
+        return attention(q, k, v, implementation=implementation, strict=strict_in_scope(), **masks)
 
     if heads is None:
         return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL)

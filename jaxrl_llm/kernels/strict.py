@@ -1,9 +1,9 @@
 """Strict operations: a row's result has the same bits in every batch, and in every program.
 
-XLA chooses the order of a sum by the shapes: the number of rows of a matmul, the keys of a row, what
-is fused with what. Here rows are computed in chunks of one size by a loop whose body is the same in
-every program; barriers keep it apart from its surroundings. Padding fills the last chunk. The
-gradient is the ordinary one of the same function: only results of the forward pass are compared.
+XLA chooses the order of a sum by the shapes: the rows of a matmul, the keys of a row, what is fused
+with what. Here rows are computed in chunks of one size by a loop whose body is the same in every
+program; barriers keep it apart from its surroundings. Padding fills the last chunk. The gradient is
+the ordinary one of the same function: only results of the forward pass are compared.
 
 Shape letters: M rows, C rows of a chunk, X queries, N query heads, K KV heads, H head dim, J keys
 of a block.
@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ class Strict:
     rows: int  # C
     block: int  # J, keys of a block; sums over keys go block after block
     align: int = 1  # runs of tokens begin at multiples of this in a row
+    kernels: bool = False  # projections by `strict_matmul`, of any number of rows
 
 
 _in_scope: ContextVar[Strict | None] = ContextVar("strict", default=None)
@@ -102,6 +103,26 @@ def _backward(
 
 _by_rows.defvjp(_forward, _backward)
 
+
+@jax.custom_vjp
+def strict_sum(x: Float[Array, "... D"]) -> Float[Array, "..."]:
+    """The sum over the last dim, in one order for every number of rows.
+
+    Written as additions of slices: XLA may not exchange these, as it may the order of a reduction.
+    """
+    parts = next(n for n in (32, 16, 8, 4, 2, 1) if x.shape[-1] % n == 0)
+    slices = jnp.split(x, parts, axis=-1)
+    columns = lax.optimization_barrier(reduce(jnp.add, slices))
+    return reduce(jnp.add, [columns[..., i] for i in range(columns.shape[-1])])
+
+
+def _sum_backward(shape: Array, gradient: Array) -> tuple[Array]:
+    return (jnp.broadcast_to(gradient[..., None], shape.shape),)
+
+
+# The residual gives its shape only; nothing reads its values.
+strict_sum.defvjp(lambda x: (strict_sum(x), x), _sum_backward)
+
 # Keys, values and visibility of a chunk's queries in one block: [C, J, K, H] twice and bool [C, J].
 Block = tuple[Array, Array, Array]
 
@@ -147,7 +168,9 @@ def attend_in_blocks(
     return out.reshape(chunks * size, *q_XNH.shape[1:])[:number]
 
 
-def _no_keys(q_CNH: Array, place: Any, block_at: Callable[[Any, Array], Block]) -> tuple[Array, ...]:
+def _no_keys(
+    q_CNH: Array, place: Any, block_at: Callable[[Any, Array], Block]
+) -> tuple[Array, ...]:
     """The sums before the first block: weighted values, maximum and weights."""
     (C, N, H), keys = q_CNH.shape, jax.eval_shape(block_at, place, jnp.int32(0))[0]
     K = keys.shape[2]

@@ -26,8 +26,8 @@ from jaxrl_llm.kernels.flash_attention import (
     token_order,
 )
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
-from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
+from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
 from jaxrl_llm.models.attention import Attend

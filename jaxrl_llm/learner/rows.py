@@ -393,8 +393,8 @@ def plan_packing(
     """Fill rows of `row_tokens` tokens with samples in their order, each whole.
 
     `group` consecutive samples answer one prompt, which is in a row once; 1 gives every sample its
-    own prompt. One pass computes `rows_of_part` rows of each replica. `align` makes rows strict; then
-    `row_tokens` is rounded up to a multiple of it.
+    own prompt. One pass computes `rows_of_part` rows of each replica. `align` makes rows strict
+    and rounds `row_tokens` up.
     Requires: the longest prompt and the longest response together fit a row.
     """
     samples = prompt_lengths.shape[0] // num_replicas

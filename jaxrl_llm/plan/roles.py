@@ -12,15 +12,14 @@ from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.layout import Layout, generation_layout, train_layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
-from jaxrl_llm.learner.forward import ForwardSettings
-from jaxrl_llm.learner.optimizer import make_optimizer, schedule
-from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
 from jaxrl_llm.kernels.decode_attention import block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
+from jaxrl_llm.learner.forward import ForwardSettings
+from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.pipeline import Pipeline
-
 
 STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time
 
@@ -171,7 +170,7 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
     if chosen_attention(attention, dtype, config.head_dim, ranges=True) != "pallas":
         return Strict(rows=STRICT_ROWS, block=16)
     block = block_entries(config.head_dim)
-    return Strict(rows=STRICT_ROWS_GPU, block=block, align=block)
+    return Strict(rows=STRICT_ROWS_GPU, block=block, align=block, kernels=True)
 
 
 def rollout_role(actor: Role, mesh: Mesh, phases: MeshConfig) -> Role:

@@ -117,6 +117,8 @@ def prefix_decode_attention(
     tuning = tuning or default_tuning(H, inputs.own_OK2RH.dtype)
     if window is not None:
         schedule = None
+    if strict is not None and schedule is None:
+        num_splits = 1
     if schedule is not None:
         _check_schedule(schedule, inputs, num_splits, tuning.block)
         num_splits = schedule.jobs.num_splits
@@ -132,6 +134,7 @@ def prefix_decode_attention(
         tuning=tuning,
         schedule=schedule,
         interpret=interpret,
+        strictly=strict is not None,
     )
 
 

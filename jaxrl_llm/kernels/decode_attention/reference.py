@@ -82,7 +82,8 @@ def decode_attention_strict(
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """The attention with the sums of `attention_strict`, and the pages with the new entries."""
     own_OK2RH, prefix_CK2PH = with_new_entries(inputs), inputs.prefix_CK2PH
-    (O, _, _, R, _), (C, _, _, P, _) = own_OK2RH.shape, prefix_CK2PH.shape
+    num_pages, R = own_OK2RH.shape[0], own_OK2RH.shape[3]
+    C, P = prefix_CK2PH.shape[0], inputs.prefix_capacity
     ends = inputs.prefix_lengths_B, inputs.own_lengths_B
     none_B = jnp.zeros_like(ends[0])
     steps_B = sum(num_blocks(end_B, strict.block) for end_B in ends)
@@ -92,7 +93,7 @@ def decode_attention_strict(
         row_C, pages_CT, *runs = place
         in_prefix_C, entry_CJ, has_CJ = runs_block(*runs, step, strict.block)
         number_CJ = jnp.clip(entry_CJ // R, 0, pages_CT.shape[1] - 1)
-        page_CJ = jnp.clip(jnp.take_along_axis(pages_CT, number_CJ, axis=1), 0, O - 1)
+        page_CJ = jnp.clip(jnp.take_along_axis(pages_CT, number_CJ, axis=1), 0, num_pages - 1)
         own_CJK2H = own_OK2RH[page_CJ, :, :, entry_CJ % R]
         row_C1 = jnp.clip(row_C, 0, C - 1)[:, None]
         prefix_CJK2H = prefix_CK2PH[row_C1, :, :, jnp.clip(entry_CJ, 0, P - 1)]

@@ -20,7 +20,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, RegisterLayout, ScratchType
+from jaxrl_llm.kernels.hopper import (
+    SMS,
+    Interpret,
+    Ref,
+    RegisterLayout,
+    ScratchType,
+)
 
 HEAD_DIMS = (64, 96, 128, 256)
 NUM_CONSUMERS = 2
@@ -202,25 +208,6 @@ def load_keys_and_values(
             plgpu.copy_gmem_to_smem(ref.at[row, keys, kv_head], smem.at[stage], loaded.at[stage])
 
     drain((k[3], v[3]), num_steps, stages)
-
-
-def accumulator(rows: int, columns: int) -> ScratchType:
-    """A float32 accumulator of wgmma, for `pl.run_scoped`."""
-    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
-
-
-def accumulate(acc: Array, matmul: Callable[[Ref], None], interpreted: bool) -> Array:
-    """`acc` plus what `matmul` adds to an accumulator reference."""
-    if not interpreted:
-        start: Ref = plgpu.WGMMAAccumulatorRef.init(acc)
-        return pl.run_state(matmul)(start)
-
-    # The interpreter cannot start an accumulator from a value.
-    def from_zero(ref: Ref) -> Array:
-        matmul(ref)
-        return ref[...]
-
-    return acc + pl.run_scoped(from_zero, accumulator(*acc.shape))
 
 
 def multiply_add(ref: Ref, a: Array, b_smem: Ref, spill_smem: Ref) -> None:

@@ -458,6 +458,9 @@ def step(flags: dict[str, str]) -> None:
     for name in chosen:
         words = ["rl_step", "--workload=grpo", f"--shape={flags['shape']}"]
         words += [f"--groups={flags['step_groups']}", f"--config.exact={name}"]
+        if flags["shape"] != "tiny":
+            words += ["--config.actor.micro_batch_tokens=9216", "--config.rollout.num_slots=512"]
+            words += ["--config.algorithm.use_kl_loss=false"]
         options = read_options(words)
 
         def run(options: Any = options, name: str = name) -> None:

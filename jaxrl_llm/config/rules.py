@@ -335,10 +335,10 @@ def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
     tokens = (config.critic if key == "critic" else config.actor).micro_batch_tokens
     if model.attention != "cudnn":
         return
-    if config.exact:
+    if config.exact != "off":
         raise ConfigError(
             f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
-            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=false"
+            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=off"
         )
     if tokens:
         raise ConfigError(

@@ -56,6 +56,13 @@ def _placement(value: Any) -> Any:
     return {} if value == "colocated" else value
 
 
+def _exact(value: Any) -> Any:
+    """How exact; true and false are the older spellings of "repeatable" and "off"."""
+    value = guess(value)
+    return ("repeatable" if value else "off") if isinstance(value, bool) else value
+
+
+Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
@@ -453,7 +460,9 @@ class Config(Record):
     watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
     compile_cache: str = ""
-    exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention
+    # "repeatable": same bits in every process, on a GPU too: no atomics, no cuDNN attention.
+    # "strict": also, the sampler's log-probs have the bits of the trainer's (one device, slower).
+    exact: Exact = "repeatable"
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
 
 

@@ -41,6 +41,7 @@ from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implem
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.strict import strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
@@ -113,6 +114,7 @@ def generate(
         prompt_lengths_N,
         prefill_implementation(settings.attention, dtype, spec.config.head_dim),
     )
+    align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8
     pages = page_sizes(
         num_slots=sizes.num_slots,
@@ -133,8 +135,10 @@ def generate(
         max_new_tokens=max_new_tokens,
         group=sizes.group,
         prefill=sizes.prefill,
+        align=align,
     )
-    spec, params = _generation_form(spec, params, settings, split=heads is not None)
+    split = heads is not None or settings.strict is not None
+    spec, params = _generation_form(spec, params, settings, split=split)
     state = empty_state(
         spec.config,
         queue,
@@ -146,24 +150,25 @@ def generate(
     )
     if num_samples > 0:
         how = {"attention": settings.attention, "heads": heads}
-        state = _run_loops(
-            partial(prefill, spec, params, queue, sizes, **how),
-            partial(
-                decode,
-                spec,
-                params,
+        with strict_scope(settings.strict):
+            state = _run_loops(
+                partial(prefill, spec, params, queue, sizes, **how),
+                partial(
+                    decode,
+                    spec,
+                    params,
+                    queue,
+                    sizes.group,
+                    pages,
+                    seed_key,
+                    settings.sampling,
+                    **how,
+                ),
+                partial(fill_slots, queue, sizes.group, pages),
                 queue,
-                sizes.group,
-                pages,
-                seed_key,
-                settings.sampling,
-                **how,
-            ),
-            partial(fill_slots, queue, sizes.group, pages),
-            queue,
-            sizes,
-            state,
-        )
+                sizes,
+                state,
+            )
     return _output(state, settings.sampling, settings.pad_id)
 
 

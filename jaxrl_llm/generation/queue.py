@@ -32,8 +32,12 @@ def make_queue(
     max_new_tokens: int,
     group: int,
     prefill: RowSizes,
+    align: int = 1,
 ) -> Queue:
-    """Queue the groups whose prompt is not empty, in the order of their rows."""
+    """Queue the groups whose prompt is not empty, in the order of their rows.
+
+    In a prefill a prompt begins at a multiple of `align` tokens.
+    """
     has_prompt_G = lengths_N[::group] > 0
     order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
     num_groups = jnp.sum(has_prompt_G, dtype=jnp.int32)
@@ -46,5 +50,5 @@ def make_queue(
         jnp.minimum(limits_N, max_new_tokens),
         order_G=order_G.astype(jnp.int32),
         num_groups=num_groups,
-        packed=pack_prompts(lengths_G, num_groups, prefill),
+        packed=pack_prompts(lengths_G, num_groups, prefill, align),
     )

@@ -145,7 +145,7 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     check_links = _check_links(os.environ)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
-    prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
+    prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
     join_processes()
     if config.placement == AUTO:
         from jaxrl_llm.planner.automatic import automatic

@@ -241,7 +241,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     kind = algorithm.model_kind
     spec = spec_of(source, kind, config.actor)
     learner = make_role(
-        LEARNERS[kind], spec, config.actor, mesh, phases=config.mesh, exact=config.exact
+        LEARNERS[kind], spec, config.actor, mesh, phases=config.mesh, exact=config.exact != "off"
     )
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
     reference = reference_role(config, source, mesh) if algorithm.reads_reference else None

@@ -26,7 +26,7 @@ from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
-from jaxrl_llm.plan.roles import Role, make_role, rollout_role
+from jaxrl_llm.plan.roles import Role, make_role, rollout_role, strict_of
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
@@ -437,9 +437,14 @@ def _make_role(
     mesh: Mesh,
 ) -> Role:
     """A role on its own mesh, which has no phases, or on that of the run."""
-    if own_mesh is None:
-        return make_role(name, spec, settings, mesh, phases=config.mesh, exact=config.exact)
-    return make_role(name, spec, settings, own_mesh, exact=config.exact)
+    phases = config.mesh if own_mesh is None else None
+    strict = None
+    if config.exact == "strict" and spec.kind == "causal_lm":
+        strict = strict_of(spec, settings.dtype, settings.attention)
+    exact = config.exact != "off"
+    return make_role(
+        name, spec, settings, own_mesh or mesh, phases=phases, exact=exact, strict=strict
+    )
 
 
 def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
@@ -582,6 +587,7 @@ class _Planning:
                 pad_id=self.pad_id,
                 quantization=config.rollout.quantization,
                 attention=sampler.forward.attention,
+                strict=sampler.forward.strict,
             ),
         )
         settings: dict[str, Any] = {

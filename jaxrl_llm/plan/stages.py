@@ -233,7 +233,7 @@ class OldLogprobs(ModelStage):
         def forward(part: Fields) -> Any:
             found = response_statistics(
                 params_of(state),
-                rows_of(part),
+                rows_of(part, self.model.passes.align),
                 spec=self.model.spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
@@ -281,7 +281,7 @@ class FrozenLogprobs(ModelStage):
         def forward(part: Fields) -> Any:
             return response_logprobs(
                 params_of(state),
-                rows_of(part),
+                rows_of(part, self.model.passes.align),
                 spec=self.model.spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
@@ -317,7 +317,7 @@ class TeacherTop(ModelStage):
         def forward(part: Fields) -> Any:
             return response_statistics(
                 params_of(state),
-                rows_of(part),
+                rows_of(part, self.model.passes.align),
                 spec=self.model.spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
@@ -486,6 +486,7 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
             group=config.rollout.n if settings.share_prompts else 1,
             num_replicas=layout.num_replicas,
             rows=role.forward.rows_of_pass,
+            align=role.forward.align,
             shard=shard_rows(layout),
         )
         forward = replace(

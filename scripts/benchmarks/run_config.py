@@ -59,7 +59,7 @@ def run_config(
         rollout=RolloutConfig(n=samples),
         algorithm=GRPO() if algorithm == "grpo" else PPO(),
         reward=RewardConfig(functions=(ExactAnswer(),)),
-        exact=False,
+        exact="off",
         fuse_stages=False,
     )
     for key, text in overrides:

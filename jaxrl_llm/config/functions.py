@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
+from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.records import (
     Count,
     Custom,
@@ -111,7 +112,7 @@ class Code(Grader):
 
 
 GRADERS = (ExactAnswer, GSM8K, MathAnswer, FormatMatch, LengthRange, OverlongPenalty, Code)
-RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom)]
+RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom, Given)]
 OwnFunction = Annotated[Custom, one_of(Custom)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Code, Spread
+from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
@@ -233,7 +234,7 @@ def _check_trainings(config: Config) -> None:
         _check_micro(key, micro, size, mesh.num_replicas, "batch")
         _check_pipelined(config, key, training, size)
         data = config.data
-        has_data = bool(data.val_files or data.val_tasks or data.dataset_class)
+        has_data = bool(data.val_files or data.val_tasks or data.val_rows or data.dataset_class)
         answers = not is_offline(config) or config.validation.generate
         if training.stop_at and not (has_data and answers):
             raise ConfigError(
@@ -429,7 +430,13 @@ def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:
 
 def _check_data(config: Config) -> None:
     data = config.data
-    if not data.train_files and not data.train_tasks and not data.dataset_class:
+    for key, rows in (("train_data", data.train_rows), ("val_data", data.val_rows)):
+        if rows is not None and rows.rows is None:
+            raise ConfigError(
+                f"config.data.{key.removesuffix('data')}rows were {rows.num_rows} rows of a Python "
+                f"program, which this file does not hold: rl.train(config, {key}=rows) gives them"
+            )
+    if not (data.train_files or data.train_tasks or data.train_rows or data.dataset_class):
         raise ConfigError(
             "config.data has no training data: set --config.data.train_files=[FILE] or "
             "--config.data.train_tasks=[chain_sum]"
@@ -561,7 +568,16 @@ def _check_functions(config: Config) -> None:
         *((f"reward.functions.{i}", f) for i, f in enumerate(config.reward.functions)),
         *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
     ]
-    paths = [(f"{key}.path", f.path) for key, f in named if isinstance(f, Custom)]
+    for key, given in named:
+        if isinstance(given, Given) and given.function is None:
+            name = given.path.rpartition(":")[2]
+            raise ConfigError(
+                f"config.{key} was the function {name} of a Python program, which this file does "
+                f"not hold: rl.train(config, rewards=[{name}]) gives it, or write it in a file and "
+                f"name it, my_file.py:{name}"
+            )
+    customs = [(key, f) for key, f in named if isinstance(f, Custom) and not isinstance(f, Given)]
+    paths = [(f"{key}.path", f.path) for key, f in customs]
     if config.data.dataset_class:
         paths.append(("data.dataset_class", config.data.dataset_class))
     for key, path in paths:

@@ -18,6 +18,7 @@ from jaxrl_llm.config.functions import (
     RewardFunction,
     TaskSettings,
 )
+from jaxrl_llm.config.given import Rows
 from jaxrl_llm.config.records import (
     BelowOne,
     Count,
@@ -134,6 +135,9 @@ class DataConfig(Record):
     val_files: Many[str] = ()
     train_tasks: Many[TaskSettings] = ()
     val_tasks: Many[TaskSettings] = ()
+    # Rows of a Python program, before those of files and tasks: docs/library.md.
+    train_rows: Rows = None
+    val_rows: Rows = None
     tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
     prompt_style: Literal["plain", "chat"] = "plain"  # of tasks: "7+2+5=", or messages
     train_batch_size: Count = 128  # prompts an iteration
@@ -470,7 +474,8 @@ def as_dict(node: Any) -> Any:
     """A record as plain JSON types; one of several kinds begins with its `kind`."""
     if isinstance(node, Record):
         kind = getattr(node, "kind", "")
-        values = {name: as_dict(getattr(node, name)) for name in node.__pydantic_fields__}  # pyright: ignore
+        fields = node.__pydantic_fields__.items()  # pyright: ignore
+        values = {name: as_dict(getattr(node, name)) for name, of in fields if not of.exclude}
         return {"kind": kind} | values if kind else values
     if isinstance(node, tuple | list):
         return [as_dict(entry) for entry in node]

@@ -11,22 +11,18 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
+from jaxrl_llm.launch import library
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
-    fit_mesh,
     join_processes,
     run_script,
-    start,
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
-from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.references import nearest, nearest_file
 
 MOVIES = "movie_preferences"
@@ -48,14 +44,9 @@ def train(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
     config, flags = read_config(argv, parser)
-    STATUS.begin()
-    STATUS("importing jax")
-    config = start(config, num_cpu_devices=flags.devices)
-    STATUS("importing the trainer")
+    summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
     from jaxrl_llm.trainer.progress import print_summary
-    from jaxrl_llm.trainer.run import train
 
-    summary = train(config, end_process=os._exit)
     print_summary(summary, config)
     if summary.alarmed:
         return ALARMED
@@ -90,21 +81,18 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--n", type=_count, default=1)
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.read(argv)
-    path = find_model_path(flags.model)
-    prepare_jax()
-    from jaxrl_llm.generation.sampler import SamplingParams
-    from jaxrl_llm.trainer.trained_model import complete, open_model, read_prompt
-
-    sampling = SamplingParams(
+    model = library.open_model(flags.model, dtype=flags.dtype)
+    (answer,) = model.generate(
+        flags.prompt,
         max_new_tokens=flags.max_new_tokens,
         temperature=flags.temperature,
         top_p=flags.top_p,
         top_k=flags.top_k,
+        n=flags.n,
+        seed=flags.seed,
+        chat={"auto": None, "true": True, "false": False}[flags.chat],
     )
-    model = open_model(path, dtype=flags.dtype)
-    chat = {"auto": None, "true": True, "false": False}[flags.chat]
-    prompt = read_prompt(flags.prompt, model.tokenizer, chat=chat)
-    for completion in complete(model, prompt, sampling, n=flags.n, seed=flags.seed):
+    for completion in answer.completions:
         print(completion.text)
         if not completion.finished:
             print(f"(cut after {len(completion.tokens)} tokens)", file=sys.stderr)
@@ -130,33 +118,18 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--devices", type=int, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
-    model = find_model_path(flags.model)
-    # The model replaces the config's own, whose folder need not exist here.
-    own = (("actor.path", model.path), ("data.tokenizer", ""))
-    config = load_config(config_path, (*own, *overrides))
-    if not config.data.val_files and not config.data.val_tasks:
-        raise ConfigError(
-            "config.data has no validation data: set --config.data.val_files=[FILE] or "
-            "--config.data.val_tasks=[chain_sum]"
-        )
-    output = flags.output
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
-    prepare_jax(num_cpu_devices=flags.devices)
-    join_processes()
-    config = replace(
-        config, mesh=fit_mesh(config.mesh), placement={}, node_groups={}, max_staleness=0
+    report = library.evaluate(
+        flags.model,
+        config_path,
+        overrides=overrides,
+        output=flags.output,
+        num_cpu_devices=flags.devices,
     )
     from jaxrl_llm.distributed.multihost import is_main
-    from jaxrl_llm.trainer.trained_model import evaluate, validation_report
 
-    report = validation_report(config, flags.model, evaluate(config))
     if is_main():
         for name, value in report["metrics"].items():
             print(f"{name}  {value:.4f}")
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
@@ -183,15 +156,12 @@ def export(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max_shard_bytes", type=_count)
     flags = parser.read(argv)
-    checkpoint = find_checkpoint(flags.model)
-    if flags.output.exists() and not flags.output.is_dir():
-        raise ConfigError(f"--output={flags.output} is a file; give a directory to write")
-    prepare_jax(num_cpu_devices=1)  # an export only copies, and CPU memory is larger
-    from jaxrl_llm.trainer.trained_model import export_checkpoint
-
-    limit = {} if flags.max_shard_bytes is None else {"max_shard_bytes": flags.max_shard_bytes}
-    written = export_checkpoint(
-        checkpoint, flags.output, role=flags.role, dtype=flags.dtype, **limit
+    written = library.export(
+        flags.model,
+        flags.output,
+        role=flags.role,
+        dtype=flags.dtype,
+        max_shard_bytes=flags.max_shard_bytes,
     )
     print(f"wrote {written}")
     return 0

@@ -223,8 +223,22 @@ def _say_slow_links(numbers: Sequence[int]) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def devices_are_used() -> bool:
+    """Whether this process has touched jax's devices, so that settings of them come too late."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
 def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
-    """Set what jax and XLA read when the first device is touched."""
+    """Set what jax and XLA read when the first device is touched.
+
+    In a program that has used jax before, nothing is set.
+
+    Raises: ConfigError when that program's devices are others than those asked for.
+    """
+    if devices_are_used():
+        _check_used_devices(num_cpu_devices, exact)
+        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     limit = max(XLA_HOST_MEMORY_GB, int(HOST_MEMORY_FRACTION * host_memory() / 2**30))
     os.environ.setdefault(HOST_MEMORY_LIMIT, str(limit))
@@ -251,6 +265,23 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     from jaxrl_llm.kernels.hopper import cache_ptxas_version
 
     cache_ptxas_version()  # lowering a step's kernels asks jax for it hundreds of times
+
+
+def _check_used_devices(num_cpu_devices: int, exact: bool) -> None:
+    import jax
+
+    if num_cpu_devices and jax.device_count() != num_cpu_devices:
+        raise ConfigError(
+            f"{num_cpu_devices} CPU devices were asked for, but this program has used jax with "
+            f"{jax.device_count()} devices already; begin with this call, in a new process"
+        )
+    if exact and jax.default_backend() == "gpu" and EXACT not in os.environ.get("XLA_FLAGS", ""):
+        print(
+            "config.exact=true comes too late: this program has used the GPU already, so a resumed "
+            f"run may differ in its last bits. Set XLA_FLAGS=--{EXACT}=true before it starts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def host_memory(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:

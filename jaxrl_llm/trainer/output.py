@@ -25,6 +25,7 @@ from jaxrl_llm.observability.tracker import (
 )
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.callbacks import Callbacks, Sample
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
@@ -60,12 +61,14 @@ class RunOutput(MetricsLog):
         tokenizer: Tokenizer,
         stop_ids: tuple[int, ...],
         resume_step: int | None,
+        callbacks: Callbacks,
     ):
         """Open everything. Cut off what was written after `resume_step`; None cuts off all."""
         self._config = config
         self.run_dir = run_dir
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
+        self._callbacks = callbacks
         self._stack = ExitStack()
         keep = -1 if resume_step is None else resume_step
         self._console: Console | None = None
@@ -171,7 +174,8 @@ class RunOutput(MetricsLog):
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
         """Trace this process's samples, and show some of them every so many steps."""
-        if self._trace is None and not self._config.log.samples_every:
+        shown = bool(self._config.log.samples_every) or self._callbacks.want_samples
+        if self._trace is None and not shown:
             return
         reward = context.reward
         if reward is None:
@@ -202,6 +206,8 @@ class RunOutput(MetricsLog):
                 indices=context.first_sample + owned,
                 details=self._token_details(context, batch),
             )
+        if self._callbacks.want_samples:
+            self._callbacks.add(step, _samples(prompts, context.completions, scores, parts))
         if self._console is not None:
             first = range(0, len(owned), context.n)  # one sample of each group
             shown = [
@@ -254,6 +260,29 @@ class RunOutput(MetricsLog):
             self._tokenizer, self._stop_ids, responses, mask, logprobs
         )
         return scores
+
+
+def _samples(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    scores: np.ndarray,
+    parts: Mapping[str, np.ndarray],
+) -> list[Sample]:
+    """Each completion with its prompt and its grade."""
+    return [
+        Sample(
+            prompt=prompt.text,
+            response=completion.text,
+            score=float(scores[i]),
+            parts={name: float(part[i]) for name, part in parts.items()},
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            finished=completion.finished,
+        )
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

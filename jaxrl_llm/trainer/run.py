@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,7 @@ from jaxrl_llm.trainer.batches import (
     PromptBatches,
     RecordBatches,
 )
+from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.data import (
     OfflineRecords,
@@ -74,9 +75,15 @@ from jaxrl_llm.trainer.training import Training
 from jaxrl_llm.trainer.watchdog import END, START, EndProcess, Watch, open_watch
 
 
-def train(config: Config, *, end_process: EndProcess | None = None) -> Summary:
+def train(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    end_process: EndProcess | None = None,
+) -> Summary:
     """Run `config` to its end, from wherever its run_dir stands.
 
+    `callbacks` are called after each step, and may end the run.
     `end_process` (os._exit) lets the watchdog end this process when a step stands still.
     """
     with open_run_folder(config) as folder:
@@ -84,7 +91,7 @@ def train(config: Config, *, end_process: EndProcess | None = None) -> Summary:
             return finished_summary(folder, config)
         with (
             open_watch(config.watchdog, folder.path, end_process) as watch,
-            open_run(config, folder, watch) as run,
+            open_run(config, folder, watch, callbacks) as run,
         ):
             for training in run.trainings():
                 training.watch = watch
@@ -131,6 +138,7 @@ class Run:
     watch: Watch
     started: float
     alarms: Alarms
+    callbacks: Callbacks
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
 
@@ -178,13 +186,16 @@ class Run:
         """The run as it ended."""
         own = self._own
         assert own is not None
+        ended_early = own.stopped and own.step < own.total_steps
         return Summary(
             run_dir=self.run_dir,
             step=own.step,
             totals=self.totals,
             seconds=time.perf_counter() - self.started,
-            interrupted=own.stopped and not own.alarmed and own.step < own.total_steps,
-            alarmed=own.alarmed and own.step < own.total_steps,
+            interrupted=ended_early and not own.alarmed and not own.called_off,
+            alarmed=ended_early and own.alarmed,
+            called_off=ended_early and own.called_off and not own.alarmed,
+            reason=self.callbacks.reason,
             checkpoint=self.checkpoints.path(own.step),
         )
 
@@ -221,6 +232,7 @@ class Run:
             save_every=config.save_every,
             validate_first=config.validation.before_train,
             alarms=AlarmBell(alarms=self.alarms, output=self.output),
+            callbacks=self.callbacks,
         )
 
     def _batches(self) -> Batches:
@@ -314,7 +326,12 @@ def finished_summary(folder: RunFolder, config: Config) -> Summary:
 
 
 @contextmanager
-def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> Iterator[Run]:
+def open_run(
+    config: Config,
+    folder: RunFolder,
+    watch: Watch | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[Run]:
     """Plan the run, read its data, find its checkpoints, and open its output.
 
     Raises ValueError for a config that cannot work, before any array exists.
@@ -332,6 +349,7 @@ def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> I
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
         differs = "" if resume is None else check_resume(resume, identity)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
+        called = Callbacks(functions=callbacks, run_dir=run_dir, total_steps=config.total_steps)
         output = stack.enter_context(
             RunOutput(
                 config,
@@ -339,6 +357,7 @@ def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> I
                 tokenizer=tokenizer,
                 stop_ids=stop_ids(config, tokenizer),
                 resume_step=resume_step,
+                callbacks=called,
             )
         )
         watch = watch or Watch()
@@ -362,6 +381,7 @@ def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> I
             watch=watch,
             started=started,
             alarms=Alarms(config=config.alarms),
+            callbacks=called,
         )
 
 

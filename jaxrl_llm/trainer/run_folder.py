@@ -213,7 +213,7 @@ def _differences(key: str, stored: Any, new: Any) -> Iterator[tuple[str, Any, An
     elif isinstance(stored, list) and isinstance(new, list) and len(stored) == len(new):
         for i, (there, now) in enumerate(zip(stored, new, strict=True)):
             yield from _differences(f"{prefix}{i}", there, now)
-    elif stored != new:
+    elif stored != new and not (stored is ABSENT and new is None):
         yield key, stored, new
 
 

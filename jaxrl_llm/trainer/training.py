@@ -13,6 +13,7 @@ from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.plan.roles import params_of
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.batches import Batches
+from jaxrl_llm.trainer.callbacks import Callbacks
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.evaluate import Evaluation
 from jaxrl_llm.trainer.output import MetricsLog
@@ -55,6 +56,8 @@ class Training:
     stopped: bool = False
     alarms: AlarmBell | None = None
     alarmed: bool = False  # an alarm ended it
+    callbacks: Callbacks | None = None
+    called_off: bool = False  # a callback ended it
     _save_asked: bool = False  # by an alarm of the last step
 
     def begin_step(self) -> Timer:
@@ -139,11 +142,14 @@ class Training:
     def report(self, metrics: dict[str, float]) -> None:
         """Write the metrics of the last step, and agree with the other processes how to go on."""
         self.output.log(self.step, metrics)
+        if self.callbacks is not None:
+            self.callbacks.step(self.step, metrics)
         actions = set() if self.alarms is None else self.alarms.step(self.step, metrics)
         if self.stop_requested is not None and self.step:  # a run does one step at least
-            flags = (self.stop_requested(), "save" in actions, "stop" in actions)
-            asked, self._save_asked, self.alarmed = any_process(*flags)
-            self.stopped = self.stopped or asked or self.alarmed
+            called_off = self.callbacks is not None and self.callbacks.asked
+            flags = (self.stop_requested(), "save" in actions, "stop" in actions, called_off)
+            asked, self._save_asked, self.alarmed, self.called_off = any_process(*flags)
+            self.stopped = self.stopped or asked or self.alarmed or self.called_off
 
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, where the training has any."""

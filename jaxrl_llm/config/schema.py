@@ -396,9 +396,12 @@ class Config(Record):
     # All others share the actor's, which are the first ones of the mesh.
     # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
     placement: Placement = field(default_factory=dict)
-    # How many updates the policy that samples may be behind; needs placement.rollout. From 1 on,
-    # the next batches are generated while this one is learned from.
+    # How many updates the policy that samples may be behind. From 1 on, the next batches are
+    # generated ahead; with placement.rollout, while this one is learned from.
     max_staleness: Whole = 0
+    # With max_staleness: new tokens that a response gets under one policy; what is longer goes on
+    # under the next one. 0 is off: one policy samples a whole response.
+    partial_rollouts: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()

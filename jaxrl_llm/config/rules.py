@@ -100,26 +100,44 @@ def _check_placement(config: Config) -> None:
 
 
 def _check_staleness(config: Config, apart: bool) -> None:
-    """Generating ahead needs devices that do not learn, and samples that may be corrected."""
+    """What can be generated ahead, and in parts."""
     key = f"config.max_staleness={config.max_staleness}"
+    _check_partial_rollouts(config)
     if not config.max_staleness:
         return
-    if not apart:
+    if is_offline(config):
         raise ConfigError(
-            f"{key}: batches are generated ahead on devices of their own; name them, for example "
-            "--config.placement.rollout=4-7, or set --config.max_staleness=0"
+            f"{key}: offline training generates nothing ahead; set --config.max_staleness=0"
         )
-    algorithms = [config.algorithm, *(phase.algorithm for phase in config.phases)]
-    uncorrected = [each.label for each in algorithms if not hasattr(each, "rollout_is")]
-    refused = {
-        f"algorithm={', '.join(uncorrected)} (no importance weights)": bool(uncorrected),
-        "rollout.filter_groups.enable": config.rollout.filter_groups.enable,
-        "data.priority": config.data.priority is not None,
-    }
-    for name in (name for name, given in refused.items() if given):
+    if config.rollout.filter_groups.enable and not apart:
         raise ConfigError(
-            f"{key} does not work with config.{name}; leave one of them out "
-            "(--config.max_staleness=0)"
+            f"{key}: with config.rollout.filter_groups.enable, each round of generation waits for "
+            "the rewards of the one before, so on one group of devices nothing would overlap; "
+            "give generation devices of its own, for example --config.placement.rollout=4-7, or "
+            "set --config.max_staleness=0"
+        )
+
+
+def _check_partial_rollouts(config: Config) -> None:
+    """Responses can be cut only where a later policy can go on with them."""
+    key = f"config.partial_rollouts={config.partial_rollouts}"
+    if not config.partial_rollouts:
+        return
+    if not config.max_staleness:
+        raise ConfigError(
+            f"{key}: a response goes on under a newer policy only where batches are generated "
+            "ahead; --config.max_staleness=1 works"
+        )
+    longest = config.data.max_response_length
+    if config.partial_rollouts >= longest:
+        raise ConfigError(
+            f"{key}: no response is longer than config.data.max_response_length={longest}, so "
+            f"none would be cut; {max(longest // 2, 1)} works, 0 is off"
+        )
+    if config.rollout.filter_groups.enable:
+        raise ConfigError(
+            f"{key}: with config.rollout.filter_groups.enable, a round of generation ends before "
+            "its groups can be compared; set --config.partial_rollouts=0"
         )
 
 

@@ -437,9 +437,12 @@ class Config(Record):
     placement: Placement = field(default_factory=dict)
     # All nodes of a run, in their order. A role without a placement has the first group.
     node_groups: NodeGroups = field(default_factory=dict)
-    # How many updates the policy that samples may be behind; needs placement.rollout. From 1 on,
-    # the next batches are generated while this one is learned from.
+    # How many updates the policy that samples may be behind. From 1 on, the next batches are
+    # generated ahead; with placement.rollout, while this one is learned from.
     max_staleness: Whole = 0
+    # With max_staleness: new tokens that a response gets under one policy; what is longer goes on
+    # under the next one. 0 is off: one policy samples a whole response.
+    partial_rollouts: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()

@@ -72,7 +72,8 @@ def decode(
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
     )
-    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
+    index_B = count_B if queue.begun_N is None else queue.begun_N[row_B] + count_B
+    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], index_B)
     tokens_B, logprobs_B = _sample(model, hidden_B1D[:, 0], keys_B2, sampling)
 
     # Slots were refilled before this step, so a sample that is still ready found no page.

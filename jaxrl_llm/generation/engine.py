@@ -87,13 +87,15 @@ def generate(
     settings: GenerationSettings,
     *,
     limits_N: jax.Array | None = None,
+    begun_N: jax.Array | None = None,
     heads: HeadAxes | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
-    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `heads` are
-    the mesh axes that split attention heads, where the caller left some automatic
-    (`generate_on_mesh` does).
+    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `begun_N`
+    counts the tokens of the response that a prompt ends with: a response that was cut goes on with
+    the random numbers that it would have had. `heads` are the mesh axes that split attention heads,
+    where the caller left some automatic (`generate_on_mesh` does).
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at
@@ -132,6 +134,7 @@ def generate(
         prompt_lengths_N,
         sample_ids_N,
         limits_N,
+        begun_N,
         max_new_tokens=max_new_tokens,
         group=sizes.group,
         prefill=sizes.prefill,
@@ -184,6 +187,7 @@ def generate_on_mesh(
     layout: Layout,
     stored: Layout | None = None,
     limits_N: jax.Array | None = None,
+    begun_N: jax.Array | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -214,32 +218,34 @@ def generate_on_mesh(
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
 
     def one_replica(
-        params: Any, prompts: Any, lengths: Any, sample_ids: Any, key: Any, limits: Any
+        params: Any, prompts: Any, lengths: Any, ids: Any, key: Any, limits: Any, begun: Any = None
     ) -> GenerationOutput:
         output = generate(
             spec,
             params,
             prompts,
             lengths,
-            sample_ids,
+            ids,
             key,
             settings,
             limits_N=limits,
+            begun_N=begun,
             heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
         )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
+    begun = () if begun_N is None else (begun_N,)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
     manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(
         one_replica,
         mesh=layout.mesh,
-        in_specs=(whole, rows, rows, rows, whole, rows),
+        in_specs=(whole, rows, rows, rows, whole, rows, *(rows for _ in begun)),
         out_specs=rows,
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types would not agree
-    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N)
+    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, *begun)
 
 
 def _generation_form(

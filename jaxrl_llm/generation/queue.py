@@ -18,6 +18,7 @@ class Queue(NamedTuple):
     lengths_N: jax.Array
     sample_ids_N: jax.Array
     limits_N: jax.Array
+    begun_N: jax.Array | None  # tokens of the response that end the prompt; None is 0 for all
     order_G: jax.Array
     num_groups: jax.Array
     packed: PackedPrompts  # the prompts in that order
@@ -28,6 +29,7 @@ def make_queue(
     lengths_N: jax.Array,
     sample_ids_N: jax.Array,
     limits_N: jax.Array,
+    begun_N: jax.Array | None = None,
     *,
     max_new_tokens: int,
     group: int,
@@ -48,6 +50,7 @@ def make_queue(
         lengths_N,
         sample_ids_N,
         jnp.minimum(limits_N, max_new_tokens),
+        begun_N,
         order_G=order_G.astype(jnp.int32),
         num_groups=num_groups,
         packed=pack_prompts(lengths_G, num_groups, prefill, align),

@@ -19,11 +19,12 @@ STEP = "step"
 class TraceWriter:
     """Writes one object a sample to FOLDER/<kind>-<first step>.jsonl, `steps_per_file` steps each.
 
-    Keys: step, policy_version (of the sampling policy), index (in its batch), data_source, row,
-    prompt, prompt_ids, ground_truth, response, tokens, logprobs (the sampler's), finished, score,
-    parts (reward of each function, null where it did not apply), extras (what reward functions
-    logged), failures, details (of the first samples of a step: further numbers of each token by
-    name, or one number for all). Log-probs have enough digits for the same float32.
+    Keys: step, policy_version (of the policy that sampled the first token), last_policy_version (of
+    the last one: newer in a partial rollout), index (in its batch), data_source, row, prompt,
+    prompt_ids, ground_truth, response, tokens, logprobs (the sampler's), finished, score, parts
+    (reward of each function, null where it did not apply), extras (what reward functions logged),
+    failures, details (of the first samples of a step: further numbers of each token by name, or
+    one number for all). Log-probs have enough digits for the same float32.
 
     A thread writes, because a batch of 512 x 512 tokens takes half a second of Python. `write`
     waits for the batch before it, and raises what went wrong with that. `wait` waits for the last.
@@ -49,6 +50,7 @@ class TraceWriter:
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         scores: Sequence[float] | np.ndarray,
+        last_policy_versions: Sequence[int] | np.ndarray | None = None,
         parts: Mapping[str, np.ndarray] | None = None,
         extras: Sequence[Mapping[str, Any]] | None = None,
         failures: Mapping[int, Sequence[str]] | None = None,
@@ -70,6 +72,7 @@ class TraceWriter:
             kind,
             step,
             policy_version,
+            last_policy_versions,
             list(zip(prompts, completions, strict=True)),
             scores,
             parts or {},
@@ -90,6 +93,7 @@ class TraceWriter:
         kind: str,
         step: int,
         policy_version: int,
+        last_versions: Sequence[int] | np.ndarray | None,
         samples: Sequence[tuple[Prompt, Completion]],
         scores: Sequence[float] | np.ndarray,
         parts: Mapping[str, np.ndarray],
@@ -104,6 +108,9 @@ class TraceWriter:
                 {
                     STEP: step,
                     "policy_version": policy_version,
+                    "last_policy_version": (
+                        policy_version if last_versions is None else int(last_versions[i])
+                    ),
                     "index": i if indices is None else int(indices[i]),
                     "data_source": prompt.data_source,
                     "row": prompt.row,

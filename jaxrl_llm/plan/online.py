@@ -10,20 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.generation.partial_responses import Parts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
-from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
+from jaxrl_llm.plan.collecting import collected_stages, continuing_program
+from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import Role, make_role, rollout_role, strict_of
@@ -33,7 +35,6 @@ from jaxrl_llm.references import check_settings, load
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import RolloutBatch
 
-SCORE = "score"  # by which groups are filtered where no part of the reward is named
 TEACHER = "teacher"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
 AHEAD = "ahead"  # in a checkpoint: what was generated for the next steps
@@ -56,6 +57,7 @@ class Iteration:
     # The program's first segments, if the source of batches runs them: dynamic sampling repeats
     # them, and generating ahead runs them in earlier steps.
     collecting: tuple[Segment, ...]
+    continuing: Program | None  # of partial rollouts: goes on with the responses that were cut
     filter_column: int | None  # of reward_parts, by which groups are filtered; None for the score
     sampling: SamplingParams
     mesh: Mesh
@@ -92,13 +94,31 @@ class Iteration:
 
     def trace(self) -> RolloutBatch:
         """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
-        return self.program.trace(self.abstract_states(), self.abstract_batch())
+        states = self.abstract_states()
+        batch = self.program.trace(states, self.abstract_batch())
+        if self.continuing is not None:
+            self.continuing.trace(states, batch)
+        return batch
 
-    def abstract_ahead(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps of each batch that was generated ahead."""
+    @property
+    def generating(self) -> tuple[Segment, ...]:
+        """Of the segments that are collected, those on devices."""
+        return tuple(segment for segment in self.collecting if not segment.is_host)
+
+    @property
+    def grading(self) -> tuple[Segment, ...]:
+        """Of the segments that are collected, those on the host."""
+        return tuple(segment for segment in self.collecting if segment.is_host)
+
+    @property
+    def generated(self) -> list[str]:
+        """The fields that `generating` writes."""
+        return [name for s in self.generating for stage in s.stages for name in stage.writes]
+
+    def abstract_generated(self) -> dict[str, Any]:
+        """Shapes of what a checkpoint keeps of a batch that was generated ahead."""
         batch = self.trace()
-        names = [name for s in self.collecting for stage in s.stages for name in stage.writes]
-        return [{name: batch[name] for name in names}] * self.config.max_staleness
+        return {name: batch[name] for name in self.generated}
 
     def controller_state(self) -> Any:
         """The KL controller's first state."""
@@ -170,11 +190,16 @@ class OnlinePlan:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), role.spec.params)
         return switch_bytes(shapes, role.param_shardings, role.generation_shardings)
 
-    def abstract_states(self) -> States:
-        """Shapes and shardings of everything that the roles keep from start to end."""
+    def abstract_states(self, ahead: Sequence[tuple[int, int]] = ()) -> States:
+        """Shapes and shardings of everything that the roles keep from start to end.
+
+        `ahead` has the step and the rounds of generation of each batch that was generated ahead.
+        """
         states = {name: role.abstract() for name, role in self.roles.items()}
-        if self.config.max_staleness:
-            states[AHEAD] = self.iterations[-1].abstract_ahead()
+        if ahead:
+            states[AHEAD] = [
+                [self.at(step).abstract_generated()] * rounds for step, rounds in ahead
+            ]
         return self.iterations[-1].abstract_states() | states
 
     def controller_state(self) -> Any:
@@ -264,6 +289,8 @@ def plan_iteration(
     """
     config = _corrected(config)
     algorithm = build_online(config.algorithm)
+    if config.max_staleness and not hasattr(config.algorithm, "rollout_is"):
+        algorithm = corrected_for_staleness(algorithm)
     _check(config, algorithm, reward)
     if waiting is None:
         waiting = min(_critic_warmup(config, algorithm), config.total_steps)
@@ -284,29 +311,31 @@ def plan_iteration(
         own_stages=_own_stages(config),
     )
     planned = planning.stages()
-    collected, column = _collected(config, planned, reward)
+    collected, column = collected_stages(config, planned, reward, own_meshes)
     rest = [stage for stage in planned if stage not in collected]
     group = partial(segments, fuse=config.fuse_stages, place=by_mesh(own_meshes))
     collecting = group(collected)
     used = {stage.role for stage in planned}
     roles = {name: role for name, role in roles.items() if name in used}
     shardings = {name: role.shardings for name, role in roles.items()}
+    make_program = partial(
+        Program,
+        mesh=mesh,
+        own_meshes={name: own for name, own in own_meshes.items() if name in used},
+        followers=followers,
+        state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
+        overlap=config.fuse_stages,
+        group=config.rollout.n,
+    )
     return Iteration(
         config=config,
         algorithm=algorithm,
         roles=roles,
         sources=sources,
         stages=planned,
-        program=Program(
-            (*collecting, *group(rest)),
-            mesh=mesh,
-            own_meshes={name: own for name, own in own_meshes.items() if name in used},
-            followers=followers,
-            state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
-            overlap=config.fuse_stages,
-            group=config.rollout.n,
-        ),
+        program=make_program((*collecting, *group(rest))),
         collecting=collecting,
+        continuing=continuing_program(config, planned, make_program),
         filter_column=column,
         sampling=planning.sampling,
         mesh=mesh,
@@ -362,10 +391,11 @@ def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 def _corrected(config: Config) -> Config:
     """`config` with importance weights for samples of an older policy, unless it has a correction.
 
-    Requires: the algorithm is one of ours if samples may be older.
+    `corrected_for_staleness` does the same to an algorithm that has no such setting.
     """
     settings: Any = config.algorithm
-    if not config.max_staleness or settings.rollout_is or settings.bypass_mode:
+    known = hasattr(settings, "rollout_is")
+    if not config.max_staleness or not known or settings.rollout_is or settings.bypass_mode:
         return config
     return replace(config, algorithm=replace(settings, rollout_is="token"))
 
@@ -595,7 +625,18 @@ class _Planning:
             "how": how,
             "compiler_options": how.compiler_options(sampler),
         }
-        return [stages.Generate(**settings), stages.GenerateGreedily(**settings)]
+        return [
+            stages.Generate(parts=self.parts, **settings),
+            stages.GenerateGreedily(**settings),
+        ]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts of partial rollouts."""
+        config = self.config
+        if not config.partial_rollouts:
+            return None
+        return Parts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
 
     def _extra_model(self, passes: dict[str, Any]) -> Stage:
         """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
@@ -651,30 +692,3 @@ class _Planning:
             measure=stages.policy_metrics if own_logprobs else None,
         )
         return [*found, update]
-
-
-def _collected(
-    config: Config, planned: tuple[Stage, ...], reward: HostReward | None
-) -> tuple[tuple[Stage, ...], int | None]:
-    """The stages that the source of batches runs, and the column that must vary.
-
-    Dynamic sampling repeats those up to the reward. What is ahead are those of the rollout.
-    """
-    if config.max_staleness:
-        return tuple(stage for stage in planned if stage.role == ROLLOUT_ROLE), None
-    chosen = config.rollout.filter_groups
-    if not chosen.enable:
-        return (), None
-    names: Sequence[str] = () if reward is None else reward.names
-    if chosen.metric != SCORE and chosen.metric not in names:
-        raise ValueError(
-            f"config.rollout.filter_groups.metric={chosen.metric}: groups can be filtered by "
-            f"{', '.join((SCORE, *names))}"
-        )
-    column = None if chosen.metric == SCORE else names.index(chosen.metric)
-    goals = ["scores" if column is None else "reward_parts"]
-    if config.data.priority is not None:
-        goals.append("scores")  # of every round, also where a part decides who is kept
-    # A host stage needs the prompts of its round.
-    goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
-    return plan([stage for stage in planned if not stage.updates], goals), column

@@ -197,6 +197,7 @@ class RunOutput(MetricsLog):
                 "train" + self._suffix,
                 step,
                 policy_version=context.policy_version,
+                last_policy_versions=context.last_policy_versions,
                 prompts=prompts,
                 completions=context.completions,
                 scores=scores,

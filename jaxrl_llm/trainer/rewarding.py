@@ -30,7 +30,9 @@ class StepContext:
     prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
     n: int  # samples a prompt
     rows: HostRows  # of the batch
-    policy_version: int  # updates of the policy that generates
+    policy_version: int  # updates of the policy that generates, or begins to
+    # Of each owned row: the policy that sampled its last token, where that may be another.
+    last_policy_versions: np.ndarray | None = None
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # one an owned row
     reward: RewardResult | None = None  # of `completions`

@@ -31,7 +31,6 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.banner import about, lines, write_about
 from jaxrl_llm.trainer.batches import (
-    AheadBatches,
     AnyLoader,
     Batches,
     FilteredBatches,
@@ -57,6 +56,7 @@ from jaxrl_llm.trainer.evaluate import (
     Validator,
     open_validator,
 )
+from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.identity import run_identity
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.profiling import StepProfiler
@@ -145,7 +145,8 @@ class Run:
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
         step, kept = 0, None
-        check_space(self.run_dir, bytes_of(self._abstract_states()))
+        ahead = [(step, 1) for step in range(1, self.config.max_staleness + 1)]
+        check_space(self.run_dir, bytes_of(self._abstract_states(ahead)))
         self._say_what_it_is()
         resumes = self.resume is not None
         self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
@@ -158,12 +159,13 @@ class Run:
                 self._save_once(states)
             step, self.totals = loop_state["step"], Totals(**loop_state["totals"])
             self.alarms.restore(loop_state.get("alarms", {}))
-            kept = (loop_state, states.pop(AHEAD, []))
+            if kept_sizes(loop_state, self.config):
+                kept = (loop_state, states.pop(AHEAD))
             self.output.message(f"resumed from {self.resume}")
         self.output.begin(step)
         self._own = self._training(states, step)
         if kept is not None and isinstance(self._own.batches, AheadBatches):
-            self._own.batches.restore(step, *kept)
+            self._own.batches.restore(*kept)
         del states
         yield self._own
 
@@ -209,9 +211,11 @@ class Run:
             at=self.save_by, save_s=self.checkpoints.save_seconds, message=self.output.message
         )
         asked = self.stack.enter_context(stop_requests())
+        batches = self._batches()
+        self.stack.callback(batches.close)
         return Training(
             plan=self.plan,
-            batches=self._batches(),
+            batches=batches,
             states=states,
             total_steps=config.total_steps,
             evaluations=self.data.evaluations(self.plan, self.output),
@@ -239,10 +243,10 @@ class Run:
         plan, loader = self.plan, self.data.loader
         if not isinstance(plan, OnlinePlan):
             return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
-        kind = FilteredBatches if self.config.rollout.filter_groups.enable else PromptBatches
+        kinds = (PromptBatches, FilteredBatches)
         if self.config.max_staleness:
-            kind = AheadBatches
-        return kind(
+            kinds = (AheadBatches, AheadFilteredBatches)
+        return kinds[self.config.rollout.filter_groups.enable](
             loader=loader,  # pyright: ignore[reportArgumentType]
             plan=plan,
             tokenizer=self.tokenizer,
@@ -256,9 +260,9 @@ class Run:
         assert self.data.records is not None
         return first_offline_states(plan, tokenizer, self.data.records, validator, self.output)
 
-    def _abstract_states(self) -> States:
+    def _abstract_states(self, ahead: Sequence[tuple[int, int]] = ()) -> States:
         if isinstance(self.plan, OnlinePlan):
-            return self.plan.abstract_states()
+            return self.plan.abstract_states(ahead)
         assert self.data.records is not None
         return self.plan.abstract_states(self.data.records.sizes)
 
@@ -293,7 +297,8 @@ class Run:
         """
         _, loop_state = manager.restore(path, {})
         self.data.loader.set_state(loop_state["data"])
-        abstract, frozen = self._abstract_states(), self.plan.frozen
+        abstract = self._abstract_states(kept_sizes(loop_state, self.config))
+        frozen = self.plan.frozen
         try:
             items, found = manager.restore(path, to_items(abstract, frozen))
             self.checkpoints.growth.begin(found[manager.NORMS])

@@ -313,6 +313,7 @@ def test_trace_holds_every_sample(tmp_path):
     assert first == {
         "step": 3,
         "policy_version": 2,
+        "last_policy_version": 2,
         "index": 4,
         "data_source": "default",
         "row": 7,

@@ -558,6 +558,10 @@ def _check_functions(config: Config) -> None:
         ("algorithm", config.algorithm),
         ("data.priority", config.data.priority),
         ("validation.grader", config.validation.grader),
+        *(
+            (f"validation.graders.{i}.grader", one.grader)
+            for i, one in enumerate(config.validation.graders)
+        ),
         *((f"reward.functions.{i}", f) for i, f in enumerate(config.reward.functions)),
         *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
     ]

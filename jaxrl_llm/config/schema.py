@@ -39,9 +39,9 @@ __all__ = [
     "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
     "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
-    "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config", "as_dict",
-    "differences",
+    "FilterGroupsConfig", "RolloutConfig", "SourceGrader", "ValidationConfig", "RewardConfig",
+    "PhaseConfig", "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config",
+    "as_dict", "differences",
 ]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
@@ -297,6 +297,14 @@ class RolloutConfig(Record):
 
 
 @record
+class SourceGrader(Record):
+    """The grader of the held-out rows of one data source."""
+
+    source: str
+    grader: RewardFunction
+
+
+@record
 class ValidationConfig(Record):
     """Held-out evaluation: greedy by default."""
 
@@ -306,6 +314,7 @@ class ValidationConfig(Record):
     temperature: NotNegative = 0.0
     top_p: Probability = 1.0
     grader: RewardFunction = ExactAnswer()
+    graders: Many[SourceGrader] = ()  # of data sources with a grader of their own
     generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
 
 

@@ -115,46 +115,59 @@ def evaluate(argv: list[str]) -> int:
     """Held-out accuracy of a model: jaxrl evaluate --model=PATH --config=ppo
 
     Answers and grades the config's validation data as the run's own validation does: its sampling,
-    its grader, its metric names. The model brings its own tokenizer.
+    its graders, its metrics. Prints a table: shares of right answers, with 95 % intervals in
+    brackets. The model brings its own tokenizer.
 
     Flags:
       --model=PATH           a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N),
                              or a run's folder (its newest checkpoint)
       --config=FILE          whose data.val_files, data.val_tasks and validation are used
       --config.a.b=VALUE     override any key of it, e.g. --config.validation.n=4
+      --data=FILE            held-out rows in place of the config's
       --output=FILE          also write the metrics as JSON
+      --answers=FILE         also write every answer with its grade, as JSON lines
       --devices=N            split the CPU into N devices, to try a mesh on a laptop
     """
     parser = Parser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--answers", type=Path)
     parser.add_argument("--devices", type=int, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
     model = find_model_path(flags.model)
     # The model replaces the config's own, whose folder need not exist here.
     own = (("actor.path", model.path), ("data.tokenizer", ""))
+    if flags.data:
+        own += (("data.val_files", f"[{flags.data}]"), ("data.val_tasks", "[]"))
     config = load_config(config_path, (*own, *overrides))
     if not config.data.val_files and not config.data.val_tasks:
         raise ConfigError(
             "config.data has no validation data: set --config.data.val_files=[FILE] or "
             "--config.data.val_tasks=[chain_sum]"
         )
-    output = flags.output
+    output, answers = flags.output, flags.answers
     if output is not None and output.is_dir():
         raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
+    if answers is not None and answers.is_dir():
+        raise ConfigError(f"--answers={answers} is a folder; give a file in it")
     prepare_jax(num_cpu_devices=flags.devices)
     join_processes()
     config = replace(config, mesh=fit_mesh(config.mesh), placement={}, max_staleness=0)
     from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.observability.jsonl import to_line
+    from jaxrl_llm.trainer.evaluation_report import all_answers, table
     from jaxrl_llm.trainer.trained_model import evaluate, validation_report
 
-    report = validation_report(config, flags.model, evaluate(config))
+    found = evaluate(config)
+    report = json.dumps(validation_report(config, flags.model, found), indent=2) + "\n"
+    rows = [] if answers is None else all_answers(found)
     if is_main():
-        for name, value in report["metrics"].items():
-            print(f"{name}  {value:.4f}")
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(report, indent=2) + "\n")
+        print(table(found, config.validation.n))
+        for file, text in ((output, report), (answers, "".join(map(to_line, rows)))):
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, errors="backslashreplace")
     return 0
 
 

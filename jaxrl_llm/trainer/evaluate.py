@@ -239,7 +239,10 @@ def open_graders(config: Config, stack: ExitStack) -> SourceGraders:
     limits, validation = worker_limits(config.reward), config.validation
 
     def grader(function: Grader | Custom) -> RewardManager:
-        return stack.enter_context(RewardManager([function], failure_value=0.0, limits=limits))
+        manager = RewardManager(
+            [function], failure_value=0.0, timeout=config.reward.timeout_s, limits=limits
+        )
+        return stack.enter_context(manager)
 
     by_source = {one.source: grader(one.grader) for one in validation.graders}
     return SourceGraders(default=grader(validation.grader), by_source=by_source)

@@ -14,7 +14,7 @@ from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
 from jaxrl_llm.config.times import end_time
-from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
 
 __all__ = ["check", "is_offline"]
@@ -443,7 +443,7 @@ def _check_data(config: Config) -> None:
         mine = bool(data.dataset_class) and key.startswith("data.")  # the class reads them
         for file in () if mine else files:
             try:
-                resolve_files(file)
+                check_files(file)
             except ValueError as error:
                 raise ConfigError(f"config.{key}: {error}") from None
     known = data.tokenizer in ("", "char") or is_hub_name(data.tokenizer)

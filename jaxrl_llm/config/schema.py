@@ -120,13 +120,20 @@ class MeshConfig(Record):
 class DataConfig(Record):
     """Where prompts come from. Files and tasks may be mixed."""
 
-    # .parquet, .jsonl, globs of them, Hugging Face dataset folders, or FOLDER#SPLIT
+    # .parquet, .jsonl, .csv, globs of them, Hugging Face dataset folders, FOLDER#SPLIT, or
+    # hf://OWNER/NAME#SPLIT
     train_files: Many[str] = ()
     val_files: Many[str] = ()
     train_tasks: Many[TaskSettings] = ()
     val_tasks: Many[TaskSettings] = ()
     tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
-    prompt_style: Literal["plain", "chat"] = "plain"  # of tasks: "7+2+5=", or messages
+    # Our names of columns and the files': {prompt: question, ground_truth: answer}.
+    columns: FreeDict = field(default_factory=dict)
+    # "chat": a prompt that is a text becomes a user's message; tasks ask in a sentence.
+    prompt_style: Literal["plain", "chat"] = "plain"
+    system_prompt: str = ""  # before conversations that have none of their own
+    # Further variables of the chat template, such as {enable_thinking: false}.
+    chat_template_kwargs: FreeDict = field(default_factory=dict)
     train_batch_size: Count = 128  # prompts an iteration
     val_batch_size: Count = 512  # prompts a validation call
     max_prompt_length: Count = 512  # tokens

@@ -27,7 +27,7 @@ from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
-from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.banner import about, lines, write_about
 from jaxrl_llm.trainer.batches import (
@@ -345,6 +345,7 @@ def open_run(
     run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
     STATUS("opening the tokenizer")
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    set_chat_variables(tokenizer, config.data.chat_template_kwargs)
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
         STATUS("reading the data and tracing the programs")

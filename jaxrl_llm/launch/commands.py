@@ -5,12 +5,17 @@ Flags and config are checked before jax is imported.
 """
 
 import argparse
+import inspect
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +26,7 @@ from jaxrl_llm.launch.runtime import (
     INTERRUPTED,
     join_processes,
     run_script,
+    start,
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
@@ -37,13 +43,22 @@ def train(argv: list[str]) -> int:
                              the folder or config.json of a run
       --config.a.b=VALUE     override any key of it, e.g. --config.total_steps=10
       --devices=N            split the CPU into N devices, to try a mesh on a laptop
+      --dry_run              plan the run and read its data, show stages, models and memory, write
+                             the resolved config, and end without training
 
     Starting again with the same --config.run_dir continues from its last checkpoint.
     Exit code 3: an alarm whose action is `stop` ended the run (docs/alarms.md).
     """
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--dry_run", action="store_true")
     config, flags = read_config(argv, parser)
+    if flags.dry_run:
+        from jaxrl_llm.launch.dry_run import dry_run
+
+        for line in dry_run(start(config, num_cpu_devices=flags.devices)):
+            print(line)
+        return 0
     summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
     from jaxrl_llm.trainer.progress import print_summary
 
@@ -328,6 +343,25 @@ def plan(argv: list[str]) -> int:
     return 0 if report.planned.fits or not report.timed else 1
 
 
+def completion(argv: list[str]) -> int:
+    """Complete words in a shell: source <(jaxrl completion bash)
+
+    Prints a script for bash, zsh or fish. It completes commands, their flags, the names of packaged
+    configs and the keys of a config. To keep it:
+
+      bash   jaxrl completion bash > ~/.local/share/bash-completion/completions/jaxrl
+      zsh    jaxrl completion zsh > _jaxrl      (in a folder of $fpath)
+      fish   jaxrl completion fish > ~/.config/fish/completions/jaxrl.fish
+    """
+    from jaxrl_llm.launch.completion import SHELLS, script
+
+    parser = Parser()
+    parser.add_argument("shell", choices=SHELLS)
+    flags = parser.read(argv)
+    print(script(flags.shell, {name: fn.__doc__ or "" for name, fn in COMMANDS.items()}), end="")
+    return 0
+
+
 def _check_parent(flag: str, file: Path) -> None:
     """ConfigError unless `file` can be made."""
     if file.is_dir():
@@ -367,12 +401,26 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "prepare": prepare,
     "verify": verify,
     "doctor": doctor,
+    "completion": completion,
 }
 
 
+TAKES_CONFIG = ("train", "evaluate", "plan")  # their --help lists the keys of a config
+
+
+def help_of(name: str) -> str:
+    """What `jaxrl NAME --help` prints: the flags, and the keys of a config where one is taken."""
+    text = inspect.cleandoc(COMMANDS[name].__doc__ or "")
+    if name not in TAKES_CONFIG:
+        return text
+    from jaxrl_llm.config.listing import help_text
+
+    return f"{text}\n\n{help_text()}"
+
+
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
-    """Run one command on the process's arguments and exit; --help prints its docstring."""
-    run_script(command, argv, help_text=command.__doc__)
+    """Run one command on the process's arguments and exit."""
+    run_script(command, argv, help_text=partial(help_of, command.__name__))
 
 
 def main() -> NoReturn:
@@ -380,9 +428,34 @@ def main() -> NoReturn:
     name, *argv = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         run(COMMANDS[name], argv)
+    if name == "--version":
+        print("\n".join(versions(devices="--devices" in argv)))
+        sys.exit(0)
     shown = [f"  {(fn.__doc__ or '').splitlines()[0]}" for fn in COMMANDS.values()]
-    usage = "\n".join(["jaxrl COMMAND --help shows the flags of a command:", *shown])
+    usage = "\n".join(
+        [
+            "jaxrl COMMAND --help shows the flags of a command, and the keys of its config:",
+            *shown,
+            "  Show versions; devices too: jaxrl --version [--devices]",
+        ]
+    )
     if name in ("--help", "-h"):
         print(usage)
         sys.exit(0)
     sys.exit(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}")
+
+
+def versions(*, devices: bool = False) -> list[str]:
+    """Versions of what a run depends on; with `devices` also those that jax sees, which is slow."""
+    import jaxrl_llm
+
+    lines = [f"jaxrl_llm {jaxrl_llm.__version__}", f"python {platform.python_version()}"]
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy"):
+        lines.append(f"{name} {metadata.version(name)}")
+    if devices:
+        prepare_jax()
+        import jax
+
+        kinds = Counter(device.device_kind for device in jax.devices())
+        lines += [f"{count} x {kind}" for kind, count in kinds.items()]
+    return lines

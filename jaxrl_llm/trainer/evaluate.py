@@ -85,7 +85,7 @@ class Validator:
         dtype: str,
         seed: int,
     ):
-        self._num_prompts = len(prompts)
+        self.num_prompts = len(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
         self._stop_ids = settings.sampling.stop_token_ids
@@ -160,7 +160,7 @@ class Validator:
                 tokens, mask, logprobs = fetch_rows(out, self._rows)
             found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
-                if first + row < self._num_prompts * self._n:  # the others only fill the batch
+                if first + row < self.num_prompts * self._n:  # the others only fill the batch
                     indices.append(first + row)
                     prompts.append(chunk[row // self._n])
                     completions.append(completion)

@@ -368,6 +368,14 @@ class RunData:
     loader: AnyLoader  # of the training data
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
     records: OfflineRecords | None = None  # of offline training
+    num_rows: int  # of the training data
+
+    @property
+    def num_held_out(self) -> int:
+        """Held-out rows: prompts that are answered, else records."""
+        if self.validator is not None:
+            return self.validator.num_prompts
+        return 0 if self.records is None else len(self.records.held_out)
 
     @property
     def best_metric(self) -> str:
@@ -419,7 +427,7 @@ def open_plan_and_data(
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader = records.loader()
+        loader, num_rows = records.loader(), len(records.train)
         stack.callback(loader.close)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
@@ -428,6 +436,7 @@ def open_plan_and_data(
         others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
         plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        num_rows = len(prompts)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
         if not isinstance(loader, PriorityLoader):
@@ -436,7 +445,10 @@ def open_plan_and_data(
         plan.trace()
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
-    return plan, RunData(config=config, loader=loader, validator=validator, records=records)
+    data = RunData(
+        config=config, loader=loader, validator=validator, records=records, num_rows=num_rows
+    )
+    return plan, data
 
 
 # ------------------------------------------------------------------------- folders

@@ -78,7 +78,8 @@ def keys_of(cls: type[Record], prefix: str = "", instance: Record | None = None)
             continue
         if is_record and not entry.is_required():
             default = entry.get_default(call_default_factory=True)
-            found += keys_of(nested, f"{key}.", getattr(instance, name, default))
+            part: Any = entry.annotation
+            found += keys_of(part, f"{key}.", getattr(instance, name, default))
             continue
         if instance is not None:
             default = _shown(getattr(instance, name))

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
+from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
 from jaxrl_llm.launch.runtime import (
     ALARMED,
@@ -69,49 +70,119 @@ def train(argv: list[str]) -> int:
 
 
 def generate(argv: list[str]) -> int:
-    """Answer a prompt: jaxrl generate --model=PATH --prompt="..."
+    """Answer prompts: jaxrl generate --model=PATH --prompt="..." or --prompts=FILE --output=FILE
 
     Flags:
       --model=PATH            a Hugging Face directory, a checkpoint
                               (RUN/checkpoints/global_step_N), or a run's folder (its newest
                               checkpoint)
-      --prompt=TEXT           the prompt
+      --prompt=TEXT           one prompt; its answers are printed
+      --prompts=FILE          many: parquet, arrow, JSON lines, a glob or a folder, with the column
+                              prompt, messages or question
+      --output=FILE           where their answers go, as JSON lines; each batch when it is done
+      --logprobs              also write the tokens and their log-probs
+      --batch_size=64         prompts that are answered at once
       --temperature=1.0       0 is greedy
       --max_new_tokens=256    most tokens of an answer
       --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
-      --chat=auto             whether the prompt is a user's message: auto (where the model has a
-                              chat template) | true | false
+      --chat=auto             whether a text is a user's message: auto (where the model has a chat
+                              template) | true | false
       --dtype=float32         of computation: float32 | bfloat16
       --n=1  --seed=0         number of answers; the same seed gives the same ones
     """
-    parser = Parser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max_new_tokens", type=_count, default=256)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
+    parser = _sampling_parser()
+    parser.add_argument("--prompt")
+    parser.add_argument("--prompts")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--logprobs", action="store_true")
+    parser.add_argument("--batch_size", type=_count, default=64)
     parser.add_argument("--chat", choices=("auto", "true", "false"), default="auto")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--n", type=_count, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     flags = parser.read(argv)
+    if (flags.prompt is None) == (flags.prompts is None):
+        raise ConfigError("required: --prompt=TEXT, or --prompts=FILE with --output=FILE")
+    if (flags.prompts is None) != (flags.output is None):
+        raise ConfigError("--prompts=FILE and --output=FILE belong together")
+    if flags.prompts is not None:
+        resolve_files(flags.prompts)
+        _check_parent("--output", flags.output)
+        if flags.output.exists():
+            raise ConfigError(f"--output={flags.output} exists; give a new file")
+    chat = {"auto": None, "true": True, "false": False}[flags.chat]
     model = library.open_model(flags.model, dtype=flags.dtype)
+    if flags.prompts is not None:
+        from jaxrl_llm.generation.sampler import SamplingParams
+        from jaxrl_llm.launch.answer_file import answer_file
+
+        done = answer_file(
+            model,
+            flags.prompts,
+            flags.output,
+            SamplingParams(**_sampling(flags)),
+            n=flags.n,
+            seed=flags.seed,
+            chat=chat,
+            batch_size=flags.batch_size,
+            logprobs=flags.logprobs,
+        )
+        print(f"wrote the answers to {done} prompts: {flags.output}")
+        return 0
     (answer,) = model.generate(
-        flags.prompt,
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-        top_k=flags.top_k,
-        n=flags.n,
-        seed=flags.seed,
-        chat={"auto": None, "true": True, "false": False}[flags.chat],
+        flags.prompt, n=flags.n, seed=flags.seed, chat=chat, **_sampling(flags)
     )
     for completion in answer.completions:
         print(completion.text)
         if not completion.finished:
             print(f"(cut after {len(completion.tokens)} tokens)", file=sys.stderr)
     return 0
+
+
+def chat(argv: list[str]) -> int:
+    """Talk with a model: jaxrl chat --model=PATH
+
+    Shows each answer while it is made. /reset begins a new conversation, /exit ends, and Ctrl-C
+    ends an answer. Lines of a pipe are answered one after the other.
+
+    Flags:
+      --model=PATH            as for `jaxrl generate`; it needs a chat template
+      --system=TEXT           a system message before the conversation
+      --temperature=0.7       0 is greedy
+      --max_new_tokens=512    most tokens of an answer
+      --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --dtype=float32         of computation: float32 | bfloat16
+      --seed=0                the same seed and lines give the same answers
+    """
+    parser = _sampling_parser(temperature=0.7, max_new_tokens=512)
+    parser.add_argument("--system", default="")
+    flags = parser.read(argv)
+    model = library.open_model(flags.model, dtype=flags.dtype)
+    if not model.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"the model {flags.model} has no chat template; `jaxrl generate` answers plain prompts"
+        )
+    from jaxrl_llm.launch.chat import chat, typed_lines
+
+    sampling = _sampling(flags) | {"seed": flags.seed}
+    chat(model, typed_lines(), sys.stdout, system=flags.system, **sampling)
+    return 0
+
+
+def _sampling_parser(*, temperature: float = 1.0, max_new_tokens: int = 256) -> Parser:
+    """The flags of a model and of how it is sampled."""
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--temperature", type=float, default=temperature)
+    parser.add_argument("--max_new_tokens", type=_count, default=max_new_tokens)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _sampling(flags: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    return {name: getattr(flags, name) for name in names}
 
 
 def evaluate(argv: list[str]) -> int:
@@ -396,6 +467,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "plan": plan,
     "generate": generate,
+    "chat": chat,
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,

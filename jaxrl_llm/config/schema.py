@@ -344,7 +344,9 @@ class LogConfig(Record):
     console_every: Whole = 1  # steps between progress lines
     samples_every: Whole = 20  # steps between tables of samples; 0 never
     num_samples: Whole = 4
-    tensorboard: bool = True
+    tensorboard: bool = True  # files for it; `pip install tensorboard` shows them
+    # wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md
+    trackers: Many[str] = ()
     trace: bool = True
     # Steps between tables of what the devices exchange, the first step's too; 0 never. The file
     # and the metrics of it are written on any mesh of several devices.

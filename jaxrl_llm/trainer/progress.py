@@ -169,7 +169,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         f"  alarms          {run_dir / 'events.jsonl'}",
     ]
     if config.log.tensorboard:
-        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'}")
+        viewer = "(its viewer: pip install tensorboard)"
+        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'} {viewer}")
     if config.log.trace:
         lines.append(f"  trace           {run_dir / 'trace'}")
     lines.append(

@@ -5,6 +5,7 @@ The model is a tiny one, and comes out of a real run of one step with every role
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -257,8 +258,21 @@ def test_the_model_card_says_where_it_comes_from(exported, checkpoint):
         "| algorithm | ppo |",
         "| step | 1 |",
         f"| `val-core/chain_sum_2x1/acc/mean@1` | {accuracy:.4g} |",
+        "| trained from | random weights |",
+        "| data | chain_sum |",
+        "| rewards | a reward model |",
+        "AutoModelForCausalLM.from_pretrained",
+        "@software{jaxrl_llm",
     ):
-        assert fact in card
+        assert fact in card, fact
+    # The curve: a row a step that has all columns.
+    reward = json.loads(rows[-1])["critic/score/mean"]
+    assert f"| 1 | {reward:.4g} | {accuracy:.4g} |" in card
+    (config,) = re.findall(r"```json\n(.*?)```", card, re.DOTALL)
+    settings = json.loads(config)
+    assert settings["total_steps"] == 1 and settings["algorithm.use_kl_in_reward"] is True
+    assert not any(key.startswith(("run_dir", "log")) for key in settings)
+    assert str(checkpoint.parent.parent) not in card
 
 
 def test_export_script_casts_and_splits(checkpoint, tmp_path):

@@ -15,6 +15,7 @@ from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
 from jaxrl_llm.config.times import end_time
+from jaxrl_llm.config.trackers import check_trackers
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
 
@@ -44,6 +45,7 @@ def check(config: Config) -> None:
         _check_attention(config, key, model)
         _check_layers(config, key, model)
         _check_split(config, key, model)
+    check_trackers(config.log.trackers)
     if config.checkpoint.save_by:
         end_time(config.checkpoint.save_by, started=0.0)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():

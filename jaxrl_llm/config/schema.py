@@ -368,7 +368,9 @@ class LogConfig(Record):
     console_every: Whole = 1  # steps between progress lines
     samples_every: Whole = 20  # steps between tables of samples; 0 never
     num_samples: Whole = 4
-    tensorboard: bool = True
+    tensorboard: bool = True  # files for it; `pip install tensorboard` shows them
+    # wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md
+    trackers: Many[str] = ()
     trace: bool = True
     # The first samples of a step, whose advantages, values and log-probs of the trainer and the
     # reference are traced token by token.

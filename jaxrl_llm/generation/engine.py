@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,6 @@ from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implem
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
-from jaxrl_llm.kernels.strict import strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
@@ -104,6 +103,72 @@ def generate(
         `seed_key`, which is fold_in(key(seed), step).
     Raises: ValueError for shapes and settings that contradict each other.
     """
+    engine = _engine(
+        spec,
+        params,
+        prompts_NP,
+        prompt_lengths_N,
+        sample_ids_N,
+        seed_key,
+        settings,
+        limits_N=limits_N,
+        begun_N=begun_N,
+        heads=heads,
+    )
+    state = engine.empty()
+    if prompts_NP.shape[0] > 0:
+        with strict_scope(settings.strict):
+            state = _run_loops(engine, state)
+    return _output(state, settings.sampling, settings.pad_id)
+
+
+def begin(*arguments: Any, **limits: Any) -> State:
+    """The state of a generation of one sample before its first token; takes what `generate` takes.
+
+    Call it inside jit. `advance` goes on from it, so that text can be shown while it is made.
+    """
+    engine = _engine(*arguments, **limits)
+    return engine.fill_slots(engine.prefill(engine.empty()))
+
+
+def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
+    """Up to `steps` more tokens of the sample of `begin`, which got the same other arguments.
+
+    Guarantees: the tokens and log-probs that `generate` gives. `state.tokens_NR` has -1 where none
+        is written yet; nothing is live in `state.slots` after the last.
+    """
+    engine = _engine(*arguments, **limits)
+    until = state.steps + steps
+    return lax.while_loop(
+        lambda now: _more_live(0, now) & (now.steps < until), engine.decode, state
+    )
+
+
+class _Engine(NamedTuple):
+    """The bodies of the loops for one queue of prompts."""
+
+    empty: Callable[[], State]
+    prefill: Callable[[State], State]
+    decode: Callable[[State], State]
+    fill_slots: Callable[[State], State]
+    queue: Queue
+    sizes: EngineSizes
+
+
+def _engine(
+    spec: ModelSpec,
+    params: Any,
+    prompts_NP: jax.Array,
+    prompt_lengths_N: jax.Array,
+    sample_ids_N: jax.Array,
+    seed_key: jax.Array,
+    settings: GenerationSettings,
+    *,
+    limits_N: jax.Array | None = None,
+    begun_N: jax.Array | None = None,
+    heads: HeadAxes | None = None,
+) -> _Engine:
+    """What `generate` runs, for its arguments."""
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
@@ -142,37 +207,25 @@ def generate(
     )
     split = heads is not None or settings.strict is not None
     spec, params = _generation_form(spec, params, settings, split=split)
-    state = empty_state(
-        spec.config,
-        queue,
-        pages,
-        num_slots=sizes.num_slots,
-        prompt_rows=sizes.prompt_rows,
-        cache_dtype=cache_dtype,
-        max_new_tokens=max_new_tokens,
+    how = {"attention": settings.attention, "heads": heads}
+    sampling = settings.sampling
+    return _Engine(
+        empty=partial(
+            empty_state,
+            spec.config,
+            queue,
+            pages,
+            num_slots=sizes.num_slots,
+            prompt_rows=sizes.prompt_rows,
+            cache_dtype=cache_dtype,
+            max_new_tokens=max_new_tokens,
+        ),
+        prefill=partial(prefill, spec, params, queue, sizes, **how),
+        decode=partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how),
+        fill_slots=partial(fill_slots, queue, sizes.group, pages),
+        queue=queue,
+        sizes=sizes,
     )
-    if num_samples > 0:
-        how = {"attention": settings.attention, "heads": heads}
-        with strict_scope(settings.strict):
-            state = _run_loops(
-                partial(prefill, spec, params, queue, sizes, **how),
-                partial(
-                    decode,
-                    spec,
-                    params,
-                    queue,
-                    sizes.group,
-                    pages,
-                    seed_key,
-                    settings.sampling,
-                    **how,
-                ),
-                partial(fill_slots, queue, sizes.group, pages),
-                queue,
-                sizes,
-                state,
-            )
-    return _output(state, settings.sampling, settings.pad_id)
 
 
 def generate_on_mesh(
@@ -259,15 +312,9 @@ def _generation_form(
     return spec, params
 
 
-def _run_loops(
-    prefill: Callable[[State], State],
-    decode: Callable[[State], State],
-    fill_slots: Callable[[State], State],
-    queue: Queue,
-    sizes: EngineSizes,
-    state: State,
-) -> State:
+def _run_loops(engine: _Engine, state: State) -> State:
     """The two nested loops, then one loop for each tail."""
+    _, prefill, decode, fill_slots, queue, sizes = engine
     num_pending = queue.num_groups * sizes.group
     fewest = (*sizes.tails, 0)
 

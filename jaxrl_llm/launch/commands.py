@@ -5,22 +5,29 @@ Flags and config are checked before jax is imported.
 """
 
 import argparse
+import inspect
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
+from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
     join_processes,
     run_script,
+    start,
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
@@ -37,13 +44,22 @@ def train(argv: list[str]) -> int:
                              the folder or config.json of a run
       --config.a.b=VALUE     override any key of it, e.g. --config.total_steps=10
       --devices=N            split the CPU into N devices, to try a mesh on a laptop
+      --dry_run              plan the run and read its data, show stages, models and memory, write
+                             the resolved config, and end without training
 
     Starting again with the same --config.run_dir continues from its last checkpoint.
     Exit code 3: an alarm whose action is `stop` ended the run (docs/alarms.md).
     """
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--dry_run", action="store_true")
     config, flags = read_config(argv, parser)
+    if flags.dry_run:
+        from jaxrl_llm.launch.dry_run import dry_run
+
+        for line in dry_run(start(config, num_cpu_devices=flags.devices)):
+            print(line)
+        return 0
     summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
     from jaxrl_llm.trainer.progress import print_summary
 
@@ -54,49 +70,119 @@ def train(argv: list[str]) -> int:
 
 
 def generate(argv: list[str]) -> int:
-    """Answer a prompt: jaxrl generate --model=PATH --prompt="..."
+    """Answer prompts: jaxrl generate --model=PATH --prompt="..." or --prompts=FILE --output=FILE
 
     Flags:
       --model=PATH            a Hugging Face directory, a checkpoint
                               (RUN/checkpoints/global_step_N), or a run's folder (its newest
                               checkpoint)
-      --prompt=TEXT           the prompt
+      --prompt=TEXT           one prompt; its answers are printed
+      --prompts=FILE          many: parquet, arrow, JSON lines, a glob or a folder, with the column
+                              prompt, messages or question
+      --output=FILE           where their answers go, as JSON lines; each batch when it is done
+      --logprobs              also write the tokens and their log-probs
+      --batch_size=64         prompts that are answered at once
       --temperature=1.0       0 is greedy
       --max_new_tokens=256    most tokens of an answer
       --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
-      --chat=auto             whether the prompt is a user's message: auto (where the model has a
-                              chat template) | true | false
+      --chat=auto             whether a text is a user's message: auto (where the model has a chat
+                              template) | true | false
       --dtype=float32         of computation: float32 | bfloat16
       --n=1  --seed=0         number of answers; the same seed gives the same ones
     """
-    parser = Parser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max_new_tokens", type=_count, default=256)
-    parser.add_argument("--top_p", type=float, default=1.0)
-    parser.add_argument("--top_k", type=int, default=0)
+    parser = _sampling_parser()
+    parser.add_argument("--prompt")
+    parser.add_argument("--prompts")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--logprobs", action="store_true")
+    parser.add_argument("--batch_size", type=_count, default=64)
     parser.add_argument("--chat", choices=("auto", "true", "false"), default="auto")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--n", type=_count, default=1)
-    parser.add_argument("--seed", type=int, default=0)
     flags = parser.read(argv)
+    if (flags.prompt is None) == (flags.prompts is None):
+        raise ConfigError("required: --prompt=TEXT, or --prompts=FILE with --output=FILE")
+    if (flags.prompts is None) != (flags.output is None):
+        raise ConfigError("--prompts=FILE and --output=FILE belong together")
+    if flags.prompts is not None:
+        resolve_files(flags.prompts)
+        _check_parent("--output", flags.output)
+        if flags.output.exists():
+            raise ConfigError(f"--output={flags.output} exists; give a new file")
+    chat = {"auto": None, "true": True, "false": False}[flags.chat]
     model = library.open_model(flags.model, dtype=flags.dtype)
+    if flags.prompts is not None:
+        from jaxrl_llm.generation.sampler import SamplingParams
+        from jaxrl_llm.launch.answer_file import answer_file
+
+        done = answer_file(
+            model,
+            flags.prompts,
+            flags.output,
+            SamplingParams(**_sampling(flags)),
+            n=flags.n,
+            seed=flags.seed,
+            chat=chat,
+            batch_size=flags.batch_size,
+            logprobs=flags.logprobs,
+        )
+        print(f"wrote the answers to {done} prompts: {flags.output}")
+        return 0
     (answer,) = model.generate(
-        flags.prompt,
-        max_new_tokens=flags.max_new_tokens,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-        top_k=flags.top_k,
-        n=flags.n,
-        seed=flags.seed,
-        chat={"auto": None, "true": True, "false": False}[flags.chat],
+        flags.prompt, n=flags.n, seed=flags.seed, chat=chat, **_sampling(flags)
     )
     for completion in answer.completions:
         print(completion.text)
         if not completion.finished:
             print(f"(cut after {len(completion.tokens)} tokens)", file=sys.stderr)
     return 0
+
+
+def chat(argv: list[str]) -> int:
+    """Talk with a model: jaxrl chat --model=PATH
+
+    Shows each answer while it is made. /reset begins a new conversation, /exit ends, and Ctrl-C
+    ends an answer. Lines of a pipe are answered one after the other.
+
+    Flags:
+      --model=PATH            as for `jaxrl generate`; it needs a chat template
+      --system=TEXT           a system message before the conversation
+      --temperature=0.7       0 is greedy
+      --max_new_tokens=512    most tokens of an answer
+      --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --dtype=float32         of computation: float32 | bfloat16
+      --seed=0                the same seed and lines give the same answers
+    """
+    parser = _sampling_parser(temperature=0.7, max_new_tokens=512)
+    parser.add_argument("--system", default="")
+    flags = parser.read(argv)
+    model = library.open_model(flags.model, dtype=flags.dtype)
+    if not model.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"the model {flags.model} has no chat template; `jaxrl generate` answers plain prompts"
+        )
+    from jaxrl_llm.launch.chat import chat, typed_lines
+
+    sampling = _sampling(flags) | {"seed": flags.seed}
+    chat(model, typed_lines(), sys.stdout, system=flags.system, **sampling)
+    return 0
+
+
+def _sampling_parser(*, temperature: float = 1.0, max_new_tokens: int = 256) -> Parser:
+    """The flags of a model and of how it is sampled."""
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--temperature", type=float, default=temperature)
+    parser.add_argument("--max_new_tokens", type=_count, default=max_new_tokens)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _sampling(flags: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    return {name: getattr(flags, name) for name in names}
 
 
 def evaluate(argv: list[str]) -> int:
@@ -384,6 +470,25 @@ def plan(argv: list[str]) -> int:
     return 0 if report.planned.fits or not report.timed else 1
 
 
+def completion(argv: list[str]) -> int:
+    """Complete words in a shell: source <(jaxrl completion bash)
+
+    Prints a script for bash, zsh or fish. It completes commands, their flags, the names of packaged
+    configs and the keys of a config. To keep it:
+
+      bash   jaxrl completion bash > ~/.local/share/bash-completion/completions/jaxrl
+      zsh    jaxrl completion zsh > _jaxrl      (in a folder of $fpath)
+      fish   jaxrl completion fish > ~/.config/fish/completions/jaxrl.fish
+    """
+    from jaxrl_llm.launch.completion import SHELLS, script
+
+    parser = Parser()
+    parser.add_argument("shell", choices=SHELLS)
+    flags = parser.read(argv)
+    print(script(flags.shell, {name: fn.__doc__ or "" for name, fn in COMMANDS.items()}), end="")
+    return 0
+
+
 def _check_parent(flag: str, file: Path) -> None:
     """ConfigError unless `file` can be made."""
     if file.is_dir():
@@ -418,18 +523,33 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "plan": plan,
     "generate": generate,
+    "chat": chat,
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,
     "verify": verify,
     "report": report,
     "doctor": doctor,
+    "completion": completion,
 }
 
 
+TAKES_CONFIG = ("train", "evaluate", "plan")  # their --help lists the keys of a config
+
+
+def help_of(name: str) -> str:
+    """What `jaxrl NAME --help` prints: the flags, and the keys of a config where one is taken."""
+    text = inspect.cleandoc(COMMANDS[name].__doc__ or "")
+    if name not in TAKES_CONFIG:
+        return text
+    from jaxrl_llm.config.listing import help_text
+
+    return f"{text}\n\n{help_text()}"
+
+
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
-    """Run one command on the process's arguments and exit; --help prints its docstring."""
-    run_script(command, argv, help_text=command.__doc__)
+    """Run one command on the process's arguments and exit."""
+    run_script(command, argv, help_text=partial(help_of, command.__name__))
 
 
 def main() -> NoReturn:
@@ -437,9 +557,34 @@ def main() -> NoReturn:
     name, *argv = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         run(COMMANDS[name], argv)
+    if name == "--version":
+        print("\n".join(versions(devices="--devices" in argv)))
+        sys.exit(0)
     shown = [f"  {(fn.__doc__ or '').splitlines()[0]}" for fn in COMMANDS.values()]
-    usage = "\n".join(["jaxrl COMMAND --help shows the flags of a command:", *shown])
+    usage = "\n".join(
+        [
+            "jaxrl COMMAND --help shows the flags of a command, and the keys of its config:",
+            *shown,
+            "  Show versions; devices too: jaxrl --version [--devices]",
+        ]
+    )
     if name in ("--help", "-h"):
         print(usage)
         sys.exit(0)
     sys.exit(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}")
+
+
+def versions(*, devices: bool = False) -> list[str]:
+    """Versions of what a run depends on; with `devices` also those that jax sees, which is slow."""
+    import jaxrl_llm
+
+    lines = [f"jaxrl_llm {jaxrl_llm.__version__}", f"python {platform.python_version()}"]
+    for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy"):
+        lines.append(f"{name} {metadata.version(name)}")
+    if devices:
+        prepare_jax()
+        import jax
+
+        kinds = Counter(device.device_kind for device in jax.devices())
+        lines += [f"{count} x {kind}" for kind, count in kinds.items()]
+    return lines

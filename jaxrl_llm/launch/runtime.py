@@ -69,7 +69,7 @@ def run_script(
     main: Callable[[list[str]], int | None],
     argv: Sequence[str] | None = None,
     *,
-    help_text: str | None = None,
+    help_text: str | Callable[[], str] | None = None,
 ) -> NoReturn:
     """Run `main(arguments)` and exit with its code (None is 0).
 
@@ -80,6 +80,8 @@ def run_script(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
+        if callable(help_text):
+            help_text = help_text()
         print(inspect.cleandoc(help_text or sys.modules["__main__"].__doc__ or ""))
         sys.exit(0)
     try:

@@ -1,9 +1,8 @@
-"""Where the metrics of a run go: a file of JSON lines, TensorBoard, the console."""
+"""Where the metrics of a run go: a file of JSON lines, the console; trackers.py has others."""
 
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from jaxrl_llm.observability.jsonl import JsonlFile
@@ -57,48 +56,6 @@ class JsonlTracker:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class TensorBoardTracker:
-    """Scalars for TensorBoard.
-
-    `resume_step` is the step from which a run resumes; TensorBoard hides later steps that an
-    earlier process wrote.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None):
-        # tensorboardX imports torch where it is installed. That takes 3 CPU-seconds and serves only
-        # torch tensors, which are never logged here.
-        with _hidden("torch"):
-            from tensorboardX import SummaryWriter
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the numbers of a step."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, as_host_number(value), step)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Write a text of a step."""
-        self._writer.add_text(name, text, step)
-
-    def close(self) -> None:
-        """Write what is left to disk."""
-        self._writer.close()
-
-
-@contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """Imports of `module` inside the block fail with ImportError, unless it was imported before."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        del sys.modules[module]
 
 
 class MultiTracker:

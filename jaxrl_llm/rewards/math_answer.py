@@ -73,13 +73,13 @@ def _closing(text: str, opened: int) -> int | None:
 
 def _parse(answer: str, seconds: int) -> list[Any]:
     """The expression, then its text; empty for what cannot be read in time."""
-    from math_verify import LatexExtractionConfig, parse
+    from math_verify import LatexExtractionConfig, parse  # pyright: ignore[reportMissingImports]
 
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
     return parse(f"\\boxed{{{answer}}}", extraction_config=latex, parsing_timeout=seconds)
 
 
 def _equal(expected: list[Any], given: list[Any], seconds: int) -> bool:
-    from math_verify import verify
+    from math_verify import verify  # pyright: ignore[reportMissingImports]
 
     return bool(expected) and verify(expected, given, timeout_seconds=seconds)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import DType, ModelSettings
 from jaxrl_llm.data.formats import prompt_of
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.engine import advance, begin, generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
@@ -23,6 +23,7 @@ from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.types import Completion, Prompt
 
 FEWEST_TOKENS = 16  # of a row of prompts; rows have powers of two, so that few programs are needed
+STREAMED = 4  # tokens of a piece of an answer that is shown while it is made
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -61,14 +62,13 @@ class OpenModel:
         seed: int = 0,
         chat: bool | None = None,
         batch_size: int = 64,
-        progress: Callable[[int], None] | None = None,
     ) -> list[Answer]:
         """Answer every prompt `n` times, with the log-prob of each token.
 
         A prompt is a text, or a conversation: a list of {"role": ..., "content": ...}. A text is a
         user's message where the model has a chat template; `chat` says so or denies it.
         `temperature` 0 is greedy. Log-probs are those of the full softmax at the temperature.
-        `batch_size` prompts are answered at once; `progress` gets the number that is done.
+        `batch_size` prompts are answered at once.
 
         Guarantees: the same prompts, `n` and `seed` give the same samples.
         Raises: ValueError for a prompt that leaves no position of the model, before any is
@@ -79,12 +79,29 @@ class OpenModel:
         sampling = SamplingParams(
             max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
         )
-        answers: list[Answer] = []
-        for found in complete(self, read, sampling, n=n, seed=seed, batch_size=batch_size):
-            answers += found
-            if progress is not None:
-                progress(len(answers))
-        return answers
+        batches = complete(self, read, sampling, n=n, seed=seed, batch_size=batch_size)
+        return [answer for batch in batches for answer in batch]
+
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        chat: bool | None = None,
+    ) -> Iterator[str]:
+        """The answer to one prompt in pieces, while it is made; together they are its text.
+
+        Guarantees: the text that `generate` gives. Raises what `generate` raises.
+        """
+        read = read_prompt(prompt, self.tokenizer, chat=chat)
+        sampling = SamplingParams(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        yield from _stream(self, read, sampling, seed)
 
 
 def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
@@ -130,20 +147,26 @@ def complete(
     Sample i of the first prompt is the same whatever `n` is.
     ValueError for a prompt that leaves no position.
     """
-    positions = model.spec.config.max_position_embeddings
-    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-    shortest = min((len(prompt.token_ids) for prompt in prompts), default=0)
-    if longest >= positions:
-        raise ValueError(
-            f"the prompt has {longest} tokens and the model {positions} positions; give a shorter "
-            "prompt"
-        )
-    limit = min(sampling.max_new_tokens, positions - shortest)
-    sampling = replace(sampling, stop_token_ids=model.tokenizer.stop_ids, max_new_tokens=limit)
+    sampling = _for_model(model, prompts, sampling)
     rows = min(batch_size, len(prompts))
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         yield _answer_batch(model, batch, sampling, n, seed, first=first * n, rows=rows)
+
+
+def _for_model(
+    model: OpenModel, prompts: Sequence[Prompt], sampling: SamplingParams
+) -> SamplingParams:
+    """`sampling` with the tokenizer's stop ids, and a limit that the shortest prompt leaves."""
+    positions = model.spec.config.max_position_embeddings
+    lengths = [len(prompt.token_ids) for prompt in prompts] or [0]
+    if max(lengths) >= positions:
+        raise ValueError(
+            f"the prompt has {max(lengths)} tokens and the model {positions} positions; give a "
+            "shorter prompt"
+        )
+    limit = min(sampling.max_new_tokens, positions - min(lengths))
+    return replace(sampling, stop_token_ids=model.tokenizer.stop_ids, max_new_tokens=limit)
 
 
 def _answer_batch(
@@ -157,24 +180,8 @@ def _answer_batch(
     rows: int,
 ) -> list[Answer]:
     """Answers in a program of `rows` prompts; `first` is the number of samples before these."""
-    lengths = np.zeros(rows, np.int32)
-    lengths[: len(prompts)] = [len(prompt.token_ids) for prompt in prompts]
-    positions = model.spec.config.max_position_embeddings
-    limits = np.clip(positions - lengths, 1, sampling.max_new_tokens)
-    tokens = np.zeros((rows, row_width(int(lengths.max()), positions)), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt.token_ids)] = prompt.token_ids
-    settings = GenerationSettings(sampling=sampling, group=n, pad_id=model.tokenizer.pad_id)
-    out = jax.device_get(
-        _program(model, tokens.shape, settings, int((lengths + limits).max()))(
-            model.params,
-            np.repeat(tokens, n, axis=0),
-            np.repeat(lengths, n),
-            first + np.arange(rows * n, dtype=np.uint32),
-            jax.random.key(seed),
-            np.repeat(limits, n),
-        )
-    )
+    how, arguments = _arguments(model, prompts, sampling, n, seed, first=first, rows=rows)
+    out = jax.device_get(_program(model, generate, how)(model.params, *arguments))
     found = completions_of(
         model.tokenizer, sampling.stop_token_ids, out.tokens, out.mask, out.logprobs
     )
@@ -184,26 +191,85 @@ def _answer_batch(
     ]
 
 
+def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: int) -> Iterator[str]:
+    """The text of one answer in pieces of a few tokens."""
+    sampling = _for_model(model, [prompt], sampling)
+    how, arguments = _arguments(model, [prompt], sampling, 1, seed, first=0, rows=1)
+    state = _program(model, begin, how)(model.params, *arguments)
+    further, shown, live = _program(model, advance, how), "", True
+    while live:
+        state = further(model.params, *arguments, state)
+        row, live = jax.device_get((state.tokens_NR[0], state.slots.num_live > 0))
+        text = model.tokenizer.decode(row[row >= 0].tolist())
+        # A character may be made of several tokens.
+        text = text.rstrip("\ufffd") if live else text
+        if text.startswith(shown) and text != shown:
+            yield text[len(shown) :]
+            shown = text
+    return
+
+
+class _How(NamedTuple):
+    """What a program is compiled for."""
+
+    shape: tuple[int, ...]  # of the prompts
+    settings: GenerationSettings
+    longest: int  # tokens of a row and its answer
+
+
+def _arguments(
+    model: OpenModel,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    n: int,
+    seed: int,
+    *,
+    first: int,
+    rows: int,
+) -> tuple[_How, tuple[Any, ...]]:
+    """The arguments of the engine, in `rows` prompts of which the last may be empty."""
+    lengths = np.zeros(rows, np.int32)
+    lengths[: len(prompts)] = [len(prompt.token_ids) for prompt in prompts]
+    positions = model.spec.config.max_position_embeddings
+    limits = np.clip(positions - lengths, 1, sampling.max_new_tokens)
+    tokens = np.zeros((rows, row_width(int(lengths.max()), positions)), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt.token_ids)] = prompt.token_ids
+    settings = GenerationSettings(sampling=sampling, group=n, pad_id=model.tokenizer.pad_id)
+    return _How(tokens.shape, settings, int((lengths + limits).max())), (
+        np.repeat(tokens, n, axis=0),
+        np.repeat(lengths, n),
+        first + np.arange(rows * n, dtype=np.uint32),
+        jax.random.key(seed),
+        np.repeat(limits, n),
+    )
+
+
 def row_width(length: int, positions: int) -> int:
     """Tokens of a row for prompts of this length: a power of two, or all positions."""
     return min(max(FEWEST_TOKENS, 1 << (length - 1).bit_length()), positions)
 
 
-def _program(
-    model: OpenModel, shape: tuple[int, ...], settings: GenerationSettings, longest: int
-) -> Callable[..., Any]:
-    """The compiled `generate` for prompts of a shape, of which the longest row is `longest`."""
-    config = model.spec.config.for_context(longest)
-    key = (shape, settings, config)
+def _program(model: OpenModel, function: Callable[..., Any], how: _How) -> Callable[..., Any]:
+    """A function of the engine, compiled for these sizes. `advance` gets the state as well."""
+    config = model.spec.config.for_context(how.longest)
+    key = (function, how.shape, how.settings, config)
     if key not in model.programs:
         spec = model_spec(config, dtype=model.spec.dtype)
 
-        def answer(
-            params: Params, prompts: Any, lengths: Any, samples: Any, seed: Any, limits: Any
+        def run(
+            params: Params,
+            prompts: Any,
+            lengths: Any,
+            samples: Any,
+            seed: Any,
+            limits: Any,
+            *state: Any,
         ) -> Any:
-            return generate(
-                spec, params, prompts, lengths, samples, seed, settings, limits_N=limits
-            )
+            before = (*state, STREAMED) if state else ()
+            after = (spec, params, prompts, lengths, samples, seed, how.settings)
+            return function(*before, *after, limits_N=limits)
 
-        model.programs[key] = jax.jit(answer)
+        donated = (6,) if function is advance else ()
+        model.programs[key] = jax.jit(run, donate_argnums=donated)
     return model.programs[key]

@@ -89,7 +89,7 @@ class Validator:
         dtype: str,
         seed: int,
     ):
-        self._num_prompts = len(prompts)
+        self.num_prompts = len(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
         self._stop_ids = settings.sampling.stop_token_ids
@@ -108,11 +108,6 @@ class Validator:
             {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
         ]
         self._answer, self._compiled = self._compile(role), False
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts are answered, over all processes."""
-        return self._num_prompts
 
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
@@ -170,7 +165,7 @@ class Validator:
                 tokens, mask, logprobs = fetch_rows(out, self._rows)
             found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
-                if first + row < self._num_prompts * self._n:  # the others only fill the batch
+                if first + row < self.num_prompts * self._n:  # the others only fill the batch
                     indices.append(first + row)
                     prompts.append(chunk[row // self._n])
                     completions.append(completion)

@@ -11,7 +11,7 @@ from types import TracebackType
 import jax
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, as_dict
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console, ShownSample
@@ -20,9 +20,9 @@ from jaxrl_llm.observability.trace import TraceWriter, as_text
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
     MultiTracker,
-    TensorBoardTracker,
     Tracker,
 )
+from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.callbacks import Callbacks, Sample
@@ -74,8 +74,8 @@ class RunOutput(MetricsLog):
         self._console: Console | None = None
         self._trackers: Tracker = MultiTracker([])
         self._events: JsonlFile | None = None
-        self._board: TensorBoardTracker | None = None
         self._report: ReportRefresher | None = None
+        self._shown: list[Guarded] = []  # trackers that show the run elsewhere
         if is_main():
             self._open_trackers(keep)
         self._trace: TraceWriter | None = None
@@ -96,10 +96,6 @@ class RunOutput(MetricsLog):
         self._events = JsonlFile(self.run_dir / "events.jsonl", key=STEP)
         self._events.truncate_after(keep)
         self._stack.callback(self._events.close)
-        if config.log.tensorboard:
-            folder = self.run_dir / "tensorboard"
-            self._board = TensorBoardTracker(folder, resume_step=keep)
-            trackers.append(self._board)
         self._console = Console(
             every=config.log.console_every,
             samples_every=config.log.samples_every,
@@ -110,6 +106,16 @@ class RunOutput(MetricsLog):
         if config.log.report:
             self._report = ReportRefresher(self.run_dir, self._console.message)
             self._stack.callback(self._report.close)  # when the trace is closed
+        names = [*(["tensorboard"] if config.log.tensorboard else []), *config.log.trackers]
+        run = TrackedRun(
+            name=config.name,
+            run_dir=self.run_dir,
+            config=as_dict(config),
+            resume_step=None if keep < 0 else keep,
+        )
+        for tracker in open_trackers(list(dict.fromkeys(names)), run, self.message):
+            self._shown.append(tracker)
+            self._stack.callback(tracker.close)
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -127,6 +133,9 @@ class RunOutput(MetricsLog):
         self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
         if self._report is not None:
             self._report.step()
+        numbers = {name: float(value) for name, value in metrics.items()}
+        for tracker in self._shown:
+            tracker.log(step, {GLOBAL_STEP: step, **numbers})
 
     def flush(self) -> None:
         """Until the trace of every step so far is written: a checkpoint does not come before it."""
@@ -134,12 +143,12 @@ class RunOutput(MetricsLog):
             self._trace.wait()
 
     def event(self, event: Event) -> None:
-        """An alarm: a line of events.jsonl, in the console and in TensorBoard."""
+        """An alarm: a line of events.jsonl, in the console and in the trackers."""
         if self._events is not None:
             self._events.append(dataclasses.asdict(event))
-        if self._board is not None:
-            self._board.log(event.step, {f"alarms/{event.name}": event.value})
-            self._board.text(event.step, f"alarms/{event.name}", event.line())
+        for tracker in self._shown:
+            tracker.log(event.step, {f"alarms/{event.name}": event.value})
+            tracker.text(event.step, f"alarms/{event.name}/text", event.line())
         self.message(event.line())
 
     def begin(self, first_step: int) -> None:
@@ -165,12 +174,18 @@ class RunOutput(MetricsLog):
     def supervised(self, name: str, steps: int) -> "SupervisedOutput":
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
         if self._console is None:
-            return SupervisedOutput()
+            return SupervisedOutput(name=name)
         tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
         tracker.truncate_after(-1)
         self._stack.callback(tracker.close)
         self._console.begin(name.replace("_", " "), steps)
-        return SupervisedOutput(tracker=tracker, console=self._console, report=self._report)
+        return SupervisedOutput(
+            name=name,
+            tracker=tracker,
+            console=self._console,
+            report=self._report,
+            shown=tuple(self._shown),
+        )
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
         """Trace this process's samples, and show some of them every so many steps."""
@@ -209,6 +224,9 @@ class RunOutput(MetricsLog):
             )
         if self._callbacks.want_samples:
             self._callbacks.add(step, _samples(prompts, context.completions, scores, parts))
+        every = self._config.log.samples_every
+        if self._shown and every and (step == 1 or step % every == 0):
+            self._show_samples(step, prompts, context.completions, scores)
         if self._console is not None:
             first = range(0, len(owned), context.n)  # one sample of each group
             shown = [
@@ -222,6 +240,26 @@ class RunOutput(MetricsLog):
                 for i in first[: self._config.log.num_samples]
             ]
             self._console.samples(step, shown)
+
+    def _show_samples(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        scores: np.ndarray,
+    ) -> None:
+        """The first samples of a step, for trackers."""
+        rows = [
+            {
+                "prompt": prompt.text,
+                "response": completion.text,
+                "ground_truth": "" if prompt.ground_truth is None else str(prompt.ground_truth),
+                "score": float(score),
+            }
+            for prompt, completion, score in zip(prompts, completions, scores, strict=True)
+        ][: self._config.log.num_samples]
+        for tracker in self._shown if rows else ():
+            tracker.samples(step, rows)
 
     def validation(
         self,
@@ -290,13 +328,18 @@ def _samples(
 class SupervisedOutput(MetricsLog):
     """The metrics of a supervised training that a run begins with; None on other processes."""
 
+    name: str  # of the training, such as "warmup"
     tracker: JsonlTracker | None = None
     console: Console | None = None
     report: ReportRefresher | None = None
+    shown: tuple[Guarded, ...] = ()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.tracker is not None:
             self.tracker.log(step, {GLOBAL_STEP: step, **metrics})
+        numbers = {name: float(value) for name, value in metrics.items()}
+        for tracker in self.shown:
+            tracker.log(step, numbers, self.name)
         if self.console is not None:
             self.console.log(step, metrics)
         if self.report is not None:

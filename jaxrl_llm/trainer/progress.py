@@ -173,7 +173,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     if config.log.report:
         lines.append(f"  report          {run_dir / 'report.html'}")
     if config.log.tensorboard:
-        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'}")
+        viewer = "(its viewer: pip install tensorboard)"
+        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'} {viewer}")
     if config.log.trace:
         lines.append(f"  trace           {run_dir / 'trace'}")
     lines.append(

@@ -176,7 +176,7 @@ class Run:
         found = about(
             self.plan,
             run_dir=self.run_dir,
-            num_train=self.data.num_train,
+            num_train=self.data.num_rows,
             num_held_out=self.data.num_held_out,
             step=self.resume_step,
             steps=self.config.total_steps,
@@ -397,16 +397,16 @@ class RunData:
 
     config: Config
     loader: AnyLoader  # of the training data
-    num_train: int  # rows of it
+    num_rows: int  # of the training data
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
     records: OfflineRecords | None = None  # of offline training
 
     @property
     def num_held_out(self) -> int:
-        """Rows that training does not see."""
-        if self.records is not None and self.records.held_out:
-            return len(self.records.held_out)
-        return 0 if self.validator is None else self.validator.num_prompts
+        """Held-out rows: prompts that are answered, else records."""
+        if self.validator is not None:
+            return self.validator.num_prompts
+        return 0 if self.records is None else len(self.records.held_out)
 
     @property
     def best_metric(self) -> str:
@@ -458,7 +458,7 @@ def open_plan_and_data(
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader, num_train = records.loader(), len(records.train)
+        loader, num_rows = records.loader(), len(records.train)
         stack.callback(loader.close)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
@@ -467,9 +467,9 @@ def open_plan_and_data(
         others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
         plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        num_rows = len(prompts)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
-        num_train = len(prompts)
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
@@ -477,7 +477,7 @@ def open_plan_and_data(
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
     data = RunData(
-        config=config, loader=loader, num_train=num_train, validator=validator, records=records
+        config=config, loader=loader, validator=validator, records=records, num_rows=num_rows
     )
     return plan, data
 

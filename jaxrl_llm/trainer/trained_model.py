@@ -4,9 +4,7 @@ A model is a Hugging Face directory or one of our checkpoints.
 """
 
 import json
-import re
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import jax
 from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import (
     MAX_SHARD_BYTES,
-    default_model_card,
     export,
     load_model_config,
 )
@@ -26,6 +23,7 @@ from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, open_
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
 from jaxrl_llm.trainer.evaluate import Validation, open_validator
+from jaxrl_llm.trainer.model_card import RunFacts, model_card
 
 # ------------------------------------------------------------------------- evaluate
 
@@ -44,15 +42,6 @@ def evaluate(config: Config) -> Validation:
 
 
 # ------------------------------------------------------------------------- export
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What a checkpoint's run says of itself; empty where its files were not copied along."""
-
-    config: Config | None
-    step: int
-    validation: dict[str, float]  # the last one up to `step`
 
 
 def export_checkpoint(
@@ -87,7 +76,7 @@ def export_checkpoint(
         spec,
         manager.restore_role(checkpoint, role, abstract),
         tokenizer_files_from=files,
-        model_card=_model_card(spec, facts, role),
+        model_card=model_card(spec, facts, role),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
     )
@@ -100,16 +89,16 @@ def run_facts(checkpoint: Path) -> RunFacts:
     config_file, metrics_file = run_dir / "config.json", run_dir / "metrics.jsonl"
     config = from_json(config_file.read_text()) if config_file.is_file() else None
     validation: dict[str, float] = {}
-    rows = metrics_file.read_text().splitlines() if metrics_file.is_file() else []
-    for row in map(json.loads, rows):
+    lines = metrics_file.read_text().splitlines() if metrics_file.is_file() else []
+    rows = [row for row in map(json.loads, lines) if row["training/global_step"] <= step]
+    for row in rows:
         found = {
             name: x
             for name, x in row.items()
             if name.startswith(manager.VALIDATION) and x is not None
         }
-        if found and row["training/global_step"] <= step:
-            validation = found
-    return RunFacts(config=config, step=step, validation=validation)
+        validation = found or validation
+    return RunFacts(config=config, step=step, validation=validation, history=rows)
 
 
 def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelConfig:
@@ -135,22 +124,6 @@ def _check_shapes(spec: ModelSpec, abstract: Any, role: str) -> None:
             f"the weights of role {role!r} are not of the model that its run describes; keep "
             "config.json of the run next to its folder of checkpoints"
         )
-
-
-def _model_card(spec: ModelSpec, facts: RunFacts, role: str) -> str:
-    rows: dict[str, object] = {"role": role, "step": facts.step}
-    base_model = None
-    if facts.config is not None:
-        path = facts.config.actor.path
-        rows = {"run": facts.config.name, "algorithm": facts.config.algorithm.label} | rows
-        rows["seed"] = facts.config.seed
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not Path(path).exists():
-            base_model = path
-        elif path:
-            rows["trained from"] = Path(path).name
-    if role == "actor":
-        rows |= {f"`{name}`": f"{value:.4g}" for name, value in facts.validation.items()}
-    return default_model_card(spec, base_model=base_model, facts=rows)
 
 
 def validation_report(config: Config, model: str, found: Validation) -> dict[str, Any]:

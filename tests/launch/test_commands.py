@@ -1,5 +1,7 @@
 """The console command, and that each model flag means the same thing."""
 
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.launch.commands import COMMANDS
@@ -32,7 +35,71 @@ def test_help_lists_the_commands_and_their_flags():
     result = jaxrl()
     assert result.returncode == 0
     assert all(f"jaxrl {name} " in result.stdout for name in COMMANDS)
-    assert "--devices=N" in jaxrl("train", "--help").stdout
+    shown = jaxrl("train", "--help").stdout
+    assert "--devices=N" in shown and "--dry_run" in shown
+    assert re.search(r"\n  rollout\.n  integer ≥ 1; default 1; samples a prompt\n", shown)
+    assert "\nalgorithm = grpo: " in shown
+    assert "config keys" not in jaxrl("verify", "--help").stdout.lower()
+
+
+def test_version_is_quick_and_asks_no_device():
+    code = "import sys; from jaxrl_llm.launch.commands import versions; print(versions());"
+    code += "assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"jaxrl_llm {rl.__version__}" in done.stdout
+    with_devices = jaxrl("--version", "--devices").stdout.splitlines()
+    assert with_devices[0] == f"jaxrl_llm {rl.__version__}" and "x cpu" in with_devices[-1]
+
+
+COMPLETE = """
+source <(cat "$1"); shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }
+_jaxrl; printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
+    script = tmp_path / "jaxrl.bash"
+    script.write_text(jaxrl("completion", "bash").stdout)
+
+    def completed(*words: str) -> list[str]:
+        command = ["bash", "-c", COMPLETE, "bash", str(script), "jaxrl", *words]
+        return subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+    assert completed("tr") == ["train"]
+    assert completed("export", "--r") == ["--role="]
+    # bash splits words at "=".
+    assert completed("train", "--config", "=", "grpo") == ["grpo", "grpo_smollm2"]
+    assert completed("train", "--config", "=", "grpo", "--config.roll") == [
+        word for word in completed("train", "--config.rollout") if word.endswith("=")
+    ]
+    assert "--config.rollout.n=" in completed("train", "--config.rollout.")
+    assert completed("generate", "--config") == []
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script(shell, tmp_path):
+    script = jaxrl("completion", shell).stdout
+    assert "--config.rollout.n=" in script and "train" in script
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(script)
+        subprocess.run([shell, "-n", tmp_path / "script"], check=True)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dpo"])
+def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
+    flags = [f"--config={name}", f"--config.run_dir={tmp_path}", "--config.total_steps=7"]
+    done = jaxrl("train", *flags, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    reference = "reference: 865,408 parameters, 4 layers of 128, frozen"
+    for words in ("a new run, 7 steps in all", "update_actor", reference, "peak: ", "1 x cpu"):
+        assert words in done.stdout
+    resolved = load_config(str(tmp_path / "resolved_config.json"))
+    assert resolved == load_config(name, {"run_dir": str(tmp_path), "total_steps": 7})
+    made = {path.name for path in tmp_path.iterdir()} - {"compile_cache"}
+    assert made == {"resolved_config.json"}
+    refused = jaxrl("train", *flags, "--dry_run", "--config.data.train_files=[]x")
+    assert refused.returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -61,6 +62,13 @@ def grade(completions, answer):
 """
 
 
+def documented_tracker(folder: Path) -> str:
+    """The path of the class that docs/trackers.md shows."""
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trackers.md").read_text(), re.DOTALL)
+    (folder / "mine.py").write_text(text)
+    return f"{folder / 'mine.py'}:MyTracker"
+
+
 # ------------------------------------------------------------------------- the import
 
 
@@ -101,6 +109,7 @@ def test_load_config_takes_values_and_texts():
 def test_functions_rows_and_callbacks_of_a_program(tmp_path):
     """One run: it is stopped by a callback, goes on, refuses other objects, and is opened."""
     grade = from_a_notebook(LENGTH.format(target=2))
+    log = rl.LogConfig(samples_every=3, num_samples=2, trackers=(documented_tracker(tmp_path),))
     seen: list[rl.StepReport] = []
 
     def watch(report: rl.StepReport) -> None:
@@ -110,7 +119,7 @@ def test_functions_rows_and_callbacks_of_a_program(tmp_path):
 
     def run(**objects: Any) -> rl.Summary:
         given = {"rewards": [grade], "train_data": ROWS, "val_data": ROWS[:4]} | objects
-        return rl.train(config(tmp_path), **given)
+        return rl.train(config(tmp_path, log=log), **given)
 
     summary = run(callbacks=[watch])
     assert (summary.step, summary.called_off, summary.interrupted) == (2, True, False)
@@ -141,6 +150,11 @@ def test_functions_rows_and_callbacks_of_a_program(tmp_path):
     again = from_a_notebook("# a comment" + LENGTH.format(target=2))
     summary = run(rewards=[again])
     assert (summary.step, summary.called_off) == (4, False)
+    # The class of docs/trackers.md saw each step once, and samples of steps 1 and 3.
+    lines = (tmp_path / "run" / "mine.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["0", "1", "1", "2", "3", "3", "4"]
+    assert sum("'ground_truth'" in line for line in lines) == 2
+    assert (tmp_path / "run" / "tensorboard" / "hparams").is_dir()
     model = rl.open_model(tmp_path / "run")
     (answer,) = model.generate(["1+1="], max_new_tokens=3, n=2)
     assert len(answer.completions) == 2 and answer.text == answer.completions[0].text

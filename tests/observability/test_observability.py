@@ -34,7 +34,8 @@ from jaxrl_llm.observability.metrics import (
 )
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.observability.trace import TraceWriter
-from jaxrl_llm.observability.tracker import JsonlTracker, MultiTracker, TensorBoardTracker
+from jaxrl_llm.observability.tracker import JsonlTracker
+from jaxrl_llm.observability.trackers import TensorBoard, TrackedRun
 from jaxrl_llm.types import Completion, Prompt
 
 
@@ -258,23 +259,44 @@ def read_events(folder):
     return events
 
 
+def tracked(folder, **changes):
+    own = {"name": "run", "run_dir": folder, "config": {"seed": 3}, "resume_step": None}
+    return TrackedRun(**own | changes)
+
+
+def scalars(folder):
+    values = [(e.step, v) for e in read_events(folder) for v in e.summary.value]
+    return [(step, v.tag, v.simple_value) for step, v in values if v.HasField("simple_value")]
+
+
 def test_tensorboard_files(tmp_path):
-    board = TensorBoardTracker(tmp_path)
-    jsonl = JsonlTracker(tmp_path / "metrics.jsonl")
-    both = MultiTracker([board, jsonl])
-    both.log(1, {"critic/score/mean": 0.5})
-    both.log(2, {"critic/score/mean": 0.75})
-    both.close()
-    events = read_events(tmp_path)
-    found = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
-    assert found == [(1, "critic/score/mean", 0.5), (2, "critic/score/mean", 0.75)]
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
-    resumed = TensorBoardTracker(tmp_path / "resumed", resume_step=1)
-    resumed.log(2, {"x": 1.0})
+    """Scalars, those of a phase apart; texts; hparams; and what a resume hides."""
+    board = TensorBoard(tracked(tmp_path))
+    board.log(1, {"sft/loss": 2.0}, "warmup")
+    board.log(1, {"critic/score/mean": 0.5}, "")
+    board.log(2, {"critic/score/mean": 0.75}, "")
+    board.samples(2, [{"prompt": "<b>|", "score": 0.5}])
+    board.close()
+    folder = tmp_path / "tensorboard"
+    name = "critic/score/mean"
+    assert scalars(folder) == [(1, name, 0.5), (2, name, 0.75)]
+    assert scalars(folder / "warmup") == [(1, "sft/loss", 2.0)]
+    texts = {
+        v.tag.removesuffix("/text_summary"): v.tensor.string_val[0].decode()
+        for e in read_events(folder)
+        for v in e.summary.value
+        if v.tensor.string_val
+    }
+    assert '"seed": 3' in texts["config"]
+    assert "&lt;b&gt;&#124;" in texts["samples"]
+    of_run = [v.tag for e in read_events(folder / "hparams") for v in e.summary.value]
+    assert any(tag.startswith("_hparams_/") for tag in of_run) and name in of_run
+    resumed = TensorBoard(tracked(tmp_path / "resumed", resume_step=1))
+    resumed.log(2, {"x": 1.0}, "")
     resumed.close()
     # A session start at step 2 hides what an earlier process wrote from there on.
-    starts = [e.step for e in read_events(tmp_path / "resumed") if e.HasField("session_log")]
-    assert starts == [2]
+    events = read_events(tmp_path / "resumed" / "tensorboard")
+    assert [e.step for e in events if e.HasField("session_log")] == [2]
 
 
 def write_trace(trace, kind, step, **changes):
@@ -487,9 +509,11 @@ def test_every_metric_that_the_docs_name_is_reserved():
 
 HIDDEN = """
 import sys
-from jaxrl_llm.observability.tracker import TensorBoardTracker
-tracker = TensorBoardTracker(sys.argv[1])
-tracker.log(1, {"a": 0.25})
+from pathlib import Path
+from jaxrl_llm.observability.trackers import TensorBoard, TrackedRun
+run = TrackedRun(name="run", run_dir=Path(sys.argv[1]), config={}, resume_step=None)
+tracker = TensorBoard(run)
+tracker.log(1, {"a": 0.25}, "")
 tracker.close()
 found = {name for name in ("torch", "jax", "orbax") if name in sys.modules}
 import torch  # nothing of it is broken afterwards
@@ -502,5 +526,4 @@ def test_tensorboard_does_not_import_torch(tmp_path):
     command = [sys.executable, "-c", HIDDEN, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout == "none 2.0\n"
-    events = read_events(tmp_path)
-    assert [(e.step, v.simple_value) for e in events for v in e.summary.value] == [(1, 0.25)]
+    assert scalars(tmp_path / "tensorboard") == [(1, "a", 0.25)]

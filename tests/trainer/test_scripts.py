@@ -5,6 +5,7 @@ The model is a tiny one, and comes out of a real run of one step with every role
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,14 +141,21 @@ def test_an_answer_stays_within_the_models_positions(exported):
     assert alone.completions[0].tokens == short.completions[0].tokens
 
 
+def test_a_streamed_answer_is_the_answer(exported):
+    model = open_model(find_model_path(str(exported)))
+    for seed in range(3):
+        (answer,) = model.generate("1+2=", max_new_tokens=11, seed=seed)
+        pieces = list(model.stream("1+2=", max_new_tokens=11, seed=seed))
+        assert "".join(pieces) == answer.text
+        assert len(pieces) > 1 or len(answer.completions[0].tokens) <= 5  # the end has no text
+
+
 def test_batches_do_not_change_the_answers(exported):
     """A last batch that is not full, and rows of other lengths."""
     model = open_model(find_model_path(str(exported)))
     prompts = ["1+2=", "1+1=", "10+20=", "3", "4+4="]
-    done: list[int] = []
-    found = model.generate(prompts, max_new_tokens=5, batch_size=2, progress=done.append)
+    found = model.generate(prompts, max_new_tokens=5, batch_size=2)
     whole = model.generate(prompts, max_new_tokens=5)
-    assert done == [2, 4, 5]
     assert [answer.prompt.text for answer in found] == prompts
     for one, other in zip(found, whole, strict=True):
         assert one.completions[0].tokens == other.completions[0].tokens
@@ -270,8 +278,21 @@ def test_the_model_card_says_where_it_comes_from(exported, checkpoint):
         "| algorithm | ppo |",
         "| step | 1 |",
         f"| `val-core/chain_sum_2x1/acc/mean@1` | {accuracy:.4g} |",
+        "| trained from | random weights |",
+        "| data | chain_sum |",
+        "| rewards | a reward model |",
+        "AutoModelForCausalLM.from_pretrained",
+        "@software{jaxrl_llm",
     ):
-        assert fact in card
+        assert fact in card, fact
+    # The curve: a row a step that has all columns.
+    reward = json.loads(rows[-1])["critic/score/mean"]
+    assert f"| 1 | {reward:.4g} | {accuracy:.4g} |" in card
+    (config,) = re.findall(r"```json\n(.*?)```", card, re.DOTALL)
+    settings = json.loads(config)
+    assert settings["total_steps"] == 1 and settings["algorithm.use_kl_in_reward"] is True
+    assert not any(key.startswith(("run_dir", "log")) for key in settings)
+    assert str(checkpoint.parent.parent) not in card
 
 
 def test_export_script_casts_and_splits(checkpoint, tmp_path):

@@ -1,0 +1,76 @@
+"""Answers to a file of prompts, written while they are made."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.sources import BadRow, read_rows
+from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.trainer.answering import Answer, OpenModel, complete, read_prompt
+
+PROMPT_COLUMNS = ("prompt", "messages", "question")
+
+
+def answer_file(
+    model: OpenModel,
+    prompts: str,
+    output: Path,
+    sampling: SamplingParams,
+    *,
+    n: int = 1,
+    seed: int = 0,
+    chat: bool | None = None,
+    batch_size: int = 64,
+    logprobs: bool = False,
+) -> int:
+    """Answer every row of a data file, `n` times; write a JSON line for each. Their number.
+
+    A row has the column prompt, messages or question. Its line has all of its columns, and
+    `responses` and `finished`; with `logprobs` also the tokens and log-probs of each response.
+    Each batch is written when it is done.
+
+    Raises: ConfigError for a row without a prompt, before any is answered.
+    """
+    rows = list(prompt_rows(prompts))
+    read = [read_prompt(prompt, model.tokenizer, chat=chat) for _, prompt in rows]
+    done = 0
+    with open(output, "x", encoding="utf-8") as file:
+        for batch in complete(model, read, sampling, n=n, seed=seed, batch_size=batch_size):
+            for (row, _), answer in zip(rows[done:], batch, strict=False):
+                _write(file, row, answer, logprobs)
+            file.flush()
+            done += len(batch)
+            print(f"{done}/{len(rows)} prompts answered", file=sys.stderr, flush=True)
+    return done
+
+
+def prompt_rows(prompts: str) -> Iterator[tuple[dict[str, Any], str | Sequence[Any]]]:
+    """Each row of the files that a pattern names, and its prompt."""
+    for file in resolve_files(prompts):
+        for row in read_rows(file):
+            if isinstance(row, BadRow):
+                raise ConfigError(f"{row.source} row {row.row}: {row.reason}")
+            found = next((row.data[name] for name in PROMPT_COLUMNS if row.data.get(name)), None)
+            if not isinstance(found, str | list):
+                have = ", ".join(row.data) or "none"
+                raise ConfigError(
+                    f"{row.source} row {row.row} has no column {', '.join(PROMPT_COLUMNS[:-1])} or "
+                    f"{PROMPT_COLUMNS[-1]} with text or messages; its columns: {have}"
+                )
+            yield row.data, found
+
+
+def _write(file: IO[str], row: dict[str, Any], answer: Answer, logprobs: bool) -> None:
+    found = answer.completions
+    line = row | {
+        "responses": [completion.text for completion in found],
+        "finished": [completion.finished for completion in found],
+    }
+    if logprobs:
+        line["tokens"] = [[int(token) for token in completion.tokens] for completion in found]
+        line["logprobs"] = [[float(x) for x in completion.logprobs] for completion in found]
+    file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

@@ -1,0 +1,69 @@
+"""A conversation with a model in a terminal."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+from jaxrl_llm.observability.console import printable
+from jaxrl_llm.trainer.answering import OpenModel
+
+HELP = "/reset begins a new conversation, /exit ends; Ctrl-C ends an answer"
+
+
+def chat(
+    model: OpenModel, lines: Iterable[str], out: TextIO, *, system: str = "", **sampling: Any
+) -> None:
+    """Answer each line, and show the answer while it is made. All turns stay in the conversation.
+
+    `sampling` is what `OpenModel.stream` takes. A conversation that is too long for the model is
+    said so, and goes on without the last line.
+    """
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    seed = sampling.pop("seed", 0)
+    for line in lines:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            messages = list(first)
+            print("a new conversation", file=out, flush=True)
+        elif text.startswith("/"):
+            print(f"there is no {text.split()[0]}: {HELP}", file=out, flush=True)
+        elif text:
+            asked = [*messages, {"role": "user", "content": text}]
+            try:
+                answer = _show(model.stream(asked, seed=seed, **sampling), out)
+            except ValueError as error:
+                print(f"{error}, or begin again with /reset", file=out, flush=True)
+                continue
+            messages = [*asked, {"role": "assistant", "content": answer}]
+            seed += 1
+
+
+def _show(pieces: Iterator[str], out: TextIO) -> str:
+    """Print the pieces of an answer; the answer, or what there is of it when Ctrl-C ends it."""
+    found: list[str] = []
+    try:
+        for piece in pieces:
+            found.append(piece)
+            # A model must not control the terminal.
+            print("\n".join(map(printable, piece.split("\n"))), end="", file=out, flush=True)
+    except KeyboardInterrupt:
+        pass
+    print(file=out, flush=True)
+    return "".join(found)
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines of a terminal behind a prompt, or of a pipe."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    print(HELP)
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return

@@ -1,0 +1,136 @@
+"""What a run would do: planned on this machine, with its data read, and nothing computed."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import jax
+
+from jaxrl_llm.config import Config, is_offline, to_json
+from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.launch.runtime import host_memory
+from jaxrl_llm.plan.dataflow import Segment
+from jaxrl_llm.plan.models import find_tokenizer, open_meshes
+from jaxrl_llm.plan.offline import OfflinePlan
+from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.estimate import Estimate, placed
+from jaxrl_llm.planner.rates import rates_of
+from jaxrl_llm.planner.work import work_of
+from jaxrl_llm.trainer.disk_space import bytes_of, check_space
+from jaxrl_llm.trainer.progress import Plan
+from jaxrl_llm.trainer.run import RunData, open_plan_and_data
+from jaxrl_llm.trainer.run_folder import RunFolder, open_run_folder
+
+RESOLVED = "resolved_config.json"
+GB = 1e9
+
+
+def dry_run(config: Config) -> list[str]:
+    """Plan the run, read its data and check its folder; lines about them.
+
+    Writes `resolved_config.json` into the run's folder, and no array.
+    Raises: what a start of the run raises before its first step.
+    """
+    with open_run_folder(config) as folder, ExitStack() as stack:
+        tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+        meshes = open_meshes(config, tokenizer)
+        plan, data = open_plan_and_data(config, tokenizer, meshes, folder.path, stack)
+        checkpoint = bytes_of(_abstract_states(plan, data))
+        check_space(folder.path, checkpoint)
+        resolved = folder.path / RESOLVED
+        if is_main():
+            resolved.write_text(to_json(config))
+        return [
+            *_folder_lines(config, folder),
+            *_size_lines(config, data),
+            "stages of a step; a + joins those of one program",
+            *(f"  {_segment(segment)}" for segment in _segments(plan)),
+            "models",
+            *(f"  {_model(role)}" for role in _roles(plan)),
+            *_memory_lines(_estimate(config)),
+            f"a checkpoint takes up to {_gb(checkpoint)}",
+            f"wrote {resolved}",
+            "dry run: nothing was trained",
+        ]
+
+
+def _abstract_states(plan: Plan, data: RunData) -> object:
+    if not isinstance(plan, OfflinePlan):
+        return plan.abstract_states()
+    assert data.records is not None
+    return plan.abstract_states(data.records.sizes)
+
+
+def _folder_lines(config: Config, folder: RunFolder) -> list[str]:
+    kinds = Counter(device.device_kind for device in jax.devices())
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    step, total = folder.latest_step, config.total_steps
+    state = "a new run" if step is None else f"goes on from step {step}"
+    if folder.nothing_to_do(total):
+        state = "all steps are done"
+    return [f"{config.name} in {folder.path}: {state}, {total} steps in all", f"devices: {devices}"]
+
+
+def _size_lines(config: Config, data: RunData) -> list[str]:
+    per_epoch = data.num_rows // config.data.train_batch_size
+    batch, n = config.data.train_batch_size, 1 if is_offline(config) else config.rollout.n
+    samples = f" x {n} samples" if n > 1 else ""
+    return [
+        f"data: {data.num_rows} training rows, {data.num_held_out} held-out rows",
+        f"a step: {batch} rows{samples}, up to {config.data.max_prompt_length} + "
+        f"{config.data.max_response_length} tokens each; {per_epoch or 'less than 1'} "
+        f"step{'s' * (per_epoch > 1)} an epoch",
+    ]
+
+
+def _segments(plan: Plan) -> Sequence[Segment]:
+    return plan.at(1).program.segments
+
+
+def _segment(segment: Segment) -> str:
+    where = "on the host" if segment.is_host else "compiled"
+    return f"{segment.name} ({where}): {', '.join(segment.reads) or 'nothing'} -> " + (
+        ", ".join(name for stage in segment.stages for name in stage.writes) or "new weights"
+    )
+
+
+def _roles(plan: Plan) -> list[Role]:
+    roles = dict(plan.roles)
+    if isinstance(plan, OfflinePlan) and plan.reference is not None:
+        roles["reference"] = plan.reference
+    return list(roles.values())
+
+
+def _model(role: Role) -> str:
+    spec = role.spec
+    learns = "frozen" if role.optimizer is None else "learns"
+    shape = f"{spec.config.num_layers} layers of {spec.config.hidden_size}"
+    return f"{role.name}: {spec.num_params:,} parameters, {shape}, {learns}"
+
+
+def _estimate(config: Config) -> Estimate:
+    hosts = max(1, jax.process_count())
+    devices = Devices(mesh=config.mesh, hosts=hosts, rates=rates_of("h200"))
+    return placed(work_of(config), config, devices)
+
+
+def _memory_lines(planned: Estimate) -> list[str]:
+    used = max(planned.temporaries.items(), key=lambda of: of[1], default=("", 0.0))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    has = stats.get("bytes_limit") or host_memory()
+    whose = "a device" if "bytes_limit" in stats else "this machine"
+    kept = ", ".join(f"{role} {_gb(size)}" for role, size in planned.kept.items())
+    lines = [
+        "memory of a device, by the planner without compiling",
+        f"  kept: {kept}",
+        f"  on top in the largest stage, {used[0]}: {_gb(used[1])}",
+        f"  peak: {_gb(planned.peak)}; {whose} has {_gb(has)}",
+    ]
+    if planned.peak > has:
+        lines.append("  it may not fit: `jaxrl plan` shows what each stage needs, and layouts")
+    return lines
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.3g} GB"

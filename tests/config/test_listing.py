@@ -1,0 +1,47 @@
+"""The listing of the keys: docs/config.md, --help, and that no key is left out."""
+
+import re
+from pathlib import Path
+
+from jaxrl_llm.config import Config, RewardConfig, RewardModelConfig, SupervisedConfig
+from jaxrl_llm.config.algorithms import ALGORITHMS
+from jaxrl_llm.config.command_line import leaf_keys
+from jaxrl_llm.config.listing import GIVEN, comments, help_text, page, sections
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_the_current_one():
+    remedy = "python -m jaxrl_llm.config.listing > docs/config.md"
+    assert (ROOT / "docs" / "config.md").read_text() == page(), remedy
+
+
+def test_every_key_is_listed_with_its_own_default():
+    listed = {key.name: key for _, _, keys in sections() for key in keys}
+    training = RewardModelConfig(training=SupervisedConfig())
+    whole = Config(warmup=SupervisedConfig(), reward=RewardConfig(model=training))
+    trained = {key for key in leaf_keys(whole) if key.startswith("reward.model.training.")}
+    graders = {key for key in leaf_keys(whole) if key.startswith("validation.grader.")}
+    assert set(leaf_keys(whole)) - set(GIVEN) - trained - graders <= set(listed)
+    found = [(listed[key].type, listed[key].default) for key in ("rollout.n", "algorithm")]
+    assert found == [("integer ≥ 1", "1"), ("kind", "ppo")]
+    # The critic's own default, not that of any optimizer.
+    assert listed["critic.optimizer.learning_rate"].default == "1e-05"
+    assert listed["actor.optimizer.learning_rate"].default == "1e-06"
+
+
+def test_comments_are_those_of_the_source():
+    found = comments(SupervisedConfig)
+    assert found["stop_at"] == "end early once held-out accuracy reaches this; 0 never"
+    of_page = page()
+    above = "Roles on devices of their own, by their numbers"  # lines above the field
+    assert above in of_page
+    for kind in ALGORITHMS:
+        assert f"### algorithm = {kind.kind}\n" in of_page, kind.kind
+
+
+def test_help_fits_a_terminal():
+    lines = help_text().splitlines()
+    words = [line for line in lines if len(line) > 100 and re.search(r"\s\S+\s", line.strip())]
+    introductions = [line for line in words if not line.startswith("  ")]
+    assert words == introductions  # titles are not wrapped

@@ -1,0 +1,126 @@
+"""`jaxrl generate` on files and `jaxrl chat`, with a tiny model of random weights."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from chat_tokenizer import write_chat_tokenizer
+from pyarrow import parquet
+from tiny_models import tiny_config, write_directory
+
+import jaxrl_llm as rl
+from jaxrl_llm.launch import commands
+from jaxrl_llm.launch.chat import chat
+
+ROWS = [{"prompt": "hi", "id": 7}, {"prompt": [{"role": "user", "content": "a b c"}], "id": 8}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    directory = write_directory(tmp_path_factory.mktemp("m") / "chat", tiny_config(vocab_size=104))
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> rl.OpenModel:
+    return rl.open_model(folder)
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_file_of_prompts_is_answered(folder, model, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    output = tmp_path / "out.jsonl"
+    flags = [f"--model={folder}", "--max_new_tokens=5", "--n=2", "--batch_size=1", "--logprobs"]
+    assert (
+        commands.generate([*flags, f"--prompts={tmp_path / 'p.jsonl'}", f"--output={output}"]) == 0
+    )
+    expected = model.generate([row["prompt"] for row in ROWS], max_new_tokens=5, n=2, batch_size=1)
+    found = lines_of(output)
+    assert [row["id"] for row in found] == [7, 8]
+    for row, answer in zip(found, expected, strict=True):
+        assert row["responses"] == [completion.text for completion in answer.completions]
+        assert row["finished"] == [completion.finished for completion in answer.completions]
+        for numbers, completion in zip(row["logprobs"], answer.completions, strict=True):
+            np.testing.assert_allclose(numbers, completion.logprobs, rtol=1e-6)
+            assert len(numbers) == len(completion.tokens)
+    assert "2/2 prompts answered" in capsys.readouterr().err
+
+
+def test_parquet_and_no_logprobs(folder, tmp_path):
+    parquet.write_table(pa.table({"question": ["hi", "ho"]}), tmp_path / "p.parquet")
+    output = tmp_path / "out.jsonl"
+    flags = [f"--model={folder}", "--max_new_tokens=3", f"--prompts={tmp_path / 'p.parquet'}"]
+    assert commands.generate([*flags, f"--output={output}"]) == 0
+    assert [set(row) for row in lines_of(output)] == [{"question", "responses", "finished"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt=a", "--prompts=b"], "required: --prompt=TEXT, or --prompts=FILE"),
+        (["--prompts={rows}"], "belong together"),
+        (["--prompts={rows}x", "--output={new}"], "no file or folder .*did you mean"),
+        (["--prompts={rows}", "--output={rows}"], "exists; give a new file"),
+        (
+            ["--prompts={rows}", "--output={new}"],
+            "row 0 has no column prompt, messages",
+        ),
+    ],
+)
+def test_mistakes_are_named(folder, tmp_path, flags, message):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    names = {"rows": tmp_path / "rows.jsonl", "new": tmp_path / "new.jsonl"}
+    with pytest.raises(ValueError, match=message):
+        commands.generate([f"--model={folder}", *(flag.format(**names) for flag in flags)])
+    assert not names["new"].exists()
+
+
+# ------------------------------------------------------------------------- chat
+
+
+def test_a_conversation_keeps_its_turns_until_it_is_reset(model):
+    out = io.StringIO()
+    lines = ["hi\n", "\n", "ho\n", "/reset\n", "ho\n", "/what\n", "/exit\n", "never\n"]
+    chat(model, lines, out, max_new_tokens=6, temperature=0.0)
+
+    def answer(*turns: str) -> str:
+        roles = ("user", "assistant", "user")
+        messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
+        return model.generate([messages], max_new_tokens=6, temperature=0.0)[0].text
+
+    first = answer("hi")
+    expected = [first, answer("hi", first, "ho"), "a new conversation", answer("ho")]
+    found = out.getvalue()
+    shown = found.split("there is no /what")[0]
+    assert shown == "".join(f"{text}\n" for text in expected)
+    assert "/exit ends" in found and "never" not in found
+
+
+def test_a_conversation_that_is_too_long_goes_on(model):
+    out = io.StringIO()
+    chat(model, ["x" * 5000, "/reset", "hi"], out, max_new_tokens=2, temperature=0.0)
+    long, reset, answer = out.getvalue().split("\n", 2)
+    assert "give a shorter prompt, or begin again with /reset" in long and answer
+
+
+def test_chat_reads_a_pipe(folder):
+    code = "from jaxrl_llm.launch.commands import main; main()"
+    command = [sys.executable, "-c", code, "chat", f"--model={folder}", "--max_new_tokens=3"]
+    done = subprocess.run(command, input="hi\nhi\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 2 and "> " not in done.stdout
+
+
+def test_chat_needs_a_template(tmp_path):
+    plain = write_directory(tmp_path / "plain", tiny_config())
+    with pytest.raises(rl.ConfigError, match="no chat template; `jaxrl generate`"):
+        commands.chat([f"--model={plain}"])

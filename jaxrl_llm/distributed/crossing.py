@@ -111,7 +111,7 @@ def _sent(pieces: jax.Array, target: Mesh, count: int) -> jax.Array:
     given, taken = count // senders.size, count // target.size
     rounds, size = max(given, taken), pieces.shape[1]
     own = {shard.device: shard.data for shard in pieces.addressable_shards}
-    zeros = {d: jax.device_put(np.zeros((1, size), pieces.dtype), d) for d in _own(target)}
+    zeros = {d: jnp.zeros((1, size), pieces.dtype, device=d) for d in _own(target)}
     found: dict[Any, dict[int, jax.Array]] = {device: {} for device in zeros}
     for turn in range(rounds if own or zeros else 0):
         chosen = range(turn, count, rounds)

@@ -57,12 +57,16 @@ def moved(x: jax.Array, target: NamedSharding) -> jax.Array:
     Requires: every process calls it, in the same order of calls, and nothing else is in flight on
         the devices of both where processes differ.
     """
+    devices = x.sharding.device_set | target.device_set
+    if devices == target.device_set or len(processes_of(devices)) == 1:
+        return jax.device_put(x, target)
+    return in_pieces(x, target)
+
+
+def in_pieces(x: jax.Array, target: NamedSharding) -> jax.Array:
+    """`moved` between processes. Requires: the devices of both are disjoint."""
     source: Any = x.sharding
     place: Any = target.mesh
-    if source.device_set == target.device_set:
-        return jax.device_put(x, target)
-    if len(processes_of(source.device_set | target.device_set)) == 1:
-        return jax.device_put(x, target)
     senders, receivers = (tuple(mesh.devices.flat) for mesh in (source.mesh, place))
     if (senders, receivers) not in _met:
         # Devices connect now, and wait a short time only: Gloo 30 s.

@@ -41,8 +41,14 @@ def call(program: Any, arguments: Sequence[Any], mesh: Mesh) -> Any:
 
     Requires: the program was jitted with `out_shardings`.
     """
-    if takes_part(mesh):
-        return program(*arguments)
+    return program(*arguments) if takes_part(mesh) else results_elsewhere(program, arguments)
+
+
+def results_elsewhere(program: Any, arguments: Sequence[Any]) -> Any:
+    """The results of a jitted program that other processes run, without data.
+
+    Requires: the program was jitted with `out_shardings`.
+    """
     return jax.tree.map(without_data, program.eval_shape(*arguments))
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.crossing import call, moved, spread, takes_part
+from jaxrl_llm.distributed.crossing import call, moved, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -145,7 +145,10 @@ class Program:
                 with transfer_guard() if known else nullcontext(), memory_guard(segment):
                     if not known:
                         compile_together(compiled, arguments, segment.name, takes_part(mesh))
-                    results = call(compiled, arguments, mesh)
+                    if takes_part(mesh):
+                        results = compiled(*arguments)
+                    else:
+                        results = results_elsewhere(compiled, arguments)
                 self._traced.add(segment.name)
                 now.add(mesh, segment, partial(now.end, segment, results, mesh))
             self.runs[segment.name] += 1

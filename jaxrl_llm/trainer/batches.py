@@ -30,7 +30,7 @@ from jaxrl_llm.config import FilterGroupsConfig
 from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import OfflineRecord
 from jaxrl_llm.data.priority import PriorityLoader
-from jaxrl_llm.distributed.crossing import call
+from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     fetch,
@@ -243,7 +243,7 @@ class _Ahead:
 
     loader: Any  # the loader's state before its prompts were drawn
     context: StepContext
-    result: "Future[tuple[Any, dict[str, Any], dict[str, float]]]"  # batch, metrics, timings
+    result: "Future[_Generated]"
 
 
 @dataclass(kw_only=True)
@@ -254,11 +254,15 @@ class AheadBatches(PromptBatches):
     `max_staleness`. Which policy that is depends on the step only, not on the clock, so a run has
     the same bits each time. A checkpoint keeps the batches that were generated, and the loader
     draws their prompts again.
+
+    With several processes all must enter what moves between groups in one order. So a batch is
+    taken over, by every process, before the next weights go to the rollout.
     """
 
     _ahead: deque[_Ahead] = field(default_factory=deque)
     _found: dict[str, Any] = field(default_factory=dict)
     _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollout"))
+    _under_way: "_UnderWay | None" = None  # with several processes
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
         self._fill(step - 1, step + self.plan.config.max_staleness, states, timer)
@@ -278,6 +282,7 @@ class AheadBatches(PromptBatches):
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         self._fill(step, step + self.plan.config.max_staleness, states, Timer())
         kept, arrays = [], []
+        self._take_over(Timer())
         for each in self._ahead:
             batch, found, _ = each.result.result()
             metrics = {name: float(value) for name, value in found.items()}
@@ -306,25 +311,94 @@ class AheadBatches(PromptBatches):
         """
         done = version + len(self._ahead)
         for step in range(done + 1, last + 1):
+            self._take_over(timer)
             iteration = self.plan.at(step)
             roles = [stage.role for segment in iteration.collecting for stage in segment.stages]
             weights = iteration.program.follow(roles, states, timer, self._found)
             loader = self.loader.get_state()
             batch, context = self._prompts(step, timer, first_sample=0)
             context.policy_version = version
-            result = self._worker.submit(_generated, iteration, weights, batch, step, context)
+            if iteration.program.is_spread:
+                result = self._begin(iteration, weights, batch, step, context)
+            else:
+                result = self._worker.submit(_generated, iteration, weights, batch, step, context)
             self._ahead.append(_Ahead(loader=loader, context=context, result=result))
+
+    def _begin(
+        self, iteration: Iteration, weights: States, batch: Any, step: int, context: StepContext
+    ) -> "Future[_Generated]":
+        """Have a thread generate where the rollout lies; `_take_over` sets the result."""
+        names = {name for segment in iteration.collecting for name in segment.reads}
+        there = batch_sharding(iteration.program.mesh_of(iteration.collecting[0]))
+        reads = {name: moved(batch[name], there) for name in sorted(names)}
+        self._under_way = _UnderWay(
+            batch=batch,
+            iteration=iteration,
+            bytes=sum(x.nbytes for x in reads.values()),
+            generated=self._worker.submit(
+                _run_collecting,
+                iteration,
+                weights,
+                batch.replace(**reads),
+                step,
+                context,
+                stay=True,
+            ),
+        )
+        return self._under_way.result
+
+    def _take_over(self, timer: Timer) -> None:
+        """Wait for the batch that is under way, and bring it to the actor's devices."""
+        if self._under_way is None:
+            return
+        way, self._under_way = self._under_way, None
+        with timer(WAITING_FOR_ROLLOUT):
+            batch, found, own = way.generated.result()
+            names = [name for s in way.iteration.collecting for g in s.stages for name in g.writes]
+            here = batch_sharding(way.iteration.mesh)
+            writes = {name: moved(batch[name], here) for name in names}
+            way.iteration.program.share_times(own)
+        size = way.bytes + sum(x.nbytes for x in writes.values())
+        metrics = fetch(found) | {MOVED: size / 1e9}
+        way.result.set_result((way.batch.replace(**writes), metrics, own.timings()))
+
+
+_Generated = tuple[Any, dict[str, Any], dict[str, float]]  # batch, metrics, timings
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UnderWay:
+    """A batch that a thread generates, while other processes go on."""
+
+    batch: Any  # where the actor lies
+    iteration: Iteration
+    bytes: int  # that moved to the rollout
+    generated: "Future[tuple[Any, dict[str, Any], Timer]]"
+    result: "Future[_Generated]" = field(default_factory=Future)
 
 
 def _generated(
     iteration: Iteration, weights: States, batch: Any, step: int, context: StepContext
-) -> tuple[Any, dict[str, Any], dict[str, float]]:
+) -> _Generated:
     """The batch with what the rollout writes; its metrics; how long it took."""
+    batch, found, timer = _run_collecting(iteration, weights, batch, step, context)
+    return batch, fetch(found), timer.timings()
+
+
+def _run_collecting(
+    iteration: Iteration,
+    weights: States,
+    batch: Any,
+    step: int,
+    context: StepContext,
+    *,
+    stay: bool = False,
+) -> tuple[Any, dict[str, Any], Timer]:
     timer = Timer()
     _, batch, found = iteration.program.run(
-        weights, batch, step, context, timer, iteration.collecting
+        weights, batch, step, context, timer, iteration.collecting, stay=stay
     )
-    return batch, fetch(found), timer.timings()
+    return batch, found, timer
 
 
 @dataclass(kw_only=True)

@@ -23,13 +23,16 @@ THREE_GROUPS = (
     "--config.placement.rollout=node3:0",
 )
 
+AHEAD = (*ROLLOUT, "--config.max_staleness=1")
+AHEAD_IN_ONE = ("--devices=2", "--config.placement.rollout=1", "--config.max_staleness=1")
+
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("processes", "flags"),
-    [(2, CRITIC), (2, ROLLOUT), (4, THREE_GROUPS)],
-    ids=["critic", "rollout", "three groups"],
+    [(2, CRITIC), (2, ROLLOUT), (4, THREE_GROUPS), (2, AHEAD)],
+    ids=["critic", "rollout", "three groups", "ahead"],
 )
 def test_a_run_is_that_of_one_process_and_resumes_exactly(
     processes: int, flags: tuple[str, ...], tmp_path: Path, ppo_run: TinyRun
@@ -37,12 +40,16 @@ def test_a_run_is_that_of_one_process_and_resumes_exactly(
     launcher = [*LAUNCH, f"--processes={processes}", "--", TRAIN]
     whole = TinyRun(tmp_path / "whole", *flags)
     whole.finish(launcher=launcher)
-    expected, found = ppo_run.metrics(), whole.metrics()
+    one = ppo_run
+    if flags is AHEAD:
+        one = TinyRun(tmp_path / "one", *AHEAD_IN_ONE)
+        one.finish()
+    expected, found = one.metrics(), whole.metrics()
     assert list(found) == list(expected) == list(range(TOTAL_STEPS + 1))
     for step, row in expected.items():
         assert_close(found[step], row, rtol=1e-5, atol=2e-6)
     samples = whole.samples("train")
-    for key, sample in ppo_run.samples("train").items():
+    for key, sample in one.samples("train").items():
         assert samples[key]["tokens"] == sample["tokens"], key
 
     run = TinyRun(tmp_path / "killed", *flags)

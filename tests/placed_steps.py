@@ -30,12 +30,26 @@ class Spans:
             self.found.append((name, self._began.pop(name), now))
 
 
+def small_config(placement: dict[str, Any]) -> Any:
+    """PPO with a critic, a reference and a Python reward, in programs that compile fast."""
+    from tiny_iteration import tiny_config
+
+    config = tiny_config(model_reward=False, algorithm={"use_kl_loss": True})
+    model = {**config.actor.hf_config, "num_hidden_layers": 1}
+    return replace(
+        config,
+        placement=placement,
+        actor=replace(config.actor, hf_config=model, ppo_epochs=1),
+        critic=replace(config.critic, ppo_epochs=1),
+    )
+
+
 def main(folder: str, placement: str, number: str) -> None:
     """Write what each process found of `number` steps to FOLDER/<process>.json."""
     prepare()
     join_processes()
     import jax
-    from tiny_iteration import first_states, open_iteration, prompts, tiny_config
+    from tiny_iteration import first_states, open_iteration, prompts
 
     from jaxrl_llm.distributed.multihost import fetch, make_global
     from jaxrl_llm.distributed.sharding import batch_sharding
@@ -43,8 +57,7 @@ def main(folder: str, placement: str, number: str) -> None:
     from jaxrl_llm.plan.models import open_meshes
     from jaxrl_llm.tokenizer import load_tokenizer
 
-    config = tiny_config(model_reward=False, algorithm={"use_kl_loss": True})
-    config = replace(config, placement=json.loads(placement))
+    config = small_config(json.loads(placement))
     meshes = open_meshes(config, load_tokenizer("char"))
     iteration = open_iteration(config, meshes.pop("actor"), own_meshes=meshes)
     states, steps = first_states(iteration), []

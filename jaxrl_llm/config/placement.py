@@ -89,6 +89,8 @@ def mesh_of_role(config: Config, role: str) -> MeshConfig:
     found = devices_of_roles(config)
     if role == ACTOR or role not in found:
         return config.mesh
+    if role == ROLLOUT:
+        return MeshConfig(fsdp=len(found[role]), generation=config.mesh.generation)
     return MeshConfig(fsdp=len(found[role]))
 
 

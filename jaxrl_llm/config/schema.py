@@ -452,7 +452,7 @@ class Config(Record):
     # On several nodes "node0:0-7;node1:0-7", or a name of `node_groups`: docs/placement.md.
     # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
     placement: Placement = field(default_factory=dict)
-    # All nodes of a run, in their order. A role without a placement has the first group.
+    # All nodes of a run, in their order. The actor has the first group, if nothing else is said.
     node_groups: NodeGroups = field(default_factory=dict)
     # How many updates the policy that samples may be behind. From 1 on, the next batches are
     # generated ahead; with placement.rollout, while this one is learned from.

@@ -41,8 +41,14 @@ def call(program: Any, arguments: Sequence[Any], mesh: Mesh) -> Any:
 
     Requires: the program was jitted with `out_shardings`.
     """
-    if takes_part(mesh):
-        return program(*arguments)
+    return program(*arguments) if takes_part(mesh) else results_elsewhere(program, arguments)
+
+
+def results_elsewhere(program: Any, arguments: Sequence[Any]) -> Any:
+    """The results of a jitted program that other processes run, without data.
+
+    Requires: the program was jitted with `out_shardings`.
+    """
     return jax.tree.map(without_data, program.eval_shape(*arguments))
 
 
@@ -57,12 +63,16 @@ def moved(x: jax.Array, target: NamedSharding) -> jax.Array:
     Requires: every process calls it, in the same order of calls, and nothing else is in flight on
         the devices of both where processes differ.
     """
+    devices = x.sharding.device_set | target.device_set
+    if devices == target.device_set or len(processes_of(devices)) == 1:
+        return jax.device_put(x, target)
+    return in_pieces(x, target)
+
+
+def in_pieces(x: jax.Array, target: NamedSharding) -> jax.Array:
+    """`moved` between processes. Requires: the devices of both are disjoint."""
     source: Any = x.sharding
     place: Any = target.mesh
-    if source.device_set == target.device_set:
-        return jax.device_put(x, target)
-    if len(processes_of(source.device_set | target.device_set)) == 1:
-        return jax.device_put(x, target)
     senders, receivers = (tuple(mesh.devices.flat) for mesh in (source.mesh, place))
     if (senders, receivers) not in _met:
         # Devices connect now, and wait a short time only: Gloo 30 s.
@@ -111,7 +121,7 @@ def _sent(pieces: jax.Array, target: Mesh, count: int) -> jax.Array:
     given, taken = count // senders.size, count // target.size
     rounds, size = max(given, taken), pieces.shape[1]
     own = {shard.device: shard.data for shard in pieces.addressable_shards}
-    zeros = {d: jax.device_put(np.zeros((1, size), pieces.dtype), d) for d in _own(target)}
+    zeros = {d: jnp.zeros((1, size), pieces.dtype, device=d) for d in _own(target)}
     found: dict[Any, dict[int, jax.Array]] = {device: {} for device in zeros}
     for turn in range(rounds if own or zeros else 0):
         chosen = range(turn, count, rounds)

@@ -113,17 +113,19 @@ def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
         moved += small.nbytes
         return crossing.moved(small, sharding)
 
-    def leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def between(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         nonlocal moved
-        if len(processes_of(x.sharding.device_set | sharding.device_set)) > 1:
-            return cross(x, sharding)
         whole = _whole(x.sharding.mesh, dtype)(x)  # pyright: ignore[reportAttributeAccessIssue]
         copies = [shard.data for shard in whole.addressable_shards]
         parts = []
         for i, (device, index) in enumerate(sharding.devices_indices_map(x.shape).items()):
             parts.append(jax.device_put(copies[i % len(copies)][index], device))
             moved += parts[-1].nbytes
-        found = jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    def leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        several = len(processes_of(x.sharding.device_set | sharding.device_set)) > 1
+        found = cross(x, sharding) if several else between(x, sharding)
         in_flight.append(found)
         if sum(each.nbytes for each in in_flight) > IN_FLIGHT:
             jax.block_until_ready(in_flight)

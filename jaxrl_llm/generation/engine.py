@@ -41,6 +41,7 @@ from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implem
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.strict import strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B

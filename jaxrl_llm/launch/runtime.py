@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
-from jaxrl_llm.config.placement import devices_of_roles, numbers_of_roles
+from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles, numbers_of_roles
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
@@ -180,13 +180,15 @@ def _placed(config: Config) -> list[int]:
 
     if not config.placement:
         return []
-    if config.max_staleness and jax.process_count() > 1:
+    roles = devices_of_roles(config)
+    shared = [role for role, own in roles.items() if role != ROLLOUT and own == roles.get(ROLLOUT)]
+    if config.max_staleness and shared and jax.process_count() > 1:
         raise ConfigError(
-            f"config.max_staleness={config.max_staleness}: batches are generated ahead in one "
-            f"process, and there are {jax.process_count()}; set it to 0, or start one process "
-            "with all devices"
+            f"config.max_staleness={config.max_staleness}: with several processes no other role "
+            f"may have the devices of the rollout, which generates meanwhile, and {shared[0]} has; "
+            f"give it others, for example --config.placement.{shared[0]}=actor"
         )
-    plain = [d for group in devices_of_roles(config).values() for d in group if isinstance(d, int)]
+    plain = [d for group in roles.values() for d in group if isinstance(d, int)]
     if max(plain, default=0) >= jax.device_count():
         return plain  # `fit_mesh` knows the remedy
     numbers = numbers_of_roles(config, devices_of_nodes())

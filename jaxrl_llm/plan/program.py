@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.crossing import call, moved, spread, takes_part
+from jaxrl_llm.distributed.crossing import call, moved, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -75,7 +75,7 @@ class Program:
         self._followers = {follower.role.name: follower for follower in followers}
         apart = len(set(self._own_meshes.values()))
         self._threads = ThreadPoolExecutor(apart + 1, "segments") if apart else None
-        self._spread = spread(self.meshes)
+        self.is_spread = spread(self.meshes)  # several groups of several processes
         self.runs: Counter[str] = Counter()  # of each device segment, since the start
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
@@ -94,11 +94,16 @@ class Program:
         context: Any,
         timer: Timer,
         segments: Sequence[Segment] | None = None,
+        *,
+        stay: bool = False,
     ) -> tuple[States, Any, dict[str, Any]]:
         """Run every segment once, or those given: new states, the full batch, metrics on device.
 
         `context` is what host stages read, with the batch. The donated `states` must not be used
         again.
+
+        With `stay` nothing moves, and no process waits for another: a thread may run it. Then all
+        segments, the fields that they read and their states lie on one mesh.
 
         At most one segment is in flight on a mesh, so the times of its devices do not overlap.
         Nothing is lost: a device segment follows another only where the host reads the fields of
@@ -107,10 +112,11 @@ class Program:
         now = _Progress(states, batch, step, timer)
         moves = _Moves()
         segments = self.segments if segments is None else segments
+        between = self.is_spread and not stay
         for number, segment in enumerate(segments):
             if segment.is_host:
                 now.wait_for(segment.reads)
-                if self._spread:  # hosts read the rows of their own devices
+                if between:  # hosts read the rows of their own devices
                     self._before(self.mesh, segments[number:], now, moves)
                     fields = {name: now.batch[name] for name in segment.reads}
                     now.batch = now.batch.replace(**moves.to(self.mesh, fields))
@@ -123,7 +129,7 @@ class Program:
             # Before the clock starts: the dispatch of a program with loops may wait for the device.
             now.wait(mesh)
             now.wait_for([*self._reads[segment.name], *self._sources(segment)])
-            if self._spread:
+            if between:
                 self._before(mesh, segments[number:], now, moves)
             reads = {name: now.batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
@@ -145,20 +151,23 @@ class Program:
                 with transfer_guard() if known else nullcontext(), memory_guard(segment):
                     if not known:
                         compile_together(compiled, arguments, segment.name, takes_part(mesh))
-                    results = call(compiled, arguments, mesh)
+                    if takes_part(mesh):
+                        results = compiled(*arguments)
+                    else:
+                        results = results_elsewhere(compiled, arguments)
                 self._traced.add(segment.name)
                 now.add(mesh, segment, partial(now.end, segment, results, mesh))
             self.runs[segment.name] += 1
             if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
                 now.wait()
         now.wait()
-        if self._own_meshes:
+        if self._own_meshes and not stay:
             written = [name for each in segments for stage in each.stages for name in stage.writes]
             moved = moves.to(self.mesh, {name: now.batch[name] for name in written})
             now.batch = now.batch.replace(**moved)
             now.metrics[MOVED] = moves.bytes / 1e9
-        if self._spread:
-            self._share_times(timer)
+        if between:
+            self.share_times(timer)
         return now.states, now.batch, now.metrics
 
     def _before(
@@ -186,8 +195,11 @@ class Program:
             here = {k: x for k, x in fields.items() if x is not None and x.sharding.mesh == mesh}
             moves.to(target, here)
 
-    def _share_times(self, timer: Timer) -> None:
-        """The times of a stage count on the process where it took longest: others had no part."""
+    def share_times(self, timer: Timer) -> None:
+        """The times of a stage count on the process where it took longest: others had no part.
+
+        Requires: every process calls it.
+        """
         own = timer.timings()
         everyone = gather_objects(own, "times of stages")
         for name in {name for one in everyone for name in one}:
@@ -285,7 +297,7 @@ class Program:
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
         output = stage(context, now.step, **fields)
         stage.check(output)
-        if self._spread and rows.shared:
+        if self.is_spread and rows.shared:
             now.wait(self.mesh)  # a thread may not have dispatched yet what is in flight there
         writes = place_owned(dict(output.writes), self._batch_sharding, rows)
         metrics = dict(output.metrics)

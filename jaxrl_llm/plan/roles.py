@@ -91,7 +91,8 @@ class Role:
         ConfigError when the optimizer is offloaded and the devices have no host memory.
         """
         if config.offload:
-            check_host_memory(self.mesh.local_devices[0])
+            for device in self.mesh.local_devices[:1]:
+                check_host_memory(device)
         return replace(
             self,
             optimizer=make_optimizer(config, total_steps),

@@ -44,11 +44,11 @@ class Request:
     def num_hosts(self, config: Config) -> int:
         """ConfigError unless the devices are spread evenly over the hosts."""
         count = self.count(config)
-        nodes = sizes_of_nodes(config)
-        if nodes and (sum(nodes) != count or len(set(nodes)) > 1):
+        nodes, used = sizes_of_nodes(config), devices_in(config)
+        if nodes and (sum(nodes) != used or len(set(nodes)) > 1):
             raise ConfigError(
                 f"config.placement: nodes of {min(nodes)} to {max(nodes)} devices, of which roles "
-                f"use {count} in all; the planner takes equal nodes that are used as a whole"
+                f"use {used} in all; the planner takes equal nodes that are used as a whole"
             )
         if nodes and self.hosts not in (0, len(nodes)):
             raise ConfigError(

@@ -16,7 +16,7 @@ Yu et al. 2025, arXiv:2503.14476.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jaxrl_llm.config import FilterGroupsConfig
 from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import OfflineRecord
 from jaxrl_llm.data.priority import PriorityLoader
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     fetch,
@@ -280,11 +281,11 @@ class GroupFilter:
         """Take in a round: whole groups, the samples of a group one after the other."""
         values = batch.scores if self.column is None else batch.reward_parts
         assert values is not None
-        varies = fetch(_variation(self.sharding, self.group, self.column)(values))
+        varies = fetch(self._call(_variation(self.sharding, self.group, self.column), values))
         candidates = np.concatenate([self._kept_vary, varies])
         order = np.argsort(~candidates, kind="stable")[: self.num_groups]
         rows = (order[:, None] * self.group + np.arange(self.group)).reshape(-1)
-        select, kept = _selection(self.sharding), self._kept
+        select, kept = partial(self._call, _selection(self.sharding)), self._kept
         if kept is None:
             self._kept = jax.tree.map(lambda new: select(None, new, rows), batch)
         else:
@@ -293,6 +294,12 @@ class GroupFilter:
         self._varied += int(varies.sum())
         self._constant += int((~varies).sum())
         self._rounds += 1
+
+    def _call(self, program: Any, *arguments: Any) -> Any:
+        if self.sharding is None:
+            return program(*arguments)
+        mesh: Any = self.sharding.mesh
+        return call(program, arguments, mesh)
 
     def batch(self) -> RolloutBatch:
         """The groups to learn from, in the order in which they were generated.

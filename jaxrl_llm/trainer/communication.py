@@ -80,6 +80,8 @@ class CommunicationReport:
     message: Callable[[str], None]
     rows: list[StepRow] = field(default_factory=list)  # of the last step
     profiles: list[dict[str, Any]] = field(default_factory=list)  # of traced steps
+    # Programs of devices of other processes, which this one does not compile.
+    left_out: list[str] = field(default_factory=list)
     _program: Program | None = None
     _known: dict[str, Known] = field(default_factory=dict)
 
@@ -122,6 +124,7 @@ class CommunicationReport:
             "device": mesh.devices.flat[0].device_kind,
             "counted": COUNTED,
             "rows": [each.to_json() for each in self.rows],
+            "left_out": self.left_out,
             "profiles": self.profiles,
         }
         file = self.folder / FILE
@@ -158,11 +161,14 @@ class CommunicationReport:
         """Read the programs that ran for the first time; whether there was one."""
         if program is not self._program:
             self._program, self._known = program, {}  # a phase has programs of its own
+            self.left_out = []
         new = [s for s in program.segments if s.name not in self._known and program.runs[s.name]]
         for segment in new:
             compiled = None
             if takes_part(program.mesh_of(segment)):
                 compiled = program.compiled(segment)
+            else:
+                self.left_out.append(segment.name)
             found: list[Collective] = []
             if is_main() and compiled is not None:
                 text = compiled.as_text()

@@ -51,6 +51,7 @@ DEVICE_KEYS = (
     "mesh.*",
     "placement",
     "placement.*",
+    "node_groups",
     "node_groups.*",
     "fuse_stages",
     "data.num_workers",

@@ -252,7 +252,7 @@ def test_host_memory_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
     largest, total = max(sizes), sum(sizes)
     assert total > 20 * largest
 
-    def on_a_device_with_its_own_memory(shape, sharding, callback):
+    def on_a_device_with_its_own_memory(shape, sharding, callback, dtype):
         # on the CPU an array may keep numpy's buffer, which would then count as host memory
         return jax.numpy.float32(callback((slice(None),) * len(shape)).sum())
 

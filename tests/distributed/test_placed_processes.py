@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_iteration import OF_THE_DECODE_LOOP, first_states, open_iteration, run_step, tiny_config
+from placed_steps import small_config
+from tiny_iteration import OF_THE_DECODE_LOOP, first_states, open_iteration, run_step
 from tiny_run import REPOSITORY
 
 STEPS = 3
@@ -28,7 +29,7 @@ def placed(folder: Path, processes: int, placement: dict[str, Any]) -> list[dict
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, Any]]:
     """The metrics of the same steps in one process on one device."""
-    iteration = open_iteration(tiny_config(model_reward=False, algorithm={"use_kl_loss": True}))
+    iteration = open_iteration(small_config({}))
     states, found = first_states(iteration), []
     for step in range(1, STEPS + 1):
         states, _, metrics = run_step(iteration, states, step)

@@ -82,10 +82,11 @@ def test_a_placement_fits_the_devices(monkeypatch, capsys):
     assert runtime.fit_mesh(MeshConfig(), range(count)) == MeshConfig()
 
 
-def test_generating_ahead_in_several_processes_is_refused(monkeypatch):
-    config = Config(placement={"rollout": 1}, max_staleness=1)
+def test_a_role_on_the_devices_of_a_rollout_ahead_is_refused(monkeypatch):
+    config = Config(placement={"rollout": 1, "reference": "rollout"}, max_staleness=1)
+    assert runtime._placed(config) == [0, 1, 1]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="in one process, and there are 2; set it to 0"):
+    with pytest.raises(ConfigError, match="and reference has.*placement.reference=actor"):
         runtime._placed(config)
 
 

@@ -231,6 +231,31 @@ def test_a_placement_is_planned_with_all_its_devices(in_this_process, tmp_path):
         commands.plan([flag for flag in flags if flag != "--quick"] + ["--hardware=cpu"])
 
 
+def test_groups_of_nodes_are_planned_each_by_itself(in_this_process, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    flags = ["--config=configs/scale/grpo_32b_64_apart.py", "--quick", f"--json={file}"]
+    assert commands.plan(flags) == 0
+    report = json.loads(file.read_text())
+    assert (report["devices"], report["hosts"]) == (64, 8)
+    assert report["groups"] == {"actor": 32, "rollout": 32}
+    assert report["mesh"]["fsdp"] == 16 and report["fits"]
+    # bfloat16 weights of 32.8B parameters, split over two GPUs, on those that generate.
+    kept = report["memory_gb_per_device"]["kept"]
+    assert kept["rollout"] == pytest.approx(32.8, rel=0.05)
+    shown = capsys.readouterr().out
+    assert "groups: actor 32 on 4 hosts; rollout 32 on 4 hosts" in shown
+    assert "as one group without placement" in shown
+    # Another number of nodes is one number.
+    assert commands.plan([*flags, "--config.node_groups.inference.count=2"]) == 0
+    assert json.loads(file.read_text())["groups"] == {"actor": 32, "rollout": 16}
+    with pytest.raises(ConfigError, match="names 8 nodes"):
+        commands.plan([*flags, "--hosts=4"])
+    with pytest.raises(ConfigError, match="config.placement has 64 devices"):
+        commands.plan([*flags, "--devices=128"])
+    with pytest.raises(ConfigError, match="equal nodes that are used as a whole"):
+        commands.plan([*flags, "--config.placement.rollout=node4:0-3"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

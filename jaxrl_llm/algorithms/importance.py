@@ -21,6 +21,15 @@ MAX_LOG_RATIO = 20.0
 Metrics = dict[str, Float[Array, ""]]
 
 
+def largest_weight(max_staleness: int) -> float:
+    """Where the weights of samples of an older policy are truncated, unless a config says so.
+
+    At 2, verl's default, tokens that the policy has since learned to like lose much of their
+    gradient. docs/placement.md has what that costs with samples that are four updates old.
+    """
+    return 2.0 if max_staleness < 2 else 10.0
+
+
 def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
     """(lower, upper) of a threshold as in verl: a number has no lower bound, "0.5_2.0" is a band.
 

@@ -87,9 +87,14 @@ class Ahead:
 
 
 def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int, int]]:
-    """The step and the rounds of each batch of a checkpoint that a run with `config` can use."""
+    """The step and the rounds of each batch of a checkpoint that a run with `config` can use.
+
+    Without them the batches are generated again, from the same prompts.
+    """
     kept = loop_state.get(AHEAD)
-    if not kept or any(kept[name] != getattr(config, name) for name in SETTINGS):
+    if not isinstance(kept, dict):  # none, or of a version that kept less
+        return []
+    if any(kept[name] != getattr(config, name) for name in SETTINGS):
         return []
     return [(each["step"], len(each["rounds"])) for each in kept["batches"]]
 

@@ -229,9 +229,13 @@ class AheadBatches(PromptBatches):
         self._run_part(each, run, weights, timer)
 
     def _go_on(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+        program = iteration.continuing
+        assert program is not None
         if not each.complete and not each.graded.done():  # done: it has failed
-            assert iteration.continuing is not None
-            self._run_part(each, iteration.continuing.run, weights, timer)
+            self._run_part(each, program.run, weights, timer)
+        elif each.complete and not program.runs:
+            # It is compiled with the others, not in some later step that has no time for it.
+            program.run(weights, each.rounds[0].batch, each.step, None, Timer())
 
     def _run_part(
         self, each: Ahead, run: Callable[..., Any], weights: States, timer: Timer

@@ -140,7 +140,9 @@ def evaluate(argv: list[str]) -> int:
         raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
     prepare_jax(num_cpu_devices=flags.devices)
     join_processes()
-    config = replace(config, mesh=fit_mesh(config.mesh), placement={}, max_staleness=0)
+    config = replace(
+        config, mesh=fit_mesh(config.mesh), placement={}, max_staleness=0, partial_rollouts=0
+    )
     from jaxrl_llm.distributed.multihost import is_main
     from jaxrl_llm.trainer.trained_model import evaluate, validation_report
 

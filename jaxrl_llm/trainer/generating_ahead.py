@@ -115,7 +115,8 @@ class AheadBatches(PromptBatches):
     @cached_property
     def _worker(self) -> ThreadPoolExecutor | None:
         """The thread that generates; None on one group, where the main thread does."""
-        apart = ROLLOUT_ROLE in self.plan.config.placement
+        stages = [stage for segment in self.plan.at(1).generating for stage in segment.stages]
+        apart = any(stage.role == ROLLOUT_ROLE for stage in stages)
         return ThreadPoolExecutor(1, "rollout") if apart else None
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:

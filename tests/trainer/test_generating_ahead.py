@@ -286,6 +286,12 @@ def test_what_cannot_be_generated_ahead_is_refused(tmp_path, changes, message):
         load_config(str(tmp_path / "tiny.py"), list(changes.items()))
 
 
+def test_devices_that_generate_ahead_do_nothing_else(tmp_path):
+    shared = APART | ALWAYS | {"placement.reference": "rollout"}
+    with pytest.raises(ConfigError, match="the same ones; .*--config.placement.reference=actor"):
+        begin(tmp_path, **shared)
+
+
 def test_greedy_answers_are_not_cut(tmp_path):
     with pytest.raises(ConfigError, match="whole greedy answer.*--config.partial_rollouts=0"):
         begin(tmp_path, **PARTS, algorithm="remax")

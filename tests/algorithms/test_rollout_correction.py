@@ -12,7 +12,12 @@ from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.algorithm import corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.importance import parse_threshold, sequence_weights, token_weights
+from jaxrl_llm.algorithms.importance import (
+    parse_threshold,
+    sequence_weights,
+    token_weights,
+    weights_of_stale_samples,
+)
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
 
@@ -238,7 +243,7 @@ def test_an_algorithm_without_weights_gets_those_of_tokens_when_samples_are_old(
         return -logprobs * advantages, {}
 
     plain = replace(build_online(c.GPG()), policy_loss=loss)
-    ours = corrected_for_staleness(plain, upper=3.0)
+    ours = corrected_for_staleness(plain, "token", 3.0)
     assert field_names(ours.policy_loss) == ("logprobs", "advantages", "importance_weights")
     ones = jnp.ones((1, 2))
     weights, _ = ours.importance(jnp.log(jnp.array([[0.5, 0.9]])), jnp.log(0.25 * ones), ones)
@@ -250,5 +255,15 @@ def test_an_algorithm_without_weights_gets_those_of_tokens_when_samples_are_old(
         return -jnp.exp(logprobs - rollout_logprobs) * advantages, {}
 
     knows = replace(plain, policy_loss=own)
-    assert corrected_for_staleness(knows, upper=3.0) is knows
-    assert corrected_for_staleness(ours, upper=3.0) is ours
+    assert corrected_for_staleness(knows, "token", 3.0) is knows
+    assert corrected_for_staleness(ours, "token", 3.0) is ours
+
+
+@pytest.mark.parametrize(
+    ("staleness", "longest", "expected"),
+    [(1, 4, ("token", 2.0)), (4, 16, ("sequence", 10.0)), (2, 17, ("token", 10.0))],
+)
+def test_old_samples_get_larger_weights_and_short_ones_those_of_whole_responses(
+    staleness, longest, expected
+):
+    assert weights_of_stale_samples(staleness, longest) == expected

@@ -86,12 +86,16 @@ def _ahead(planned: tuple[Stage, ...]) -> tuple[Stage, ...]:
 
 
 def _check_alone(config: Config, ahead: Sequence[Stage], own_meshes: Mapping[str, Mesh]) -> None:
-    """ConfigError where devices that work ahead also have a role that does not."""
+    """ConfigError where devices that work ahead also have a role that does not.
+
+    Two threads dispatch to them then. One device takes programs in any order; several that wait for
+    each other must get them in the same one.
+    """
     roles = {stage.role for stage in ahead} & own_meshes.keys()
     for role in sorted(roles):
         devices = set(own_meshes[role].devices.flat)
         for other in sorted(own_meshes.keys() - roles):
-            if devices & set(own_meshes[other].devices.flat):
+            if len(devices & set(own_meshes[other].devices.flat)) > 1:
                 raise ConfigError(
                     f"config.max_staleness={config.max_staleness}: {role} works ahead on its "
                     f"devices, and config.placement.{other} has the same ones; give {other} "

@@ -287,7 +287,7 @@ def test_what_cannot_be_generated_ahead_is_refused(tmp_path, changes, message):
 
 
 def test_devices_that_generate_ahead_do_nothing_else(tmp_path):
-    shared = APART | ALWAYS | {"placement.reference": "rollout"}
+    shared = ALWAYS | {"placement.rollout": "1-2", "placement.reference": "rollout"}
     with pytest.raises(ConfigError, match="the same ones; .*--config.placement.reference=actor"):
         begin(tmp_path, **shared)
 

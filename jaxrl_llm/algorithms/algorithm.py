@@ -83,8 +83,8 @@ class Algorithm:
             )
 
 
-def corrected_for_staleness(algorithm: Algorithm) -> Algorithm:
-    """`algorithm` with truncated token weights, unless it deals with an older sampler itself.
+def corrected_for_staleness(algorithm: Algorithm, level: str, upper: float) -> Algorithm:
+    """`algorithm` with weights up to `upper`, unless it deals with an older sampler itself.
 
     It does if it has weights, or if one of its functions reads the sampler's log-probs.
     """
@@ -94,7 +94,7 @@ def corrected_for_staleness(algorithm: Algorithm) -> Algorithm:
         return algorithm
     return replace(
         algorithm,
-        importance=partial(token_weights, upper=2.0),
+        importance=_importance(level, upper, False),
         policy_loss=importance_weighted(algorithm.policy_loss),
     )
 

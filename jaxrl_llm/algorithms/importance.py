@@ -7,7 +7,7 @@ leaves samples out instead of weighting them.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,24 @@ from jaxrl_llm.algorithms.fields import FieldFunction, field_names
 from jaxrl_llm.numerics import masked_mean, masked_sum, masked_var, safe_divide
 
 MAX_LOG_RATIO = 20.0
+SHORT_RESPONSE = 16  # tokens; up to it, stale samples get weights of whole responses
 
 Metrics = dict[str, Float[Array, ""]]
+
+
+def weights_of_stale_samples(
+    max_staleness: int, max_response_length: int
+) -> tuple[Literal["token", "sequence"], float]:
+    """Level and upper bound of the weights of an older policy's samples, unless a config says so.
+
+    Truncated at 2, verl's default, tokens that the policy has since learned to like lose much of
+    their gradient. With samples that are four updates old that costs more than the variance of
+    larger weights, and weights of whole responses learn best; docs/placement.md has the runs. Those
+    runs have short responses: the variance of whole ones grows with their length.
+    """
+    if max_staleness < 2:
+        return "token", 2.0
+    return ("sequence" if max_response_length <= SHORT_RESPONSE else "token"), 10.0
 
 
 def parse_threshold(threshold: float | str) -> tuple[float | None, float]:

@@ -6,6 +6,7 @@ A device is a number, counted over all nodes, or a pair (node, number on it). A 
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.config.records import ConfigError
@@ -92,6 +93,13 @@ def mesh_of_role(config: Config, role: str) -> MeshConfig:
     if role == ROLLOUT:
         return MeshConfig(fsdp=len(found[role]), generation=config.mesh.generation)
     return MeshConfig(fsdp=len(found[role]))
+
+
+def on_one_group(config: Config, mesh: MeshConfig) -> Config:
+    """`config` with all roles on `mesh`, in turn: nothing is generated ahead."""
+    return replace(
+        config, mesh=mesh, placement={}, node_groups={}, max_staleness=0, partial_rollouts=0
+    )
 
 
 def _roles(config: Config) -> list[str]:
@@ -247,7 +255,19 @@ def _check_groups_used(config: Config, given: dict[str, str]) -> None:
 
 
 def _check_launch(config: Config, nodes: Sequence[Sequence[int]]) -> None:
-    """The groups are the nodes of this launch."""
+    """The groups are the nodes of this launch, and what is ahead can be exchanged in one order."""
+    if len(nodes) > 1 and config.placement:
+        ahead = {
+            f"partial_rollouts={config.partial_rollouts}": bool(config.partial_rollouts),
+            "rollout.filter_groups.enable": bool(
+                config.max_staleness and config.rollout.filter_groups.enable
+            ),
+        }
+        for name in (name for name, given in ahead.items() if given):
+            raise ConfigError(
+                f"config.{name} does not work with config.max_staleness and roles placed on "
+                f"{len(nodes)} processes; leave it out, or start one process"
+            )
     sizes, started = _sizes(config), [len(own) for own in nodes]
     if not sizes or sizes == started:
         return

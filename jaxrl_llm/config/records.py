@@ -251,4 +251,4 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
             value = context[name] + other if works is None else works
             return f"must be {words.format(f'{context[name]:g}')}; {value:g} works"
     expected = _EXPECTED.get(kind.partition("_")[0])
-    return f"expected {expected}" if expected else error["msg"]
+    return f"expected {expected}" if expected else error["msg"].removeprefix("Value error, ")

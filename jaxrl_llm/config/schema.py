@@ -63,6 +63,16 @@ def _exact(value: Any) -> Any:
 
 
 Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
+
+
+def _tokens_of_a_part(value: Any) -> Any:
+    """A number of tokens; others have a switch here."""
+    if isinstance(guess(value), bool):
+        raise ValueError("expected the new tokens of a part, for example 512; 0 is off")
+    return value
+
+
+TokensOfAPart = Annotated[Whole, BeforeValidator(_tokens_of_a_part)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
@@ -459,7 +469,7 @@ class Config(Record):
     max_staleness: Whole = 0
     # With max_staleness: new tokens that a response gets under one policy; what is longer goes on
     # under the next one. 0 is off: one policy samples a whole response.
-    partial_rollouts: Whole = 0
+    partial_rollouts: TokensOfAPart = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()

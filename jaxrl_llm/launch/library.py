@@ -5,7 +5,6 @@ Each function prepares the process for jax, which is imported when the first of 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from jaxrl_llm.config import (
     load_config,
     open_config,
 )
+from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.status import STATUS
 
@@ -158,9 +158,7 @@ def evaluate(
             raise ConfigError(f"--{name}={file} is a folder; give a file in it")
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
-    config = replace(
-        config, mesh=fit_mesh(config.mesh), placement={}, node_groups={}, max_staleness=0
-    )
+    config = on_one_group(config, fit_mesh(config.mesh))
     from jaxrl_llm.distributed.multihost import is_main
     from jaxrl_llm.observability.jsonl import to_line
     from jaxrl_llm.trainer.evaluation_report import all_answers

@@ -52,7 +52,9 @@ def collected_stages(
     """
     chosen = config.rollout.filter_groups
     if not chosen.enable:
-        return _ahead(planned) if config.max_staleness else (), None
+        ahead = _ahead(planned) if config.max_staleness else ()
+        _check_alone(config, ahead, own_meshes)
+        return ahead, None
     names: Sequence[str] = () if reward is None else reward.names
     if chosen.metric != SCORE and chosen.metric not in names:
         raise ValueError(
@@ -68,6 +70,7 @@ def collected_stages(
     collected = plan([stage for stage in planned if not stage.updates], goals), column
     if config.max_staleness:
         _check_apart(config, collected[0], own_meshes)
+        _check_alone(config, collected[0], own_meshes)
     return collected
 
 
@@ -80,6 +83,24 @@ def _ahead(planned: tuple[Stage, ...]) -> tuple[Stage, ...]:
             found.append(stage)
             known |= set(stage.writes)
     return tuple(found)
+
+
+def _check_alone(config: Config, ahead: Sequence[Stage], own_meshes: Mapping[str, Mesh]) -> None:
+    """ConfigError where devices that work ahead also have a role that does not.
+
+    Two threads dispatch to them then. One device takes programs in any order; several that wait for
+    each other must get them in the same one.
+    """
+    roles = {stage.role for stage in ahead} & own_meshes.keys()
+    for role in sorted(roles):
+        devices = set(own_meshes[role].devices.flat)
+        for other in sorted(own_meshes.keys() - roles):
+            if len(devices & set(own_meshes[other].devices.flat)) > 1:
+                raise ConfigError(
+                    f"config.max_staleness={config.max_staleness}: {role} works ahead on its "
+                    f"devices, and config.placement.{other} has the same ones; give {other} "
+                    f"others, for example --config.placement.{other}=actor"
+                )
 
 
 def _check_apart(

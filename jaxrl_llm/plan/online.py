@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.algorithms.importance import weights_of_stale_samples
+from jaxrl_llm.config import AlgorithmSettings, Composed, Config, ConfigError, ModelSettings
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -290,7 +291,7 @@ def plan_iteration(
     config = _corrected(config)
     algorithm = build_online(config.algorithm)
     if config.max_staleness and not hasattr(config.algorithm, "rollout_is"):
-        algorithm = corrected_for_staleness(algorithm)
+        algorithm = corrected_for_staleness(algorithm, *_weights_of_stale_samples(config))
     _check(config, algorithm, reward)
     if waiting is None:
         waiting = min(_critic_warmup(config, algorithm), config.total_steps)
@@ -397,7 +398,15 @@ def _corrected(config: Config) -> Config:
     known = hasattr(settings, "rollout_is")
     if not config.max_staleness or not known or settings.rollout_is or settings.bypass_mode:
         return config
-    return replace(config, algorithm=replace(settings, rollout_is="token"))
+    level, upper = _weights_of_stale_samples(config)
+    if settings.rollout_is_threshold != Composed().rollout_is_threshold:
+        upper = settings.rollout_is_threshold
+    weighted = replace(settings, rollout_is=level, rollout_is_threshold=upper)
+    return replace(config, algorithm=weighted)
+
+
+def _weights_of_stale_samples(config: Config) -> tuple[str, float]:
+    return weights_of_stale_samples(config.max_staleness, config.data.max_response_length)
 
 
 def _rollout_dtype(config: Config) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import Config, is_offline
+from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.distributed.communication import (
     DECODE_STEPS,
     MICRO_BATCHES,
@@ -100,7 +101,7 @@ class RealPrograms:
 
 def compile_work(work: Work, devices: Devices, hardware: str) -> tuple[RealPrograms, list[str]]:
     """The programs of `work` for `hardware`; "cpu" takes the CPU devices of this process."""
-    config = replace(work.config, mesh=devices.mesh, placement={}, node_groups={}, max_staleness=0)
+    config = on_one_group(work.config, devices.mesh)
     heads = tuple({model.config.num_kv_heads for model in work.models.values()})
     found = (
         tuple(jax.devices()[: devices.count])

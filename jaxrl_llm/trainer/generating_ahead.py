@@ -10,6 +10,8 @@ same bits each time.
 - With partial rollouts a response is generated in parts, by policies that follow each other
   (`generation/partial_responses.py`).
 - With dynamic sampling, all rounds of a batch come from one policy.
+- With several processes all must enter what they exchange in one order. So the main thread moves
+  fields and weights and grades: a batch comes to the actor before the next weights leave it.
 
 A checkpoint keeps what was generated, also what is unfinished. The loader draws the prompts again,
 and the host grades them again.
@@ -26,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.distributed import crossing
 from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.observability.timing import Timer
@@ -86,10 +89,26 @@ class Ahead:
                 future.set_exception(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """What a thread generates on devices of other processes."""
+
+    each: Ahead
+    iteration: Iteration
+    gigabytes: float  # that moved to the rollout
+    timer: Timer
+    generated: "Future[tuple[States, Any, dict[str, Any]]]"
+
+
 def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int, int]]:
-    """The step and the rounds of each batch of a checkpoint that a run with `config` can use."""
+    """The step and the rounds of each batch of a checkpoint that a run with `config` can use.
+
+    Without them the batches are generated again, from the same prompts.
+    """
     kept = loop_state.get(AHEAD)
-    if not kept or any(kept[name] != getattr(config, name) for name in SETTINGS):
+    if not isinstance(kept, dict):  # none, or of a version that kept less
+        return []
+    if any(kept[name] != getattr(config, name) for name in SETTINGS):
         return []
     return [(each["step"], len(each["rounds"])) for each in kept["batches"]]
 
@@ -101,16 +120,22 @@ class AheadBatches(PromptBatches):
     _ahead: deque[Ahead] = field(default_factory=deque)
     _current: Ahead | None = None
     _found: dict[str, Any] = field(default_factory=dict)
-    _host: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grading"))
+    _under_way: UnderWay | None = None  # with groups on several processes
 
     @property
     def epoch(self) -> int:
         return self.loader.epoch if self._current is None else self._current.epoch
 
     @cached_property
+    def _host(self) -> ThreadPoolExecutor | None:
+        """The thread that grades; None with several processes, where the main thread does."""
+        return ThreadPoolExecutor(1, "grading") if jax.process_count() == 1 else None
+
+    @cached_property
     def _worker(self) -> ThreadPoolExecutor | None:
         """The thread that generates; None on one group, where the main thread does."""
-        apart = ROLLOUT_ROLE in self.plan.config.placement
+        stages = [stage for segment in self.plan.at(1).generating for stage in segment.stages]
+        apart = any(stage.role == ROLLOUT_ROLE for stage in stages)
         return ThreadPoolExecutor(1, "rollout") if apart else None
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
@@ -134,6 +159,7 @@ class AheadBatches(PromptBatches):
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         config = self.plan.config
         self._fill(step, step + config.max_staleness, states, Timer())
+        self._take_over(Timer())
         self._settle()
         batches = [
             {
@@ -210,23 +236,65 @@ class AheadBatches(PromptBatches):
         timer: Timer,
     ) -> None:
         """Run `work` with the weights of `states`: now, or in the rollout's thread."""
+        self._take_over(timer)
         iteration = self.plan.at(each.step)
         roles = [stage.role for segment in iteration.collecting for stage in segment.stages]
         weights = {role: states[role] for role in roles if role in states}
         weights |= iteration.program.follow(roles, states, timer, self._found)
         if self._worker is None:
             work(each, iteration, weights, timer)
+        elif iteration.program.is_spread:
+            self._send(each, iteration, weights)
         else:
             self._worker.submit(_guarded, each, partial(work, each, iteration, weights, each.timer))
+
+    def _send(self, each: Ahead, iteration: Iteration, weights: States) -> None:
+        """Have a thread generate where the rollout lies; `_take_over` takes the responses."""
+        assert self._worker is not None
+        (only,), segments, timer = each.rounds, iteration.generating, Timer()
+        there = batch_sharding(iteration.program.mesh_of(segments[0]))
+        names = sorted({name for segment in segments for name in segment.reads})
+        reads = {name: crossing.moved(only.batch[name], there) for name in names}
+        run = partial(iteration.program.run, segments=segments, stay=True)
+        batch = only.batch.replace(**reads)
+        self._under_way = UnderWay(
+            each=each,
+            iteration=iteration,
+            gigabytes=sum(x.nbytes for x in reads.values()) / 1e9,
+            timer=timer,
+            generated=self._worker.submit(run, weights, batch, each.step, only.context, timer),
+        )
+
+    def _take_over(self, timer: Timer) -> None:
+        """Bring what is under way to the actor's devices. All processes call it."""
+        if self._under_way is None:
+            return
+        way, self._under_way = self._under_way, None
+        (only,), stages = way.each.rounds, [g for s in way.iteration.generating for g in s.stages]
+        here = batch_sharding(way.iteration.mesh)
+        with timer(WAITING_FOR_ROLLOUT):
+            _, batch, found = way.generated.result()
+            names = [name for stage in stages for name in stage.writes]
+            writes = {name: crossing.moved(batch[name], here) for name in names}
+            way.iteration.program.share_times(way.timer)
+        for name, seconds in way.timer.timings().items():
+            way.each.timer.add(name, seconds)
+        gigabytes = way.gigabytes + sum(x.nbytes for x in writes.values()) / 1e9
+        if not only.add(only.batch.replace(**writes), {**found, MOVED: gigabytes}):
+            self._completed(way.each)
 
     def _first_part(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
         run = partial(iteration.program.run, segments=iteration.generating)
         self._run_part(each, run, weights, timer)
 
     def _go_on(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+        program = iteration.continuing
+        assert program is not None
         if not each.complete and not each.graded.done():  # done: it has failed
-            assert iteration.continuing is not None
-            self._run_part(each, iteration.continuing.run, weights, timer)
+            self._run_part(each, program.run, weights, timer)
+        elif each.complete and not program.runs:
+            # It is compiled with the others, not in some later step that has no time for it.
+            program.run(weights, each.rounds[0].batch, each.step, None, Timer())
 
     def _run_part(
         self, each: Ahead, run: Callable[..., Any], weights: States, timer: Timer
@@ -240,7 +308,10 @@ class AheadBatches(PromptBatches):
         """Nothing is left to generate: the host grades the responses."""
         each.complete = True
         each.generated.set_result(None)
-        self._host.submit(_guarded, each, partial(self._grade, each))
+        if self._host is None:
+            self._grade(each)
+        else:
+            self._host.submit(_guarded, each, partial(self._grade, each))
 
     def _grade(self, each: Ahead) -> None:
         (only,) = each.rounds

@@ -161,6 +161,11 @@ class Run:
             self.alarms.restore(loop_state.get("alarms", {}))
             if kept_sizes(loop_state, self.config):
                 kept = (loop_state, states.pop(AHEAD))
+            elif loop_state.get(AHEAD):
+                self.output.message(
+                    "what was generated ahead is generated again: it is of another "
+                    "config.max_staleness or config.partial_rollouts, or of an older version"
+                )
             self.output.message(f"resumed from {self.resume}")
         self.output.begin(step)
         self._own = self._training(states, step)

@@ -1,5 +1,6 @@
 """Importance weights, rejection rules, and what an algorithm makes of their settings."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,9 +9,15 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as c
+from jaxrl_llm.algorithms.algorithm import corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.importance import parse_threshold, sequence_weights, token_weights
+from jaxrl_llm.algorithms.importance import (
+    parse_threshold,
+    sequence_weights,
+    token_weights,
+    weights_of_stale_samples,
+)
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
 
@@ -229,3 +236,34 @@ def test_two_policies_weigh_and_reject_in_the_update():
         c.GRPO(bypass_mode=True, rollout_rs="token_k2", rollout_rs_threshold=0.5)
     )
     assert "importance_weights" not in field_names(rejecting.policy_loss)
+
+
+def test_an_algorithm_without_weights_gets_those_of_tokens_when_samples_are_old():
+    def loss(logprobs, advantages):
+        return -logprobs * advantages, {}
+
+    plain = replace(build_online(c.GPG()), policy_loss=loss)
+    ours = corrected_for_staleness(plain, "token", 3.0)
+    assert field_names(ours.policy_loss) == ("logprobs", "advantages", "importance_weights")
+    ones = jnp.ones((1, 2))
+    weights, _ = ours.importance(jnp.log(jnp.array([[0.5, 0.9]])), jnp.log(0.25 * ones), ones)
+    np.testing.assert_allclose(weights, [[2.0, 3.0]], rtol=1e-6)
+    found, _ = ours.policy_loss(ones, ones, weights)
+    np.testing.assert_allclose(found, [[-2.0, -3.0]], rtol=1e-6)
+
+    def own(logprobs, rollout_logprobs, advantages):
+        return -jnp.exp(logprobs - rollout_logprobs) * advantages, {}
+
+    knows = replace(plain, policy_loss=own)
+    assert corrected_for_staleness(knows, "token", 3.0) is knows
+    assert corrected_for_staleness(ours, "token", 3.0) is ours
+
+
+@pytest.mark.parametrize(
+    ("staleness", "longest", "expected"),
+    [(1, 4, ("token", 2.0)), (4, 16, ("sequence", 10.0)), (2, 17, ("token", 10.0))],
+)
+def test_old_samples_get_larger_weights_and_short_ones_those_of_whole_responses(
+    staleness, longest, expected
+):
+    assert weights_of_stale_samples(staleness, longest) == expected

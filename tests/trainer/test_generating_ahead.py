@@ -48,6 +48,8 @@ LEARNING_IN_PARTS = PARTS | PRIORITY | {"save_every": "1", "checkpoint.keep_late
 def begin(folder: Path, **changes: Any) -> TinyRun:
     tiny = TinyRun(folder)
     overrides = SMALL | {"run_dir": str(tiny.run_dir)} | changes
+    if "algorithm" in changes:  # it may lack the setting
+        overrides.pop("algorithm.use_kl_in_reward")
     train(load_config(str(folder / "tiny.py"), list(overrides.items())))
     return tiny
 
@@ -242,7 +244,6 @@ def test_other_settings_generate_again_what_was_ahead(tmp_path, apart):
 # ------------------------------------------------------------------------- algorithms, refusals
 
 OWN = """
-import jax.numpy as jnp
 from jaxrl_llm.algorithms.aggregation import aggregation
 from jaxrl_llm.algorithms.algorithm import Algorithm
 
@@ -262,7 +263,8 @@ def make():
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_is_weighted(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    own = begin(tmp_path, **ALWAYS, algorithm=f"{tmp_path}/own.py:make", total_steps="3")
+    changes = ALWAYS | {"algorithm": f"{tmp_path}/own.py:make", "total_steps": "3"}
+    own = begin(tmp_path, **changes)
     rows = own.metrics()
     assert rows[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-5)
     assert rows[3]["rollout_corr/rollout_is_std"] > 1e-4
@@ -282,6 +284,12 @@ def test_what_cannot_be_generated_ahead_is_refused(tmp_path, changes, message):
     TinyRun(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_config(str(tmp_path / "tiny.py"), list(changes.items()))
+
+
+def test_devices_that_generate_ahead_do_nothing_else(tmp_path):
+    shared = ALWAYS | {"placement.rollout": "1-2", "placement.reference": "rollout"}
+    with pytest.raises(ConfigError, match="the same ones; .*--config.placement.reference=actor"):
+        begin(tmp_path, **shared)
 
 
 def test_greedy_answers_are_not_cut(tmp_path):

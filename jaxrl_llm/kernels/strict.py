@@ -64,21 +64,43 @@ def by_rows(strict: Strict, run: Callable[..., Any], shared: Any, *rows: Any, le
 def _by_rows(size: int, run: Callable[..., Any], lead: int, shared: Any, rows: Any) -> Any:
     shape = jax.tree.leaves(rows)[0].shape[:lead]
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[lead:]), rows)
-    number = jax.tree.leaves(joined)[0].shape[0]
-    chunks = -(-number // size)
-
-    def cut(x: Array) -> Array:
-        padding = ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1))
-        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
     def chunk(rows: Any) -> Any:
         return lax.optimization_barrier(run(shared, *lax.optimization_barrier(rows)))
 
-    found = lax.map(chunk, jax.tree.map(cut, joined))
-    return jax.tree.map(
-        lambda x: x.reshape(chunks * size, *x.shape[2:])[:number].reshape(*shape, *x.shape[2:]),
-        found,
-    )
+    found = _for_each_chunk(chunk, joined, size)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+
+
+def _for_each_chunk(run: Callable[[Any], Any], rows: Any, size: int) -> Any:
+    """`run` of chunks of `size` rows, joined again. The last chunk is filled with zeros."""
+    number = jax.tree.leaves(rows)[0].shape[0]
+    chunks = -(-number // size)
+
+    def cut(x: Array) -> Array:
+        padding = ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1))
+        return jnp.pad(x, padding)
+
+    def of(index: Array) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size), padded)
+
+    def step(index: Array, found: Any) -> Any:
+        return jax.tree.map(
+            lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, index * size, 0),
+            found,
+            run(of(index)),
+        )
+
+    padded = jax.tree.map(cut, rows)
+    shapes = jax.eval_shape(lambda: run(of(jnp.int32(0))))
+    empty = jax.tree.map(lambda x: jnp.zeros((chunks * size, *x.shape[1:]), x.dtype), shapes)
+    steps: Any = chunks
+    if jax.default_backend() == "cpu":
+        # XLA would join a loop of one step with its surroundings, unless it cannot count the steps.
+        # A GPU would wait for the host in each step of such a loop.
+        steps = lax.optimization_barrier(jnp.int32(chunks))
+    found = lax.fori_loop(0, steps, step, empty)
+    return jax.tree.map(lambda x: x[:number], found)
 
 
 def _forward(
@@ -141,12 +163,6 @@ def attend_in_blocks(
 
     Guarantees: blocks of which a query sees nothing change none of its bits.
     """
-    number, size = q_XNH.shape[0], strict.rows
-    chunks = -(-number // size)
-
-    def cut(x: Array) -> Array:
-        padding = ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1))
-        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
     def chunk(inputs: Any) -> Array:
         q_CNH, steps_C, place_C = inputs
@@ -164,8 +180,7 @@ def attend_in_blocks(
         out = jnp.where(total > 0, acc / jnp.where(total > 0, total, 1.0), 0.0)
         return lax.optimization_barrier(out.reshape(q_CNH.shape).astype(q_CNH.dtype))
 
-    out = lax.map(chunk, jax.tree.map(cut, (q_XNH, steps_X, place)))
-    return out.reshape(chunks * size, *q_XNH.shape[1:])[:number]
+    return _for_each_chunk(chunk, (q_XNH, steps_X, place), strict.rows)
 
 
 def _no_keys(

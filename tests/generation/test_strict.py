@@ -100,9 +100,13 @@ def test_slots_and_batch_change_no_bit(params, prompts, samples, chosen, how):
 
 
 def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
+    # Arguments of the program: XLA folds what it computes from constants in bits of its own.
+    arrays = tuple(map(jnp.asarray, (*prompts, samples[0])))
+
     def run(strict, align):
-        rows = padded_rows(*map(jnp.asarray, (*prompts, samples[0])), align)
-        return jax.jit(lambda params: scored(params, rows, strict))(params)
+        return jax.jit(lambda *args: scored(args[0], padded_rows(*args[1:], align), strict))(
+            params, *arrays
+        )
 
     equal_bits(run(STRICT, STRICT.align), samples)
     ordinary, seen = np.asarray(run(None, None)), samples[1] > 0
@@ -114,33 +118,21 @@ def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
 def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, samples, group):
     """And the gradient is that of the ordinary forward pass."""
     tokens, mask, _ = samples
-    lengths = jnp.asarray(mask.sum(axis=1), jnp.int32)
+    arrays = tuple(map(jnp.asarray, (*prompts, tokens, mask.sum(axis=1).astype(np.int32))))
 
-    def loss(params, strict):
-        align = None if strict is None else strict.align
-        plan = plan_packing(
-            jnp.asarray(prompts[1]),
-            lengths,
-            row_tokens=70,
-            group=group,
-            num_replicas=1,
-            align=align,
-        )
+    def loss(params, row, plan, arrays, strict):
+        logprobs = scored(params, packed_rows(plan, row, *arrays), strict)
+        return logprobs.sum(), logprobs
 
-        def of_row(row, total):
-            rows = packed_rows(plan, row, *map(jnp.asarray, (*prompts, tokens)), lengths)
-            return total + scored(params, rows, strict)
-
-        # A fixed number of rows, of which the last are empty: the gradient needs it.
-        logprobs = sum((of_row(jnp.int32(i), 0.0) for i in range(8)), jnp.zeros(mask.shape))
-        return (logprobs * mask).sum(), (logprobs, plan.num_rows)
-
-    gradients = []
+    sums = []
     for strict in (STRICT, None):
+        align = None if strict is None else strict.align
+        sizes = {"row_tokens": 70, "group": group, "num_replicas": 1}
+        plan = plan_packing(arrays[1], arrays[3], align=align, **sizes)
         run = jax.jit(jax.grad(partial(loss, strict=strict), has_aux=True))
-        gradient, (logprobs, num_rows) = run(params)
-        assert num_rows <= 8
-        gradients.append(gradient)
-        if strict is not None:
-            equal_bits(logprobs, samples)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4 * N * R / 10), *gradients)
+        found = [run(params, jnp.int32(row), plan, arrays) for row in range(int(plan.num_rows))]
+        assert len(found) > 2
+        sums.append(jax.tree.map(lambda *x: sum(map(np.asarray, x)), *found))
+    equal_bits(sums[0][1], samples)
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+    jax.tree.map(close, sums[0][0], sums[1][0])

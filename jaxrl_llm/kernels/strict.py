@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,23 +216,30 @@ def _add_block(q_CNH: Array, sums: tuple[Array, ...], block: Block) -> tuple[Arr
     return acc * keep + new, new_top, total * keep + weights.sum(axis=-1, keepdims=True)
 
 
-def runs_block(
-    first_C: Int[Array, " C"],
-    first_end_C: Int[Array, " C"],
-    second_C: Int[Array, " C"],
-    second_end_C: Int[Array, " C"],
-    step: Int[Array, ""],
-    block: int,
-) -> tuple[Bool[Array, " C"], Int[Array, "C J"], Bool[Array, "C J"]]:
-    """Where block number `step` of two runs of keys is, of which the second follows the first.
+class Runs(NamedTuple):
+    """Where each query's keys are: two runs, of which the second follows the first."""
 
-    Returns whether it is in the first run, the keys' positions, and which of them the run has.
-    """
-    in_first_C = step < num_blocks(first_end_C - first_C, block)
-    step_C = step - jnp.where(in_first_C, 0, num_blocks(first_end_C - first_C, block))
-    begin_C = jnp.where(in_first_C, first_C, second_C) + step_C * block
-    key_CJ = begin_C[:, None] + jnp.arange(block)
-    return in_first_C, key_CJ, key_CJ < jnp.where(in_first_C, first_end_C, second_end_C)[:, None]
+    first_X: Int[Array, " X"]
+    first_end_X: Int[Array, " X"]
+    second_X: Int[Array, " X"]
+    second_end_X: Int[Array, " X"]
+
+    def steps(self, block: int) -> Int[Array, " X"]:
+        """How many blocks hold the keys; each run begins a block."""
+        second = num_blocks(self.second_end_X - self.second_X, block)
+        return num_blocks(self.first_end_X - self.first_X, block) + second
+
+    def block(
+        self, step: Int[Array, ""], block: int
+    ) -> tuple[Bool[Array, " X"], Int[Array, "X J"], Bool[Array, "X J"]]:
+        """Block number `step`: whether it is in the first run, its keys, which the run has."""
+        of_first_X = num_blocks(self.first_end_X - self.first_X, block)
+        in_first_X = step < of_first_X
+        begin_X = jnp.where(in_first_X, self.first_X, self.second_X)
+        begin_X += (step - jnp.where(in_first_X, 0, of_first_X)) * block
+        end_X = jnp.where(in_first_X, self.first_end_X, self.second_end_X)
+        key_XJ = begin_X[:, None] + jnp.arange(block)
+        return in_first_X, key_XJ, key_XJ < end_X[:, None]
 
 
 def num_blocks(keys: Array, block: int) -> Array:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.hopper import SMS, Ref, ScratchType
+from jaxrl_llm.kernels.hopper import SMS, Ref, ScratchType, accumulator
 
 CONSUMERS = 2
 
@@ -173,7 +173,7 @@ def _kernel(
             plgpu.barrier_arrive(free.at[(steps - 1) % stages])
             return result
 
-        acc = pl.run_scoped(multiply, plgpu.ACC((tile.rows, tile.outputs), jnp.float32))
+        acc = pl.run_scoped(multiply, accumulator(tile.rows, tile.outputs))
         out_smem[warpgroup] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
         first = (row_tile * CONSUMERS + warpgroup) * tile.rows

@@ -15,6 +15,7 @@ Flags:
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -26,8 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxrl_llm.launch.runtime import enable_compile_cache, prepare
-
+EXACT = "--xla_gpu_exclude_nondeterministic_ops=true"
 FLAGS = {
     "part": "attention,bits,step,ops",
     "shape": "qwen2.5-1.5b",
@@ -57,10 +57,17 @@ def say(**values: Any) -> None:
 def main(argv: list[str]) -> None:
     """Run the parts in turn; a part or variant that fails is reported, and the others continue."""
     flags = flags_of(argv)
-    prepare(exact=True)
-    enable_compile_cache(tempfile.mkdtemp())  # where a step finds its programs
+    # As an exact run sets them, before jax is imported.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EXACT}".strip()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     import jax
 
+    from jaxrl_llm.kernels.hopper import cache_ptxas_version
+
+    cache_ptxas_version()
+    jax.config.update(
+        "jax_compilation_cache_dir", tempfile.mkdtemp()
+    )  # a step finds programs there
     say(device=str(jax.devices()[0]), jax=jax.__version__)
     parts: dict[str, Callable[[dict[str, str]], None]]
     parts = {"attention": attention_of_both, "bits": bits, "step": step, "ops": ops}

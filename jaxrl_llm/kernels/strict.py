@@ -77,12 +77,28 @@ def _for_each_chunk(run: Callable[[Any], Any], rows: Any, size: int) -> Any:
     number = jax.tree.leaves(rows)[0].shape[0]
     chunks = -(-number // size)
 
-    def cut(x: Array) -> Array:
-        padding = ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1))
-        return jnp.pad(x, padding)
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1)))
+
+    each = _for_each_on_cpu if jax.default_backend() == "cpu" else _for_each_on_gpu
+    found = each(run, jax.tree.map(padded, rows), size, chunks)
+    return jax.tree.map(lambda x: x[:number], found)
+
+
+def _for_each_on_gpu(run: Callable[[Any], Any], rows: Any, size: int, chunks: int) -> Any:
+    cut = jax.tree.map(lambda x: x.reshape(chunks, size, *x.shape[1:]), rows)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(run, cut))
+
+
+def _for_each_on_cpu(run: Callable[[Any], Any], rows: Any, size: int, chunks: int) -> Any:
+    """A loop whose number of steps XLA does not know, which has no gradient.
+
+    XLA's CPU compiler would join a loop of one step with its surroundings. On a GPU each step of
+    such a loop would wait for the host.
+    """
 
     def of(index: Array) -> Any:
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size), padded)
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size), rows)
 
     def step(index: Array, found: Any) -> Any:
         return jax.tree.map(
@@ -91,16 +107,9 @@ def _for_each_chunk(run: Callable[[Any], Any], rows: Any, size: int) -> Any:
             run(of(index)),
         )
 
-    padded = jax.tree.map(cut, rows)
     shapes = jax.eval_shape(lambda: run(of(jnp.int32(0))))
     empty = jax.tree.map(lambda x: jnp.zeros((chunks * size, *x.shape[1:]), x.dtype), shapes)
-    steps: Any = chunks
-    if jax.default_backend() == "cpu":
-        # XLA would join a loop of one step with its surroundings, unless it cannot count the steps.
-        # A GPU would wait for the host in each step of such a loop.
-        steps = lax.optimization_barrier(jnp.int32(chunks))
-    found = lax.fori_loop(0, steps, step, empty)
-    return jax.tree.map(lambda x: x[:number], found)
+    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(chunks)), step, empty)
 
 
 def _forward(

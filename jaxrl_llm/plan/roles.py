@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -170,7 +171,7 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
         )
     if jax.default_backend() != "gpu":
         return Strict(rows=STRICT_ROWS, block=16)
-    found = chosen_attention(attention, dtype, config.head_dim, ranges=True)
+    found = chosen_attention(attention, jnp.dtype(dtype), config.head_dim, ranges=True)
     if found != "pallas" or config.head_dim not in HEAD_DIMS:
         raise ValueError(
             f"config.exact=strict: {found} attention of {dtype} with head dim {config.head_dim}; "

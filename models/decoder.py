@@ -75,17 +75,18 @@ class Block(nnx.Module):
         """The layer in chunks of rows before and after the attention."""
         graphdef, state = nnx.split(self)
 
-        def before(state: Any, x_CD: jax.Array, *rope: jax.Array) -> Any:
+        def before(state: Any, x_CD: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
             layer = nnx.merge(graphdef, state)
-            return layer.attention.inputs(layer.attention_norm(x_CD), rope)
+            return layer.attention.inputs(layer.attention_norm(x_CD), (cos, sin))
 
         def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
             layer = nnx.merge(graphdef, state)
             x_CD = x_CD + layer.attention.o(out_CNH)
             return x_CD + layer.mlp(layer.mlp_norm(x_CD))
 
-        inputs = by_rows(strict, before, state, x_BTD, *rope)
-        out_BTNH, new_cache = attend(*inputs, layer_cache, window=self.attention.window)
+        q_BTNH, k_BTKH, v_BTKH = by_rows(strict, before, state, x_BTD, *rope)
+        window = self.attention.window
+        out_BTNH, new_cache = attend(q_BTNH, k_BTKH, v_BTKH, layer_cache, window=window)
         return by_rows(strict, after, state, x_BTD, out_BTNH), new_cache
 
 

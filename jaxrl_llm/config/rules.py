@@ -36,6 +36,7 @@ def check(config: Config) -> None:
     _check_teacher(config)
     _check_phases(config)
     _check_profile(config)
+    _check_strict(config)
     _check_data(config)
     _check_priority(config)
     _check_functions(config)
@@ -373,6 +374,35 @@ def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
             f"config.mesh.sequence={config.mesh.sequence} splits them: "
             f"config.{key}.attention=auto works, or --config.mesh.sequence=1"
         )
+
+
+def _check_strict(config: Config) -> None:
+    """Strict sums are tested on one device, for layers whose form the sampler shares."""
+    if config.exact != "strict":
+        return
+    if is_offline(config):
+        raise ConfigError(
+            "config.exact=strict compares with the sampler's log-probs, and offline training "
+            "samples nothing; --config.exact=repeatable works"
+        )
+    actor, rollout, mesh = config.actor, config.rollout, config.mesh
+    works = {
+        "rollout.quantization": (rollout.quantization, "none"),
+        "rollout.dtype": (rollout.dtype or actor.dtype, actor.dtype),
+        "placement": (config.placement or "colocated", "colocated"),
+        **{f"mesh.{axis}": (size, 1) for axis, size in mesh.sizes.items()},
+    }
+    for key, model in _models(config):
+        if key in ("actor", "teacher"):
+            works[f"{key}.residual_dtype"] = model.residual_dtype, "float32"
+            works[f"{key}.scan_layers"] = model.scan_layers, False
+    for key, (value, fitting) in works.items():
+        if value != fitting:
+            raise ConfigError(
+                f"config.{key}={value}: with it, bits of sampler and trainer are not known to be "
+                f"equal (config.exact=strict); config.{key}={fitting} works, or "
+                "--config.exact=repeatable"
+            )
 
 
 def _check_split(config: Config, key: str, model: ModelSettings) -> None:

@@ -121,7 +121,7 @@ def decode_context(
     if heads is not None and _own_kv_heads(heads, num_kv_heads):
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
     group_size, schedule = num_heads // num_kv_heads, None
-    strictly = strict_in_scope() is not None  # one job a slot
+    strictly = strict_in_scope() is not None  # always one job a prompt and one a slot
     if group_size <= MAX_GROUP_SIZE:
         schedule = decode_schedule(
             prompt_rows_B,
@@ -131,8 +131,9 @@ def decode_context(
             num_kv_heads=num_kv_heads,
             prefix_capacity=cache.prompts.shape[3],
             own_capacity=pages_BT.shape[1] * cache.own.shape[3],
-            slots_per_prompt=1 if strictly else slots_per_prompt,
+            slots_per_prompt=max(2, slots_per_prompt) if strictly else slots_per_prompt,
             num_splits=1 if strictly else None,
+            prompt_splits=1 if strictly else None,
             tuning=default_tuning(config.head_dim, cache.own.dtype),
         )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, schedule)

@@ -1,6 +1,7 @@
 """The GPU that the Mosaic kernels are written for, and names for types that Pallas lacks."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+LOG2_E = math.log2(math.e)
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200
 
 # Pallas exports no type for these, or one that its own functions do not accept.

@@ -185,7 +185,7 @@ def strict_logprob(
     Requires: a chunk as large as that of every other caller.
     """
     logits_CV, targets_C = jax.lax.optimization_barrier((logits_CV, targets_C))
-    chosen_C, top_C, total_C, _ = _sums(logits_CV / temperature, targets_C)
+    chosen_C, top_C, total_C, _ = _sums(logits_CV / temperature, targets_C, False)
     log_total_C = jnp.log(total_C)
     return jax.lax.optimization_barrier((chosen_C - log_total_C, top_C, log_total_C))
 
@@ -302,14 +302,14 @@ def _forward(
             logits_CV = strict_logits(hidden_CD, weight_VD)
             found_C, top_C, log_total_C = strict_logprob(logits_CV, targets_C, temperature)
             logits_CV, found_C = jax.lax.optimization_barrier((logits_CV, found_C))
-            _, top_C, total_C, mean_C = _sums(logits_CV / temperature, targets_C)
+            _, top_C, total_C, mean_C = _sums(logits_CV / temperature, targets_C, with_entropy)
         else:
             logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
-            chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C)
+            chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
             log_total_C = jnp.log(total_C)
             found_C = chosen_C - log_total_C
         entropy_C = None
-        if with_entropy:
+        if mean_C is not None:
             # Not lse - sum(p * logits), a small difference of large numbers.
             entropy_C = log_total_C - mean_C / total_C
         return carry, (found_C, top_C + log_total_C, entropy_C)
@@ -317,8 +317,12 @@ def _forward(
     return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
 
 
-def _sums(logits_CV: Array, targets_C: Array) -> tuple[Array, Array, Array, Array]:
-    """The target's logit less the maximum, the maximum, and sums of p and p log p not normalised.
+def _sums(
+    logits_CV: Array, targets_C: Array, with_mean: bool
+) -> tuple[Array, Array, Array, Array | None]:
+    """The target's logit less the maximum, the maximum, and the sum of p, not normalised.
+
+    `with_mean` adds the sum of p times the logit less the maximum.
 
     All sums are of logits relative to their maximum, so that XLA reads the logits once.
     """
@@ -328,7 +332,8 @@ def _sums(logits_CV: Array, targets_C: Array) -> tuple[Array, Array, Array, Arra
     total_C = jnp.sum(weights_CV, axis=-1)
     is_target = _is_target(targets_C, logits_CV.shape[-1])
     chosen_C = jnp.sum(jnp.where(is_target, relative_CV, 0.0), axis=-1)
-    return chosen_C, top_C, total_C, jnp.sum(weights_CV * relative_CV, axis=-1)
+    mean_C = jnp.sum(weights_CV * relative_CV, axis=-1) if with_mean else None
+    return chosen_C, top_C, total_C, mean_C
 
 
 def _primal(

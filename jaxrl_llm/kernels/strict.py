@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,21 +64,52 @@ def by_rows(strict: Strict, run: Callable[..., Any], shared: Any, *rows: Any, le
 def _by_rows(size: int, run: Callable[..., Any], lead: int, shared: Any, rows: Any) -> Any:
     shape = jax.tree.leaves(rows)[0].shape[:lead]
     joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[lead:]), rows)
-    number = jax.tree.leaves(joined)[0].shape[0]
-    chunks = -(-number // size)
-
-    def cut(x: Array) -> Array:
-        padding = ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1))
-        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
     def chunk(rows: Any) -> Any:
         return lax.optimization_barrier(run(shared, *lax.optimization_barrier(rows)))
 
-    found = lax.map(chunk, jax.tree.map(cut, joined))
-    return jax.tree.map(
-        lambda x: x.reshape(chunks * size, *x.shape[2:])[:number].reshape(*shape, *x.shape[2:]),
-        found,
-    )
+    found = _for_each_chunk(chunk, joined, size)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+
+
+def _for_each_chunk(run: Callable[[Any], Any], rows: Any, size: int) -> Any:
+    """`run` of chunks of `size` rows, joined again. The last chunk is filled with zeros."""
+    number = jax.tree.leaves(rows)[0].shape[0]
+    chunks = -(-number // size)
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1)))
+
+    each = _for_each_on_cpu if jax.default_backend() == "cpu" else _for_each_on_gpu
+    found = each(run, jax.tree.map(padded, rows), size, chunks)
+    return jax.tree.map(lambda x: x[:number], found)
+
+
+def _for_each_on_gpu(run: Callable[[Any], Any], rows: Any, size: int, chunks: int) -> Any:
+    cut = jax.tree.map(lambda x: x.reshape(chunks, size, *x.shape[1:]), rows)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(run, cut))
+
+
+def _for_each_on_cpu(run: Callable[[Any], Any], rows: Any, size: int, chunks: int) -> Any:
+    """A loop whose number of steps XLA does not know, which has no gradient.
+
+    XLA's CPU compiler would join a loop of one step with its surroundings. On a GPU each step of
+    such a loop would wait for the host.
+    """
+
+    def of(index: Array) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size), rows)
+
+    def step(index: Array, found: Any) -> Any:
+        return jax.tree.map(
+            lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, index * size, 0),
+            found,
+            run(of(index)),
+        )
+
+    shapes = jax.eval_shape(lambda: run(of(jnp.int32(0))))
+    empty = jax.tree.map(lambda x: jnp.zeros((chunks * size, *x.shape[1:]), x.dtype), shapes)
+    return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(chunks)), step, empty)
 
 
 def _forward(
@@ -141,12 +172,6 @@ def attend_in_blocks(
 
     Guarantees: blocks of which a query sees nothing change none of its bits.
     """
-    number, size = q_XNH.shape[0], strict.rows
-    chunks = -(-number // size)
-
-    def cut(x: Array) -> Array:
-        padding = ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1))
-        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
     def chunk(inputs: Any) -> Array:
         q_CNH, steps_C, place_C = inputs
@@ -164,8 +189,7 @@ def attend_in_blocks(
         out = jnp.where(total > 0, acc / jnp.where(total > 0, total, 1.0), 0.0)
         return lax.optimization_barrier(out.reshape(q_CNH.shape).astype(q_CNH.dtype))
 
-    out = lax.map(chunk, jax.tree.map(cut, (q_XNH, steps_X, place)))
-    return out.reshape(chunks * size, *q_XNH.shape[1:])[:number]
+    return _for_each_chunk(chunk, (q_XNH, steps_X, place), strict.rows)
 
 
 def _no_keys(
@@ -201,23 +225,30 @@ def _add_block(q_CNH: Array, sums: tuple[Array, ...], block: Block) -> tuple[Arr
     return acc * keep + new, new_top, total * keep + weights.sum(axis=-1, keepdims=True)
 
 
-def runs_block(
-    first_C: Int[Array, " C"],
-    first_end_C: Int[Array, " C"],
-    second_C: Int[Array, " C"],
-    second_end_C: Int[Array, " C"],
-    step: Int[Array, ""],
-    block: int,
-) -> tuple[Bool[Array, " C"], Int[Array, "C J"], Bool[Array, "C J"]]:
-    """Where block number `step` of two runs of keys is, of which the second follows the first.
+class Runs(NamedTuple):
+    """Where each query's keys are: two runs, of which the second follows the first."""
 
-    Returns whether it is in the first run, the keys' positions, and which of them the run has.
-    """
-    in_first_C = step < num_blocks(first_end_C - first_C, block)
-    step_C = step - jnp.where(in_first_C, 0, num_blocks(first_end_C - first_C, block))
-    begin_C = jnp.where(in_first_C, first_C, second_C) + step_C * block
-    key_CJ = begin_C[:, None] + jnp.arange(block)
-    return in_first_C, key_CJ, key_CJ < jnp.where(in_first_C, first_end_C, second_end_C)[:, None]
+    first_X: Int[Array, " X"]
+    first_end_X: Int[Array, " X"]
+    second_X: Int[Array, " X"]
+    second_end_X: Int[Array, " X"]
+
+    def steps(self, block: int) -> Int[Array, " X"]:
+        """How many blocks hold the keys; each run begins a block."""
+        second = num_blocks(self.second_end_X - self.second_X, block)
+        return num_blocks(self.first_end_X - self.first_X, block) + second
+
+    def block(
+        self, step: Int[Array, ""], block: int
+    ) -> tuple[Bool[Array, " X"], Int[Array, "X J"], Bool[Array, "X J"]]:
+        """Block number `step`: whether it is in the first run, its keys, which the run has."""
+        of_first_X = num_blocks(self.first_end_X - self.first_X, block)
+        in_first_X = step < of_first_X
+        begin_X = jnp.where(in_first_X, self.first_X, self.second_X)
+        begin_X += (step - jnp.where(in_first_X, 0, of_first_X)) * block
+        end_X = jnp.where(in_first_X, self.first_end_X, self.second_end_X)
+        key_XJ = begin_X[:, None] + jnp.arange(block)
+        return in_first_X, key_XJ, key_XJ < end_X[:, None]
 
 
 def num_blocks(keys: Array, block: int) -> Array:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.hopper import SMS, Ref, ScratchType
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator
 
 CONSUMERS = 2
 
@@ -56,7 +56,11 @@ def fits(depth: int, outputs: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def strict_matmul(
-    x_MD: Float[Array, "M D"], kernel_DF: Float[Array, "D F"], tile: Tile | None = None
+    x_MD: Float[Array, "M D"],
+    kernel_DF: Float[Array, "D F"],
+    tile: Tile | None = None,
+    *,
+    interpret: Interpret = None,
 ) -> Float[Array, "M F"]:
     """`x_MD @ kernel_DF` in bfloat16.
 
@@ -68,7 +72,8 @@ def strict_matmul(
     rows = CONSUMERS * tile.rows
     added = -M % rows
     x_MD = jnp.pad(x_MD, ((0, added), (0, 0)))
-    return _matmul(x_MD, kernel_DF, tile)[:M]
+    run = _lowered_once if interpret is None else _matmul  # no jit in interpret mode
+    return run(x_MD, kernel_DF, tile, interpret)[:M]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -91,8 +96,7 @@ strict_dot.defvjp(
 )
 
 
-@partial(jax.jit, static_argnums=2)  # lowered once for all layers
-def _matmul(x_MD: Array, kernel_DF: Array, tile: Tile) -> Array:
+def _matmul(x_MD: Array, kernel_DF: Array, tile: Tile, interpret: Interpret) -> Array:
     M, F = x_MD.shape[0], kernel_DF.shape[1]
     row_tiles, column_tiles = M // (CONSUMERS * tile.rows), F // tile.outputs
     run = plgpu.kernel(
@@ -109,9 +113,13 @@ def _matmul(x_MD: Array, kernel_DF: Array, tile: Tile) -> Array:
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
             free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile.stages),
         ),
+        interpret=interpret,
         kernel_name="strict_matmul",
     )
     return run(x_MD, kernel_DF)
+
+
+_lowered_once = jax.jit(_matmul, static_argnums=(2, 3))  # for all layers
 
 
 def _matrices(number: int, rows: int, columns: int) -> ScratchType:
@@ -173,7 +181,7 @@ def _kernel(
             plgpu.barrier_arrive(free.at[(steps - 1) % stages])
             return result
 
-        acc = pl.run_scoped(multiply, plgpu.ACC((tile.rows, tile.outputs), jnp.float32))
+        acc = pl.run_scoped(multiply, accumulator(tile.rows, tile.outputs))
         out_smem[warpgroup] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
         first = (row_tile * CONSUMERS + warpgroup) * tile.rows

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -13,7 +14,7 @@ from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import Layout, generation_layout, train_layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
-from jaxrl_llm.kernels.decode_attention import block_entries
+from jaxrl_llm.kernels.decode_attention import HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.forward import ForwardSettings
@@ -162,7 +163,8 @@ def make_role(
 def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
     """How the sampler and the trainer of a model compute strictly, on the devices of this process.
 
-    Raises: ValueError for a model with a sliding window.
+    Raises: ValueError for a model with a sliding window, and on a GPU for one that our kernels do
+        not take.
     """
     config = spec.config
     if any(window is not None for window in config.sliding_window):
@@ -170,8 +172,15 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
             "config.exact=strict: the model has layers with a sliding window, whose blocks of keys "
             "depend on the row; take another model, or --config.exact=repeatable"
         )
-    if chosen_attention(attention, dtype, config.head_dim, ranges=True) != "pallas":
+    if jax.default_backend() != "gpu":
         return Strict(rows=STRICT_ROWS, block=16)
+    found = chosen_attention(attention, jnp.dtype(dtype), config.head_dim, ranges=True)
+    if found != "pallas" or config.head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"config.exact=strict: {found} attention of {dtype} with head dim {config.head_dim}; "
+            f"on a GPU it takes an H100 or H200, dtype=bfloat16, attention=auto and head dims "
+            f"{HEAD_DIMS}; --config.exact=repeatable works"
+        )
     block = block_entries(config.head_dim)
     return Strict(rows=STRICT_ROWS_GPU, block=block, align=block, kernels=True)
 

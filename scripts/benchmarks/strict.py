@@ -3,17 +3,19 @@
 A JSON line a result, as soon as it is there. Random weights of a named shape.
 
 Flags:
-  --part=ops,bits,step     ops: matmuls, norm and attention alone, rows against the same rows in
-                           larger batches; bits: some layers of a model, sampler against trainer, by
-                           slots, batch and kind of row; step: whole GRPO steps, standard and strict
+  --part=attention,bits,step,ops   attention: rows against decode steps; bits: some layers of a
+                           model, sampler against trainer, by slots, batch and kind of row; step:
+                           whole GRPO steps, standard and strict; ops: rows of matmuls and others
+                           against the same rows in larger batches
   --shape=qwen2.5-1.5b     or another name of benchmark.py; "tiny" for a test
   --layers=4               of the model of bits
   --groups=32x8            prompts and samples of each, of bits
-  --step_groups=64x8       those of step
-  --variants=NAME[,NAME]   of bits: standard, kernels, chunks; of step: off, repeatable, strict
+  --step_groups=32x8       those of step
+  --variants=NAME[,NAME]   of bits: standard, kernels, chunks; of step: repeatable, strict, off
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -25,14 +27,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxrl_llm.launch.runtime import enable_compile_cache, prepare
-
+EXACT = "--xla_gpu_exclude_nondeterministic_ops=true"
 FLAGS = {
-    "part": "ops,bits,step",
+    "part": "attention,bits,step,ops",
     "shape": "qwen2.5-1.5b",
     "layers": "4",
     "groups": "32x8",
-    "step_groups": "64x8",
+    "step_groups": "32x8",
     "variants": "",
 }
 
@@ -56,12 +57,20 @@ def say(**values: Any) -> None:
 def main(argv: list[str]) -> None:
     """Run the parts in turn; a part or variant that fails is reported, and the others continue."""
     flags = flags_of(argv)
-    prepare(exact=True)
-    enable_compile_cache(tempfile.mkdtemp())  # where a step finds its programs
+    # As an exact run sets them, before jax is imported.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {EXACT}".strip()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     import jax
 
+    from jaxrl_llm.kernels.hopper import cache_ptxas_version
+
+    cache_ptxas_version()
+    jax.config.update(
+        "jax_compilation_cache_dir", tempfile.mkdtemp()
+    )  # a step finds programs there
     say(device=str(jax.devices()[0]), jax=jax.__version__)
-    parts: dict[str, Callable[[dict[str, str]], None]] = {"ops": ops, "bits": bits, "step": step}
+    parts: dict[str, Callable[[dict[str, str]], None]]
+    parts = {"attention": attention_of_both, "bits": bits, "step": step, "ops": ops}
     for name in flags["part"].split(","):
         attempt(name, partial(parts[name], flags))
 
@@ -119,9 +128,15 @@ def ops(flags: dict[str, str]) -> None:
         attempt(f"matmul {depth}x{outputs}", partial(_matmul, depth, outputs, sizes, gpu))
     attempt("norm", partial(_norm, D, sizes))
     attempt("elementwise", partial(_elementwise, F, sizes))
-    attempt("head", partial(_head, D, config.vocab_size, sizes))
-    if gpu:
-        attempt("attention", partial(_attention, N, K, H))
+
+
+def attention_of_both(flags: dict[str, str]) -> None:
+    """Flash attention against decode attention, on a GPU."""
+    from jaxrl_llm.models.shapes import SHAPES
+
+    config = SHAPES[flags["shape"]]
+    for N, K, H in ((config.num_heads, config.num_kv_heads, config.head_dim), (14, 2, 64)):
+        attempt(f"attention {N}/{K} heads of {H}", partial(_attention, N, K, H))
 
 
 def _matmul(depth: int, outputs: int, sizes: tuple[int, ...], gpu: bool) -> None:
@@ -147,9 +162,7 @@ def _matmul(depth: int, outputs: int, sizes: tuple[int, ...], gpu: bool) -> None
         for size in sizes:
             jitted = jax.jit(run)
             part = x[:size]
-            wrong = differing(jitted(part, w), reference[:size])
-            micro = 1e6 * seconds(partial(jitted, part, w), 10)
-            found[size] = {"us": round(micro, 1), "differ": wrong["differ"], "max": wrong["max"]}
+            found[size] = differing(jitted(part, w), reference[:size])
         say(op=f"matmul {depth}x{outputs}", variant=name, rows=found)
 
 
@@ -160,10 +173,7 @@ def _rows_agree(op: str, run: Callable[..., Any], sizes: tuple[int, ...], *array
     whole = jitted(*arrays)
     found = {}
     for size in sizes[:-1]:
-        part = [x[:size] for x in arrays]
-        micro = 1e6 * seconds(partial(jitted, *part), 10)
-        found[size] = differing(jitted(*part), whole[:size]) | {"us": round(micro, 1)}
-    found[sizes[-1]] = {"us": round(1e6 * seconds(partial(jitted, *arrays), 10), 1)}
+        found[size] = differing(jitted(*(x[:size] for x in arrays)), whole[:size])
     say(op=op, rows=found)
 
 
@@ -186,27 +196,6 @@ def _elementwise(width: int, sizes: tuple[int, ...]) -> None:
 
     x = jax.random.normal(jax.random.key(0), (2, max(sizes), width)).astype(jnp.bfloat16)
     _rows_agree("gated silu", lambda a, b: jax.nn.silu(a) * b, sizes, x[0], x[1])
-
-
-def _head(width: int, vocab: int, sizes: tuple[int, ...]) -> None:
-    """Log-probs of rows, of which the largest batch has 1,024: logits would not fit."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxrl_llm.kernels.linear_logprob import linear_logprob
-    from jaxrl_llm.kernels.strict import Strict
-
-    keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (1024, width)).astype(jnp.bfloat16)
-    weight = (0.05 * jax.random.normal(keys[1], (vocab, width))).astype(jnp.bfloat16)
-    targets = jnp.arange(1024) % vocab
-    of_sizes = (*(size for size in sizes if size < 1024), 1024)
-    for name, strict in (("standard", None), ("strict", Strict(rows=256, block=64))):
-
-        def run(x: Any, targets: Any, strict: Any = strict) -> Any:
-            return linear_logprob(x, weight, targets, strict=strict)[0]
-
-        _rows_agree(f"log-prob, {name}", run, of_sizes, x, targets)
 
 
 def _attention(N: int, K: int, H: int) -> None:
@@ -268,8 +257,9 @@ def _attention(N: int, K: int, H: int) -> None:
                 num_kv_heads=K,
                 prefix_capacity=P,
                 own_capacity=R,
-                slots_per_prompt=8 if how is None else 1,
+                slots_per_prompt=8,
                 num_splits=None if how is None else 1,
+                prompt_splits=None if how is None else 1,
                 tuning=default_tuning(H),
             )
             return prefix_decode_attention(
@@ -338,6 +328,7 @@ def _bits(name: str, spec: Any, samples: Samples, strict: Any, tiny: bool) -> No
     computed = jax.tree.map(lambda x: x.astype(dtype), params)
     every, group = np.arange(len(samples.lengths)), samples.group
     generate = partial(_generate, spec, computed, samples, strict)
+    say(compiling="generate", variant=name)
     base, took = generate(every, group, 0)
     mask = np.asarray(base.mask)
 
@@ -347,14 +338,14 @@ def _bits(name: str, spec: Any, samples: Samples, strict: Any, tiny: bool) -> No
         say(bits=what, variant=name, **gap)
 
     say(time="generate", variant=name, seconds=round(took, 4))
+    for what, found, seen, took in _trained(spec, params, samples, base, strict, dtype):
+        say(time=what, variant=name, seconds=round(took, 4))
+        compare(what, found, seen=seen)
     few, took = generate(every, group, len(every) // 3)
     same = np.asarray(few.tokens) == np.asarray(base.tokens)
     compare("a third of the slots", few.logprobs, seen=mask * same)
     alone, _ = generate(every[3:6], 1, 0)
     compare("three samples alone", alone.logprobs, slice(3, 6))
-    for what, found, seen, took in _trained(spec, params, samples, base, strict, dtype):
-        say(time=what, variant=name, seconds=round(took, 4))
-        compare(what, found, seen=seen)
 
 
 def _generate(
@@ -419,6 +410,7 @@ def _trained(
 
         return jax.lax.fori_loop(0, plan.num_rows, add, jnp.zeros(mask.shape, jnp.float32))
 
+    say(compiling="packed rows")
     run = jax.jit(whole)
     yield "packed rows", run(params), None, seconds(partial(run, params), 3)
 
@@ -453,23 +445,29 @@ def step(flags: dict[str, str]) -> None:
     from benchmarks.options import read_options
     from benchmarks.rl_step import rl_step_cases
 
-    of_step = ("off", "repeatable", "strict")
-    chosen = [name for name in flags["variants"].split(",") if name in of_step] or of_step
+    of_step = ("repeatable", "strict", "off")
+    chosen = [name for name in flags["variants"].split(",") if name in of_step] or of_step[:2]
+    cases = []
     for name in chosen:
         words = ["rl_step", "--workload=grpo", f"--shape={flags['shape']}"]
         words += [f"--groups={flags['step_groups']}", f"--config.exact={name}"]
         if flags["shape"] != "tiny":
-            words += ["--config.actor.micro_batch_tokens=9216", "--config.rollout.num_slots=512"]
-            words += ["--config.algorithm.use_kl_loss=false"]
-        options = read_options(words)
+            words += [
+                "--config.actor.micro_batch_tokens=9216",
+                "--config.algorithm.use_kl_loss=false",
+            ]
+        of_name = rl_step_cases(read_options(words))
+        for case in of_name:
+            case.name += f", {name}"
+        cases += of_name
+    say(compiling=[case.name for case in cases])
 
-        def run(options: Any = options, name: str = name) -> None:
-            def report(row: Any) -> None:
-                say(step=name, row=repr(row))
+    def report(row: Any) -> None:
+        say(step=row.case, seconds=row.seconds, checks=row.checks, figures=row.figures)
+        if row.error:
+            say(failed=row.case, error=row.error[:800])
 
-            run_cases(rl_step_cases(options), repeats=2, compiler_options={}, report=report)
-
-        attempt(f"step {name}", run)
+    run_cases(cases, repeats=2, compiler_options={}, report=report)
 
 
 if __name__ == "__main__":

@@ -365,9 +365,16 @@ def test_batches_on_several_replicas(config_file):
         load(config_file, *flags, "--config.warmup.batch_size=100")
 
 
+@pytest.mark.parametrize(
+    ("text", "exact"), [("true", "repeatable"), ("false", "off"), ("strict", "strict")]
+)
+def test_exact_takes_its_older_spellings(config_file, text, exact):
+    assert load(config_file, f"--config.exact={text}").exact == exact
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_cudnn_takes_no_packed_rows(config_file, role):
-    flags = ["--config.exact=false", f"--config.{role}.attention=cudnn"]
+    flags = ["--config.exact=off", f"--config.{role}.attention=cudnn"]
     load(config_file, *flags)
     with pytest.raises(ConfigError, match=f"{role}.attention=auto works"):
         load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")

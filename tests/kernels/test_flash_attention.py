@@ -19,7 +19,7 @@ from jaxrl_llm.kernels.flash_attention import (
     packed_visibility,
     token_order,
 )
-from jaxrl_llm.kernels.flash_attention.common import Tuning, default_tuning
+from jaxrl_llm.kernels.flash_attention.common import Tuning, default_tuning, strict_tuning
 from jaxrl_llm.kernels.flash_attention.kernel import hopper_attention
 from jaxrl_llm.kernels.flash_attention.visibility import key_schedule, query_schedule, ranges_of
 from jaxrl_llm.models import decoder
@@ -74,7 +74,7 @@ def interpret():
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
-def check(qkvd, *, tuning=None, real=None, **masks):
+def check(qkvd, *, tuning=None, real=None, by_runs=False, **masks):
     """Kernels against the float32 reference: 1 % of the norm of each result, padding exactly 0.
 
     With `real` (bool [B, T]) the kernels get NaN wherever a token is not real, in the cotangent
@@ -85,7 +85,8 @@ def check(qkvd, *, tuning=None, real=None, **masks):
         expected_from = [jnp.where(real[:, :, None, None], x, 0) for x in qkvd]
         given = [jnp.where(real[:, :, None, None], x, jnp.nan) for x in qkvd]
     ours = with_gradients(
-        partial(hopper_attention, tuning=tuning, interpret=interpret(), **masks), *given
+        partial(hopper_attention, tuning=tuning, by_runs=by_runs, interpret=interpret(), **masks),
+        *given,
     )
     float32 = [x.astype(jnp.float32) for x in expected_from]
     expected = with_gradients(partial(attention_reference, **masks), *float32)
@@ -139,6 +140,20 @@ def test_a_prompt_shared_by_three_responses_and_poisoned_padding(sms, heads, mon
         monkeypatch.setattr(flash_attention.common, "MAX_SLOW_AXIS", 0)
     visibility, real = packed(slice(0, 1))
     check(random_qkv(heads, length=256), visibility=visibility, real=real)
+
+
+@interpreted
+def test_a_run_and_its_prompt_apart():
+    """As strict runs compute it: the joined result and its gradient are those of both together."""
+    visibility, real = packed(slice(0, 1))
+    tuning = strict_tuning(64)
+    check(
+        random_qkv((2, 1), length=256),
+        visibility=visibility,
+        real=real,
+        tuning=tuning,
+        by_runs=True,
+    )
 
 
 @interpreted

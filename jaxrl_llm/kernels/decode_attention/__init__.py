@@ -42,6 +42,7 @@ from jaxrl_llm.kernels.hopper import Interpret, on_hopper
 from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [
+    "HEAD_DIMS",
     "MAX_GROUP_SIZE",
     "DecodeImplementation",
     "DecodeInputs",
@@ -91,6 +92,7 @@ def prefix_decode_attention(
       heads, else "xla".
 
     With `strict`, a slot's output has the bits of the same token in `flash_attention.attention`.
+    "pallas" then needs a schedule with prompt tiles, and one split of each slot and prompt.
 
     Requires: no two slots share a reachable page. "pallas": P and R are multiples of the block,
     and `schedule` was made from the same rows, lengths and capacities. "xla": all cache entries
@@ -117,8 +119,6 @@ def prefix_decode_attention(
     tuning = tuning or default_tuning(H, inputs.own_OK2RH.dtype)
     if window is not None:
         schedule = None
-    if strict is not None and schedule is None:
-        num_splits = 1
     if schedule is not None:
         _check_schedule(schedule, inputs, num_splits, tuning.block)
         num_splits = schedule.jobs.num_splits

@@ -14,7 +14,7 @@ I = 64 // L slots of a prompt tile.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.decode_attention.inputs import DecodeInputs
 from jaxrl_llm.kernels.decode_attention.matmuls import (
@@ -53,10 +53,10 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
     split_blocks,
 )
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref
+from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
 HEAD_DIMS = (64, 128)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
-_MAX_PAIRED = 8  # splits whose weights are computed in pairs; more were not timed
 _MAX_SMEM = 226 * 1024  # of a CTA, less its barriers
 
 
@@ -89,7 +89,7 @@ def decode_attention_mosaic(
     entries = inputs.own_capacity + (inputs.prefix_capacity if prompts is None else 0)
     entries = max_entries_read(entries, window, tuning.block)
     forms = MatmulForms.of(L, with_prompt_tiles=prompts is not None, strictly=strictly)
-    assert not strictly or (num_splits == 1 and prompts is None), "strict sums are of one job"
+    assert not strictly or (num_splits == 1 and prompts is not None and prompts.num_splits == 1)
     sizes = _Sizes(
         num_splits=num_splits,
         prompt_splits=0 if prompts is None else prompts.num_splits,
@@ -163,7 +163,7 @@ def decode_attention_mosaic(
                 blocks_B += num_blocks(inputs.prefix_lengths_B, tuning.block)
             splits_B = num_blocks(blocks_B, sizes.blocks_per_split)
         partials = _partial_results(outputs, splits_B, inputs.prefix_lengths_B > 0)
-        out_BKGH = _merge(partials)[:, :, : N // K]
+        out_BKGH = merge(partials)[:, :, : N // K]
     return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H), own_OK2RH
 
 
@@ -566,10 +566,6 @@ def _make_body(
     return body
 
 
-# A split's result, its log-sum-exps in base 2, and the slots for which it was written (None: all).
-PartialResult = tuple[Float[Array, "B K L H"], Float[Array, "B K L"], Bool[Array, " B"] | None]
-
-
 def _partial_results(
     outputs: Sequence[Array], splits_B: Array | None, reads_B: Array
 ) -> list[PartialResult]:
@@ -587,39 +583,3 @@ def _partial_results(
         prompt_splits = range(out_BKSLH.shape[2])
         partials += [(out_BKSLH[:, :, s], lse_BKSL[:, :, s], reads_B) for s in prompt_splits]
     return partials
-
-
-def _merge(partials: list[PartialResult]) -> Float[Array, "B K L H"]:
-    """The attention over all splits, in float32.
-
-    Unrolled over the splits, without reductions, so that XLA makes one loop of it. Up to
-    _MAX_PAIRED splits, the weight of split i is 1 / sum over j of 2^(lse_j - lse_i): a common
-    denominator would be a kernel of its own, which takes longer than these exponentials.
-    """
-
-    def written(x: Array, where_B: Array | None, otherwise: float) -> Array:
-        if where_B is None:
-            return x
-        return jnp.where(where_B.reshape(-1, *(1,) * (x.ndim - 1)), x, otherwise)
-
-    results = [written(out, where_B, 0.0).astype(jnp.float32) for out, _, where_B in partials]
-    if len(partials) == 1:
-        return results[0]
-    lses = [written(lse_BKL, where_B, -jnp.inf) for _, lse_BKL, where_B in partials]
-
-    def paired(i: int) -> Array:
-        others = (jnp.exp2(lse - lses[i]) for j, lse in enumerate(lses) if j != i)
-        return 1.0 / (1.0 + reduce(jnp.add, others))
-
-    if len(partials) <= _MAX_PAIRED:
-        ratios = [paired(i) for i in range(len(partials))]
-    else:
-        total = reduce(jnp.logaddexp2, lses)
-        ratios = [jnp.exp2(lse - total) for lse in lses]
-    # A split without an entry has lse -inf: its ratio may be NaN, and its weight is 0.
-    weights = [
-        jnp.where(lse == -jnp.inf, 0.0, ratio)[..., None]
-        for lse, ratio in zip(lses, ratios, strict=True)
-    ]
-    weighted = [weight * result for weight, result in zip(weights, results, strict=True)]
-    return sum(weighted[1:], weighted[0])

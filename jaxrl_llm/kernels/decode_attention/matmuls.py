@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.kernels.decode_attention.pipeline import TILE_ROWS, WHOLE, Load, Pipeline
-from jaxrl_llm.kernels.hopper import Ref, accumulate
+from jaxrl_llm.kernels.hopper import LOG2_E, Ref, accumulate
 
 Operand = jax.Array | Ref  # in registers, or in shared memory
 
@@ -245,7 +245,8 @@ class QueriesAsRows(Matmuls):
     def store(self, acc: jax.Array, high: jax.Array, total: jax.Array) -> None:
         out = acc * self.for_each_query(_inverse(total), acc.shape)
         self.memory.out_MH[...] = out.astype(self.memory.out_MH.dtype)
-        self.memory.query_lse_M[...] = high + jnp.log2(total)
+        log2 = jnp.log(total) * LOG2_E if self.strictly else jnp.log2(total)
+        self.memory.query_lse_M[...] = high + log2
 
 
 class QueriesAsColumns(Matmuls):

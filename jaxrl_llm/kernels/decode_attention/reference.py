@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.decode_attention.inputs import DecodeInputs
-from jaxrl_llm.kernels.strict import Block, Strict, attend_in_blocks, num_blocks, runs_block
+from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
 
 
 def prefix_decode_attention_reference(
@@ -84,14 +84,13 @@ def decode_attention_strict(
     own_OK2RH, prefix_CK2PH = with_new_entries(inputs), inputs.prefix_CK2PH
     num_pages, R = own_OK2RH.shape[0], own_OK2RH.shape[3]
     C, P = prefix_CK2PH.shape[0], inputs.prefix_capacity
-    ends = inputs.prefix_lengths_B, inputs.own_lengths_B
-    none_B = jnp.zeros_like(ends[0])
-    steps_B = sum(num_blocks(end_B, strict.block) for end_B in ends)
-    place = inputs.prefix_rows_B, inputs.page_table_BT, none_B, ends[0], none_B, ends[1]
+    none_B = jnp.zeros_like(inputs.own_lengths_B)
+    runs = Runs(none_B, inputs.prefix_lengths_B, none_B, inputs.own_lengths_B)
+    place = inputs.prefix_rows_B, inputs.page_table_BT, runs
 
-    def block_at(place: tuple[Array, ...], step: Array) -> Block:
-        row_C, pages_CT, *runs = place
-        in_prefix_C, entry_CJ, has_CJ = runs_block(*runs, step, strict.block)
+    def block_at(place: tuple[Array, Array, Runs], step: Array) -> Block:
+        row_C, pages_CT, runs = place
+        in_prefix_C, entry_CJ, has_CJ = runs.block(step, strict.block)
         number_CJ = jnp.clip(entry_CJ // R, 0, pages_CT.shape[1] - 1)
         page_CJ = jnp.clip(jnp.take_along_axis(pages_CT, number_CJ, axis=1), 0, num_pages - 1)
         own_CJK2H = own_OK2RH[page_CJ, :, :, entry_CJ % R]
@@ -100,6 +99,7 @@ def decode_attention_strict(
         both = jnp.where(in_prefix_C[:, None, None, None, None], prefix_CJK2H, own_CJK2H)
         return both[:, :, :, 0], both[:, :, :, 1], has_CJ
 
+    steps_B = runs.steps(strict.block)
     return attend_in_blocks(strict, inputs.q_BNH, steps_B, place, block_at), own_OK2RH
 
 

@@ -165,7 +165,9 @@ def _strictly(
         visibility = Visibility(start_BT=jnp.zeros(q_BTNH.shape[:2], jnp.int32))
     if implementation == "pallas":
         tuning = strict_tuning(q_BTNH.shape[3])
-        return hopper_attention(q_BTNH, k_BTKH, v_BTKH, visibility=visibility, tuning=tuning)
+        return hopper_attention(
+            q_BTNH, k_BTKH, v_BTKH, visibility=visibility, tuning=tuning, by_runs=True
+        )
     out_BTNH = attention_strict(strict, q_BTNH, k_BTKH, v_BTKH, visibility)
     return checkpoint_name(out_BTNH, ATTENTION)
 

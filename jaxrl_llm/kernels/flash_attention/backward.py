@@ -22,7 +22,6 @@ from jaxtyping import Array
 from jaxrl_llm.kernels.flash_attention.common import (
     BY_COLUMN,
     BY_ROW,
-    LOG2_E,
     NUM_CONSUMERS,
     WGMMA,
     Tuning,
@@ -52,7 +51,7 @@ from jaxrl_llm.kernels.flash_attention.visibility import (
     key_schedule,
     query_schedule,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.hopper import LOG2_E, SMS, Interpret, Ref, accumulator
 
 
 @lowered_once

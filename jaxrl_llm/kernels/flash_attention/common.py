@@ -31,7 +31,6 @@ from jaxrl_llm.kernels.hopper import (
 HEAD_DIMS = (64, 96, 128, 256)
 NUM_CONSUMERS = 2
 MAX_SLOW_AXIS = 65_535  # CTAs along the grid's slow axis, by CUDA
-LOG2_E = math.log2(math.e)
 # Below every real score but finite: exp2(-inf - LOWEST) is 0 where exp2(-inf + inf) would be NaN.
 LOWEST = -1e30
 WGMMA = plgpu.Layout.WGMMA

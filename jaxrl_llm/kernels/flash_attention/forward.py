@@ -19,7 +19,6 @@ from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.common import (
     BY_ROW,
-    LOG2_E,
     LOWEST,
     NUM_CONSUMERS,
     WGMMA,
@@ -42,7 +41,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
     zeros,
 )
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule, query_schedule
-from jaxrl_llm.kernels.hopper import Interpret, Ref, accumulate, accumulator
+from jaxrl_llm.kernels.hopper import LOG2_E, Interpret, Ref, accumulate, accumulator
 
 
 def forward_schedule(ranges: Ranges, num_rows: int, tuning: Tuning) -> Schedule:

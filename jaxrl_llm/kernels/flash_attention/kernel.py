@@ -3,10 +3,12 @@
 Shape letters: those of common.py.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
@@ -15,6 +17,7 @@ from jaxrl_llm.kernels.flash_attention.common import HEAD_DIMS, Tuning, default_
 from jaxrl_llm.kernels.flash_attention.forward import forward, forward_schedule
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule, Visibility, ranges_of
 from jaxrl_llm.kernels.hopper import Interpret
+from jaxrl_llm.kernels.partial_softmax import merge
 
 # Names under which rematerialisation may keep an attention's result, and its small schedules.
 ATTENTION = "attention"
@@ -34,9 +37,12 @@ def hopper_attention(
     lengths: Array | None = None,
     visibility: Visibility | None = None,
     tuning: Tuning | None = None,
+    by_runs: bool = False,
     interpret: Interpret = None,
 ) -> Array:
     """`attention` by our kernels, for any T, of operands on one device or in a shard_map.
+
+    `by_runs` computes a token's own run and its prefix apart and joins them.
 
     Guarantees: padding that `lengths` or `visibility` declares may hold anything, NaN included. An
     undeclared NaN can reach earlier tokens of its block.
@@ -77,7 +83,14 @@ def hopper_attention(
 
     q = prepared(q_BTNH, padded, real_BT)
     k, v = (prepared(x, num_keys, None if of_part else real_BT) for x in (k_BTKH, v_BTKH))
-    out: Array = mosaic_attention(q, k, v, ranges, tuning, interpret)
+    if by_runs and visibility is not None and visibility.prefix_start_BT is not None:
+        own = Visibility(start_BT=visibility.start_BT)
+        prefix = replace(visibility, start_BT=jnp.full_like(visibility.start_BT, padded))
+        apart = partial(ranges_of, T, padded, causal=True, window=None, lengths=None)
+        parts = (apart(visibility=part) for part in (own, prefix))
+        out: Array = mosaic_attention_of_runs(q, k, v, (*parts, ranges), tuning, interpret)
+    else:
+        out = mosaic_attention(q, k, v, ranges, tuning, interpret)
     return out[:, :T]
 
 
@@ -119,6 +132,45 @@ def _attention_forward(
     return out, (q, k, v, out, lse, ranges, of_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def mosaic_attention_of_runs(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    ranges: tuple[Ranges, Ranges, Ranges],
+    tuning: Tuning,
+    interpret: Interpret,
+) -> Array:
+    """`mosaic_attention`, with a pass over each token's own run and one over its prefix.
+
+    So decode attention computes them, which reads a prompt once for several slots. `ranges` are
+    those of the runs, of the prefixes, and of both.
+    """
+    return _runs_forward(q_BTNH, k_BTKH, v_BTKH, ranges, tuning, interpret)[0]
+
+
+def _runs_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    ranges: tuple[Ranges, Ranges, Ranges],
+    tuning: Tuning,
+    interpret: Interpret,
+) -> tuple[Array, Residuals]:
+    partials, lses = [], []
+    for part in ranges[:2]:
+        out, lse_BNT = forward(q, k, v, part, None, tuning, interpret)
+        lse = jnp.where(lse_BNT == jnp.inf, -jnp.inf, lse_BNT)
+        lses.append(lse)
+        partials.append((out, lse.swapaxes(1, 2), None))
+    out = lax.optimization_barrier(merge(lax.optimization_barrier(partials)).astype(q.dtype))
+    total = jnp.logaddexp2(*lses)
+    total = jnp.where(total == -jnp.inf, jnp.inf, total)  # a token that sees nothing
+    out, total = (checkpoint_name(x, ATTENTION) for x in (out, total))
+    of_backward = backward_schedules(ranges[2], q.shape[0], q.shape[2], k.shape[2], tuning)
+    return out, (q, k, v, out, total, ranges[2], of_backward)
+
+
 def _attention_backward(
     tuning: Tuning, interpret: Interpret, residuals: Residuals, dout_BTNH: Array
 ) -> tuple[Array, Array, Array, None]:
@@ -128,3 +180,4 @@ def _attention_backward(
 
 
 mosaic_attention.defvjp(_attention_forward, _attention_backward)
+mosaic_attention_of_runs.defvjp(_runs_forward, _attention_backward)

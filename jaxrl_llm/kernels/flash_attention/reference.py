@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
-from jaxrl_llm.kernels.strict import Block, Strict, attend_in_blocks, num_blocks, runs_block
+from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
 
 
 def attention_reference(
@@ -79,23 +79,24 @@ def attention_strict(
     """
     B, T, N, H = q_BTNH.shape
     (_, S, K, _), block = k_BSKH.shape, strict.block
-    row_BT = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
+    row_X = jnp.repeat(jnp.arange(B), T)
     none_BT, token_BT = jnp.zeros((B, T), jnp.int32), jnp.broadcast_to(jnp.arange(T), (B, T))
     start_BT = jnp.broadcast_to(visibility.start_BT, (B, T))
-    ends_BT = jnp.where(start_BT <= token_BT, token_BT + 1, start_BT)
+    end_BT = jnp.where(start_BT <= token_BT, token_BT + 1, start_BT)
     first, first_end = visibility.prefix_start_BT, visibility.prefix_end_BT
-    place_BT4 = [none_BT if first is None else first, none_BT if first_end is None else first_end]
-    place = [x.reshape(-1) for x in (row_BT, *place_BT4, start_BT, ends_BT)]
-    steps_X = num_blocks(place[2] - place[1], block) + num_blocks(place[4] - place[3], block)
+    if first is None or first_end is None:
+        first = first_end = none_BT
+    runs = Runs(*(x.reshape(-1) for x in (first, first_end, start_BT, end_BT)))
 
-    def block_at(place: list[Array], step: Array) -> Block:
-        row_C, *runs = place
-        _, key_CJ, has_CJ = runs_block(*runs, step, block)
+    def block_at(place: tuple[Array, Runs], step: Array) -> Block:
+        row_C, runs = place
+        _, key_CJ, has_CJ = runs.block(step, block)
         index_CJ = row_C[:, None] * S + jnp.clip(key_CJ, 0, S - 1)
         k_CJKH, v_CJKH = (x.reshape(B * S, K, H)[index_CJ] for x in (k_BSKH, v_BSKH))
         return k_CJKH, v_CJKH, has_CJ
 
-    out = attend_in_blocks(strict, q_BTNH.reshape(B * T, N, H), steps_X, place, block_at)
+    q_XNH, steps_X = q_BTNH.reshape(B * T, N, H), runs.steps(block)
+    out = attend_in_blocks(strict, q_XNH, steps_X, (row_X, runs), block_at)
     return out.reshape(q_BTNH.shape)
 
 

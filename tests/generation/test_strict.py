@@ -1,0 +1,138 @@
+"""Strict log-probs: the sampler's have the bits of the trainer's, whatever the batch and the rows.
+
+The same samples are also scored by the ordinary forward pass, which must agree up to rounding.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.kernels.strict import Strict
+from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
+from jaxrl_llm.learner.rows import packed_rows, padded_rows, plan_packing
+from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.config import ModelConfig
+
+MODEL = ModelConfig(
+    family="qwen2",
+    vocab_size=61,
+    hidden_size=40,
+    intermediate_size=72,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    initializer_range=0.2,
+)
+SPEC = model_spec(MODEL)
+GROUPS, GROUP, P, R = 4, 3, 21, 18
+N = GROUPS * GROUP
+STRICT = Strict(rows=16, block=8, align=8)
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(SPEC, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Prompts of 1 to 21 tokens, each for three samples."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(4, MODEL.vocab_size, (GROUPS, P)).repeat(GROUP, axis=0)
+    return tokens, np.array([21, 1, 8, 13]).repeat(GROUP)
+
+
+def sampled(params, prompts, strict, chosen, **how):
+    """Tokens, mask and log-probs of the chosen samples."""
+    sampling = SamplingParams(
+        max_new_tokens=R, stop_token_ids=(1, 2, 3), temperature=TEMPERATURE, top_p=0.95
+    )
+    settings = GenerationSettings(sampling=sampling, strict=strict, **how)
+    key = jax.random.key(3, impl="threefry2x32")
+    run = jax.jit(lambda params, *arrays: generate(SPEC, params, *arrays, key, settings))
+    found = run(params, *(x[chosen] for x in prompts), chosen)
+    return tuple(np.asarray(x) for x in (found.tokens, found.mask, found.logprobs))
+
+
+@pytest.fixture(scope="module")
+def samples(params, prompts):
+    return sampled(params, prompts, STRICT, np.arange(N), group=GROUP)
+
+
+def scored(params, rows, strict):
+    settings = ForwardSettings(strict=strict)
+    found = response_statistics(
+        params, rows, spec=SPEC, settings=settings, temperature=TEMPERATURE, with_entropy=True
+    )
+    return found.logprobs
+
+
+def equal_bits(found, samples, chosen=slice(None)):
+    _, mask, logprobs = samples
+    seen = mask[chosen] > 0
+    assert seen.sum() > 20
+    np.testing.assert_array_equal(np.asarray(found)[seen], logprobs[chosen][seen])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "how"),
+    [
+        (np.arange(N), {"group": GROUP, "num_slots": 5}),
+        (np.arange(4, 9), {"group": 1}),
+    ],
+    ids=["fewer slots", "a part of the batch"],
+)
+def test_slots_and_batch_change_no_bit(params, prompts, samples, chosen, how):
+    tokens, mask, logprobs = sampled(params, prompts, STRICT, chosen, **how)
+    np.testing.assert_array_equal(tokens, samples[0][chosen])
+    np.testing.assert_array_equal(mask, samples[1][chosen])
+    equal_bits(logprobs, samples, chosen)
+
+
+def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
+    # Arguments of the program: XLA folds what it computes from constants in bits of its own.
+    arrays = tuple(map(jnp.asarray, (*prompts, samples[0])))
+
+    def run(strict, align):
+        return jax.jit(lambda *args: scored(args[0], padded_rows(*args[1:], align), strict))(
+            params, *arrays
+        )
+
+    equal_bits(run(STRICT, STRICT.align), samples)
+    ordinary, seen = np.asarray(run(None, None)), samples[1] > 0
+    np.testing.assert_allclose(ordinary[seen], samples[2][seen], rtol=1e-4, atol=1e-5)
+    assert (ordinary != samples[2])[seen].any(), "this test could not fail"
+
+
+@pytest.mark.parametrize("group", [GROUP, pytest.param(1, marks=pytest.mark.slow)])
+def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, samples, group):
+    """And the gradient is that of the ordinary forward pass."""
+    tokens, mask, _ = samples
+    arrays = tuple(map(jnp.asarray, (*prompts, tokens, mask.sum(axis=1).astype(np.int32))))
+
+    def loss(params, row, plan, arrays, strict):
+        logprobs = scored(params, packed_rows(plan, row, *arrays), strict)
+        return logprobs.sum(), logprobs
+
+    sums = []
+    for strict in (STRICT, None):
+        align = None if strict is None else strict.align
+        sizes = {"row_tokens": 70, "group": group, "num_replicas": 1}
+        plan = plan_packing(arrays[1], arrays[3], align=align, **sizes)
+        run = jax.jit(jax.grad(partial(loss, strict=strict), has_aux=True))
+        found = [run(params, jnp.int32(row), plan, arrays) for row in range(int(plan.num_rows))]
+        assert len(found) > 2
+        sums.append(jax.tree.map(lambda *x: sum(map(np.asarray, x)), *found))
+    equal_bits(sums[0][1], samples)
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+    jax.tree.map(close, sums[0][0], sums[1][0])

@@ -1,0 +1,65 @@
+"""A run with config.exact=strict: no bit lies between the sampler and the trainer."""
+
+import pytest
+from tiny_run import TinyRun
+
+from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.trainer.run import train
+
+FLAGS = {
+    "total_steps": "2",
+    "algorithm": "grpo",
+    "data.val_tasks": "[]",
+    "warmup": "null",
+    "actor.hf_config.num_hidden_layers": "1",
+    "actor.ppo_epochs": "1",
+    "actor.shuffle": "false",
+    "actor.micro_batch_tokens": "40",
+    "checkpoint.best_metric": "",
+    "log.tensorboard": "false",
+}
+EQUAL = {  # what a metric is where all bits are equal
+    "training/rollout_probs_diff_max": 0.0,
+    "rollout_corr/kl": 0.0,
+    "rollout_corr/log_ppl_diff_max": 0.0,
+    "rollout_corr/log_ppl_diff_min": 0.0,
+    "token_mult_prob_error": 1.0,
+}
+
+
+@pytest.mark.parametrize("exact", ["strict", pytest.param("repeatable", marks=pytest.mark.slow)])
+def test_sampler_and_trainer_agree_in_every_step(tmp_path, exact):
+    """With two mini-batches a step, a pass of its own computes the old log-probs."""
+    run = TinyRun(tmp_path)
+    flags = FLAGS | {"run_dir": str(run.run_dir), "exact": exact}
+    train(load_config(str(tmp_path / "tiny.py"), list(flags.items())))
+    metrics = run.metrics()
+    found = [{name: metrics[step][name] for name in EQUAL} for step in (1, 2)]
+    assert (found == [EQUAL, EQUAL]) == (exact == "strict")
+    assert metrics[2]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("rollout.quantization=float8", "quantization=float8: .*quantization=none works"),
+        ("rollout.dtype=bfloat16", "rollout.dtype=float32 works"),
+        ("mesh.fsdp=2", "mesh.fsdp=1 works"),
+        ("actor.residual_dtype=bfloat16", "residual_dtype=float32 works, or .*exact=repeatable"),
+        ("actor.scan_layers=true", "actor.scan_layers=False works"),
+    ],
+)
+def test_what_is_not_proven_is_refused(tmp_path, flag, words):
+    TinyRun(tmp_path)
+    flags = [*FLAGS.items(), ("exact", "strict")]
+    load_config(str(tmp_path / "tiny.py"), flags)
+    with pytest.raises(ConfigError, match=words):
+        load_config(str(tmp_path / "tiny.py"), [*flags, tuple(flag.split("="))])
+
+
+def test_a_sliding_window_is_refused(tmp_path):
+    run = TinyRun(tmp_path)
+    window = {"actor.hf_config.model_type": "mistral", "actor.hf_config.sliding_window": "4"}
+    flags = FLAGS | {"run_dir": str(run.run_dir), "exact": "strict"} | window
+    with pytest.raises(ValueError, match="exact=strict: the model has layers with a sliding"):
+        train(load_config(str(tmp_path / "tiny.py"), list(flags.items())))

@@ -179,10 +179,10 @@ class RunOutput(MetricsLog):
             extras, failures = None, {}
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
-            if batch.model_scores is not None:
-                given = (batch.scores, batch.model_scores)
-                scores, of_model = fetch_rows(given, context.rows)
-                parts = parts | {"model": of_model}
+            of_models = self._model_scores(batch)
+            if of_models:
+                scores, found = fetch_rows((batch.scores, of_models), context.rows)
+                parts = parts | found
             failures: dict[int, list[str]] = {}
             for failure in reward.failures:
                 failures.setdefault(failure.index, []).append(failure.describe())
@@ -235,6 +235,13 @@ class RunOutput(MetricsLog):
                 scores=grades,
                 indices=indices,
             )
+
+    def _model_scores(self, batch: RolloutBatch) -> dict[str, jax.Array]:
+        """The scores of the models whose weighted sum is the reward, by name."""
+        found = {} if batch.model_scores is None else {"model": batch.model_scores}
+        weighted = [model.name for model in self._config.models if model.weight]
+        names = [name for name in weighted if f"{name}_scores" in batch.extra]
+        return found | {name: batch.extra[f"{name}_scores"] for name in names}
 
     def _token_details(self, context: StepContext, batch: RolloutBatch) -> dict[str, np.ndarray]:
         """What the batch says of the tokens of the first samples of a step, where they are ours."""

@@ -56,6 +56,7 @@ def test_scores_of_several_models_are_weighted_parts_of_the_reward():
     np.testing.assert_allclose(metrics["rewards/safe/mean"], safe.mean(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_greedy_answers_get_the_same_sum():
     config = replace(config_of("remax"), models=(weighted("helpful", 0.5),))
     iteration = open_iteration(config)

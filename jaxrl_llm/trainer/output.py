@@ -16,7 +16,7 @@ from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import JsonlFile
-from jaxrl_llm.observability.trace import TraceWriter, as_text
+from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
     MultiTracker,
@@ -286,10 +286,3 @@ class SupervisedOutput(MetricsLog):
     def stage(self, step: int, running: Sequence[str]) -> None:
         if self.console is not None:
             self.console.stage(step, running)
-
-
-def last_user_turn(prompt: Prompt) -> str:
-    """What was asked last: the last message of a user, or the text of a plain prompt."""
-    asked = [message for message in prompt.messages or () if message.get("role") == "user"]
-    content = asked[-1].get("content") if asked else None
-    return content if isinstance(content, str) else prompt.text

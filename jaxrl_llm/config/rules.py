@@ -561,6 +561,12 @@ def _check_rewards(config: Config) -> None:
                 f"config.reward.timeout_s={reward.timeout_s:g}, so slow code counts as a failed "
                 f"call: --config.reward.timeout_s={function.total_s + 5:g} works"
             )
+    for i, extra in enumerate(config.models):
+        if extra.weight and extra.kind != "scalar":
+            raise ConfigError(
+                f"config.models.{i}.weight={extra.weight:g}: {extra.name} is a language model, "
+                "which gives no score; set its kind to scalar, or the weight to 0"
+            )
     model = reward.model
     if model is not None and not model.path and model.training is None:
         raise ConfigError(

@@ -293,6 +293,7 @@ class ExtraModelConfig(ModelSettings):
 
     name: str
     kind: Literal["scalar", "causal_lm"] = "scalar"
+    weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
 
 @record

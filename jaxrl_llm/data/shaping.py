@@ -39,6 +39,8 @@ class Shape:
         return found
 
     def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.columns:
+            return dict(row)
         for name in self.columns.values():
             if name not in row:
                 raise ValueError(

@@ -21,10 +21,11 @@ class TraceWriter:
 
     Keys: step, policy_version (of the policy that sampled the first token), last_policy_version (of
     the last one: newer in a partial rollout), index (in its batch), data_source, row, prompt,
-    prompt_ids, ground_truth, response, tokens, logprobs (the sampler's), finished, score, parts
-    (reward of each function, null where it did not apply), extras (what reward functions logged),
-    failures, details (of the first samples of a step: further numbers of each token by name, or
-    one number for all). Log-probs have enough digits for the same float32.
+    prompt_ids, question (of a conversation: the last turn of the user), ground_truth, response,
+    tokens, logprobs (the sampler's), finished, score, parts (reward of each function, null where it
+    did not apply), extras (what reward functions logged), failures, details (of the first samples
+    of a step: further numbers of each token by name, or one number for all). Log-probs have enough
+    digits for the same float32.
 
     A thread writes, because a batch of 512 x 512 tokens takes half a second of Python. `write`
     waits for the batch before it, and raises what went wrong with that. `wait` waits for the last.
@@ -116,6 +117,7 @@ class TraceWriter:
                     "row": prompt.row,
                     "prompt": prompt.text,
                     "prompt_ids": [int(token) for token in prompt.token_ids],
+                    "question": last_user_turn(prompt) if prompt.messages else None,
                     "ground_truth": as_text(prompt.ground_truth),
                     "response": completion.text,
                     "tokens": [int(token) for token in completion.tokens],
@@ -172,6 +174,13 @@ class TraceWriter:
 def short_floats(values: Sequence[float] | np.ndarray) -> list[float]:
     """Floats with the fewest digits that read back as the same float32. This halves the space."""
     return [float(text) for text in np.asarray(values, np.float32).astype(str)]
+
+
+def last_user_turn(prompt: Prompt) -> str:
+    """What was asked last: the last message of a user, or the text of a plain prompt."""
+    asked = [message for message in prompt.messages or () if message.get("role") == "user"]
+    content = asked[-1].get("content") if asked else None
+    return content if isinstance(content, str) else prompt.text
 
 
 def as_text(truth: Any) -> str | None:

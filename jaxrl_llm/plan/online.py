@@ -30,7 +30,7 @@ from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import Role, make_role, rollout_role, strict_of
-from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
+from jaxrl_llm.plan.scores import HostReward, ModelScores, WeightedModel, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
@@ -607,6 +607,15 @@ class _Planning:
             group=config.rollout.n,
             weight=1.0 if config.reward.model is None else config.reward.model.weight,
             micro_batches=(update_sizes(config, reward) if reward else sizes).forward,
+            others=[
+                WeightedModel(
+                    role=roles[model.name],
+                    weight=model.weight,
+                    micro_batches=update_sizes(config, roles[model.name]).forward,
+                )
+                for model in config.models
+                if model.weight
+            ],
             by_user=self.own_stages,
         )
         found += self.own_stages

@@ -1,6 +1,7 @@
 """The stages that score samples: Python reward functions, scalar models, and sums of both."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,23 @@ from jaxrl_llm.plan.stages import ModelStage
 GREEDY_SCORE = "critic/greedy_score/mean"
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightedModel:
+    """A further scalar model, whose score times `weight` is a part of the reward.
+
+    Its stage writes `<name>_scores`.
+    """
+
+    role: Role
+    weight: float
+    micro_batches: MicroBatches
+
+    @property
+    def field(self) -> str:
+        """Where its scores stand in a batch."""
+        return f"{self.role.name}_scores"
+
+
 def score_stages(
     model: Role | None,
     reward: "HostReward | None",
@@ -27,20 +45,21 @@ def score_stages(
     group: int,
     weight: float,
     micro_batches: MicroBatches,
+    others: Sequence[WeightedModel] = (),
     by_user: tuple[Stage, ...] = (),
 ) -> list[Stage]:
     """Stages that write the scores of the samples and of the greedy answers.
 
-    One source, `model` or `reward`, writes the score itself. Of two sources each writes its part,
-    and a sum adds `weight` times the model's. A stage of the user's that writes the score gets the
-    parts in any case, and there is no sum.
+    One source, `model` or `reward`, writes the score itself. Of several sources each writes its
+    part, and a sum adds `weight` times the model's, and the scores of `others` with their weights.
+    A stage of the user's that writes the score gets the parts in any case, and there is no sum.
     """
     taken = {name for stage in by_user for name in stage.writes}
-    both = reward is not None and model is not None
-    end, found = "_model" if both else "", []
+    several = (reward is not None) + (model is not None) + len(others) > 1
+    end, found = "_model" if several and reward is not None else "", []
     for greedy, name in (("", "reward"), ("greedy_", "reward_max")):
         score = f"{greedy}scores"
-        parts = both or score in taken
+        parts = several or score in taken
         of_functions = f"{greedy}function_scores" if parts else score
         writes = (f"{greedy}model_scores" if parts else score,)
         if reward is not None and greedy:
@@ -63,9 +82,24 @@ def score_stages(
                     model=model, name=name + end, writes=writes, micro_batches=micro_batches
                 )
             )
-        if both and score not in taken:
-            found.append(GreedyScoreSum(weight=weight) if greedy else ScoreSum(weight=weight))
+        found += [_of_greedy(one, group) for one in others if greedy]
+        if several and score not in taken:
+            weights = {of_functions: 1.0} if reward is not None else {}
+            weights |= {writes[0]: weight} if model is not None else {}
+            weights |= {f"{greedy}{one.field}": one.weight for one in others}
+            found.append(GreedyScoreSum(weights=weights) if greedy else ScoreSum(weights=weights))
     return found
+
+
+def _of_greedy(one: WeightedModel, group: int) -> Stage:
+    """The scores that a further model gives to the greedy answers."""
+    return ModelScoresOfGreedy(
+        model=one.role,
+        name=f"{one.role.name}_max",
+        writes=(f"greedy_{one.field}",),
+        micro_batches=one.micro_batches,
+        group=group,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,34 +250,45 @@ class FunctionScoresOfGreedy(Stage):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreSum(Stage):
-    """The scores of functions and of a model as one: functions + weight * model."""
+    """The scores of functions and of models as one: the sum of weight times field."""
 
-    weight: float
+    weights: Mapping[str, float]  # by field
 
     name = "reward_sum"
     writes = ("scores",)
 
-    def __call__(
-        self, state: Any, step: Any, *, function_scores: Any, model_scores: Any
-    ) -> StageOutput:
-        total = function_scores + self.weight * model_scores
-        return StageOutput({"scores": total}, score_metrics("model", model_scores))
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.weights)
+
+    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+        total = weighted_sum(self.weights, fields)
+        of_model = fields.get("model_scores")
+        metrics = {} if of_model is None else score_metrics("model", of_model)
+        return StageOutput({"scores": total}, metrics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GreedyScoreSum(Stage):
     """`ScoreSum` of the greedy answers."""
 
-    weight: float
+    weights: Mapping[str, float]
 
     name = "reward_max_sum"
     writes = ("greedy_scores",)
 
-    def __call__(
-        self, state: Any, step: Any, *, greedy_function_scores: Any, greedy_model_scores: Any
-    ) -> StageOutput:
-        total = greedy_function_scores + self.weight * greedy_model_scores
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.weights)
+
+    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+        total = weighted_sum(self.weights, fields)
         return StageOutput({"greedy_scores": total}, {GREEDY_SCORE: total.mean()})
+
+
+def weighted_sum(weights: Mapping[str, float], fields: Mapping[str, Any]) -> Any:
+    """The sum of weight times field, in the order of the weights."""
+    return sum(weight * fields[name] for name, weight in weights.items())
 
 
 def score_metrics(name: str, scores: jax.Array) -> Metrics:

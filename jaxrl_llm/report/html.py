@@ -15,6 +15,7 @@ from jaxrl_llm.report.run_files import RunFiles
 from jaxrl_llm.report.samples import A_STEP, MOST_STEPS, MOST_TEXT, MOST_TOKENS, TRAIN
 
 REPORT = "report.html"
+TEMPORARY = ".{name}.{pid}.tmp"
 SCRIPTS = ("elements.js", "charts.js", "stages.js", "samples.js", "tables.js", "main.js")
 
 
@@ -34,7 +35,7 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 def write_page(runs: Sequence[RunFiles], output: Path) -> Path:
     """Write the page to `output`. A reader sees the page before or this one, never a part."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    temporary = output.with_name(TEMPORARY.format(name=output.name, pid=os.getpid()))
     try:
         temporary.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, output)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl_llm.report.html import REPORT, write_page
+from jaxrl_llm.report.html import REPORT, TEMPORARY, write_page
 from jaxrl_llm.report.run_files import RunFiles
 
 EVERY_S = 20.0  # between two pages at least
@@ -20,6 +20,8 @@ class ReportRefresher:
     """
 
     def __init__(self, folder: Path, message: Callable[[str], None]):
+        for left_over in folder.glob(TEMPORARY.format(name=REPORT, pid="*")):
+            left_over.unlink(missing_ok=True)  # of a process that was killed
         self._files = RunFiles(folder)
         self._output = folder / REPORT
         self._message = message

@@ -15,7 +15,7 @@ MOST_BYTES = 6_000_000  # of all samples of a run, as JSON
 
 _NAME = re.compile(r"(train|validation)(\.process\d+)?-(\d+)\.jsonl")
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
-_LONG = ("prompt", "response", "ground_truth")
+_LONG = ("prompt", "question", "response", "ground_truth")
 _SHOWN = ("step", "policy_version", "index", "data_source", "row", "finished", "score")
 
 

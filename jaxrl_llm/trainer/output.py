@@ -16,7 +16,7 @@ from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import JsonlFile
-from jaxrl_llm.observability.trace import TraceWriter, as_text
+from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
     MultiTracker,
@@ -198,10 +198,10 @@ class RunOutput(MetricsLog):
             extras, failures = None, {}
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
-            if batch.model_scores is not None:
-                given = (batch.scores, batch.model_scores)
-                scores, of_model = fetch_rows(given, context.rows)
-                parts = parts | {"model": of_model}
+            of_models = self._model_scores(batch)
+            if of_models:
+                scores, found = fetch_rows((batch.scores, of_models), context.rows)
+                parts = parts | found
             failures: dict[int, list[str]] = {}
             for failure in reward.failures:
                 failures.setdefault(failure.index, []).append(failure.describe())
@@ -281,6 +281,13 @@ class RunOutput(MetricsLog):
                 indices=indices,
             )
 
+    def _model_scores(self, batch: RolloutBatch) -> dict[str, jax.Array]:
+        """The scores of the models whose weighted sum is the reward, by name."""
+        found = {} if batch.model_scores is None else {"model": batch.model_scores}
+        weighted = [model.name for model in self._config.models if model.weight]
+        names = [name for name in weighted if f"{name}_scores" in batch.extra]
+        return found | {name: batch.extra[f"{name}_scores"] for name in names}
+
     def _token_details(self, context: StepContext, batch: RolloutBatch) -> dict[str, np.ndarray]:
         """What the batch says of the tokens of the first samples of a step, where they are ours."""
         most = self._config.log.trace_details
@@ -352,10 +359,3 @@ class SupervisedOutput(MetricsLog):
     def stage(self, step: int, running: Sequence[str]) -> None:
         if self.console is not None:
             self.console.stage(step, running)
-
-
-def last_user_turn(prompt: Prompt) -> str:
-    """What was asked last: the last message of a user, or the text of a plain prompt."""
-    asked = [message for message in prompt.messages or () if message.get("role") == "user"]
-    content = asked[-1].get("content") if asked else None
-    return content if isinstance(content, str) else prompt.text

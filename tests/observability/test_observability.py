@@ -341,6 +341,7 @@ def test_trace_holds_every_sample(tmp_path):
         "row": 7,
         "prompt": "1+1=",
         "prompt_ids": [1, 2],
+        "question": None,
         "ground_truth": None,
         "response": "2",
         "tokens": [9, 2],

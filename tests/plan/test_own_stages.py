@@ -41,6 +41,37 @@ def test_the_score_of_a_second_model_is_taken_off_the_reward():
     np.testing.assert_allclose(metrics["rewards/cost/mean"], cost.mean(), rtol=1e-4, atol=1e-6)
 
 
+def weighted(name: str, weight: float) -> ExtraModelConfig:
+    return ExtraModelConfig(name=name, hf_config=MODEL, weight=weight)
+
+
+def test_scores_of_several_models_are_weighted_parts_of_the_reward():
+    models = (weighted("helpful", 0.5), weighted("safe", -2.0))
+    iteration = open_iteration(replace(config_of("grpo", use_kl_loss=False), models=models))
+    _, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    helpful, safe = (np.asarray(batch[f"{name}_scores"]) for name in ("helpful", "safe"))
+    assert helpful.std() > 0 and abs(helpful - safe).max() > 0
+    even = even_tokens(np.asarray(batch.responses), np.asarray(batch.mask))
+    np.testing.assert_allclose(batch.scores, even + 0.5 * helpful - 2 * safe, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["rewards/safe/mean"], safe.mean(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_greedy_answers_get_the_same_sum():
+    config = replace(config_of("remax"), models=(weighted("helpful", 0.5),))
+    iteration = open_iteration(config)
+    _, batch, _ = run_step(iteration, first_states(iteration), 1)
+    parts = np.asarray(batch.greedy_function_scores), np.asarray(batch["greedy_helpful_scores"])
+    assert parts[1].std() > 0
+    np.testing.assert_allclose(batch.greedy_scores, parts[0] + 0.5 * parts[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_language_model_has_no_score_to_weigh(tmp_path):
+    with pytest.raises(ConfigError, match="config.models.0.weight=1: other is a language model"):
+        changes = [("models", "[{name: other, kind: causal_lm, weight: 1.0}]")]
+        load_config("grpo", changes)
+
+
 def test_the_example_is_a_config_that_plans(tmp_path):
     config = load_config(str(EXAMPLE), [("run_dir", str(tmp_path))])
     (iteration,) = _planned(config).iterations

@@ -24,6 +24,7 @@ def sample(step: int, index: int, **changes: Any) -> dict[str, Any]:
         "row": index,
         "prompt": f"user: what is {step}+{index}?",
         "prompt_ids": [5, 6],
+        "question": f"what is {step}+{index}?",
         "ground_truth": str(step + index),
         "response": f"answer {step + index} " + ATTACKS[index % len(ATTACKS)],
         "tokens": [0, 1, 2, 3],

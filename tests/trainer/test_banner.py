@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny_run import TinyRun
 
+from jaxrl_llm.observability.trace import last_user_turn
 from jaxrl_llm.trainer.banner import parameters
-from jaxrl_llm.trainer.output import last_user_turn
 from jaxrl_llm.types import Prompt
 
 

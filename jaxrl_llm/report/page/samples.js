@@ -28,7 +28,7 @@ function quantities(sample) {
     .filter(([, , values]) => values && values.length);
 }
 
-// The last turn of a user is at the end of a rendered prompt; a table has room for that alone.
+// A table has room for the end of a prompt, where an older trace lacks the last turn of the user.
 function ending(text, most) {
   return text.length > most ? `…${text.slice(-most)}` : text;
 }
@@ -114,7 +114,7 @@ class SamplesTab {
     const cells = [
       element("td", { class: "number" }, String(sample.step)),
       element("td", {}, `${sample.data_source}${sample.kind === "validation" ? " (held out)" : ""}`),
-      element("td", { class: "text" }, ending(sample.prompt || "", 160)),
+      element("td", { class: "text" }, sample.question ?? ending(sample.prompt || "", 160)),
       element("td", { class: "text" }, sample.response || ""),
       element("td", { class: "number" }, `${sample.num_tokens}${sample.finished ? "" : " cut"}`),
       element("td", { class: `number ${Object.keys(sample.failures).length ? "bad" : ""}` }, number(sample.score)),
@@ -155,7 +155,7 @@ class SamplesTab {
     const spans = sample.tokens.map((id, i) => this.token(run, id, i, found, scale.colour(values[i]), readout));
     const left = sample.num_tokens - sample.tokens.length;
     return [
-      element("div", { class: "bar" }, labelled("colour", chooser), meaning, ...scale.legend()),
+      element("div", { class: "bar" }, labelled("colour", chooser), element("span", {}, meaning), ...scale.legend()),
       element("div", { class: "tokens" }, ...spans), readout,
       left > 0 ? note(`${left} further tokens are in the trace.`) : "",
     ];

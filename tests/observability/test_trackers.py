@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tiny_run import TinyRun
 
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.observability.trackers import MOST_FAILURES, Guarded, TrackedRun, open_trackers
@@ -145,6 +146,17 @@ found = [run.data.params, run.data.metrics, [[m.step, m.value] for m in history]
     assert (metrics["warmup/sft/loss"], metrics["val-core/x/acc/mean_at_1"]) == (2.5, 0.5)
     assert history == [[1, 0.25], [2, 0.5], [2, 0.5]]
     assert names == ["samples/00000001.md", "samples/00000002.md"]
+
+
+def test_a_run_shows_its_warm_up_apart(ppo_run: TinyRun):
+    """Fault 29. Steps of the warm-up are not those of the run."""
+    folder = ppo_run.run_dir / "tensorboard"
+    (own,) = folder.glob("events.*")
+    (warmup,) = (folder / "warmup").glob("events.*")
+    assert b"sft/loss" in warmup.read_bytes() and b"sft/loss" not in own.read_bytes()
+    for shown in (b"samples/text_summary", b"config/text_summary", b"critic/score/mean"):
+        assert shown in own.read_bytes()
+    assert (folder / "hparams").is_dir()
 
 
 # ------------------------------------------------------------------------- one's own

@@ -6,6 +6,7 @@ is reported once, and the run goes on: metrics.jsonl has everything.
 
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -299,7 +300,7 @@ class MLflow:
 
         prefix, now = f"{phase}/" if phase else "", int(time.time() * 1000)
         found = [
-            Metric(f"{prefix}{name}".replace("@", "_at_"), float(x), now, step)
+            Metric(mlflow_name(f"{prefix}{name}"), float(x), now, step)
             for name, x in metrics.items()
         ]
         self._client.log_batch(self._id, metrics=found)
@@ -324,6 +325,11 @@ assert set(PACKAGES) == set(TRACKERS)
 
 
 # ------------------------------------------------------------------------- texts
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name in the letters that MLflow allows."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
 def as_markdown(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -47,9 +47,13 @@ def host_work() -> Iterator[None]:
 def stop_requests(wait_s: float = WAIT_S) -> Iterator[Callable[[], bool]]:
     """Handle STOP_SIGNALS inside the block; yields a function that says whether one came.
 
-    Requires: the main thread. A SIGHUP that is ignored (nohup) stays ignored.
+    A SIGHUP that is ignored (nohup) stays ignored. Outside of the main thread nothing is handled,
+    because Python gives signals to that thread alone.
     Raises: EndedAtOnce inside the block, on a second signal or after `wait_s` seconds of host work.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
     received: list[str] = []
     overdue, closed = threading.Event(), threading.Event()
     main = threading.get_ident()

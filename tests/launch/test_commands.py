@@ -12,7 +12,7 @@ import pytest
 import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
-from jaxrl_llm.launch.commands import COMMANDS
+from jaxrl_llm.launch.commands import COMMANDS, versions
 from jaxrl_llm.trainer.progress import Summary, Totals, summary_lines
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,8 @@ def test_version_is_quick_and_asks_no_device():
     code += "assert 'jax' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"jaxrl_llm {rl.__version__}" in done.stdout
-    with_devices = jaxrl("--version", "--devices").stdout.splitlines()
-    assert with_devices[0] == f"jaxrl_llm {rl.__version__}" and "x cpu" in with_devices[-1]
+    assert "x cpu" in versions(devices=True)[-1]
+    assert jaxrl("--version").stdout.splitlines()[0] == f"jaxrl_llm {rl.__version__}"
 
 
 COMPLETE = """
@@ -86,7 +86,7 @@ def test_other_shells_have_a_script(shell, tmp_path):
         subprocess.run([shell, "-n", tmp_path / "script"], check=True)
 
 
-@pytest.mark.parametrize("name", ["ppo", "dpo"])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
     flags = [f"--config={name}", f"--config.run_dir={tmp_path}", "--config.total_steps=7"]
     done = jaxrl("train", *flags, "--dry_run")
@@ -98,8 +98,6 @@ def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
     assert resolved == load_config(name, {"run_dir": str(tmp_path), "total_steps": 7})
     made = {path.name for path in tmp_path.iterdir()} - {"compile_cache"}
     assert made == {"resolved_config.json"}
-    refused = jaxrl("train", *flags, "--dry_run", "--config.data.train_files=[]x")
-    assert refused.returncode == 2
 
 
 @pytest.mark.parametrize(

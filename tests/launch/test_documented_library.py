@@ -44,7 +44,10 @@ def cells_of_the_notebook() -> str:
     return "\n".join(cells) + "\nprint(answers[0].text, report['metrics'], folder)\n"
 
 
-@pytest.mark.parametrize("program", [program_of_the_page, cells_of_the_notebook])
+@pytest.mark.parametrize(
+    "program",
+    [cells_of_the_notebook, pytest.param(program_of_the_page, marks=pytest.mark.slow)],
+)
 def test_the_documented_programs_run(program, tmp_path):
     """As `python -c` and a notebook do: the functions are in no file."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,12 +110,11 @@ def test_a_conversation_that_is_too_long_goes_on(model):
     assert "give a shorter prompt, or begin again with /reset" in long and answer
 
 
-def test_chat_reads_a_pipe(folder):
-    code = "from jaxrl_llm.launch.commands import main; main()"
-    command = [sys.executable, "-c", code, "chat", f"--model={folder}", "--max_new_tokens=3"]
-    done = subprocess.run(command, input="hi\nhi\n", capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 2 and "> " not in done.stdout
+def test_chat_reads_a_pipe(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/reset\nhi\n"))
+    assert commands.chat([f"--model={folder}", "--max_new_tokens=6", "--temperature=0"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("a new conversation\n")
+    assert first == rest and first.strip() and "> " not in first
 
 
 def test_chat_needs_a_template(tmp_path):

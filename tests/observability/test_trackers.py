@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tiny_run import TinyRun
 
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.observability.trackers import MOST_FAILURES, Guarded, TrackedRun, open_trackers
@@ -35,7 +36,8 @@ def use(name: str, folder: Path) -> None:
             tracker.log(5, {"sft/loss": 2.5}, "warmup")
         for step in range(first, 3):
             metrics = {"training/global_step": step, "critic/score/mean": step / 4}
-            tracker.log(step, metrics | {"val-core/x/acc/mean@1": 0.5})
+            named = {"val-core/x/acc/mean@1": 0.5, "timing_s/ref+values": 2.0}
+            tracker.log(step, metrics | named)
             tracker.samples(step, SAMPLES)
             tracker.text(step, "alarms/x/text", "an alarm <b>")
         tracker.close()
@@ -49,7 +51,7 @@ def run_apart(name: str, folder: Path, read: str, **environment: str) -> list:
     code = f"""
 import json, sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from test_trackers import use
 use({name!r}, Path({str(folder)!r}))
 {read}
@@ -143,8 +145,20 @@ found = [run.data.params, run.data.metrics, [[m.step, m.value] for m in history]
     params, metrics, history, names = run_apart("mlflow", tmp_path, read, **store)
     assert params == {"seed": "3", "rollout.n": "2", "data.train_files": '["a"]'}
     assert (metrics["warmup/sft/loss"], metrics["val-core/x/acc/mean_at_1"]) == (2.5, 0.5)
+    assert metrics["timing_s/ref_values"] == 2.0
     assert history == [[1, 0.25], [2, 0.5], [2, 0.5]]
     assert names == ["samples/00000001.md", "samples/00000002.md"]
+
+
+def test_a_run_shows_its_warm_up_apart(ppo_run: TinyRun):
+    """Fault 29. Steps of the warm-up are not those of the run."""
+    folder = ppo_run.run_dir / "tensorboard"
+    (own,) = folder.glob("events.*")
+    (warmup,) = (folder / "warmup").glob("events.*")
+    assert b"sft/loss" in warmup.read_bytes() and b"sft/loss" not in own.read_bytes()
+    for shown in (b"samples/text_summary", b"config/text_summary", b"critic/score/mean"):
+        assert shown in own.read_bytes()
+    assert (folder / "hparams").is_dir()
 
 
 # ------------------------------------------------------------------------- one's own

@@ -262,3 +262,8 @@ def test_several_processes_share_a_folder_and_are_refused_together(tmp_path):
     for rank in (0, 1):
         message = f"[{rank}] error: another process uses the run folder {folder}: pid {os.getpid()}"
         assert message in found.stderr
+
+
+def test_a_key_that_an_older_version_lacks_may_be_null():
+    assert differing_keys({"data": {}}, {"data": {"train_rows": None}}) == []
+    assert differing_keys({"data": {}}, {"data": {"train_rows": {"num_rows": 1}}}) != []

@@ -5,11 +5,14 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from jaxrl_llm.trainer.signals import stop_requests
 
 # A run of steps that "save" after each; `hung` is a reward function that never answers.
 PROGRAM = """
@@ -106,3 +109,17 @@ def test_nohup_is_respected(tmp_path):
     assert process.poll() is None and not (tmp_path / "saved").exists()
     process.terminate()
     assert process.wait(10) == 130
+
+
+def test_another_thread_handles_no_signals():
+    found = []
+
+    def inside() -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with stop_requests() as asked:
+            found.append((asked(), signal.getsignal(signal.SIGTERM) is before))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert found == [(False, True)]

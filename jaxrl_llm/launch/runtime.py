@@ -236,13 +236,20 @@ def devices_are_used() -> bool:
 def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     """Set what jax and XLA read when the first device is touched.
 
-    In a program that has used jax before, nothing is set.
+    In a program that has used jax before, these settings stay as they are.
 
     Raises: ConfigError when that program's devices are others than those asked for.
     """
     if devices_are_used():
         _check_used_devices(num_cpu_devices, exact)
-        return
+    else:
+        _set_up_devices(num_cpu_devices, exact)
+    from jaxrl_llm.kernels.hopper import cache_ptxas_version
+
+    cache_ptxas_version()  # lowering a step's kernels asks jax for it hundreds of times
+
+
+def _set_up_devices(num_cpu_devices: int, exact: bool) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     limit = max(XLA_HOST_MEMORY_GB, int(HOST_MEMORY_FRACTION * host_memory() / 2**30))
     os.environ.setdefault(HOST_MEMORY_LIMIT, str(limit))
@@ -266,9 +273,6 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    from jaxrl_llm.kernels.hopper import cache_ptxas_version
-
-    cache_ptxas_version()  # lowering a step's kernels asks jax for it hundreds of times
 
 
 def _check_used_devices(num_cpu_devices: int, exact: bool) -> None:

@@ -37,6 +37,10 @@ GROUPS, GROUP, P, R = 4, 3, 21, 18
 N = GROUPS * GROUP
 STRICT = Strict(rows=16, block=8, align=8)
 TEMPERATURE = 0.7
+# As users have it. Tests leave out LLVM's optimisation to compile fast, and without it equal
+# operations may become code that rounds differently.
+OPTIONS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+compiled = partial(jax.jit, compiler_options=OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def sampled(params, prompts, strict, chosen, **how):
     )
     settings = GenerationSettings(sampling=sampling, strict=strict, **how)
     key = jax.random.key(3, impl="threefry2x32")
-    run = jax.jit(lambda params, *arrays: generate(SPEC, params, *arrays, key, settings))
+    run = compiled(lambda params, *arrays: generate(SPEC, params, *arrays, key, settings))
     found = run(params, *(x[chosen] for x in prompts), chosen)
     return tuple(np.asarray(x) for x in (found.tokens, found.mask, found.logprobs))
 
@@ -104,7 +108,7 @@ def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
     arrays = tuple(map(jnp.asarray, (*prompts, samples[0])))
 
     def run(strict, align):
-        return jax.jit(lambda *args: scored(args[0], padded_rows(*args[1:], align), strict))(
+        return compiled(lambda *args: scored(args[0], padded_rows(*args[1:], align), strict))(
             params, *arrays
         )
 
@@ -129,7 +133,7 @@ def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, sam
         align = None if strict is None else strict.align
         sizes = {"row_tokens": 70, "group": group, "num_replicas": 1}
         plan = plan_packing(arrays[1], arrays[3], align=align, **sizes)
-        run = jax.jit(jax.grad(partial(loss, strict=strict), has_aux=True))
+        run = compiled(jax.grad(partial(loss, strict=strict), has_aux=True))
         found = [run(params, jnp.int32(row), plan, arrays) for row in range(int(plan.num_rows))]
         assert len(found) > 2
         sums.append(jax.tree.map(lambda *x: sum(map(np.asarray, x)), *found))

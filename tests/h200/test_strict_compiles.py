@@ -9,7 +9,7 @@ from jaxrl_llm.kernels.strict_matmul import default_tile, strict_matmul
 
 pytestmark = needs_compiler
 
-SHAPES = [(16384, 1536, 8960), (1024, 1536, 256), (64, 8960, 1536)]  # a tile size each
+SHAPES = [(16384, 1536, 8960), (1024, 1536, 256), (64, 8960, 1536)]  # rows, inputs, outputs
 
 
 def compile_matmul(M: int, D: int, F: int) -> None:

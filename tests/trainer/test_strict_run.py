@@ -27,7 +27,8 @@ EQUAL = {  # what a metric is where all bits are equal
 }
 
 
-@pytest.mark.parametrize("exact", ["strict", pytest.param("repeatable", marks=pytest.mark.slow)])
+@pytest.mark.slow  # slow tests are compiled as users have it; see generation/test_strict.py
+@pytest.mark.parametrize("exact", ["strict", "repeatable"])
 def test_sampler_and_trainer_agree_in_every_step(tmp_path, exact):
     """With two mini-batches a step, a pass of its own computes the old log-probs."""
     run = TinyRun(tmp_path)

@@ -99,10 +99,11 @@ class Matmuls(abc.ABC):
                 scores * pipeline.to_base_2 - self.for_each_query(new_high, scores.shape)
             )
             total = self.add_up(total, keep, weights)
-            acc *= self.for_each_query(keep, acc.shape)
             if self.strictly:
+                acc *= self.for_each_query(keep, acc.shape)
                 return self.weighted_values(weights, step, stage, ahead, acc), new_high, total
-            return acc + self.weighted_values(weights, step, stage, ahead), new_high, total
+            new = self.weighted_values(weights, step, stage, ahead)
+            return acc * self.for_each_query(keep, acc.shape) + new, new_high, total
 
         layout = plgpu.Layout.WGMMA
         carry = (

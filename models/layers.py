@@ -64,19 +64,34 @@ class Projection(nnx.Module):
         self.kernel = parameter(shape, axes, init, dtype)
         self.bias = parameter(shape[contract:], axes[contract:], "zeros", dtype) if bias else None
 
+    adapter: Any = None  # see lora.py
+
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
-        matmul = jnp.tensordot
-        if isinstance(kernel, Weight):
-            matmul, kernel = partial(weight_matmul, kernel), kernel.computed
-        if self.bias is None:
-            return checkpoint_name(matmul(x, kernel, self.contract), PROJECTION)
+        if self.bias is None and self.adapter is None:
+            return checkpoint_name(multiply(x, kernel, self.contract), PROJECTION)
         # The output dims are joined: a GPU matmul adds a bias of one dim itself, but XLA would
         # broadcast a bias of several dims to every token in memory.
-        inputs, outputs = kernel.shape[: self.contract], kernel.shape[self.contract :]
-        y = matmul(x, kernel.reshape(*inputs, -1), self.contract)
-        y += to_every_token(self.bias[...].reshape(-1), y.shape)
+        y = multiply(x, kernel, self.contract, joined=True)
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.kernel[...])
+        if self.bias is not None:
+            y += to_every_token(self.bias[...].reshape(-1), y.shape)
+        outputs = self.kernel.shape[self.contract :]
         return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
+
+
+def multiply(x: jax.Array, kernel: Any, contract: int, *, joined: bool = False) -> jax.Array:
+    """The last `contract` dims of x times the first ones of a kernel: an array or a `Weight`.
+
+    With `joined` the output dims of the kernel become one.
+    """
+    matmul = jnp.tensordot
+    if isinstance(kernel, Weight):
+        matmul, kernel = partial(weight_matmul, kernel), kernel.computed
+    if joined:
+        kernel = kernel.reshape(*kernel.shape[:contract], -1)
+    return matmul(x, kernel, contract)
 
 
 class Float8Projection(nnx.Module):
@@ -157,10 +172,21 @@ class Embedding(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
+    adapter: Any = None  # see lora.py
+
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layout, table_VD = layout_in_scope(), self.table[...]
         split = None if layout is None else _split_of(layout, tokens_BT.shape, len(table_VD))
-        return _lookup(split, table_VD, tokens_BT)
+        x_BTD = _lookup(split, table_VD, tokens_BT)
+        if self.adapter is None:
+            return x_BTD
+        short_BTR = _lookup(split, self.adapter.a[...], tokens_BT) * self.adapter.scale
+        return x_BTD + multiply(short_BTR, self.adapter.b.get_value(), 1)
+
+    def weights(self) -> jax.Array:
+        """The table [V, D] as the weights of a head."""
+        table_VD = self.table[...]
+        return table_VD if self.adapter is None else self.adapter.table(table_VD)
 
 
 def over_sequence(x_BTD: Any) -> Any:

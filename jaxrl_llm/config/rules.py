@@ -12,7 +12,14 @@ from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Code, Spread
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
-from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.schema import (
+    AUTO,
+    AdaptedSettings,
+    Config,
+    MeshConfig,
+    ModelSettings,
+    SupervisedConfig,
+)
 from jaxrl_llm.config.times import end_time
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
@@ -43,6 +50,8 @@ def check(config: Config) -> None:
         _check_attention(config, key, model)
         _check_layers(config, key, model)
         _check_split(config, key, model)
+    for key, learner in (("actor", config.actor), ("critic", config.critic)):
+        _check_lora(config, key, learner)
     if config.checkpoint.save_by:
         end_time(config.checkpoint.save_by, started=0.0)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():
@@ -319,6 +328,59 @@ def _check_learning_weights(config: Config, key: str, model: ModelSettings) -> N
             "bfloat16 step and would be lost, so weights that learn are float32; "
             f"config.{key}.dtype=bfloat16 computes in it, and "
             f"config.{own.pop()}.moment_dtype=bfloat16 or .offload=true saves memory"
+        )
+
+
+def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
+    """Adapters need whole layers on the actor's devices."""
+    lora = model.lora
+    if not lora.rank:
+        if model.base_dtype:
+            raise ConfigError(
+                f"config.{key}.base_dtype={model.base_dtype} is of frozen weights, and all weights "
+                f"learn: set config.{key}.lora.rank=16, or leave base_dtype out"
+            )
+        return
+    name = f"config.{key}.lora.rank={lora.rank}"
+    if not lora.targets:
+        raise ConfigError(f"config.{key}.lora.targets is empty; all-linear is usual")
+    if config.mesh.pipeline > 1:
+        raise ConfigError(
+            f"{name} does not work with config.mesh.pipeline={config.mesh.pipeline}: set "
+            "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
+        )
+    if config.placement:
+        raise ConfigError(
+            f"{name} does not work with config.placement: roles share the frozen weights on the "
+            "actor's devices; leave placement out"
+        )
+    if key == "critic" and _shares_base(config) and model.tensor != config.actor.tensor:
+        raise ConfigError(
+            f"config.critic.tensor={model.tensor}: the critic shares the actor's frozen weights, "
+            f"which are split by config.actor.tensor={config.actor.tensor}; give both the same"
+        )
+    if key == "actor" and not config.rollout.merge_adapters:
+        _check_unmerged(config)
+
+
+def _shares_base(config: Config) -> bool:
+    """Whether the critic's adapters are on the actor's frozen weights."""
+    critic = config.critic
+    return bool(config.actor.lora.rank and not critic.path and not critic.hf_config)
+
+
+def _check_unmerged(config: Config) -> None:
+    """Adapters that a decode step can compute apart."""
+    refused = {
+        "actor.lora.dora=True": config.actor.lora.dora,
+        f"rollout.quantization={config.rollout.quantization}": (
+            config.rollout.quantization != "none"
+        ),
+        "actor.lora.targets of lm_head": any("lm_head" in t for t in config.actor.lora.targets),
+    }
+    for what in (name for name, given in refused.items() if given):
+        raise ConfigError(
+            f"config.rollout.merge_adapters=False does not work with config.{what}; leave it True"
         )
 
 

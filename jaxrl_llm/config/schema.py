@@ -37,7 +37,7 @@ from jaxrl_llm.config.records import (
 __all__ = [
     "AUTO",
     "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
-    "ActorConfig",
+    "LoraConfig", "AdaptedSettings", "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
     "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config", "as_dict",
@@ -194,7 +194,29 @@ class ModelSettings(Record):
 
 
 @record
-class ActorConfig(ModelSettings):
+class LoraConfig(Record):
+    """Low-rank adapters in place of training all weights; PEFT's names. See docs/lora.md."""
+
+    rank: Whole = 0  # 0 trains all weights
+    alpha: Positive = 16.0  # A B counts alpha / rank times
+    dropout: BelowOne = 0.0  # of the adapters' inputs in updates
+    # "all-linear", names of modules such as q_proj, or patterns of whole names
+    targets: Many[str] = ("all-linear",)
+    rslora: bool = False  # alpha / sqrt(rank), for large ranks
+    dora: bool = False  # the norm of each output learns too
+
+
+@record
+class AdaptedSettings(ModelSettings):
+    """A model that learns, in full or by adapters on frozen weights."""
+
+    lora: LoraConfig = LoraConfig()
+    # With lora: of the frozen weights. Empty takes that of computation.
+    base_dtype: Literal["", "float32", "bfloat16"] = ""
+
+
+@record
+class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -211,7 +233,7 @@ class ActorConfig(ModelSettings):
 
 
 @record
-class CriticConfig(ModelSettings):
+class CriticConfig(AdaptedSettings):
     """The value model. An empty path starts it from the actor's weights, after the warm-up."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
@@ -293,6 +315,9 @@ class RolloutConfig(Record):
     dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"
+    # With actor.lora: generate with one copy of base plus adapters, which is faster. False computes
+    # the adapters apart: no copy, and the trainer's own rounding.
+    merge_adapters: bool = True
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
 

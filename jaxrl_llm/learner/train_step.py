@@ -24,6 +24,7 @@ from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
+from jaxrl_llm.models.lora import join
 
 Loss = PolicyLoss | ValueLoss | RecordLoss
 # (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
@@ -86,8 +87,12 @@ def train_step(
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
+    base: Params | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step, on mini-batch `position`. For `cast_ahead`, `measure`: `accumulate`."""
+    """One optimizer step, on mini-batch `position`.
+
+    For `cast_ahead`, `measure` and `base` see `accumulate`.
+    """
     batch = loss.inputs(batches.at(position), position == 0)
     grads, metrics = accumulate(
         loss,
@@ -96,6 +101,7 @@ def train_step(
         cast_ahead=cast_ahead,
         micro_batches=micro_batches,
         measure=measure,
+        base=base,
     )
     state, norms = apply_gradients(
         state,
@@ -115,6 +121,7 @@ def accumulate(
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
+    base: Params | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
@@ -123,9 +130,13 @@ def accumulate(
     says how full their rows are. Where rows are split over devices, `attention_balance` is the work
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
-    arrays once they are complete.
+    arrays once they are complete. `base` are frozen parameters, which `params` are joined to.
     """
     computed = params
+    if base is not None:
+        if cast_ahead is not None:
+            base = cast(base, cast_ahead.dtype)
+        loss = _on_base(loss, base)
     if cast_ahead is not None:
         computed = cast(params, cast_ahead.dtype)
         if cast_ahead.float32_gradients and micro_batches.adds_up:
@@ -155,6 +166,11 @@ def accumulate(
     if LARGEST_PART in metrics:
         metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
     return grads, metrics if measure is None else metrics | measure(samples, batch)
+
+
+def _on_base(loss: PartLoss, base: Params) -> PartLoss:
+    """`loss` of the parameters that learn, joined to those of the base."""
+    return lambda own, part: loss(join(base, own), part)
 
 
 def _with_stored(stored: Array, computed: Array) -> Any:

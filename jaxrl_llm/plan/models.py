@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
 from jaxrl_llm.checkpoint.soundness import check_loaded
-from jaxrl_llm.config import Config, ModelSettings
+from jaxrl_llm.config import AdaptedSettings, Config, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
 from jaxrl_llm.models.config import Kind
-from jaxrl_llm.models.families import config_from_hf, to_hf_config
+from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
+from jaxrl_llm.models.lora import Lora, chosen_modules
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 
@@ -109,6 +110,46 @@ def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
 def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
     """The abstract model in the dtype in which it is stored."""
     return model_spec(source.config, kind, settings.param_dtype)
+
+
+def learner_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
+    """The abstract model of a role that may have adapters. ValueError for their targets."""
+    lora = adapters_of(source, kind, settings)
+    if lora is None:
+        return spec_of(source, kind, settings)
+    return model_spec(source.config, kind, base_dtype(settings), lora=lora)
+
+
+def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lora | None:
+    """The adapters that the settings ask for; None trains all weights."""
+    if not isinstance(settings, AdaptedSettings) or not settings.lora.rank:
+        return None
+    given = settings.lora
+    tensors = (tensor.name for tensor in hf_names(source.config, kind).values())
+    return Lora(
+        rank=given.rank,
+        alpha=given.alpha,
+        modules=chosen_modules(given.targets, tensors),
+        rslora=given.rslora,
+        dora=given.dora,
+        dropout=given.dropout,
+        dtype=settings.param_dtype,
+    )
+
+
+def base_dtype(settings: ModelSettings) -> str:
+    """The dtype of the frozen weights below adapters."""
+    return getattr(settings, "base_dtype", "") or settings.dtype
+
+
+def base_settings(settings: ModelSettings) -> ModelSettings:
+    """How the frozen weights below adapters are stored, and computed without adapters."""
+    return ModelSettings(
+        dtype=settings.dtype,
+        param_dtype=base_dtype(settings),  # pyright: ignore[reportArgumentType]
+        attention=settings.attention,
+        tensor=settings.tensor,
+    )
 
 
 def load_params(role: Role, source: ModelSource, seed: int) -> Params:

@@ -23,7 +23,7 @@ from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
-from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
+from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import Role, make_role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
@@ -35,8 +35,9 @@ from jaxrl_llm.types import RolloutBatch
 SCORE = "score"  # by which groups are filtered where no part of the reward is named
 TEACHER = "teacher"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
+BASE, CRITIC_BASE = "base", "critic_base"  # frozen weights below adapters
 AHEAD = "ahead"  # in a checkpoint: what was generated for the next steps
-ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE)
+ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE, BASE, CRITIC_BASE)
 
 
 # ------------------------------------------------------------------------- what is planned
@@ -149,7 +150,21 @@ class OnlinePlan:
     @property
     def frozen(self) -> list[str]:
         """The roles that no step changes: saved once a run."""
-        return [name for name, role in self.roles.items() if role.optimizer is None]
+        fixed = [name for name, role in self.roles.items() if role.optimizer is None]
+        return [name for name in fixed if name not in self.reloaded]
+
+    @property
+    def bases(self) -> dict[str, Role]:
+        """The frozen weights below adapters."""
+        return {name: self.roles[name] for name in (BASE, CRITIC_BASE) if name in self.roles}
+
+    @property
+    def reloaded(self) -> dict[str, ModelSource]:
+        """The roles that no step changes and that a run reads again, where it began with them."""
+        if self.config.warmup is not None:
+            return {}
+        found = {BASE: self.sources.get("actor"), CRITIC_BASE: self.sources.get("critic")}
+        return {name: s for name, s in found.items() if s is not None and name in self.roles}
 
     @property
     def num_devices(self) -> int:
@@ -287,7 +302,7 @@ def plan_iteration(
     rest = [stage for stage in planned if stage not in collected]
     group = partial(segments, fuse=config.fuse_stages, place=by_mesh(own_meshes))
     collecting = group(collected)
-    used = {stage.role for stage in planned}
+    used = {name for stage in planned for name in (stage.role, *stage.shares)}
     roles = {name: role for name, role in roles.items() if name in used}
     shardings = {name: role.shardings for name, role in roles.items()}
     return Iteration(
@@ -415,15 +430,28 @@ def _roles(
         elif name == TEACHER:
             sources[name] = actor
         _check_vocabulary(name, source, actor)
-        spec = spec_of(source, kind, settings)
-        roles[name] = _make_role(name, spec, settings, config, own_meshes.get(name), mesh)
+        spec = learner_spec(source, kind, settings)
+        role = _make_role(name, spec, settings, config, own_meshes.get(name), mesh)
+        if spec.lora is not None:
+            shared = source is actor and BASE in roles
+            base = BASE if name == "actor" or shared else CRITIC_BASE
+            if base not in roles:
+                frozen = base_settings(settings)
+                roles[base] = _make_role(
+                    base, spec_of(source, kind, frozen), frozen, config, None, mesh
+                )
+            role = replace(role, base=base)
+        roles[name] = role
     iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
     for name, number in iterations.items():
         settings = config.actor if name == "actor" else config.critic
         per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
         steps = max(per_epoch * settings.ppo_epochs, 1)
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
-    roles["reference"] = reference_role(config, actor, mesh, own_meshes.get("reference"))
+    # The policy before training is the base of its adapters.
+    roles["reference"] = roles.get(BASE) or reference_role(
+        config, actor, mesh, own_meshes.get("reference")
+    )
     return roles, sources
 
 
@@ -573,6 +601,7 @@ class _Planning:
             samples=config.data.train_batch_size * config.rollout.n,
             dtype=_rollout_dtype(config),
             seed=config.seed,
+            merge_adapters=config.rollout.merge_adapters,
             settings=GenerationSettings(
                 sampling=self.sampling,
                 group=config.rollout.n,

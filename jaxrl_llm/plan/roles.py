@@ -1,6 +1,6 @@
 """The roles of a run placed on its mesh: model, layouts, optimizer, forward settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,16 @@ from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
-from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
-from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.learner.train_state import (
+    Adapted,
+    Params,
+    TrainState,
+    init_state,
+    params_of,
+    state_shardings,
+)
+from jaxrl_llm.models.base import ModelSpec, draw_params
+from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
 
 
@@ -34,6 +42,7 @@ class Role:
     offload: bool = False  # optimizer state is in host memory between steps
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
+    base: str = ""  # of a role with adapters: whose state its base is
 
     @property
     def mesh(self) -> Mesh:
@@ -48,11 +57,12 @@ class Role:
     @property
     def shardings(self) -> Any:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
+        own = self._own(self.param_shardings)
         if self.optimizer is None:
-            return self.param_shardings
+            return own
         return state_shardings(
-            self.spec.params,
-            self.param_shardings,
+            self.spec.learned,
+            own,
             self.optimizer,
             self.mesh,
             offload=self.offload,
@@ -61,15 +71,47 @@ class Role:
     def abstract(self) -> Any:
         """Shape, dtype and sharding of what the role keeps, without any array."""
         if self.optimizer is None:
-            shapes = self.spec.params
+            shapes = self.spec.learned
         else:
-            shapes = jax.eval_shape(self._init, self.spec.params)
+            shapes = jax.eval_shape(self._init, self.spec.learned)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings
         )
 
+    def state_of(self, states: Mapping[str, Any]) -> Any:
+        """What the role keeps, joined to its base if it has one; None for a role without state."""
+        own = states.get(self.name)
+        return self.with_base(own, states[self.base]) if self.base else own
+
+    def params_in(self, states: Mapping[str, Any]) -> Params:
+        """All parameters of the role, those of its base included."""
+        return params_of(self.state_of(states))
+
+    def with_base(self, own: Any, base: Params) -> Adapted:
+        """What a role with adapters works with. The base may have another head than the role."""
+        wanted = split(self.spec.params)[0]
+        return Adapted(own=own, base={name: base[name] for name in wanted})
+
+    def first_adapters(self, base: Params, seed: int) -> Params:
+        """New adapters of a base, and the head of a scalar model: the base's, or zeros."""
+        spec, lora = self.spec, self.spec.lora
+        assert lora is not None
+
+        def make(base: Params) -> Params:
+            own = draw_params(spec, spec.learned, jax.random.key(seed))
+            own = split(first_magnitudes(self.with_base(own, base).joined, lora))[1]
+            if HEAD in own and HEAD in base:
+                own |= {HEAD: jax.tree.map(lambda x: x.astype(lora.dtype), base[HEAD])}
+            return own
+
+        return jax.jit(make, out_shardings=self._own(self.param_shardings))(base)
+
+    def _own(self, tree: Params) -> Params:
+        """The part that the role keeps, of a tree of all its parameters."""
+        return tree if self.spec.lora is None else split(tree)[1]
+
     def state(self, params: Params) -> Any:
-        """What the role keeps, made of its parameters.
+        """What the role keeps, made of its parameters, or of those that learn.
 
         The parameters are consumed: their buffers become the state's. A copy would leave a hole in
         memory, and the temporaries of a program need one piece.
@@ -209,8 +251,3 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
     return lambda params: jax.tree.map(
         gather, axes, use, params, is_leaf=lambda x: isinstance(x, tuple)
     )
-
-
-def params_of(state: Any) -> Params:
-    """The parameters in what a role keeps."""
-    return state.params if isinstance(state, TrainState) else state

@@ -30,7 +30,15 @@ from jaxrl_llm.learner.forward import (
 )
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
-from jaxrl_llm.learner.train_state import Metrics, TrainState, cast
+from jaxrl_llm.learner.train_state import (
+    Adapted,
+    Metrics,
+    Params,
+    TrainState,
+    cast,
+    own_of,
+    params_of,
+)
 from jaxrl_llm.learner.train_step import (
     BUBBLE,
     NONFINITE,
@@ -40,10 +48,11 @@ from jaxrl_llm.learner.train_step import (
     mini_batches,
     train_step,
 )
+from jaxrl_llm.models.base import ModelSpec, merge_adapters
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
-from jaxrl_llm.plan.dataflow import Stage, StageOutput
-from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
+from jaxrl_llm.plan.roles import Role
 
 KL_CONTROLLER = "kl_controller"
 
@@ -57,6 +66,14 @@ class ModelStage(Stage):
     @property
     def role(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.name
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return (self.model.base,) if self.model.base else ()
+
+    def state_of(self, states: States) -> Any:
+        """The state of the model; with adapters, joined to that of its base."""
+        return self.model.state_of(states)
 
     @property
     def loop_metrics(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -94,6 +111,15 @@ def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
 # ------------------------------------------------------------------------- generation
 
 
+def sampling_model(
+    spec: ModelSpec, params: Params, dtype: str, *, merge: bool
+) -> tuple[ModelSpec, Params]:
+    """The model that generates, in `dtype`. With `merge`, W + scale * A B in place of adapters."""
+    if merge:
+        spec, params = merge_adapters(spec, params)
+    return spec, cast(params, dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """How the actor generates for training."""
@@ -102,6 +128,7 @@ class Generation:
     dtype: str
     seed: int
     settings: GenerationSettings
+    merge_adapters: bool = True
 
     def run(
         self,
@@ -114,9 +141,12 @@ class Generation:
         settings: GenerationSettings,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout."""
+        spec, params = sampling_model(
+            role.spec, params_of(state), self.dtype, merge=self.merge_adapters
+        )
         return generate_on_mesh(
-            role.spec,
-            cast(params_of(state), self.dtype),
+            spec,
+            params,
             prompts,
             lengths,
             sample_ids,
@@ -533,8 +563,10 @@ class Update(ModelStage):
     def loop_metrics(self) -> Mapping[str, str]:
         return {MICRO_BATCHES: f"{self.role}/micro_batches"}
 
-    def __call__(self, state: TrainState, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: TrainState | Adapted, step: Any, **fields: Any) -> StageOutput:
         role, sizes = self.model, self.sizes
+        base = state.base if isinstance(state, Adapted) else None
+        state = own_of(state)
         assert role.optimizer is not None and role.learning_rate is not None
         key = None
         if sizes.shuffle_seed is not None:
@@ -553,6 +585,7 @@ class Update(ModelStage):
             optimizer=role.optimizer,
             learning_rate=role.learning_rate,
             max_grad_norm=role.max_grad_norm,
+            base=base,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=sizes.update,
             measure=self.measure,

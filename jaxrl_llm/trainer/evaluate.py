@@ -32,11 +32,12 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.learner.train_state import Params, cast
+from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.online import stop_ids
-from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.stages import sampling_model
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import (
@@ -84,6 +85,7 @@ class Validator:
         max_prompt_length: int,
         dtype: str,
         seed: int,
+        merge_adapters: bool = True,
     ):
         self._num_prompts = len(prompts)
         self._tokenizer = tokenizer
@@ -95,6 +97,7 @@ class Validator:
         self._mesh = role.mesh
         self._settings = settings
         self._dtype, self._seed = dtype, seed
+        self._merge_adapters = merge_adapters
         self._sharding = batch_sharding(role.mesh)
         self._rows = host_rows(self._sharding, self._batch_size * self._n, self._n)
         groups = np.unique(self._rows.held // self._n).tolist()
@@ -103,23 +106,28 @@ class Validator:
         self._prompts = [
             {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
         ]
+        self.role = role
         self._answer, self._compiled = self._compile(role), False
 
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
+        if role is self.role:
+            return self
         other = copy.copy(self)
+        other.role = role
         other._answer, other._compiled = self._compile(role), False
         return other
 
     def _compile(self, role: Role) -> Callable[..., Any]:
-        dtype, seed = self._dtype, self._seed
+        dtype, seed, merge = self._dtype, self._seed, self._merge_adapters
         settings = replace(self._settings, attention=role.forward.attention)
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
+            spec, params = sampling_model(role.spec, params, dtype, merge=merge)
             out = generate_on_mesh(
-                role.spec,
-                cast(params, dtype),
+                spec,
+                params,
                 prompts,
                 lengths,
                 sample_ids,
@@ -222,6 +230,7 @@ def open_validator(
         max_prompt_length=config.data.max_prompt_length,
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,
+        merge_adapters=config.rollout.merge_adapters,
     )
 
 
@@ -297,12 +306,11 @@ class AnswerEvaluation(Evaluation):
     """Answers to held-out prompts: all metrics of them, or their accuracy under one name."""
 
     validator: Validator
-    role: str
     accuracy_name: str = ""  # empty reports all metrics
     output: RunOutput | None = None  # where the answers are traced
 
     def run(self, states: States, step: int) -> dict[str, float]:
-        found = self.validator.run(params_of(states[self.role]), step)
+        found = self.validator.run(self.validator.role.params_in(states), step)
         if self.output is not None:
             self.output.validation(
                 step, found.prompts, found.completions, found.grades, found.indices

@@ -36,6 +36,7 @@ from jaxrl_llm.trainer.batches import (
     PromptBatches,
     RecordBatches,
 )
+from jaxrl_llm.trainer.bases import BASES, bases_record, read_bases
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.data import (
     OfflineRecords,
@@ -130,6 +131,7 @@ class Run:
     alarms: Alarms
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
+    _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
 
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
@@ -236,12 +238,20 @@ class Run:
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
         loop_state["alarms"] = self.alarms.state()
         loop_state[IDENTITY] = self.identity
-        items = to_items(states, self.plan.frozen)
+        if self.plan.reloaded and not self._bases:
+            self._bases = bases_record(self.plan, states)
+        loop_state[BASES] = self._bases
+        items = to_items(states, self._apart)
         self.output.flush()
         self.watch.enter("disk space", learn=False)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.watch.enter("save")
         self.checkpoints.save(step, items, loop_state, metrics)
+
+    @property
+    def _apart(self) -> list[str]:
+        """The states that are not in every checkpoint."""
+        return [*self.plan.frozen, *self.plan.reloaded]
 
     def _save_once(self, states: States) -> None:
         """Write what every checkpoint needs and no step changes."""
@@ -262,7 +272,7 @@ class Run:
         self.data.loader.set_state(loop_state["data"])
         abstract, frozen = self._abstract_states(), self.plan.frozen
         try:
-            items, found = manager.restore(path, to_items(abstract, frozen))
+            items, found = manager.restore(path, to_items(abstract, self._apart))
             self.checkpoints.growth.begin(found[manager.NORMS])
         except DamagedCheckpoint as error:
             if path.parent != self.checkpoints.directory:
@@ -273,6 +283,7 @@ class Run:
             ) from None
         kept = {name: abstract[name] for name in frozen}
         fixed = manager.restore_frozen(path.parent, kept) if kept else {}
+        fixed |= read_bases(self.plan, loop_state.get(BASES, {}))
         return from_items(items, fixed), loop_state
 
 
@@ -363,7 +374,7 @@ class RunData:
         if isinstance(plan, OnlinePlan):
             answers = self.validator
             if answers is not None:
-                found.append(AnswerEvaluation(validator=answers, role="actor", output=output))
+                found.append(AnswerEvaluation(validator=answers, output=output))
             return found
         mesh = plan.learner.mesh
         assert records is not None
@@ -379,8 +390,7 @@ class RunData:
                 RecordEvaluation(plan.held_out, divide, batches, mesh, rows, prefix="eval_")
             )
         if self.validator is not None:
-            role = plan.learner.name
-            found.append(AnswerEvaluation(validator=self.validator, role=role))
+            found.append(AnswerEvaluation(validator=self.validator))
         return found
 
 

@@ -210,19 +210,21 @@ def first_magnitudes(params: Tree, lora: Lora) -> Tree:
 
 
 def merged(params: Tree, lora: Lora) -> Tree:
-    """Parameters without adapters: W + scale * A B, added in float32, in the dtype of W."""
+    """Parameters without adapters: W + scale * A B in the dtype of W.
+
+    A and B are rounded to it before they are multiplied, as in a training pass in that dtype.
+    """
 
     def dense(key: str, module: Tree) -> Tree:
         adapter, rest = module[ADAPTER], {k: v for k, v in module.items() if k != ADAPTER}
         name = "kernel" if "kernel" in module else "table"
-        a, b = (adapter[part].astype(jnp.float32) for part in ("a", "b"))
-        change = lora.scale * jnp.tensordot(a, b, 1)
-        old = module[name]
-        change = change.T if key == "head" else change  # of a table [V, D]
-        new = old.astype(jnp.float32) + change
+        a, b, old = adapter["a"], adapter["b"], module[name]
+        # One matmul that adds: a product in float32 would be a second copy of the weights.
+        change = jnp.tensordot(a.astype(old.dtype), (lora.scale * b).astype(old.dtype), 1)
+        new = old + (change.T if key == "head" else change)  # the head is a table [V, D]
         if MAGNITUDE in adapter:
             norms = column_norms(old, a, b, lora.scale, a.ndim - 1)
-            new *= adapter[MAGNITUDE] / norms
+            new = new.astype(jnp.float32) * (adapter[MAGNITUDE] / norms)
         return rest | {name: new.astype(old.dtype)}
 
     return _each_adapted(params, dense)

@@ -28,6 +28,7 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.alarming import AlarmBell
+from jaxrl_llm.trainer.bases import BASES, bases_record, read_bases
 from jaxrl_llm.trainer.batches import (
     AheadBatches,
     AnyLoader,
@@ -36,7 +37,6 @@ from jaxrl_llm.trainer.batches import (
     PromptBatches,
     RecordBatches,
 )
-from jaxrl_llm.trainer.bases import BASES, bases_record, read_bases
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.data import (
     OfflineRecords,

@@ -11,6 +11,7 @@ from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
     ExactAnswer,
+    LoraConfig,
     MeshConfig,
     RewardConfig,
     RolloutConfig,
@@ -19,6 +20,8 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import to_hf_config
+
+LORA = LoraConfig(rank=16, alpha=32)
 
 
 def run_config(
@@ -54,10 +57,11 @@ def run_config(
             hf_config=to_hf_config(model),
             dtype="bfloat16",
             ppo_mini_batch_size=num_prompts,
+            lora=LORA if "lora" in algorithm else LoraConfig(),
         ),
         critic=CriticConfig(dtype="bfloat16"),
-        rollout=RolloutConfig(n=samples),
-        algorithm=GRPO() if algorithm == "grpo" else PPO(),
+        rollout=RolloutConfig(n=samples, merge_adapters=not algorithm.endswith("apart")),
+        algorithm=GRPO() if algorithm.startswith("grpo") else PPO(),
         reward=RewardConfig(functions=(ExactAnswer(),)),
         exact=False,
         fuse_stages=False,

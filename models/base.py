@@ -254,7 +254,7 @@ def draw_params(spec: ModelSpec, part: Params, key: jax.Array) -> Params:
     """First values of `part`, a part of the spec's parameters; see `init_params`."""
 
     def draw(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        init = spec.init
+        init: Any = spec.init
         for entry in path:
             init = init[entry.key]
         std = spec.config.initializer_range

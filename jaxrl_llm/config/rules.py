@@ -334,14 +334,19 @@ def _check_learning_weights(config: Config, key: str, model: ModelSettings) -> N
 def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
     """Adapters need whole layers on the actor's devices."""
     lora = model.lora
-    if not lora.rank:
+    if not lora.enabled:
         if model.base_dtype:
             raise ConfigError(
                 f"config.{key}.base_dtype={model.base_dtype} is of frozen weights, and all weights "
                 f"learn: set config.{key}.lora.rank=16, or leave base_dtype out"
             )
         return
-    name = f"config.{key}.lora.rank={lora.rank}"
+    name = f"config.{key}.lora.{f'path={lora.path}' if lora.path else f'rank={lora.rank}'}"
+    if lora.path and not (Path(lora.path) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{name}: expected a folder with adapter_config.json, as PEFT and "
+            f"`jaxrl export --adapter` write it{nearest_file(Path(lora.path))}"
+        )
     if not lora.targets:
         raise ConfigError(f"config.{key}.lora.targets is empty; all-linear is usual")
     if config.mesh.pipeline > 1:
@@ -366,7 +371,7 @@ def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
 def _shares_base(config: Config) -> bool:
     """Whether the critic's adapters are on the actor's frozen weights."""
     critic = config.critic
-    return bool(config.actor.lora.rank and not critic.path and not critic.hf_config)
+    return bool(config.actor.lora.enabled and not critic.path and not critic.hf_config)
 
 
 def _check_unmerged(config: Config) -> None:

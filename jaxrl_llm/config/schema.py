@@ -198,12 +198,19 @@ class LoraConfig(Record):
     """Low-rank adapters in place of training all weights; PEFT's names. See docs/lora.md."""
 
     rank: Whole = 0  # 0 trains all weights
+    # Folder of a PEFT adapter to begin with; its rank, alpha, targets and kind count.
+    path: str = ""
     alpha: Positive = 16.0  # A B counts alpha / rank times
     dropout: BelowOne = 0.0  # of the adapters' inputs in updates
     # "all-linear", names of modules such as q_proj, or patterns of whole names
     targets: Many[str] = ("all-linear",)
     rslora: bool = False  # alpha / sqrt(rank), for large ranks
     dora: bool = False  # the norm of each output learns too
+
+    @property
+    def enabled(self) -> bool:
+        """Whether adapters learn, and not all weights."""
+        return bool(self.rank or self.path)
 
 
 @record

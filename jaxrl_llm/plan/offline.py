@@ -40,9 +40,9 @@ from jaxrl_llm.learner.train_state import Metrics, Params, params_of
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
-from jaxrl_llm.plan.online import BASE, reference_role
+from jaxrl_llm.plan.online import reference_role
 from jaxrl_llm.plan.program import Program
-from jaxrl_llm.plan.roles import Role, make_role
+from jaxrl_llm.plan.roles import BASE, Role, make_role
 from jaxrl_llm.plan.stages import ModelStage, Update, UpdateSizes, shard_rows, shard_stacked
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import OFFLINE_FIELDS, OfflineBatch, TokenBatch

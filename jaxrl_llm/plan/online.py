@@ -25,7 +25,7 @@ from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
-from jaxrl_llm.plan.roles import Role, make_role, rollout_role
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, make_role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
@@ -35,7 +35,6 @@ from jaxrl_llm.types import RolloutBatch
 SCORE = "score"  # by which groups are filtered where no part of the reward is named
 TEACHER = "teacher"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
-BASE, CRITIC_BASE = "base", "critic_base"  # frozen weights below adapters
 AHEAD = "ahead"  # in a checkpoint: what was generated for the next steps
 ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE, BASE, CRITIC_BASE)
 

@@ -26,6 +26,8 @@ from jaxrl_llm.models.base import ModelSpec, draw_params
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
 
+BASE, CRITIC_BASE = "base", "critic_base"  # roles: the frozen weights below adapters
+
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
@@ -57,7 +59,7 @@ class Role:
     @property
     def shardings(self) -> Any:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
-        own = self._own(self.param_shardings)
+        own = self.own_shardings
         if self.optimizer is None:
             return own
         return state_shardings(
@@ -104,7 +106,12 @@ class Role:
                 own |= {HEAD: jax.tree.map(lambda x: x.astype(lora.dtype), base[HEAD])}
             return own
 
-        return jax.jit(make, out_shardings=self._own(self.param_shardings))(base)
+        return jax.jit(make, out_shardings=self.own_shardings)(base)
+
+    @property
+    def own_shardings(self) -> Params:
+        """Shardings of the parameters that the role keeps itself."""
+        return self._own(self.param_shardings)
 
     def _own(self, tree: Params) -> Params:
         """The part that the role keeps, of a tree of all its parameters."""

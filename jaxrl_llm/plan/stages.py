@@ -566,7 +566,7 @@ class Update(ModelStage):
     def __call__(self, state: TrainState | Adapted, step: Any, **fields: Any) -> StageOutput:
         role, sizes = self.model, self.sizes
         base = state.base if isinstance(state, Adapted) else None
-        state = own_of(state)
+        own: TrainState = own_of(state)
         assert role.optimizer is not None and role.learning_rate is not None
         key = None
         if sizes.shuffle_seed is not None:
@@ -592,13 +592,13 @@ class Update(ModelStage):
         )
         num_steps = sizes.num_mini_batches * sizes.num_epochs
         if num_steps == 1:
-            state, metrics = optimizer_step(state, 0)
+            own, metrics = optimizer_step(own, 0)
             metrics = jax.tree.map(lambda x: x[None], metrics)
         else:
-            state, metrics = jax.lax.scan(optimizer_step, state, jnp.arange(num_steps))
+            own, metrics = jax.lax.scan(optimizer_step, own, jnp.arange(num_steps))
         if role.forward.pipeline is not None:
             metrics[BUBBLE] = jnp.full(num_steps, role.forward.pipeline.bubble, jnp.float32)
-        return StageOutput(metrics=self.summary(metrics), state=state)
+        return StageOutput(metrics=self.summary(metrics), state=own)
 
     def summary(self, steps: Metrics) -> Metrics:
         """Metrics [optimizer steps] averaged; those of the step itself are named for the role."""

@@ -26,9 +26,10 @@ from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
+from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.alarming import AlarmBell
-from jaxrl_llm.trainer.bases import BASES, bases_record, read_bases
+from jaxrl_llm.trainer.bases import bases_record, read_bases
 from jaxrl_llm.trainer.batches import (
     AheadBatches,
     AnyLoader,

@@ -21,11 +21,12 @@ from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import scalar_params_from
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.models import load_params, spec_of
+from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
-from jaxrl_llm.plan.online import CRITIC_BASE, TEACHER, Iteration, OnlinePlan
-from jaxrl_llm.plan.roles import Role, make_role
+from jaxrl_llm.plan.online import TEACHER, Iteration, OnlinePlan
+from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
+from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import RecordBatches
 from jaxrl_llm.trainer.data import OfflineRecords, preference_data, sft_batches
@@ -112,7 +113,7 @@ def _with_actor(plan: Iteration | OnlinePlan, states: States, actor: Params) -> 
     role = plan.roles["actor"]
     if role.base:
         states[role.base] = actor
-        actor = role.first_adapters(actor, role_seed(plan.config, "actor"))
+        actor = first_adapters(role, actor, plan.config.actor, role_seed(plan.config, "actor"))
     states["actor"] = role.state(actor)
     return states
 
@@ -141,7 +142,8 @@ def _first_state(plan: Iteration | OnlinePlan, name: str, actor: Params, states:
     if not role.base:
         return role.state(_derive_or_load(plan, name, actor))
     base = actor if role.base == plan.roles["actor"].base else states[role.base]
-    return role.state(role.first_adapters(base, role_seed(plan.config, name)))
+    seed = role_seed(plan.config, name)
+    return role.state(first_adapters(role, base, plan.config.critic, seed))
 
 
 def _derive_or_load(plan: Iteration | OnlinePlan, name: str, actor: Params) -> Params:
@@ -224,7 +226,7 @@ def first_offline_states(
     reference = params
     if plan.base is not None:
         states[plan.base.name] = params
-        params = role.first_adapters(params, role_seed(config, role.name))
+        params = first_adapters(role, params, config.actor, role_seed(config, role.name))
     elif plan.reference is not None:
         reference = derive_reference(plan.reference, params)
     states[role.name] = role.state(params)

@@ -131,12 +131,17 @@ def _with_learned_in(params: Params, dtype: str) -> Params:
     return join(base, own)
 
 
-def merge_adapters(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
-    """The same model without adapters, in the dtype of its base. Call it inside jit."""
+def merge_adapters(
+    spec: ModelSpec, params: Params, dtype: DTypeLike | None = None
+) -> tuple[ModelSpec, Params]:
+    """The same model without adapters. Call it inside jit.
+
+    The merged weights have `dtype`, by default that of the base; the others are as they were.
+    """
     if spec.lora is None:
         return spec, params
     dense = model_spec(spec.config, spec.kind, spec.dtype, form=spec.form)
-    return dense, merged(params, spec.lora)
+    return dense, merged(params, spec.lora, dtype or spec.dtype)
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Params:

@@ -70,15 +70,16 @@ class Projection(nnx.Module):
         kernel = self.kernel.get_value()
         if self.bias is None and self.adapter is None:
             return checkpoint_name(multiply(x, kernel, self.contract), PROJECTION)
+        shape = (kernel if isinstance(kernel, jax.Array) else kernel.computed).shape
         # The output dims are joined: a GPU matmul adds a bias of one dim itself, but XLA would
         # broadcast a bias of several dims to every token in memory.
-        y = multiply(x, kernel, self.contract, joined=True)
-        if self.adapter is not None:
-            y = self.adapter(x, y, self.kernel[...])
+        if self.adapter is None:
+            y = multiply(x, kernel, self.contract, joined=True)
+        else:
+            y = self.adapter(x, kernel)
         if self.bias is not None:
             y += to_every_token(self.bias[...].reshape(-1), y.shape)
-        outputs = self.kernel.shape[self.contract :]
-        return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
+        return checkpoint_name(y.reshape(*y.shape[:-1], *shape[self.contract :]), PROJECTION)
 
 
 def multiply(x: jax.Array, kernel: Any, contract: int, *, joined: bool = False) -> jax.Array:

@@ -10,15 +10,20 @@ Shape letters: D the module's inputs, R rank, F its outputs.
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxrl_llm.models.layers import Embedding, ParameterAxis, Projection, multiply, parameter
+from jaxrl_llm.models.weight import Weight
+from jaxrl_llm.numerics import round_by_chance
 
 ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
@@ -27,6 +32,7 @@ HEAD = "score"  # of a scalar model: it learns in full
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
 
 Tree = Any  # nested dicts of arrays with str keys
+Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,12 @@ class Lora:
     dora: bool = False
     dropout: float = 0.0  # of the inputs, while learning
     dtype: str = "float32"  # of A, B and what else learns
+    merge: bool = True  # compute with W + scale * A B, rounded; False computes A B apart
+
+    @property
+    def merges_updates(self) -> bool:
+        """Whether passes and updates compute with merged weights too, and not the sampler alone."""
+        return self.merge and not self.dora and not self.dropout
 
     @property
     def scale(self) -> float:
@@ -99,11 +111,13 @@ class Adapter(nnx.Module):
 
     _inits = ("uniform", "zeros")  # a new adapter changes nothing
 
-    def __call__(self, x: jax.Array, y_F: jax.Array, kernel: jax.Array) -> jax.Array:
-        """`y_F`, which is x times the kernel with joined outputs, of the adapted module."""
+    def __call__(self, x: jax.Array, kernel: Any) -> jax.Array:
+        """x times the adapted weights, with joined outputs. `kernel`: an array or `Merged`."""
         a, b = self.a.get_value(), self.b.get_value()
+        if isinstance(kernel, Merged):
+            return merged_matmul(kernel.computed, x, a, b, self.contract, self.scale)
         z_R = multiply(x, a, self.contract) * self.scale
-        y_F = y_F + multiply(z_R, b, 1, joined=True)
+        y_F = multiply(x, kernel, self.contract, joined=True) + multiply(z_R, b, 1, joined=True)
         if self.magnitude is None:
             return y_F
         norms = column_norms(kernel, self.a[...], self.b[...], self.scale, self.contract)
@@ -123,6 +137,68 @@ class TableAdapter(Adapter):
     def table(self, table_VD: jax.Array) -> jax.Array:
         """The weights of the adapted head."""
         return table_VD + (self.scale * self.a[...] @ self.b[...]).T.astype(table_VD.dtype)
+
+
+# ------------------------------------------------------------------------- merged weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Merged:
+    """Merged weights where a layer expects those of the base; gradients go to the adapter.
+
+    The learner makes it once an optimizer step, as it makes a `Weight`. A pass then costs what one
+    without adapters does.
+    """
+
+    computed: jax.Array
+
+
+def merged_matmul(
+    computed: jax.Array, x: jax.Array, a: Any, b: Any, contract: int, scale: float
+) -> jax.Array:
+    """x times merged weights with joined outputs; the gradients are those of x, A and B.
+
+    `a` and `b`: arrays, or a `Weight` whose gradient has the stored dtype.
+    """
+    stored = (w.stored if isinstance(w, Weight) else w for w in (a, b))
+    return _merged_matmul(computed, x, *stored, contract, scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _merged_matmul(
+    computed: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, contract: int, scale: float
+) -> jax.Array:
+    return multiply(x, computed, contract, joined=True)
+
+
+def _merged_forward(
+    computed: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, contract: int, scale: float
+) -> tuple[jax.Array, Any]:
+    return _merged_matmul(computed, x, a, b, contract, scale), (computed, x, a, b)
+
+
+def _merged_backward(contract: int, scale: float, residuals: Any, gradient: jax.Array) -> Any:
+    computed, x, a, b = residuals
+    size, rank = math.prod(computed.shape[:contract]), b.shape[0]
+    x_TD, g_TF = x.reshape(-1, size), gradient.reshape(-1, computed.size // size)
+    a_DR = a.reshape(size, rank).astype(x.dtype)
+    b_RF = (scale * b).reshape(rank, -1).astype(x.dtype)
+    g_TR = jnp.einsum("TF,RF->TR", g_TF, b_RF)
+    z_TR = jnp.einsum("TD,DR->TR", x_TD, a_DR)
+    # A scaled B: its gradient has the factor, z has not.
+    b_gradient = scale * jnp.einsum("TR,TF->RF", z_TR, g_TF, preferred_element_type=b.dtype)
+    a_gradient = jnp.einsum("TD,TR->DR", x_TD, g_TR, preferred_element_type=a.dtype)
+    x_gradient = jnp.einsum("TF,DF->TD", g_TF, computed.reshape(size, -1))
+    return (
+        jnp.zeros_like(computed),  # nothing asks for it
+        x_gradient.reshape(x.shape),
+        a_gradient.reshape(a.shape),
+        b_gradient.reshape(b.shape),
+    )
+
+
+_merged_matmul.defvjp(_merged_forward, _merged_backward)
 
 
 def column_norms(kernel: Any, a: Any, b: Any, scale: float, contract: int) -> jax.Array:
@@ -200,7 +276,7 @@ def join(base: Tree, own: Tree) -> Tree:
 def first_magnitudes(params: Tree, lora: Lora) -> Tree:
     """Joined parameters whose DoRA norms are those of their modules."""
 
-    def found(_: str, module: Tree) -> Tree:
+    def found(_: Path, module: Tree) -> Tree:
         adapter = module[ADAPTER]
         a, b, kernel = adapter["a"], adapter["b"], module["kernel"]
         norms = column_norms(kernel, a, b, lora.scale, a.ndim - 1)
@@ -209,32 +285,53 @@ def first_magnitudes(params: Tree, lora: Lora) -> Tree:
     return _each_adapted(params, found) if lora.dora else params
 
 
-def merged(params: Tree, lora: Lora) -> Tree:
-    """Parameters without adapters: W + scale * A B in the dtype of W.
+def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+    """Parameters without adapters: W + scale * A B in `dtype`; the others are as they were."""
 
-    A and B are rounded to it before they are multiplied, as in a training pass in that dtype.
-    """
-
-    def dense(key: str, module: Tree) -> Tree:
-        adapter, rest = module[ADAPTER], {k: v for k, v in module.items() if k != ADAPTER}
-        name = "kernel" if "kernel" in module else "table"
-        a, b, old = adapter["a"], adapter["b"], module[name]
-        # One matmul that adds: a product in float32 would be a second copy of the weights.
-        change = jnp.tensordot(a.astype(old.dtype), (lora.scale * b).astype(old.dtype), 1)
-        new = old + (change.T if key == "head" else change)  # the head is a table [V, D]
-        if MAGNITUDE in adapter:
-            norms = column_norms(old, a, b, lora.scale, a.ndim - 1)
-            new = new.astype(jnp.float32) * (adapter[MAGNITUDE] / norms)
-        return rest | {name: new.astype(old.dtype)}
+    def dense(path: Path, module: Tree) -> Tree:
+        rest = {name: value for name, value in module.items() if name != ADAPTER}
+        return rest | _sum(path, module, lora, dtype)
 
     return _each_adapted(params, dense)
 
 
-def _each_adapted(tree: Tree, change: Callable[[str, Tree], Tree], key: str = "") -> Tree:
-    """`tree` with `change` applied to the key and the parameters of each module with an adapter."""
+def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+    """The base with `Merged` weights. Adapters of tables stay apart."""
+
+    def ahead(path: Path, module: Tree) -> Tree:
+        rest = {name: value for name, value in module.items() if name != ADAPTER}
+        if "kernel" not in module:
+            return rest
+        return rest | {"kernel": Merged(_sum(path, module, lora, dtype)["kernel"])}
+
+    return split(_each_adapted(params, ahead))[0]
+
+
+def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+    """The merged weights of a module, by their name.
+
+    A base in bf16 lies on the grid of bf16, and most changes are less than half a step of it: to
+    the nearest, the sum would be the base. So it is rounded stochastically, by bits that depend on
+    the place alone: equal adapters give equal weights.
+    """
+    adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
+    a, b, old = adapter["a"], adapter["b"], module[name].astype(jnp.float32)
+    change = jnp.tensordot(a, lora.scale * b, 1, preferred_element_type=jnp.float32)
+    new = old + (change.T if path[-1] == "head" else change)  # the head is a table [V, D]
+    if MAGNITUDE in adapter:
+        new *= adapter[MAGNITUDE] / column_norms(old, a, b, lora.scale, a.ndim - 1)
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return {name: new.astype(dtype)}
+    return {name: round_by_chance(new, jnp.int32(0), zlib.crc32("/".join(path).encode()))}
+
+
+def _each_adapted(
+    tree: Tree, change: Callable[[Path, Tree], Tree], path: tuple[str, ...] = ()
+) -> Tree:
+    """`tree` with `change` applied to path and parameters of each module that has an adapter."""
     if ADAPTER in tree:
-        return change(key, tree)
+        return change(path, tree)
     return {
-        name: _each_adapted(value, change, name) if isinstance(value, dict) else value
+        name: _each_adapted(value, change, (*path, name)) if isinstance(value, dict) else value
         for name, value in tree.items()
     }

@@ -50,6 +50,7 @@ def model_record(spec: ModelSpec, dtype: str) -> Record:
 def lora_record(lora: Lora) -> Record:
     """The adapters of a model; `lora_of` reads it."""
     found = dataclasses.asdict(lora) | {"modules": sorted(lora.modules)}
+    del found["merge"]  # how it is computed, not what it is
     return {LORA + key: value for key, value in found.items()}
 
 

@@ -364,7 +364,7 @@ def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
             f"config.critic.tensor={model.tensor}: the critic shares the actor's frozen weights, "
             f"which are split by config.actor.tensor={config.actor.tensor}; give both the same"
         )
-    if key == "actor" and not config.rollout.merge_adapters:
+    if key == "actor" and not lora.merge:
         _check_unmerged(config)
 
 
@@ -385,7 +385,7 @@ def _check_unmerged(config: Config) -> None:
     }
     for what in (name for name, given in refused.items() if given):
         raise ConfigError(
-            f"config.rollout.merge_adapters=False does not work with config.{what}; leave it True"
+            f"config.actor.lora.merge=False does not work with config.{what}; leave it True"
         )
 
 

@@ -206,6 +206,9 @@ class LoraConfig(Record):
     targets: Many[str] = ("all-linear",)
     rslora: bool = False  # alpha / sqrt(rank), for large ranks
     dora: bool = False  # the norm of each output learns too
+    # Compute with one copy of base plus adapters, made in each step: as fast as all weights.
+    # False computes the adapters apart: no copy, for a model that takes most of the memory.
+    merge: bool = True
 
     @property
     def enabled(self) -> bool:
@@ -322,9 +325,6 @@ class RolloutConfig(Record):
     dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"
-    # With actor.lora: generate with one copy of base plus adapters, which is faster. False computes
-    # the adapters apart: no copy, and the trainer's own rounding.
-    merge_adapters: bool = True
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
 
 

@@ -24,7 +24,7 @@ from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
-from jaxrl_llm.models.lora import join
+from jaxrl_llm.models.lora import Lora, join, merged_ahead
 
 Loss = PolicyLoss | ValueLoss | RecordLoss
 # (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
@@ -35,6 +35,21 @@ Measure = Callable[[Any, Fields], Metrics]
 BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
 STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The frozen parameters below adapters, and the dtype that they are computed in."""
+
+    params: Params
+    lora: Lora
+    dtype: str
+
+    def of_step(self, own: Params) -> Params:
+        """What an optimizer step joins `own` to: merged with it, where the adapters merge."""
+        if not self.lora.merges_updates:
+            return cast(self.params, self.dtype)
+        return cast(merged_ahead(join(self.params, own), self.lora, self.dtype), self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +102,7 @@ def train_step(
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
-    base: Params | None = None,
+    base: Base | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step, on mini-batch `position`.
 
@@ -121,7 +136,7 @@ def accumulate(
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
-    base: Params | None = None,
+    base: Base | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
@@ -130,13 +145,11 @@ def accumulate(
     says how full their rows are. Where rows are split over devices, `attention_balance` is the work
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
-    arrays once they are complete. `base` are frozen parameters, which `params` are joined to.
+    arrays once they are complete. `base` has frozen parameters, which `params` are joined to.
     """
     computed = params
     if base is not None:
-        if cast_ahead is not None:
-            base = cast(base, cast_ahead.dtype)
-        loss = _on_base(loss, base)
+        loss = _on_base(loss, base.of_step(params))
     if cast_ahead is not None:
         computed = cast(params, cast_ahead.dtype)
         if cast_ahead.float32_gradients and micro_batches.adds_up:

@@ -1,7 +1,7 @@
 """The model of a role: described by a directory, a checkpoint or a config; no weights."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -122,9 +122,10 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
         return None
     given = settings.lora
     if given.path:
-        return read_lora(
+        found = read_lora(
             given.path, source.config, kind, dtype=settings.param_dtype, dropout=given.dropout
         )
+        return replace(found, merge=given.merge)
     tensors = (tensor.name for tensor in hf_names(source.config, kind).values())
     return Lora(
         rank=given.rank,
@@ -134,6 +135,7 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
         dora=given.dora,
         dropout=given.dropout,
         dtype=settings.param_dtype,
+        merge=given.merge,
     )
 
 

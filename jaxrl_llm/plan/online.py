@@ -600,7 +600,6 @@ class _Planning:
             samples=config.data.train_batch_size * config.rollout.n,
             dtype=_rollout_dtype(config),
             seed=config.seed,
-            merge_adapters=config.rollout.merge_adapters,
             settings=GenerationSettings(
                 sampling=self.sampling,
                 group=config.rollout.n,

@@ -43,6 +43,7 @@ from jaxrl_llm.learner.train_step import (
     BUBBLE,
     NONFINITE,
     STEP_METRICS,
+    Base,
     Loss,
     Measure,
     mini_batches,
@@ -111,13 +112,19 @@ def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
 # ------------------------------------------------------------------------- generation
 
 
-def sampling_model(
-    spec: ModelSpec, params: Params, dtype: str, *, merge: bool
-) -> tuple[ModelSpec, Params]:
-    """The model that generates, in `dtype`. With `merge`, W + scale * A B in place of adapters."""
-    if merge:
-        spec, params = merge_adapters(spec, params)
+def sampling_model(spec: ModelSpec, params: Params, dtype: str) -> tuple[ModelSpec, Params]:
+    """The model that generates, in `dtype`; its adapters are merged, unless they are kept apart."""
+    if spec.lora is not None and spec.lora.merge:
+        spec, params = merge_adapters(spec, params, dtype)
     return spec, cast(params, dtype)
+
+
+def pass_model(role: Role, state: Any) -> tuple[ModelSpec, Params]:
+    """The model of a pass without gradient; its weights are those that an update begins with."""
+    spec, params = role.spec, params_of(state)
+    if spec.lora is not None and spec.lora.merges_updates:
+        spec, params = merge_adapters(spec, params, role.passes.dtype)
+    return spec, params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +135,6 @@ class Generation:
     dtype: str
     seed: int
     settings: GenerationSettings
-    merge_adapters: bool = True
 
     def run(
         self,
@@ -141,9 +147,7 @@ class Generation:
         settings: GenerationSettings,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout."""
-        spec, params = sampling_model(
-            role.spec, params_of(state), self.dtype, merge=self.merge_adapters
-        )
+        spec, params = sampling_model(role.spec, params_of(state), self.dtype)
         return generate_on_mesh(
             spec,
             params,
@@ -259,12 +263,13 @@ class OldLogprobs(ModelStage):
         rollout_logprobs: Any,
     ) -> StageOutput:
         with_squares = "sum_pi_squared" in self.writes
+        spec, params = pass_model(self.model, state)
 
         def forward(part: Fields) -> Any:
             found = response_statistics(
-                params_of(state),
+                params,
                 rows_of(part),
-                spec=self.model.spec,
+                spec=spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
                 with_entropy=True,
@@ -379,10 +384,10 @@ class Values(ModelStage):
         responses: Any,
         mask: Any,
     ) -> StageOutput:
+        spec, params = pass_model(self.model, state)
+
         def forward(part: Fields) -> Any:
-            return response_values(
-                params_of(state), rows_of(part), spec=self.model.spec, settings=self.model.passes
-            )
+            return response_values(params, rows_of(part), spec=spec, settings=self.model.passes)
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
         values, parts = self.micro_batches.join_counted(forward, samples)
@@ -565,7 +570,10 @@ class Update(ModelStage):
 
     def __call__(self, state: TrainState | Adapted, step: Any, **fields: Any) -> StageOutput:
         role, sizes = self.model, self.sizes
-        base = state.base if isinstance(state, Adapted) else None
+        base = None
+        if isinstance(state, Adapted):
+            assert role.spec.lora is not None
+            base = Base(params=state.base, lora=role.spec.lora, dtype=role.forward.dtype)
         own: TrainState = own_of(state)
         assert role.optimizer is not None and role.learning_rate is not None
         key = None

@@ -91,9 +91,9 @@ def restored(role: Role, checkpoint: Path, stored: str, abstract: Params) -> Par
     base = _stored_base(role, checkpoint, stored)
 
     def merge(own: Params, base: Params) -> Params:
-        params = cast(adapted.with_base(own, base).joined, role.spec.dtype)
-        dense = merge_adapters(adapted.spec, params)[1]
-        return {name: dense[name] for name in abstract}
+        dtype = role.spec.dtype
+        dense = merge_adapters(adapted.spec, adapted.with_base(own, base).joined, dtype)[1]
+        return cast({name: dense[name] for name in abstract}, dtype)
 
     places = {name: role.param_shardings[name] for name in abstract}
     return jax.jit(merge, out_shardings=places)(own, base)

@@ -85,7 +85,6 @@ class Validator:
         max_prompt_length: int,
         dtype: str,
         seed: int,
-        merge_adapters: bool = True,
     ):
         self._num_prompts = len(prompts)
         self._tokenizer = tokenizer
@@ -97,7 +96,6 @@ class Validator:
         self._mesh = role.mesh
         self._settings = settings
         self._dtype, self._seed = dtype, seed
-        self._merge_adapters = merge_adapters
         self._sharding = batch_sharding(role.mesh)
         self._rows = host_rows(self._sharding, self._batch_size * self._n, self._n)
         groups = np.unique(self._rows.held // self._n).tolist()
@@ -119,12 +117,12 @@ class Validator:
         return other
 
     def _compile(self, role: Role) -> Callable[..., Any]:
-        dtype, seed, merge = self._dtype, self._seed, self._merge_adapters
+        dtype, seed = self._dtype, self._seed
         settings = replace(self._settings, attention=role.forward.attention)
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
-            spec, params = sampling_model(role.spec, params, dtype, merge=merge)
+            spec, params = sampling_model(role.spec, params, dtype)
             out = generate_on_mesh(
                 spec,
                 params,
@@ -230,7 +228,6 @@ def open_validator(
         max_prompt_length=config.data.max_prompt_length,
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,
-        merge_adapters=config.rollout.merge_adapters,
     )
 
 

@@ -21,8 +21,6 @@ from jaxrl_llm.config import (
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import to_hf_config
 
-LORA = LoraConfig(rank=16, alpha=32)
-
 
 def run_config(
     model: ModelConfig,
@@ -41,6 +39,7 @@ def run_config(
     (num_prompts, samples), (prompt, response) = groups, lengths
     # Never read: validation asks for them, the benchmark draws its own tokens and rewards.
     tasks = (ChainSum(),)
+    lora = LoraConfig(rank=16, alpha=32, merge=not algorithm.endswith("apart"))
     config = Config(
         name="benchmark",
         total_steps=1000,
@@ -57,10 +56,10 @@ def run_config(
             hf_config=to_hf_config(model),
             dtype="bfloat16",
             ppo_mini_batch_size=num_prompts,
-            lora=LORA if "lora" in algorithm else LoraConfig(),
+            lora=lora if "lora" in algorithm else LoraConfig(),
         ),
         critic=CriticConfig(dtype="bfloat16"),
-        rollout=RolloutConfig(n=samples, merge_adapters=not algorithm.endswith("apart")),
+        rollout=RolloutConfig(n=samples),
         algorithm=GRPO() if algorithm.startswith("grpo") else PPO(),
         reward=RewardConfig(functions=(ExactAnswer(),)),
         exact=False,

@@ -14,7 +14,7 @@ from jaxrl_llm.checkpoint.peft import adapter_tensors, export_adapter, import_ad
 from jaxrl_llm.kernels.flash_attention import attention
 from jaxrl_llm.models.base import bind, draw_params, merge_adapters, model_spec
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.models.lora import Lora, chosen_modules, first_magnitudes, join, split
+from jaxrl_llm.models.lora import Lora, chosen_modules, first_magnitudes, join, merged_ahead, split
 
 REASON = "pip install -e '.[parity]'"
 torch = pytest.importorskip("torch", reason=REASON)
@@ -124,6 +124,13 @@ def test_peft_computes_the_same(tmp_path, kind):
         key = peft_name(name)
         np.testing.assert_allclose(found[key], p.detach().numpy(), atol=1e-5, err_msg=name)
 
+    # With merged weights, as updates compute.
+    ahead = merged_ahead(join(base, own), spec.lora, "float32")
+    again = jax.jit(jax.grad(lambda own: our_loss(spec, ahead, own)[0]))(own)
+    if spec.lora.merges_updates:
+        for one, other in zip(*map(jax.tree.leaves, (again, grads)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
     # The merged model has the same outputs as PEFT's merged model.
     theirs = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(source), folder
@@ -140,6 +147,7 @@ def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]
     source = write_directory(tmp_path / "source", config)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    torch.manual_seed(0)
     theirs = peft.get_peft_model(
         model,
         peft.LoraConfig(
@@ -147,6 +155,9 @@ def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
             init_lora_weights=False,
         ),
     )  # fmt: skip
+    with torch.no_grad():  # drawn large: the logits would have large errors of rounding
+        for parameter in theirs.parameters():
+            parameter.mul_(0.3 if parameter.requires_grad else 1.0)
     theirs.save_pretrained(tmp_path / "theirs")
     lora = read_lora(tmp_path / "theirs", config, "causal_lm", dtype="float32", dropout=0.0)
     assert (lora.rank, lora.alpha, lora.rslora, lora.dora) == (3, 7.0, True, bool(flags))

@@ -143,7 +143,7 @@ def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path):
             "mesh.pipeline=2: set mesh.pipeline to 1",
         ),
         ({"placement": '{"rollout": "1"}'}, "does not work with config.placement"),
-        ({"rollout.merge_adapters": "false", "actor.lora.dora": "true"}, "lora.dora=True"),
+        ({"actor.lora.merge": "false", "actor.lora.dora": "true"}, "lora.dora=True"),
         ({"actor.lora.targets": "[]"}, "lora.targets is empty"),
         ({"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"}, "base_dtype=bfloat16 is of"),
         ({"actor.lora.path": "nowhere"}, "expected a folder with adapter_config.json"),

@@ -233,7 +233,20 @@ def switch_and_gather(
         shardings(spec.axes, spec.params, layout.mesh, layout.rules) for layout in (source, target)
     )
     gather = gather_to(target, spec)
-    return lambda params: gather(to_layout(params, before, after))
+
+    def switch(params: Params) -> Params:
+        places = (_part_of(each, params) for each in (before, after))
+        return gather(to_layout(params, *places))
+
+    return switch
+
+
+def _part_of(tree: Params, params: Params) -> Params:
+    """The leaves of `tree` that `params` has: merged weights have no adapters."""
+    return {
+        name: _part_of(tree[name], value) if isinstance(value, dict) else tree[name]
+        for name, value in params.items()
+    }
 
 
 def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
@@ -255,6 +268,8 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
         # Without the barrier the partitioner gathers float32, as it was before the cast.
         return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
 
-    return lambda params: jax.tree.map(
-        gather, axes, use, params, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    def gathered(params: Params) -> Params:
+        names, places = (_part_of(tree, params) for tree in (axes, use))
+        return jax.tree.map(gather, names, places, params, is_leaf=lambda x: isinstance(x, tuple))
+
+    return gathered

@@ -28,6 +28,7 @@ from jaxrl_llm.numerics import round_by_chance
 ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
+DROPOUT = "dropout"  # beside the parts of a model: the key of an update's dropout
 HEAD = "score"  # of a scalar model: it learns in full
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
 
@@ -110,13 +111,21 @@ class Adapter(nnx.Module):
         self.magnitude = parameter(outputs, whole, "ones", jnp.float32) if lora.dora else None
 
     _inits = ("uniform", "zeros")  # a new adapter changes nothing
+    key: Any = None  # of dropout, in an update; see `set_dropout`
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        if self.key is None:
+            return x
+        key = jax.random.wrap_key_data(self.key[...])
+        kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), 0)
 
     def __call__(self, x: jax.Array, kernel: Any) -> jax.Array:
         """x times the adapted weights, with joined outputs. `kernel`: an array or `Merged`."""
         a, b = self.a.get_value(), self.b.get_value()
         if isinstance(kernel, Merged):
             return merged_matmul(kernel.computed, x, a, b, self.contract, self.scale)
-        z_R = multiply(x, a, self.contract) * self.scale
+        z_R = multiply(self._dropped(x), a, self.contract) * self.scale
         y_F = multiply(x, kernel, self.contract, joined=True) + multiply(z_R, b, 1, joined=True)
         if self.magnitude is None:
             return y_F
@@ -161,8 +170,9 @@ def merged_matmul(
 
     `a` and `b`: arrays, or a `Weight` whose gradient has the stored dtype.
     """
-    stored = (w.stored if isinstance(w, Weight) else w for w in (a, b))
-    return _merged_matmul(computed, x, *stored, contract, scale)
+    a, b = (w.stored if isinstance(w, Weight) else w for w in (a, b))
+    found: Any = _merged_matmul(computed, x, a, b, contract, scale)
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -235,6 +245,15 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
             )
         else:
             module.adapter = EmbeddingAdapter((V, D), (rows, columns), 1, lora)
+
+
+def set_dropout(model: nnx.Module, key: jax.Array) -> None:
+    """Have each adapter of a bound model drop its own inputs, by a key of its own."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Adapter) and module.dropout:
+            name = "/".join(map(str, path))
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            module.key = nnx.Variable(jax.random.key_data(own))
 
 
 def _at(model: Any, path: Sequence[str]) -> Any:

@@ -347,6 +347,11 @@ def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
             f"{name}: expected a folder with adapter_config.json, as PEFT and "
             f"`jaxrl export --adapter` write it{nearest_file(Path(lora.path))}"
         )
+    if lora.dropout and (lora.dora or any("lm_head" in target for target in lora.targets)):
+        raise ConfigError(
+            f"config.{key}.lora.dropout={lora.dropout} does not work with lora.dora or with "
+            "lm_head among lora.targets; set it to 0"
+        )
     if not lora.targets:
         raise ConfigError(f"config.{key}.lora.targets is empty; all-linear is usual")
     if config.mesh.pipeline > 1:

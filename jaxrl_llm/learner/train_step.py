@@ -24,7 +24,7 @@ from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
-from jaxrl_llm.models.lora import Lora, join, merged_ahead
+from jaxrl_llm.models.lora import DROPOUT, Lora, join, merged_ahead
 
 Loss = PolicyLoss | ValueLoss | RecordLoss
 # (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
@@ -44,6 +44,14 @@ class Base:
     params: Params
     lora: Lora
     dtype: str
+    key: Array | None = None  # of dropout, for the role and the run
+
+    def with_dropout(self, params: Params, step: Array, index: int | Array) -> Params:
+        """`params` for one micro-batch: with the key of its dropout, if there is any."""
+        if self.key is None or not self.lora.dropout:
+            return params
+        key = jax.random.fold_in(jax.random.fold_in(self.key, step), index)
+        return params | {DROPOUT: key}
 
     def of_step(self, own: Params) -> Params:
         """What an optimizer step joins `own` to: merged with it, where the adapters merge."""
@@ -117,6 +125,7 @@ def train_step(
         micro_batches=micro_batches,
         measure=measure,
         base=base,
+        step=state.step,
     )
     state, norms = apply_gradients(
         state,
@@ -137,6 +146,7 @@ def accumulate(
     micro_batches: MicroBatches,
     measure: Measure | None = None,
     base: Base | None = None,
+    step: int | Array = 0,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
@@ -145,20 +155,23 @@ def accumulate(
     says how full their rows are. Where rows are split over devices, `attention_balance` is the work
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
-    arrays once they are complete. `base` has frozen parameters, which `params` are joined to.
+    arrays once they are complete. `base` has frozen parameters, which `params` are joined to;
+    `step` draws its dropout.
     """
     computed = params
-    if base is not None:
-        loss = _on_base(loss, base.of_step(params))
+    fixed = None if base is None else base.of_step(params)
     if cast_ahead is not None:
         computed = cast(params, cast_ahead.dtype)
         if cast_ahead.float32_gradients and micro_batches.adds_up:
             computed = jax.tree.map(_with_stored, params, computed)
-    gradient = jax.value_and_grad(loss, has_aux=True)
     parts = micro_batches.split(batch)
 
     def add(index: int | Array, total: Any) -> Any:
         """One micro-batch, added to the total of those before; None where it is the first."""
+        part_loss = loss
+        if base is not None:
+            part_loss = _on_base(loss, base.with_dropout(fixed, step, index))
+        gradient = jax.value_and_grad(part_loss, has_aux=True)
         (value, found), grads = gradient(computed, parts.at(index))
         metrics, samples = (found, ()) if measure is None else found
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}

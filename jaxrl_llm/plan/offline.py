@@ -275,7 +275,8 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     catalogue = _forward_stages(
         algorithm, learner, reference, micro_batches, table=TRAIN if precomputed else None
     )
-    catalogue.append(_update(learner, algorithm, micro_batches, name=f"update_{learner.name}"))
+    name = f"update_{learner.name}"
+    catalogue.append(_update(learner, algorithm, micro_batches, name, seed=config.seed))
     stages = plan(catalogue, fields=OFFLINE)
     return OfflinePlan(
         config=config,
@@ -506,6 +507,7 @@ def _update(
     micro_batches: MicroBatches,
     name: str,
     prefix: str = "",
+    seed: int = 0,
 ) -> "RecordUpdate":
     return RecordUpdate(
         model=role,
@@ -513,6 +515,7 @@ def _update(
         prefix=prefix,
         loss=RecordLoss(algorithm=algorithm, spec=role.spec, settings=role.forward),
         sizes=UpdateSizes(update=micro_batches, forward=micro_batches),
+        seed=seed,
     )
 
 

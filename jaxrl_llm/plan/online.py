@@ -652,7 +652,11 @@ class _Planning:
         if algorithm.value_loss is not None:
             loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
             update = stages.Update(
-                model=critic, name="update_critic", loss=loss, sizes=critic_sizes
+                model=critic,
+                name="update_critic",
+                loss=loss,
+                sizes=critic_sizes,
+                seed=config.seed,
             )
             found.append(update)
         loss = PolicyLoss(
@@ -669,6 +673,7 @@ class _Planning:
             sizes=sizes,
             first_step=_critic_warmup(config, algorithm) + 1,
             measure=stages.policy_metrics if own_logprobs else None,
+            seed=config.seed,
         )
         return [*found, update]
 

@@ -4,6 +4,7 @@ Nothing here knows an algorithm's name. Which fields a stage reads comes from it
 from the signatures of the functions that the `Algorithm` holds.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -557,6 +558,7 @@ class Update(ModelStage):
     sizes: UpdateSizes
     first_step: int = 1
     measure: Measure | None = None
+    seed: int = 0  # of the run, for dropout
 
     updates = True
 
@@ -573,7 +575,12 @@ class Update(ModelStage):
         base = None
         if isinstance(state, Adapted):
             assert role.spec.lora is not None
-            base = Base(params=state.base, lora=role.spec.lora, dtype=role.forward.dtype)
+            base = Base(
+                params=state.base,
+                lora=role.spec.lora,
+                dtype=role.forward.dtype,
+                key=jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(role.name.encode())),
+            )
         own: TrainState = own_of(state)
         assert role.optimizer is not None and role.learning_rate is not None
         key = None

@@ -6,6 +6,7 @@ Guarantees: values outside of the mask, also infinity and NaN, change no result.
 0 instead of a division by zero.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,14 +99,22 @@ def entropy_from_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*
     return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
 
 
-def rms_norm(x: Float[Array, "..."], weight: Float[Array, " D"], eps: float) -> Float[Array, "..."]:
+def rms_norm(
+    x: Float[Array, "..."],
+    weight: Float[Array, " D"],
+    eps: float,
+    total: Callable[[Array], Array] | None = None,
+) -> Float[Array, "..."]:
     """x / rms(x) * weight over the last dim, statistics in float32 (arXiv:1910.07467).
 
     x is rounded to the weight's dtype before the multiplication, as in transformers, so that bf16
-    results agree.
+    results agree. `total` adds up the last dim in an order of its own.
     """
     x32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    if total is None:
+        variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    else:
+        variance = total(jnp.square(x32))[..., None] / x.shape[-1]
     normed = (x32 * jax.lax.rsqrt(variance + eps)).astype(weight.dtype)
     return normed * to_every_token(weight, x.shape)
 

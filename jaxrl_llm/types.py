@@ -52,6 +52,8 @@ class RolloutBatch:
     responses: Int[Array, "B R"] | None = None
     mask: Float[Array, "B R"] | None = None  # 1 for a token of the policy, its EOS included
     rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
+    # With partial rollouts: updates of the policy that sampled each token; -1 outside of the mask.
+    policy_versions: Int[Array, "B R"] | None = None
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update
     # Sum over the vocabulary of the squared probabilities that `old_logprobs` are of.
     sum_pi_squared: Float[Array, "B R"] | None = None

@@ -77,16 +77,21 @@ class Attention(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
+        out_BTNH, new_cache = attend(*self.inputs(x_BTD, rope), layer_cache, window=self.window)
+        return self.o(out_BTNH), new_cache
+
+    def inputs(
+        self, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, as `Attend` takes them."""
         q_BTNH, k_BTKH, v_BTKH = gathering(self._project)(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH, k_BTKH = apply_rope(q_BTNH, *rope), apply_rope(k_BTKH, *rope)
-        out_BTNH, new_cache = attend(q_BTNH, k_BTKH, v_BTKH, layer_cache, window=self.window)
-        return self.o(out_BTNH), new_cache
+        return apply_rope(q_BTNH, *rope), apply_rope(k_BTKH, *rope), v_BTKH
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         if hasattr(self, "qkv"):
             N, K = self.heads
-            q_BTNH, k_BTKH, v_BTKH = jnp.split(self.qkv(x_BTD), (N, N + K), axis=2)
+            q_BTNH, k_BTKH, v_BTKH = jnp.split(self.qkv(x_BTD), (N, N + K), axis=-2)
             return q_BTNH, k_BTKH, v_BTKH
         return self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import check_family, hf_names
@@ -168,7 +169,7 @@ def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
 
     def draw(path: tuple[Any, ...], abstract: Any, init: str, sharding: Any) -> jax.Array:
         run = program(abstract.shape, abstract.dtype, init, sharding)
-        return run(_leaf_key(key, path))
+        return call(run, (_leaf_key(key, path),), sharding.mesh)
 
     return jax.tree.map_with_path(draw, spec.params, spec.init, shardings)
 

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
+from jaxrl_llm.kernels.strict import Strict, by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import (
@@ -56,9 +57,36 @@ class Block(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
+        strict = strict_in_scope()
+        if strict is not None and not strict.kernels:
+            return self._strictly(strict, x_BTD, rope, layer_cache, attend)
         mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
         x_BTD = x_BTD + scattered(mixed_BTD)
         return x_BTD + scattered(self.mlp(self.mlp_norm(x_BTD))), new_cache
+
+    def _strictly(
+        self,
+        strict: Strict,
+        x_BTD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        layer_cache: Any,
+        attend: Attend,
+    ) -> tuple[jax.Array, Any]:
+        """The layer in chunks of rows before and after the attention."""
+        graphdef, state = nnx.split(self)
+
+        def before(state: Any, x_CD: jax.Array, *rope: jax.Array) -> Any:
+            layer = nnx.merge(graphdef, state)
+            return layer.attention.inputs(layer.attention_norm(x_CD), rope)
+
+        def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
+            layer = nnx.merge(graphdef, state)
+            x_CD = x_CD + layer.attention.o(out_CNH)
+            return x_CD + layer.mlp(layer.mlp_norm(x_CD))
+
+        inputs = by_rows(strict, before, state, x_BTD, *rope)
+        out_BTNH, new_cache = attend(*inputs, layer_cache, window=self.attention.window)
+        return by_rows(strict, after, state, x_BTD, out_BTNH), new_cache
 
 
 # Runs layers, in their order, on the residual stream [B, T, D].
@@ -105,17 +133,17 @@ class Decoder(nnx.Module):
         Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers of different windows.
         """
-        rope = rope_tables(self.config, positions_BT)
+        rope, norm = self._rope(positions_BT), self._final_norm
         x_BTD = over_sequence(self.embed(tokens_BT))
         if residual_dtype is not None:
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
         if run_layers is not None:
             assert cache is None
-            return self.norm(run_layers(layers, x_BTD)), ()
+            return norm(run_layers(layers, x_BTD)), ()
         if scan:
             assert cache is None
-            return self.norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
+            return norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
         new_cache = []
         runs: dict[Any, Callable[..., tuple[Any, Any]]] = {}
         for i, layer in enumerate(layers):
@@ -127,7 +155,23 @@ class Decoder(nnx.Module):
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
             x_BTD, new_layer_cache = runs[graphdef](state, x_BTD, rope, layer_cache)
             new_cache.append(new_layer_cache)
-        return self.norm(x_BTD), tuple(new_cache)
+        return norm(x_BTD), tuple(new_cache)
+
+    def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return rope_tables(self.config, positions_C)
+
+        strict = strict_in_scope()
+        if strict is not None and not strict.kernels:
+            return by_rows(strict, tables, None, positions_BT)
+        return tables(None, positions_BT)
+
+    def _final_norm(self, x_BTD: jax.Array) -> jax.Array:
+        strict = strict_in_scope()
+        if strict is None or strict.kernels:
+            return self.norm(x_BTD)
+        graphdef, state = nnx.split(self.norm)
+        return by_rows(strict, lambda state, x: nnx.merge(graphdef, state)(x), state, x_BTD)
 
 
 def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tuple[Any, Any]]:

@@ -8,6 +8,7 @@ values (`init`: "normal", "ones" or "zeros"); `base.init_params` draws them. Eve
 the dtype of its parameters and statistics in float32.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,9 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
+from jaxrl_llm.kernels.strict import strict_in_scope, strict_sum
+from jaxrl_llm.kernels.strict_matmul import fits as strict_matmul_fits
+from jaxrl_llm.kernels.strict_matmul import strict_dot
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.weight import Weight, weight_matmul
@@ -68,28 +72,48 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
-        if self.bias is None and self.adapter is None:
-            return checkpoint_name(multiply(x, kernel, self.contract), PROJECTION)
         shape = (kernel if isinstance(kernel, jax.Array) else kernel.computed).shape
+        dot = self._dot(shape, x.dtype)
+        if self.bias is None and self.adapter is None:
+            return checkpoint_name(multiply(x, kernel, self.contract, dot=dot), PROJECTION)
         # The output dims are joined: a GPU matmul adds a bias of one dim itself, but XLA would
         # broadcast a bias of several dims to every token in memory.
         if self.adapter is None:
-            y = multiply(x, kernel, self.contract, joined=True)
+            y = multiply(x, kernel, self.contract, joined=True, dot=dot)
         else:
-            y = self.adapter(x, kernel)
+            y = self.adapter(x, kernel, dot)
         if self.bias is not None:
             y += to_every_token(self.bias[...].reshape(-1), y.shape)
         return checkpoint_name(y.reshape(*y.shape[:-1], *shape[self.contract :]), PROJECTION)
 
+    def _dot(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        strict, contract = strict_in_scope(), self.contract
+        if strict is None or not strict.kernels:
+            return jnp.tensordot
+        depth, outputs = math.prod(shape[:contract]), math.prod(shape[contract:])
+        if not strict_matmul_fits(depth, outputs, dtype):
+            raise ValueError(
+                f"config.exact=strict: a projection of {depth} by {outputs} in {dtype}; on a GPU "
+                "sizes are multiples of 64 and the dtype is bfloat16; set --config.exact=repeatable"
+            )
+        return strict_dot
 
-def multiply(x: jax.Array, kernel: Any, contract: int, *, joined: bool = False) -> jax.Array:
+
+def multiply(
+    x: jax.Array,
+    kernel: Any,
+    contract: int,
+    *,
+    joined: bool = False,
+    dot: Callable[..., jax.Array] = jnp.tensordot,
+) -> jax.Array:
     """The last `contract` dims of x times the first ones of a kernel: an array or a `Weight`.
 
-    With `joined` the output dims of the kernel become one.
+    With `joined` the output dims of the kernel become one. `dot` computes it, as `jnp.tensordot`.
     """
-    matmul = jnp.tensordot
+    matmul: Any = dot
     if isinstance(kernel, Weight):
-        matmul, kernel = partial(weight_matmul, kernel), kernel.computed
+        matmul, kernel = partial(weight_matmul, kernel, dot=dot), kernel.computed
     if joined:
         kernel = kernel.reshape(*kernel.shape[:contract], -1)
     return matmul(x, kernel, contract)
@@ -163,7 +187,9 @@ class RMSNorm(nnx.Module):
         if self.float8:
             rows = rms_norm_float8(x.reshape(-1, x.shape[-1]), scale, eps=self.eps)
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), rows)
-        return rms_norm(x, scale, self.eps)
+        strict = strict_in_scope()
+        total = strict_sum if strict is not None and strict.kernels else None
+        return rms_norm(x, scale, self.eps, total)
 
 
 class Embedding(nnx.Module):

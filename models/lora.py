@@ -120,11 +120,11 @@ class Adapter(nnx.Module):
         kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
         return jnp.where(kept, x / (1 - self.dropout), 0)
 
-    def __call__(self, x: jax.Array, kernel: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, kernel: Any, dot: Callable[..., Any]) -> jax.Array:
         """x times the adapted weights, with joined outputs. `kernel`: an array or `Merged`."""
         a, b = self.a.get_value(), self.b.get_value()
         if isinstance(kernel, Merged):
-            return merged_matmul(kernel.computed, x, a, b, self.contract, self.scale)
+            return merged_matmul(kernel.computed, x, a, b, self.contract, self.scale, dot)
         z_R = multiply(self._dropped(x), a, self.contract) * self.scale
         y_F = multiply(x, kernel, self.contract, joined=True) + multiply(z_R, b, 1, joined=True)
         if self.magnitude is None:
@@ -164,31 +164,52 @@ class Merged:
 
 
 def merged_matmul(
-    computed: jax.Array, x: jax.Array, a: Any, b: Any, contract: int, scale: float
+    computed: jax.Array,
+    x: jax.Array,
+    a: Any,
+    b: Any,
+    contract: int,
+    scale: float,
+    dot: Callable[..., Any],
 ) -> jax.Array:
     """x times merged weights with joined outputs; the gradients are those of x, A and B.
 
-    `a` and `b`: arrays, or a `Weight` whose gradient has the stored dtype.
+    `a` and `b`: arrays, or a `Weight` whose gradient has the stored dtype. `dot` computes the
+    product, as `jnp.tensordot`.
     """
     a, b = (w.stored if isinstance(w, Weight) else w for w in (a, b))
-    found: Any = _merged_matmul(computed, x, a, b, contract, scale)
+    found: Any = _merged_matmul(computed, x, a, b, contract, scale, dot)
     return found
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _merged_matmul(
-    computed: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, contract: int, scale: float
+    computed: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    contract: int,
+    scale: float,
+    dot: Callable[..., Any],
 ) -> jax.Array:
-    return multiply(x, computed, contract, joined=True)
+    return multiply(x, computed, contract, joined=True, dot=dot)
 
 
 def _merged_forward(
-    computed: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array, contract: int, scale: float
+    computed: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    contract: int,
+    scale: float,
+    dot: Callable[..., Any],
 ) -> tuple[jax.Array, Any]:
-    return _merged_matmul(computed, x, a, b, contract, scale), (computed, x, a, b)
+    return _merged_matmul(computed, x, a, b, contract, scale, dot), (computed, x, a, b)
 
 
-def _merged_backward(contract: int, scale: float, residuals: Any, gradient: jax.Array) -> Any:
+def _merged_backward(
+    contract: int, scale: float, dot: Any, residuals: Any, gradient: jax.Array
+) -> Any:
     computed, x, a, b = residuals
     size, rank = math.prod(computed.shape[:contract]), b.shape[0]
     x_TD, g_TF = x.reshape(-1, size), gradient.reshape(-1, computed.size // size)

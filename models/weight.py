@@ -17,6 +17,7 @@ handles both.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,12 +39,18 @@ class Weight:
         return _cast_from(self.stored, self.computed)[index]
 
 
-def weight_matmul(weight: Weight, x: jax.Array, kernel: jax.Array, contract: int) -> jax.Array:
-    """`jnp.tensordot(x, kernel, contract)`, with the gradient of `weight.stored` in its own dtype.
+Dot = Callable[[jax.Array, jax.Array, int], jax.Array]
 
-    Requires: `kernel` is `weight.computed`, perhaps with its output dims joined.
+
+def weight_matmul(
+    weight: Weight, x: jax.Array, kernel: jax.Array, contract: int, dot: Dot = jnp.tensordot
+) -> jax.Array:
+    """`dot(x, kernel, contract)`, with the gradient of `weight.stored` in its own dtype.
+
+    Requires: `kernel` is `weight.computed`, perhaps with its output dims joined. `dot` computes
+    `jnp.tensordot`, in an order of its own.
     """
-    return _matmul(weight.stored, x, kernel, contract)
+    return _matmul(weight.stored, x, kernel, contract, dot)
 
 
 @jax.custom_vjp
@@ -57,19 +64,23 @@ _cast_from.defvjp(
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int) -> jax.Array:
-    return jnp.tensordot(x, computed, axes=contract)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _matmul(
+    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int, dot: Dot
+) -> jax.Array:
+    return dot(x, computed, contract)
 
 
 def _matmul_forward(
-    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int
+    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int, dot: Dot
 ) -> tuple[jax.Array, Any]:
     # `stored` is kept for its shape and dtype only; nothing reads its values.
-    return _matmul(stored, x, computed, contract), (stored, x, computed)
+    return _matmul(stored, x, computed, contract, dot), (stored, x, computed)
 
 
-def _matmul_backward(contract: int, residuals: Any, gradient: jax.Array) -> tuple[Any, Any, None]:
+def _matmul_backward(
+    contract: int, dot: Dot, residuals: Any, gradient: jax.Array
+) -> tuple[Any, Any, None]:
     stored, x, computed = residuals
     size = math.prod(computed.shape[:contract])
     x_TD, gradient_TF = x.reshape(-1, size), gradient.reshape(-1, computed.size // size)

@@ -34,6 +34,8 @@ LONG = ("learning", "distributed", "trainer", "plan", "kernels", "generation")
 FAST_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+    # One module a program: with two cores the work of splitting it was a seventh of the CPU time.
+    "--xla_cpu_parallel_codegen_split_count=1 "
     f"{IN_ORDER} "
     # Eight devices share few cores. After 40 s of waiting for another XLA would end the process.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300"

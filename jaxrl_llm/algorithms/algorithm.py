@@ -1,7 +1,7 @@
 """What an online algorithm is, and the settings that all of them share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,22 @@ class Algorithm:
                 "the KL is in the reward (use_kl_in_reward), and nothing of this algorithm reads "
                 "the rewards of tokens: use_kl_loss=True puts it into the loss"
             )
+
+
+def corrected_for_staleness(algorithm: Algorithm) -> Algorithm:
+    """`algorithm` with truncated token weights, unless it deals with an older sampler itself.
+
+    It does if it has weights, or if one of its functions reads the sampler's log-probs.
+    """
+    functions = (algorithm.advantage, algorithm.policy_loss, algorithm.rejection)
+    read = {name for fn in functions if fn is not None for name in field_names(fn)}
+    if algorithm.importance is not None or "rollout_logprobs" in read:
+        return algorithm
+    return replace(
+        algorithm,
+        importance=partial(token_weights, upper=2.0),
+        policy_loss=importance_weighted(algorithm.policy_loss),
+    )
 
 
 def compose(

@@ -367,7 +367,8 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
         return pieces[key]
 
     # Copies to a GPU are asynchronous: without waiting, the host copies of many tensors add up.
-    return jax.make_array_from_callback(value.shape, sharding, piece).block_until_ready()
+    placed = jax.make_array_from_callback(value.shape, sharding, piece, dtype=dtype)
+    return placed.block_until_ready()
 
 
 def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
@@ -385,7 +386,9 @@ def _fetch(value: Any) -> np.ndarray:
         # A jax.Array keeps its numpy value once it was read, so the whole model would stay on the
         # host. A second array on the same buffers keeps that copy instead, and is freed.
         shards = [shard.data for shard in value.addressable_shards]
-        value = jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
+        value = jax.make_array_from_single_device_arrays(
+            value.shape, value.sharding, shards, dtype=value.dtype
+        )
     return multihost.fetch(value)
 
 

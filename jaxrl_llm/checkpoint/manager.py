@@ -63,6 +63,9 @@ class CheckpointManager:
         import orbax.checkpoint as ocp
         from orbax.checkpoint import checkpoint_managers
 
+        from jaxrl_llm.checkpoint.array_handler import save_on_any_processes
+
+        save_on_any_processes()
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_main():
@@ -443,7 +446,7 @@ def _alias(x: Any) -> Any:
     if not in_host_memory(x):
         return x
     parts = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts, dtype=x.dtype)
 
 
 def _abstract(item: Any) -> dict[str, Any]:

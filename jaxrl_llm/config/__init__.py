@@ -7,6 +7,7 @@ from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
 from jaxrl_llm.config.command_line import *
 from jaxrl_llm.config.functions import *
+from jaxrl_llm.config.given import *
 from jaxrl_llm.config.records import *
 from jaxrl_llm.config.rules import *
 from jaxrl_llm.config.schema import *

@@ -5,12 +5,13 @@ import dataclasses
 import importlib
 import json
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from jaxrl_llm.config.given import GivenRows
 from jaxrl_llm.config.records import (
     ConfigError,
     Custom,
@@ -26,8 +27,8 @@ from jaxrl_llm.config.schema import Config, as_dict
 from jaxrl_llm.references import load_file, nearest, nearest_file, reason, where
 
 __all__ = [
-    "Parser", "apply_override", "from_json", "load_config", "open_config", "packaged_configs",
-    "read_config", "to_json",
+    "Overrides", "Parser", "apply_override", "apply_overrides", "from_json", "load_config",
+    "open_config", "packaged_configs", "read_config", "to_json",
 ]  # fmt: skip
 
 CONFIGS = "jaxrl_llm.configs"  # the packaged configs
@@ -96,13 +97,22 @@ class Parser(argparse.ArgumentParser):
 # ------------------------------------------------------------------------- loading
 
 
-def load_config(path: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """The config at `path` (`open_config`) with the overrides applied in order, checked."""
-    config = open_config(path)
-    for key, text in overrides:
-        config = apply_override(config, key, text)
-    check(config)
-    return config
+Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
+
+
+def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Config:
+    """A config with the overrides applied in order, checked.
+
+    `config` is one, or a Python file with get_config(), the name of a packaged config such as
+    "grpo", or the folder or config.json of a run. An override is a dotted key with its value: text
+    as on the command line, or a Python value, as in {"actor.optimizer.learning_rate": 1e-5}.
+
+    Raises: ConfigError, with a value or key that works.
+    """
+    found = config if isinstance(config, Config) else open_config(str(config))
+    found = apply_overrides(found, overrides)
+    check(found)
+    return found
 
 
 def open_config(path: str) -> Config:
@@ -163,18 +173,25 @@ def from_json(text: str) -> Config:
 # ------------------------------------------------------------------------- overrides
 
 
-def apply_override(config: Config, key: str, text: str) -> Config:
-    """`config` with the value at the dotted `key` (without "config.") read from `text`."""
-    return _set(config, key.split("."), text, "config", config)
+def apply_overrides(config: Config, overrides: Overrides) -> Config:
+    """`config` with each override in order; rules that span fields are not checked."""
+    for key, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
+        config = apply_override(config, key, value)
+    return config
 
 
-def _set(node: Any, parts: list[str], text: str, key: str, root: Config) -> Any:
+def apply_override(config: Config, key: str, value: Any) -> Config:
+    """`config` with the `value` at the dotted `key` (without "config."); text is read."""
+    return _set(config, key.split("."), value, "config", config)
+
+
+def _set(node: Any, parts: list[str], text: Any, key: str, root: Config) -> Any:
     """`node` with the value that `parts` leads to replaced; `key` is how far we are."""
     part, rest = parts[0], parts[1:]
     below = f"{key}.{part}"
     if isinstance(node, Record):
         if part not in field_names(node):
-            raise _unknown(node, parts, text, key, root)
+            raise _unknown(node, parts, str(text), key, root)
         entry = type(node).__pydantic_fields__[part]  # pyright: ignore
         child = getattr(node, part)
         if not rest:
@@ -205,6 +222,8 @@ def _set(node: Any, parts: list[str], text: str, key: str, root: Config) -> Any:
 def _default(annotation: Any, key: str) -> Any:
     """The record that a key below None begins with: --config.warmup.steps=5 asks for a warm-up."""
     for cls in (annotation, *typing.get_args(annotation)):
+        if cls is GivenRows:
+            raise ConfigError(f"{key} holds rows of a Python program; name files or tasks instead")
         if dataclasses.is_dataclass(cls) and not issubclass(typing.cast(type, cls), Kind):
             return typing.cast(type, cls)()
     raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
@@ -242,8 +261,13 @@ def leaf_keys(config: Record, prefix: str = "") -> Iterator[str]:
 # ------------------------------------------------------------------------- text
 
 
-def _parse(text: str, key: str, *, raw: bool = False) -> Any:
-    """`text` without quotes; where it is no `raw` text, brackets make lists and braces dicts."""
+def _parse(text: Any, key: str, *, raw: bool = False) -> Any:
+    """`text` without quotes; where it is no `raw` text, brackets make lists and braces dicts.
+
+    A value that is no text is a Python program's, and stays as it is.
+    """
+    if not isinstance(text, str):
+        return text
     text = text if raw else text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return str(text[1:-1])

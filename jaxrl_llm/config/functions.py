@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
+from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.records import (
     Count,
     Custom,
@@ -20,7 +21,8 @@ from jaxrl_llm.config.records import (
 )
 
 __all__ = [
-    "Grader", "ExactAnswer", "GSM8K", "FormatMatch", "LengthRange", "OverlongPenalty", "Code",
+    "Grader", "ExactAnswer", "GSM8K", "MathAnswer", "FormatMatch", "LengthRange",
+    "OverlongPenalty", "Code",
     "Priority", "FailureRate", "Learnability", "Spread", "Task", "ChainSum", "Products",
     "SpellBackward", "GRADERS", "RewardFunction", "PRIORITIES", "PrioritySettings", "TASKS",
     "TaskSettings",
@@ -54,6 +56,15 @@ class GSM8K(Grader):
     method: Literal["strict", "flexible"] = "strict"
     format_score: float = 0.0
     score: float = 1.0
+
+
+@record
+class MathAnswer(Grader):
+    r"""`score` for the last \boxed{} that equals the ground truth as mathematics."""
+
+    kind: ClassVar[str] = "math_answer"
+    score: float = 1.0
+    seconds: Count = 5  # of parsing, and of comparing; below reward.timeout_s
 
 
 @record
@@ -100,8 +111,8 @@ class Code(Grader):
     limits_only: bool = False  # without namespaces: for machines that forbid them
 
 
-GRADERS = (ExactAnswer, GSM8K, FormatMatch, LengthRange, OverlongPenalty, Code)
-RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom)]
+GRADERS = (ExactAnswer, GSM8K, MathAnswer, FormatMatch, LengthRange, OverlongPenalty, Code)
+RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom, Given)]
 OwnFunction = Annotated[Custom, one_of(Custom)]
 
 

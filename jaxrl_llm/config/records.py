@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
     BeforeValidator,
     ConfigDict,
+    Field,
     PlainValidator,
     Strict,
     ValidationError,
@@ -64,7 +65,8 @@ def _alone(value: Any) -> Any:
     return value
 
 
-def _none_word(value: Any) -> Any:
+def none_word(value: Any) -> Any:
+    """None for the words of a command line that mean it."""
     return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
 
 
@@ -76,7 +78,7 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Gt(0), Le(1)]
 Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
-Maybe = Annotated[T | None, BeforeValidator(_none_word)]
+Maybe = Annotated[T | None, BeforeValidator(none_word)]
 FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
 
 
@@ -87,7 +89,7 @@ _RULES = ConfigDict(extra="forbid", strict=True, defer_build=True)
 UNKNOWN = "unknown_key"
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, Field))
 def record(cls: type[C]) -> type[C]:
     """Decorator: a frozen dataclass with keyword arguments, whose values pydantic checks."""
     made: Any = dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
@@ -121,6 +123,11 @@ class Kind(Record):
         """The name for messages and model cards."""
         return self.kind
 
+    @classmethod
+    def of_object(cls, value: Any) -> "Kind | None":
+        """The record of an object of a Python program, for a kind that holds one."""
+        return None
+
 
 @record
 class Custom(Kind):
@@ -146,6 +153,9 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
     def read(value: Any) -> Any:
         if isinstance(value, kinds):
             return value
+        made = next(filter(None, (cls.of_object(value) for cls in kinds)), None)
+        if made is not None:
+            return made
         if isinstance(value, str):
             is_path = ":" in value and Custom in kinds and not value.startswith("jaxrl_llm.")
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
@@ -202,6 +212,9 @@ _EXPECTED = {
 }
 
 
+MOST_SHOWN = 200  # characters of a value in a message
+
+
 def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
     """The first mistake of `error`, which came up in a record of `cls` that stands at `key`."""
     first = error.errors(include_url=False)[0]
@@ -217,6 +230,8 @@ def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
             f"{here} is missing: it has no default; write {{kind: …, {place[-1]}: …}}"
         )
     shown = first["input"] if isinstance(first["input"], Text) else repr(first["input"])
+    if len(shown) > MOST_SHOWN:
+        shown = f"{shown[:MOST_SHOWN]}..."
     own = cls.__pydantic_fields__.get(place[0]) if len(place) == 1 else None  # pyright: ignore
     works = own.default if own is not None and not own.is_required() else None
     return ConfigError(f"{here}={shown}: {_remedy(first, context, works)}")

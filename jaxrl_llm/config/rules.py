@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Code, Spread
+from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.schema import (
@@ -108,26 +109,44 @@ def _check_placement(config: Config) -> None:
 
 
 def _check_staleness(config: Config, apart: bool) -> None:
-    """Generating ahead needs devices that do not learn, and samples that may be corrected."""
+    """What can be generated ahead, and in parts."""
     key = f"config.max_staleness={config.max_staleness}"
+    _check_partial_rollouts(config)
     if not config.max_staleness:
         return
-    if not apart:
+    if is_offline(config):
         raise ConfigError(
-            f"{key}: batches are generated ahead on devices of their own; name them, for example "
-            "--config.placement.rollout=4-7, or set --config.max_staleness=0"
+            f"{key}: offline training generates nothing ahead; set --config.max_staleness=0"
         )
-    algorithms = [config.algorithm, *(phase.algorithm for phase in config.phases)]
-    uncorrected = [each.label for each in algorithms if not hasattr(each, "rollout_is")]
-    refused = {
-        f"algorithm={', '.join(uncorrected)} (no importance weights)": bool(uncorrected),
-        "rollout.filter_groups.enable": config.rollout.filter_groups.enable,
-        "data.priority": config.data.priority is not None,
-    }
-    for name in (name for name, given in refused.items() if given):
+    if config.rollout.filter_groups.enable and not apart:
         raise ConfigError(
-            f"{key} does not work with config.{name}; leave one of them out "
-            "(--config.max_staleness=0)"
+            f"{key}: with config.rollout.filter_groups.enable, each round of generation waits for "
+            "the rewards of the one before, so on one group of devices nothing would overlap; "
+            "give generation devices of its own, for example --config.placement.rollout=4-7, or "
+            "set --config.max_staleness=0"
+        )
+
+
+def _check_partial_rollouts(config: Config) -> None:
+    """Responses can be cut only where a later policy can go on with them."""
+    key = f"config.partial_rollouts={config.partial_rollouts}"
+    if not config.partial_rollouts:
+        return
+    if not config.max_staleness:
+        raise ConfigError(
+            f"{key}: a response goes on under a newer policy only where batches are generated "
+            "ahead; --config.max_staleness=1 works"
+        )
+    longest = config.data.max_response_length
+    if config.partial_rollouts >= longest:
+        raise ConfigError(
+            f"{key}: no response is longer than config.data.max_response_length={longest}, so "
+            f"none would be cut; {max(longest // 2, 1)} works, 0 is off"
+        )
+    if config.rollout.filter_groups.enable:
+        raise ConfigError(
+            f"{key}: with config.rollout.filter_groups.enable, a round of generation ends before "
+            "its groups can be compared; set --config.partial_rollouts=0"
         )
 
 
@@ -242,7 +261,7 @@ def _check_trainings(config: Config) -> None:
         _check_micro(key, micro, size, mesh.num_replicas, "batch")
         _check_pipelined(config, key, training, size)
         data = config.data
-        has_data = bool(data.val_files or data.val_tasks or data.dataset_class)
+        has_data = bool(data.val_files or data.val_tasks or data.val_rows or data.dataset_class)
         answers = not is_offline(config) or config.validation.generate
         if training.stop_at and not (has_data and answers):
             raise ConfigError(
@@ -352,6 +371,12 @@ def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
             f"config.{key}.lora.dropout={lora.dropout} does not work with lora.dora or with "
             "lm_head among lora.targets; set it to 0"
         )
+    if config.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
+        raise ConfigError(
+            f"{name} with config.exact=strict: sampler and trainer compute the same bits with "
+            "merged weights alone; set lora.merge=True, dora=False and dropout=0, or "
+            "--config.exact=repeatable"
+        )
     if not lora.targets:
         raise ConfigError(f"config.{key}.lora.targets is empty; all-linear is usual")
     if config.mesh.pipeline > 1:
@@ -359,10 +384,11 @@ def _check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
             f"{name} does not work with config.mesh.pipeline={config.mesh.pipeline}: set "
             "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
         )
-    if config.placement:
+    apart = [each for each in ("placement", "node_groups") if getattr(config, each, None)]
+    if apart:
         raise ConfigError(
-            f"{name} does not work with config.placement: roles share the frozen weights on the "
-            "actor's devices; leave placement out"
+            f"{name} does not work with config.{apart[0]}: roles share the frozen weights on the "
+            f"actor's devices; leave {apart[0]} out"
         )
     if key == "critic" and _shares_base(config) and model.tensor != config.actor.tensor:
         raise ConfigError(
@@ -407,10 +433,10 @@ def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
     tokens = (config.critic if key == "critic" else config.actor).micro_batch_tokens
     if model.attention != "cudnn":
         return
-    if config.exact:
+    if config.exact != "off":
         raise ConfigError(
             f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
-            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=false"
+            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=off"
         )
     if tokens:
         raise ConfigError(
@@ -501,7 +527,13 @@ def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:
 
 def _check_data(config: Config) -> None:
     data = config.data
-    if not data.train_files and not data.train_tasks and not data.dataset_class:
+    for key, rows in (("train_data", data.train_rows), ("val_data", data.val_rows)):
+        if rows is not None and rows.rows is None:
+            raise ConfigError(
+                f"config.data.{key.removesuffix('data')}rows were {rows.num_rows} rows of a Python "
+                f"program, which this file does not hold: rl.train(config, {key}=rows) gives them"
+            )
+    if not (data.train_files or data.train_tasks or data.train_rows or data.dataset_class):
         raise ConfigError(
             "config.data has no training data: set --config.data.train_files=[FILE] or "
             "--config.data.train_tasks=[chain_sum]"
@@ -633,7 +665,16 @@ def _check_functions(config: Config) -> None:
         *((f"reward.functions.{i}", f) for i, f in enumerate(config.reward.functions)),
         *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
     ]
-    paths = [(f"{key}.path", f.path) for key, f in named if isinstance(f, Custom)]
+    for key, given in named:
+        if isinstance(given, Given) and given.function is None:
+            name = given.path.rpartition(":")[2]
+            raise ConfigError(
+                f"config.{key} was the function {name} of a Python program, which this file does "
+                f"not hold: rl.train(config, rewards=[{name}]) gives it, or write it in a file and "
+                f"name it, my_file.py:{name}"
+            )
+    customs = [(key, f) for key, f in named if isinstance(f, Custom) and not isinstance(f, Given)]
+    paths = [(f"{key}.path", f.path) for key, f in customs]
     if config.data.dataset_class:
         paths.append(("data.dataset_class", config.data.dataset_class))
     for key, path in paths:

@@ -18,6 +18,7 @@ from jaxrl_llm.config.functions import (
     RewardFunction,
     TaskSettings,
 )
+from jaxrl_llm.config.given import Rows
 from jaxrl_llm.config.records import (
     BelowOne,
     Count,
@@ -32,6 +33,7 @@ from jaxrl_llm.config.records import (
     Whole,
     guess,
     record,
+    validate,
 )
 
 __all__ = [
@@ -40,7 +42,8 @@ __all__ = [
     "LoraConfig", "AdaptedSettings", "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "Config", "as_dict",
+    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup", "Config",
+    "as_dict",
     "differences",
 ]  # fmt: skip
 
@@ -54,6 +57,13 @@ def _placement(value: Any) -> Any:
     return {} if value == "colocated" else value
 
 
+def _exact(value: Any) -> Any:
+    """How exact; true and false are the older spellings of "repeatable" and "off"."""
+    value = guess(value)
+    return ("repeatable" if value else "off") if isinstance(value, bool) else value
+
+
+Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
@@ -125,6 +135,9 @@ class DataConfig(Record):
     val_files: Many[str] = ()
     train_tasks: Many[TaskSettings] = ()
     val_tasks: Many[TaskSettings] = ()
+    # Rows of a Python program, before those of files and tasks: docs/library.md.
+    train_rows: Rows = None
+    val_rows: Rows = None
     tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
     prompt_style: Literal["plain", "chat"] = "plain"  # of tasks: "7+2+5=", or messages
     train_batch_size: Count = 128  # prompts an iteration
@@ -374,6 +387,10 @@ class LogConfig(Record):
     num_samples: Whole = 4
     tensorboard: bool = True
     trace: bool = True
+    # The first samples of a step, whose advantages, values and log-probs of the trainer and the
+    # reference are traced token by token.
+    trace_details: Whole = 16
+    report: bool = True  # <run_dir>/report.html, written again while the run goes on
     # Steps between tables of what the devices exchange, the first step's too; 0 never. The file
     # and the metrics of it are written on any mesh of several devices.
     communication_every: Whole = 100
@@ -414,6 +431,27 @@ class WatchdogConfig(Record):
 
 
 @record
+class NodeGroup(Record):
+    """Nodes of a run that are named together, for `placement`. A node is a process."""
+
+    count: Count = 1  # nodes
+    gpus_per_node: Count = 8
+
+
+def _node_groups(value: Any) -> Any:
+    """Groups whose values may be written as dicts."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        str(name): validate(NodeGroup, group) if isinstance(group, dict) else group
+        for name, group in value.items()
+    }
+
+
+NodeGroups = Annotated[dict[str, NodeGroup], BeforeValidator(_node_groups)]
+
+
+@record
 class Config(Record):
     """A whole run."""
 
@@ -426,11 +464,17 @@ class Config(Record):
     mesh: MeshConfig = MeshConfig()
     # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"}.
     # All others share the actor's, which are the first ones of the mesh.
+    # On several nodes "node0:0-7;node1:0-7", or a name of `node_groups`: docs/placement.md.
     # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
     placement: Placement = field(default_factory=dict)
-    # How many updates the policy that samples may be behind; needs placement.rollout. From 1 on,
-    # the next batches are generated while this one is learned from.
+    # All nodes of a run, in their order. A role without a placement has the first group.
+    node_groups: NodeGroups = field(default_factory=dict)
+    # How many updates the policy that samples may be behind. From 1 on, the next batches are
+    # generated ahead; with placement.rollout, while this one is learned from.
     max_staleness: Whole = 0
+    # With max_staleness: new tokens that a response gets under one policy; what is longer goes on
+    # under the next one. 0 is off: one policy samples a whole response.
+    partial_rollouts: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -455,7 +499,9 @@ class Config(Record):
     watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
     compile_cache: str = ""
-    exact: bool = True  # same bits in every process, on a GPU too: no atomics, no cuDNN attention
+    # "repeatable": same bits in every process, on a GPU too: no atomics, no cuDNN attention.
+    # "strict": also, the sampler's log-probs have the bits of the trainer's (one device, slower).
+    exact: Exact = "repeatable"
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
 
 
@@ -463,7 +509,8 @@ def as_dict(node: Any) -> Any:
     """A record as plain JSON types; one of several kinds begins with its `kind`."""
     if isinstance(node, Record):
         kind = getattr(node, "kind", "")
-        values = {name: as_dict(getattr(node, name)) for name in node.__pydantic_fields__}  # pyright: ignore
+        fields = node.__pydantic_fields__.items()  # pyright: ignore
+        values = {name: as_dict(getattr(node, name)) for name, of in fields if not of.exclude}
         return {"kind": kind} | values if kind else values
     if isinstance(node, tuple | list):
         return [as_dict(entry) for entry in node]

@@ -6,7 +6,7 @@ processes share this work: each checks a stripe of every source, and keeps its r
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice, zip_longest
@@ -38,6 +38,7 @@ from jaxrl_llm.data.share import Source, Striped
 from jaxrl_llm.data.sources import (
     BadRow,
     ListedRows,
+    ObjectRows,
     RawRow,
     Rows,
     custom_rows,
@@ -58,13 +59,14 @@ SHOWN_REASONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where rows come from: files first, then tasks, in order.
+    """Where rows come from: `rows` first, then files, then tasks, in order.
 
     `dataset_class` ("module:Class" or "file.py:Class") gives the rows instead of the files, which
     are passed to it. If it takes a keyword `split`, it gives both splits. Otherwise it gives the
     training rows, and held-out rows come from files and tasks as if there were no class.
     """
 
+    rows: Sequence[Mapping[str, Any]] | None = None  # of a Python program
     files: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
     split: str = "train"  # of tasks and dataset_class: train | held_out
@@ -75,7 +77,7 @@ class Sources:
 
     def are_empty(self) -> bool:
         """Whether nothing gives rows. Loads `dataset_class` where the answer depends on it."""
-        if self.files or self.tasks:
+        if self.rows is not None or self.files or self.tasks:
             return False
         return not self.dataset_class or (
             self.split != "train" and not takes_split(load(self.dataset_class))
@@ -328,7 +330,7 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
     dataset_class = load(sources.dataset_class) if sources.dataset_class else None
     if dataset_class and (sources.split == "train" or takes_split(dataset_class)):
         yield sources.dataset_class, ListedRows(_class_rows(dataset_class, sources))
-    elif not sources.files and not sources.tasks:
+    elif sources.rows is None and not sources.files and not sources.tasks:
         only = (
             f"config.data.dataset_class={sources.dataset_class} takes no keyword `split`, so its "
             "rows are for training: add it to the class, or "
@@ -337,6 +339,9 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
         )
         raise ValueError(f"no data: {only}set {sources.keys}")
     else:
+        if sources.rows is not None:
+            name = "train_data" if sources.split == "train" else "val_data"
+            yield name, ObjectRows(name, sources.rows)
         files = [file for pattern in sources.files for file in resolve_files(pattern)]
         for file in files:  # all were found before the first is read
             yield file.path, open_rows(file)

@@ -94,10 +94,13 @@ class Loader(Generic[T, B]):
         """Number of complete passes over the data before the next batch's first row."""
         return self._next_batch * self._batch_size // self._num_items
 
-    def get_state(self) -> dict[str, Any]:
-        """The position, in JSON's types, and the facts that must be equal to restore it."""
+    def get_state(self, pending: int = 0) -> dict[str, Any]:
+        """The position, in JSON's types, and the facts that must be equal to restore it.
+
+        From there the last `pending` batches come again.
+        """
         return {
-            NEXT_BATCH: self._next_batch,
+            NEXT_BATCH: self._next_batch - pending,
             "batch_size": self._batch_size,
             "num_items": self._num_items,
             "items_digest": self._items_digest(),

@@ -9,6 +9,7 @@ V is the number of visited prompts, B of prompts in a batch, N of all prompts.
 
 import base64
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -33,6 +34,7 @@ FIELDS: dict[str, str] = {
     "visits": "how often it was drawn, 1 or more",
     "since": "steps from its last visit to the current step",
 }
+PENDING = "pending"  # in a state: the batches that were drawn and have no scores
 STATE = {"mean": "<f4", "std": "<f4", "visits": "<i4", "last_step": "<i4"}  # for each prompt
 
 # The classes of prompts, in the order in which they are drawn; random order within a class.
@@ -128,11 +130,13 @@ class PriorityLoader:
     Each draw takes a visited prompt with probability q = uniform / V + (1 - uniform) weight / sum
     of weights, without replacement within a step. So once all prompts are visited, a batch holds a
     given prompt with a probability of at least 1 - (1 - uniform / N)^B. Unvisited prompts come
-    first. Prompts in an earlier batch of the same step (dynamic sampling) come last. If all weights
-    are 0, they count as equal.
+    first. Prompts in an earlier batch of the same step (dynamic sampling), or in a batch whose
+    scores are not there yet (generating ahead), come last. If all weights are 0, they count as
+    equal.
 
-    A batch depends on the seed, its number and the scores passed to `update` so far. `get_state`
-    has the state: one array for each entry of `STATE`. All processes take process 0's draw.
+    A batch depends on the seed, its number, and the scores passed to `update` before it was drawn.
+    `get_state` has the state: one array for each entry of `STATE`, and the batches without scores.
+    All processes take process 0's draw.
     """
 
     def __init__(
@@ -163,20 +167,23 @@ class PriorityLoader:
         self._uniform = uniform
         self._next_batch = 0
         self._memory = {name: np.zeros(len(prompts), kind) for name, kind in STATE.items()}
-        self._drawn: np.ndarray | None = None  # the batch whose scores `update` expects
+        self._drawn: deque[np.ndarray] = deque()  # the batches whose scores `update` expects
+        self._again: deque[np.ndarray] = deque()  # those of a restored state, to be drawn again
         self._weights({name: np.ones(2) for name in FIELDS})
 
     @property
     def epoch(self) -> int:
         """Number of prompts drawn, divided by the number of prompts and rounded down."""
-        return self._next_batch * self._batch_size // len(self._prompts)
+        drawn = self._next_batch - len(self._again)
+        return drawn * self._batch_size // len(self._prompts)
 
     def draw(self, step: int, groups: np.ndarray | None = None) -> list[Prompt]:
-        """The next batch, for `step` (1-based); with `groups` only those prompts of it.
+        """The next batch, for `step` (1-based); with `groups` only those prompts of it."""
+        drawn = self._again.popleft() if self._again else self._draw(step)
+        self._drawn.append(drawn)
+        return [self._prompts[i] for i in (drawn if groups is None else drawn[groups]).tolist()]
 
-        Requires: `update` was called for the last one.
-        """
-        assert self._drawn is None, "the scores of the last batch are missing"
+    def _draw(self, step: int) -> np.ndarray:
         rng = np.random.default_rng([self._seed, self._next_batch])
         # An exponential race: the first arrivals at rates q are successive draws with weights q.
         arrival = rng.exponential(size=len(self._prompts))
@@ -187,30 +194,32 @@ class PriorityLoader:
             rank[visited] = np.where(rates > 0, WEIGHTED, UNWANTED)
             arrival[visited] /= np.where(rates > 0, rates, 1.0)
             rank[visited[self._memory["last_step"][visited] == step]] = THIS_STEP
+        for waiting in self._drawn:
+            rank[waiting] = THIS_STEP
         chosen = np.lexsort((arrival, rank))[: self._batch_size].astype(np.int32)
-        self._drawn = drawn = np.array(value_of_main(chosen.tolist(), "drawn"), np.int32)
         self._next_batch += 1
-        return [self._prompts[i] for i in (drawn if groups is None else drawn[groups]).tolist()]
+        return np.array(value_of_main(chosen.tolist(), "drawn"), np.int32)
 
     def update(self, step: int, scores: np.ndarray, rows: HostRows | None = None) -> None:
-        """Record the scores of the last batch [B * samples]; a prompt's samples are adjacent.
+        """Record the scores of a batch [B * samples]; a prompt's samples are adjacent.
+
+        It is the first of the batches that were drawn and have no scores.
 
         With `rows`, `scores` are those of the rows that this process owns. All processes must call
         it then: the mean and the deviation of each prompt are gathered.
         """
-        assert self._drawn is not None, "no batch was drawn"
+        assert self._drawn, "no batch was drawn"
         if rows is None:
             groups = np.asarray(scores, np.float64).reshape(self._batch_size, -1)
             mean = groups.mean(axis=1)
             std = groups.std(axis=1, ddof=1) if groups.shape[1] > 1 else 0.0
         else:
             mean, std = self._gathered(np.asarray(scores, np.float64), rows)
-        memory, drawn = self._memory, self._drawn
+        memory, drawn = self._memory, self._drawn.popleft()
         memory["mean"][drawn] = mean
         memory["std"][drawn] = std
         memory["visits"][drawn] += 1
         memory["last_step"][drawn] = step
-        self._drawn = None
 
     def _gathered(self, scores: np.ndarray, rows: HostRows) -> tuple[np.ndarray, np.ndarray]:
         """Mean and deviation of each prompt's scores; the samples of one may be on two hosts."""
@@ -234,10 +243,14 @@ class PriorityLoader:
             "data/longest_wait": float(step - memory["last_step"][visited].min()),
         }
 
-    def get_state(self) -> dict[str, Any]:
-        """The exact state in JSON's types, and the facts that must be equal to restore it."""
-        assert self._drawn is None, "the scores of the last batch are missing"
-        return self._position() | {name: _pack(array) for name, array in self._memory.items()}
+    def get_state(self, pending: int = 0) -> dict[str, Any]:
+        """The exact state in JSON's types, and the facts that must be equal to restore it.
+
+        From there the last `pending` batches come again; they are those without scores.
+        """
+        assert len(self._drawn) == pending, "the scores of a batch are missing"
+        arrays = {name: _pack(array) for name, array in self._memory.items()}
+        return self._position() | arrays | {PENDING: [drawn.tolist() for drawn in self._drawn]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue with the batch that came next when `get_state` was called.
@@ -249,7 +262,8 @@ class PriorityLoader:
         check_position(state, self._position(), also=STATE)
         self._next_batch = int(state[NEXT_BATCH])
         self._memory = {name: _unpack(state[name], kind) for name, kind in STATE.items()}
-        self._drawn = None
+        self._drawn.clear()
+        self._again = deque(np.array(drawn, np.int32) for drawn in state.get(PENDING, []))
 
     def _position(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -69,6 +69,25 @@ class ListedRows(Rows):
 
     def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
         return iter(self.rows[start:stop])
+
+
+@dataclass(frozen=True)
+class ObjectRows(Rows):
+    """Rows of a Python program: a list of dicts, or a `datasets.Dataset`, which reads its files."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        for place in range(start, min(stop, len(self))):
+            row = self.rows[place]
+            if isinstance(row, Mapping):
+                yield RawRow(self.name, place, dict(row))
+            else:
+                yield BadRow(self.name, place, f"expected a dict, got {type(row).__name__}")
 
 
 def open_rows(file: DataFile) -> Rows:

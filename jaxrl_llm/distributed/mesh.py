@@ -63,6 +63,14 @@ def make_mesh(
     return Mesh(np.asarray(available[:wanted]).reshape(shape), names, axis_types=axis_types)
 
 
+def devices_of_nodes() -> list[list[int]]:
+    """The numbers of the devices of each node, in `jax.devices()`. A node is a process."""
+    found: list[list[int]] = [[] for _ in range(jax.process_count())]
+    for number, device in enumerate(jax.devices()):
+        found[device.process_index].append(number)
+    return found
+
+
 def axis_parts(sizes: Mapping[MeshAxis, int], cuts: Sequence[int] = ()) -> dict[str, int]:
     """Names and sizes of the axes' parts, outermost first.
 

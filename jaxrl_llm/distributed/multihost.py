@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,12 +23,13 @@ import numpy as np
 # jax has no public barrier with a time limit: multihost_utils.sync_global_devices waits for ever.
 from jax._src import distributed
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # The limit of every wait for other processes, and for the first contact. The slowest thing that one
 # process does while others wait is to compile, to grade a batch, or to read its share of the data.
 DEFAULT_TIMEOUT_S = 1800.0
 JOIN_TIMEOUT_S = 300.0
+MOST_EXCHANGED = 2**20  # bytes of one array that hosts send to each other
 
 _uses: Counter[str] = Counter()  # of each name of a barrier or an exchange
 _waits: list[str] = []  # names of the barriers at which threads of this process wait now
@@ -121,8 +122,10 @@ def waits_at() -> str | None:
     return next(iter(_waits), None)
 
 
-def compile_together(program: Any, arguments: Sequence[Any], name: str) -> None:
-    """Compile a jitted `program`, and wait until every process has done so.
+def compile_together(
+    program: Any, arguments: Sequence[Any], name: str, takes_part: bool = True
+) -> None:
+    """Compile a jitted `program`, and wait until every process that takes part has done so.
 
     Libraries that connect devices wait a short time for the others, Gloo 30 s: a process that
     compiles slowly would end the run. A process alone compiles when it calls the program.
@@ -130,7 +133,8 @@ def compile_together(program: Any, arguments: Sequence[Any], name: str) -> None:
     Raises: BarrierTimeout that names the processes that did not come.
     """
     if distributed.global_state.client is not None:
-        program.lower(*arguments).compile()  # the call finds this executable
+        if takes_part:
+            program.lower(*arguments).compile()  # the call finds this executable
         barrier(f"compiled {name}")
 
 
@@ -156,6 +160,11 @@ class HostRows:
     held: np.ndarray
     owned: np.ndarray
     shared: bool  # some row is held by several processes, which all know it
+
+    @property
+    def read(self) -> np.ndarray:
+        """The rows to make a batch of: those held, or one for its shape where none is held."""
+        return self.held if len(self.held) else np.zeros(1, int)
 
     @property
     def is_all(self) -> bool:
@@ -211,6 +220,8 @@ def fetch_rows(tree: Any, rows: HostRows) -> Any:
         pieces: dict[int, jax.Array] = {}
         for shard in x.addressable_shards:
             pieces.setdefault(shard.index[0].start or 0, shard.data)
+        if not pieces:
+            return np.zeros((0, *x.shape[1:]), x.dtype)
         starts = sorted(pieces)
         data = [_to_host(pieces[start]) for start in starts]
         present = [np.arange(s, s + len(piece)) for s, piece in zip(starts, data, strict=True)]
@@ -223,7 +234,10 @@ def fetch_rows(tree: Any, rows: HostRows) -> Any:
 
 
 def place_held(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
-    """Global arrays of a batch from the rows that each process holds, [len(rows.held), ...]."""
+    """Global arrays of a batch from the rows that each process holds, [len(rows.held), ...].
+
+    A process that holds none gives arrays of any number of rows.
+    """
 
     def put(array: Any) -> jax.Array:
         array = np.asarray(array)
@@ -234,7 +248,7 @@ def place_held(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
             return array[first : first + stop - start]
 
         shape = (rows.num_rows, *array.shape[1:])
-        return jax.make_array_from_callback(shape, sharding, piece)
+        return jax.make_array_from_callback(shape, sharding, piece, dtype=array.dtype)
 
     return jax.tree.map(put, tree)
 
@@ -271,7 +285,7 @@ def place_owned(tree: Any, sharding: NamedSharding, rows: HostRows) -> Any:
         shape = (copies, rows.num_rows, *array.shape[1:])
         indices = stacked.addressable_devices_indices_map(shape)
         parts = [piece(device, index) for device, index in indices.items()]
-        whole = jax.make_array_from_single_device_arrays(shape, stacked, parts)
+        whole = jax.make_array_from_single_device_arrays(shape, stacked, parts, dtype=array.dtype)
         return _sum_copies(whole, sharding)
 
     return jax.tree.map(put, tree)
@@ -298,7 +312,9 @@ def make_global(tree: Any, shardings: Any) -> Any:
 
     def put(sharding: Any, array: Any) -> jax.Array:
         array = np.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: array[index], dtype=array.dtype
+        )
 
     return jax.tree.map(put, jax.tree.broadcast(shardings, tree), tree)
 
@@ -310,18 +326,58 @@ def fetch(tree: Any) -> Any:
     devices, so fetch large trees leaf by leaf. Of a batch, take `fetch_rows`.
 
     Requires: when a leaf also lies on other processes' devices, all processes call this with the
-        same tree.
+        same tree. One that only some processes hold is small, as hosts exchange it.
     """
+    leaves, structure = jax.tree.flatten(tree)
+    apart = [x for x in leaves if _is_apart(x)]
+    given = iter(_exchanged(apart) if apart else ())
+    found = [next(given) if _is_apart(x) else _whole(x) for x in leaves]
+    return jax.tree.unflatten(structure, found)
 
-    def leaf(x: Any) -> np.ndarray:
-        if not isinstance(x, jax.Array) or x.is_fully_addressable:
-            return _to_host(x)
-        if x.is_fully_replicated:
-            return _to_host(x.addressable_data(0))
-        barrier("fetch")  # the collective below would wait for ever
-        return multihost_utils.process_allgather(x, tiled=True)
 
-    return jax.tree.map(leaf, tree)
+def _whole(x: Any) -> np.ndarray:
+    """The whole value of an array that lies on all processes, or on this one alone."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return _to_host(x)
+    if x.is_fully_replicated:
+        return _to_host(x.addressable_data(0))
+    barrier("fetch")  # the collective below would wait for ever
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _exchanged(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    """The values of arrays that only some processes hold: one of these sends each to all."""
+    own: list[Any] = []
+    for i, x in enumerate(arrays):
+        if x.nbytes > MOST_EXCHANGED:
+            raise ValueError(
+                f"an array of {x.nbytes} bytes lies on some processes only, and hosts exchange "
+                f"{MOST_EXCHANGED} at most; fetch it where it lies"
+            )
+        holders = processes_of(x.sharding.device_set)
+        if jax.process_index() in holders:
+            mesh: Any = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+            whole = x if x.is_fully_replicated else _replicate(mesh)(x)
+            if jax.process_index() == min(holders):
+                own.append([i, _to_host(whole.addressable_data(0)).tolist()])
+    values = {i: value for one in gather_objects(own, "values of groups") for i, value in one}
+    return [np.array(values[i], x.dtype) for i, x in enumerate(arrays)]
+
+
+@lru_cache(maxsize=64)
+def _replicate(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _is_apart(x: Any) -> bool:
+    """Whether some process has no device of an array that lies on a mesh."""
+    on_mesh = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+    return on_mesh and len(processes_of(x.sharding.device_set)) < jax.process_count()
+
+
+def processes_of(devices: Iterable[Any]) -> frozenset[int]:
+    """The processes that hold these devices."""
+    return frozenset(device.process_index for device in devices)
 
 
 def _to_host(array: Any) -> np.ndarray:

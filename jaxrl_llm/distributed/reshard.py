@@ -11,6 +11,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxrl_llm.distributed import crossing
+from jaxrl_llm.distributed.crossing import call
+from jaxrl_llm.distributed.multihost import processes_of
+
 Axes = tuple[str, ...]
 IN_FLIGHT = 2**30  # bytes of whole arrays on a device, on their way to other devices
 
@@ -97,13 +101,22 @@ def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
 
     Outside of jit. An array is gathered on its own devices, and each of them sends to its share of
     the new ones. Those that are gathered at a time have at most `IN_FLIGHT` bytes, or are one.
+    Between processes an array moves as `crossing.moved` says, and its bytes cross once.
 
-    Requires: this process holds all devices of both.
+    Requires: every process calls it, as `crossing.moved` requires.
     """
     moved, in_flight = 0, []
 
+    def cross(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        nonlocal moved
+        small = call(_cast(x.sharding, dtype), (x,), x.sharding.mesh)  # pyright: ignore
+        moved += small.nbytes
+        return crossing.moved(small, sharding)
+
     def leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         nonlocal moved
+        if len(processes_of(x.sharding.device_set | sharding.device_set)) > 1:
+            return cross(x, sharding)
         whole = _whole(x.sharding.mesh, dtype)(x)  # pyright: ignore[reportAttributeAccessIssue]
         copies = [shard.data for shard in whole.addressable_shards]
         parts = []
@@ -118,6 +131,12 @@ def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
         return found
 
     return jax.tree.map(leaf, params, target), moved
+
+
+@cache
+def _cast(sharding: Sharding, dtype: str) -> Any:
+    """Casts an array where it lies."""
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)
 
 
 @cache

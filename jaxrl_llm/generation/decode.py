@@ -19,6 +19,8 @@ from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob
+from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
 from jaxrl_llm.models.base import ModelSpec, bind
 
 
@@ -70,8 +72,9 @@ def decode(
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
     )
-    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], count_B)
-    tokens_B, logprobs_B = sample(model.logits(hidden_B1D[:, 0]), keys_B2, sampling)
+    index_B = count_B if queue.begun_N is None else queue.begun_N[row_B] + count_B
+    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], index_B)
+    tokens_B, logprobs_B = _sample(model, hidden_B1D[:, 0], keys_B2, sampling)
 
     # Slots were refilled before this step, so a sample that is still ready found no page.
     num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
@@ -94,3 +97,19 @@ def decode(
         live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
         stalled_slot_steps=state.stalled_slot_steps + stalled,
     )
+
+
+def _sample(
+    model: Any, hidden_BD: jax.Array, keys_B2: jax.Array, sampling: SamplingParams
+) -> tuple[jax.Array, jax.Array]:
+    """A token of every slot, and its log-prob; in a `strict_scope` that of `linear_logprob`."""
+    if (strict := strict_in_scope()) is None:
+        return sample(model.logits(hidden_BD), keys_B2, sampling)
+
+    def run(weight_VD: jax.Array, hidden_CD: jax.Array, keys_C2: jax.Array) -> Any:
+        logits_CV = strict_logits(hidden_CD, weight_VD)
+        tokens_C, _ = sample(logits_CV, keys_C2, sampling)
+        logprobs_C, *_ = strict_logprob(logits_CV, tokens_C, sampling.temperature or 1.0)
+        return tokens_C, logprobs_C
+
+    return by_rows(strict, run, model.unembedding(), hidden_BD, keys_B2, lead=1)

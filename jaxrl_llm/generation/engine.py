@@ -41,6 +41,7 @@ from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implem
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.strict import strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
@@ -86,13 +87,15 @@ def generate(
     settings: GenerationSettings,
     *,
     limits_N: jax.Array | None = None,
+    begun_N: jax.Array | None = None,
     heads: HeadAxes | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
-    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `heads` are
-    the mesh axes that split attention heads, where the caller left some automatic
-    (`generate_on_mesh` does).
+    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `begun_N`
+    counts the tokens of the response that a prompt ends with: a response that was cut goes on with
+    the random numbers that it would have had. `heads` are the mesh axes that split attention heads,
+    where the caller left some automatic (`generate_on_mesh` does).
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at
@@ -113,6 +116,7 @@ def generate(
         prompt_lengths_N,
         prefill_implementation(settings.attention, dtype, spec.config.head_dim),
     )
+    align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8
     pages = page_sizes(
         num_slots=sizes.num_slots,
@@ -130,11 +134,14 @@ def generate(
         prompt_lengths_N,
         sample_ids_N,
         limits_N,
+        begun_N,
         max_new_tokens=max_new_tokens,
         group=sizes.group,
         prefill=sizes.prefill,
+        align=align,
     )
-    spec, params = _generation_form(spec, params, settings, split=heads is not None)
+    split = heads is not None or settings.strict is not None
+    spec, params = _generation_form(spec, params, settings, split=split)
     state = empty_state(
         spec.config,
         queue,
@@ -146,24 +153,25 @@ def generate(
     )
     if num_samples > 0:
         how = {"attention": settings.attention, "heads": heads}
-        state = _run_loops(
-            partial(prefill, spec, params, queue, sizes, **how),
-            partial(
-                decode,
-                spec,
-                params,
+        with strict_scope(settings.strict):
+            state = _run_loops(
+                partial(prefill, spec, params, queue, sizes, **how),
+                partial(
+                    decode,
+                    spec,
+                    params,
+                    queue,
+                    sizes.group,
+                    pages,
+                    seed_key,
+                    settings.sampling,
+                    **how,
+                ),
+                partial(fill_slots, queue, sizes.group, pages),
                 queue,
-                sizes.group,
-                pages,
-                seed_key,
-                settings.sampling,
-                **how,
-            ),
-            partial(fill_slots, queue, sizes.group, pages),
-            queue,
-            sizes,
-            state,
-        )
+                sizes,
+                state,
+            )
     return _output(state, settings.sampling, settings.pad_id)
 
 
@@ -179,6 +187,7 @@ def generate_on_mesh(
     layout: Layout,
     stored: Layout | None = None,
     limits_N: jax.Array | None = None,
+    begun_N: jax.Array | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -209,32 +218,34 @@ def generate_on_mesh(
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
 
     def one_replica(
-        params: Any, prompts: Any, lengths: Any, sample_ids: Any, key: Any, limits: Any
+        params: Any, prompts: Any, lengths: Any, ids: Any, key: Any, limits: Any, begun: Any = None
     ) -> GenerationOutput:
         output = generate(
             spec,
             params,
             prompts,
             lengths,
-            sample_ids,
+            ids,
             key,
             settings,
             limits_N=limits,
+            begun_N=begun,
             heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
         )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
+    begun = () if begun_N is None else (begun_N,)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
     manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(
         one_replica,
         mesh=layout.mesh,
-        in_specs=(whole, rows, rows, rows, whole, rows),
+        in_specs=(whole, rows, rows, rows, whole, rows, *(rows for _ in begun)),
         out_specs=rows,
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types would not agree
-    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N)
+    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, *begun)
 
 
 def _generation_form(

@@ -30,6 +30,7 @@ from jaxrl_llm.kernels.decode_attention import (
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
+from jaxrl_llm.kernels.strict import strict_in_scope
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelConfig
 
@@ -39,7 +40,7 @@ RESIDUAL_DTYPE = "float32"
 
 # A jitted function of its own, so that all layers share one lowering (0.2 s of one core each).
 _prefix_decode_attention = jax.jit(
-    prefix_decode_attention, static_argnames=("window", "implementation")
+    prefix_decode_attention, static_argnames=("window", "implementation", "strict")
 )
 
 
@@ -120,6 +121,7 @@ def decode_context(
     if heads is not None and _own_kv_heads(heads, num_kv_heads):
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
     group_size, schedule = num_heads // num_kv_heads, None
+    strictly = strict_in_scope() is not None  # one job a slot
     if group_size <= MAX_GROUP_SIZE:
         schedule = decode_schedule(
             prompt_rows_B,
@@ -129,7 +131,8 @@ def decode_context(
             num_kv_heads=num_kv_heads,
             prefix_capacity=cache.prompts.shape[3],
             own_capacity=pages_BT.shape[1] * cache.own.shape[3],
-            slots_per_prompt=slots_per_prompt,
+            slots_per_prompt=1 if strictly else slots_per_prompt,
+            num_splits=1 if strictly else None,
             tuning=default_tuning(config.head_dim, cache.own.dtype),
         )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, schedule)
@@ -219,7 +222,7 @@ def _attention_by_heads(
         masks: dict[str, Any] = {"window": window}
         if prompts is not None:
             masks = {"visibility": packed_visibility(prompts, window=window)}
-        return attention(q, k, v, implementation=implementation, **masks)
+        return attention(q, k, v, implementation=implementation, strict=strict_in_scope(), **masks)
 
     if heads is None:
         return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
@@ -292,7 +295,11 @@ def _decode_by_heads(
             context.own_lengths_B,
         )
         return _prefix_decode_attention(
-            inputs, window=window, implementation=chosen, schedule=context.schedule
+            inputs,
+            window=window,
+            implementation=chosen,
+            schedule=context.schedule,
+            strict=strict_in_scope(),
         )
 
     if heads is None:

@@ -75,15 +75,19 @@ def row_sizes(
     return RowSizes(rows=rows, tokens=full * width, prompts=1 if attention == "cudnn" else prompts)
 
 
-def pack_prompts(lengths_G: jax.Array, num_prompts: jax.Array, sizes: RowSizes) -> PackedPrompts:
-    """Pack the first `num_prompts` prompts.
+def pack_prompts(
+    lengths_G: jax.Array, num_prompts: jax.Array, sizes: RowSizes, align: int = 1
+) -> PackedPrompts:
+    """Pack the first `num_prompts` prompts, each from a multiple of `align` tokens on.
 
-    Requires: `lengths_G`, the tokens to compute, are from 0 to L, and 0 after `num_prompts`.
+    Requires: `lengths_G`, the tokens to compute, are from 0 to L, and 0 after `num_prompts`. L is a
+    multiple of `align`.
     """
     G = lengths_G.shape[0]
     prompts_G = jnp.arange(G, dtype=jnp.int32)
-    ends_G = jnp.cumsum(lengths_G, dtype=jnp.int32)
-    before_G = ends_G - lengths_G
+    room_G = -(-lengths_G // align) * align
+    ends_G = jnp.cumsum(room_G, dtype=jnp.int32)
+    before_G = ends_G - room_G
     # The first prompt of the next row, if a row began with this one.
     next_G = jnp.searchsorted(ends_G, before_G + sizes.tokens, side="right").astype(jnp.int32)
     next_G = jnp.minimum(jnp.minimum(next_G, prompts_G + sizes.prompts), num_prompts)

@@ -18,6 +18,7 @@ class Queue(NamedTuple):
     lengths_N: jax.Array
     sample_ids_N: jax.Array
     limits_N: jax.Array
+    begun_N: jax.Array | None  # tokens of the response that end the prompt; None is 0 for all
     order_G: jax.Array
     num_groups: jax.Array
     packed: PackedPrompts  # the prompts in that order
@@ -28,12 +29,17 @@ def make_queue(
     lengths_N: jax.Array,
     sample_ids_N: jax.Array,
     limits_N: jax.Array,
+    begun_N: jax.Array | None = None,
     *,
     max_new_tokens: int,
     group: int,
     prefill: RowSizes,
+    align: int = 1,
 ) -> Queue:
-    """Queue the groups whose prompt is not empty, in the order of their rows."""
+    """Queue the groups whose prompt is not empty, in the order of their rows.
+
+    In a prefill a prompt begins at a multiple of `align` tokens.
+    """
     has_prompt_G = lengths_N[::group] > 0
     order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
     num_groups = jnp.sum(has_prompt_G, dtype=jnp.int32)
@@ -44,7 +50,8 @@ def make_queue(
         lengths_N,
         sample_ids_N,
         jnp.minimum(limits_N, max_new_tokens),
+        begun_N,
         order_G=order_G.astype(jnp.int32),
         num_groups=num_groups,
-        packed=pack_prompts(lengths_G, num_groups, prefill),
+        packed=pack_prompts(lengths_G, num_groups, prefill, align),
     )

@@ -6,6 +6,7 @@ from typing import Literal
 from jaxrl_llm.generation.packed_prompts import RowSizes
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.strict import Strict
 
 # "float8": layer projections and KV cache in float8_e4m3fn. It is faster, but its log-probs are
 # further from the trainer's, so such a run needs importance weights.
@@ -35,6 +36,7 @@ class GenerationSettings:
     # Falling numbers of slots for the end of a batch; None: see `default_tails`.
     tail_slots: tuple[int, ...] | None = None
     tokens_a_page: int = 0  # 0 is the block size of the decode kernel
+    strict: Strict | None = None  # log-probs with the bits of a strict forward pass
 
     def __post_init__(self) -> None:
         if self.num_slots < 0:

@@ -46,6 +46,8 @@ def engine_sizes(
     num_groups = num_samples // group
     fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
     slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
+    if settings.strict is not None:
+        width = -(-width // settings.strict.align) * settings.strict.align
     # Room for as many prompts of full width as all slots can take at once. More of the shorter ones
     # fit: they cost no memory, because each prompt has its own row of the cache anyway.
     prefill = prefill or row_sizes(

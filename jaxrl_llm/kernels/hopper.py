@@ -1,10 +1,14 @@
 """The GPU that the Mosaic kernels are written for, and names for types that Pallas lacks."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200
 
@@ -36,3 +40,22 @@ def cache_ptxas_version() -> None:
     ask = getattr(extension, name, None)
     if ask is not None and not hasattr(ask, "cache_info"):
         setattr(extension, name, functools.cache(ask))
+
+
+def accumulator(rows: int, columns: int) -> ScratchType:
+    """A float32 accumulator of wgmma, for `pl.run_scoped`."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def accumulate(acc: jax.Array, matmul: Callable[[Ref], None], interpreted: bool) -> jax.Array:
+    """`acc` plus what `matmul` adds to an accumulator reference."""
+    if not interpreted:
+        start: Ref = plgpu.WGMMAAccumulatorRef.init(acc)
+        return pl.run_state(matmul)(start)
+
+    # The interpreter cannot start an accumulator from a value.
+    def from_zero(ref: Ref) -> jax.Array:
+        matmul(ref)
+        return ref[...]
+
+    return acc + pl.run_scoped(from_zero, accumulator(*acc.shape))

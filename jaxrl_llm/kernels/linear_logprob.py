@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels.strict import Strict
+
 # Logits of a default chunk: 1 GiB in float32, over all devices. With a vocabulary of 152k these are
 # 1766 tokens, which keep a GPU busy.
 DEFAULT_CHUNK_LOGITS = 2**28
@@ -35,6 +37,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: Literal[False] = False,
+    strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], None]: ...
 
 
@@ -48,6 +51,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: Literal[True],
+    strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]: ...
 
 
@@ -61,6 +65,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: bool,
+    strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]: ...
 
 
@@ -73,6 +78,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: bool = False,
+    strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]:
     """(log p(target), entropy or None) under softmax(hidden @ weight.T / temperature), in float32.
 
@@ -84,6 +90,9 @@ def linear_logprob(
     then works on its rows of every chunk, and no hidden state moves. The weight may be sharded over
     V, not over D. Its gradient is reduced across devices once per chunk, so prefer few, large
     chunks on many devices.
+
+    With `strict`, all tokens are one axis, in chunks of `strict.rows`. A token's log-prob then has
+    the bits of `strict_logprob` in any batch. `lengths` are of one row only.
 
     Guarantees: gradients flow through both results, and the weight's is accumulated in float32.
     Tokens of chunks that are not computed get 0 and no gradient. Other unwanted tokens get
@@ -106,9 +115,15 @@ def linear_logprob(
         raise ValueError(
             f"lengths {lengths.shape} of targets {targets_N.shape}: give one number a row"
         )
+    if strict is not None and (targets_N.ndim > 1 or targets_N.size % strict.rows):
+        return _joined_strictly(
+            hidden_ND, weight_VD, targets_N, lengths, temperature, with_entropy, strict
+        )
     tokens = targets_N.shape[-1]
     rows = targets_N.size // max(tokens, 1)
     num_chunks = _num_chunks(tokens, max(1, chunk // max(rows, 1)))
+    if strict is not None:
+        num_chunks = targets_N.size // strict.rows
     axis, dealt = targets_N.ndim - 1, lengths is None
     hidden_KCD = _split(hidden_ND, axis, num_chunks, dealt)
     targets_KC = _split(targets_N, axis, num_chunks, dealt)
@@ -116,8 +131,63 @@ def linear_logprob(
     if lengths is not None:
         stop = -(-jnp.max(lengths).astype(jnp.int32) // targets_KC.shape[-1])
     run = partial(_join, tokens=tokens, dealt=dealt)
-    logprobs, entropy = _scan(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
+    logprobs, entropy = _scan(
+        hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy, strict is not None
+    )
     return run(logprobs), None if entropy is None else run(entropy)
+
+
+def _joined_strictly(
+    hidden_ND: Array,
+    weight_VD: Array,
+    targets_N: Array,
+    lengths: Array | None,
+    temperature: float,
+    with_entropy: bool,
+    strict: Strict,
+) -> tuple[Array, Array | None]:
+    """`linear_logprob` of one axis of whole chunks. Only a single row keeps its length."""
+    added = -targets_N.size % strict.rows
+    hidden_XD = jnp.pad(hidden_ND.reshape(-1, hidden_ND.shape[-1]), ((0, added), (0, 0)))
+    found = linear_logprob(
+        hidden_XD,
+        weight_VD,
+        jnp.pad(targets_N.reshape(-1), (0, added)),
+        lengths=lengths.reshape(()) if lengths is not None and lengths.size == 1 else None,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        strict=strict,
+    )
+    logprobs, entropy = (
+        None if x is None else x[: targets_N.size].reshape(targets_N.shape) for x in found
+    )
+    assert logprobs is not None
+    return logprobs, entropy
+
+
+def strict_logits(hidden_CD: Array, weight_VD: Array) -> Array:
+    """float32 logits of a chunk, apart from what is computed before and after."""
+    return jax.lax.optimization_barrier(
+        jnp.einsum(
+            "...d,vd->...v",
+            jax.lax.optimization_barrier(hidden_CD),
+            weight_VD,
+            preferred_element_type=jnp.float32,
+        )
+    )
+
+
+def strict_logprob(
+    logits_CV: Array, targets_C: Array, temperature: float
+) -> tuple[Array, Array, Array]:
+    """Log-probs of a chunk's targets, the maximum of logits over temperature, and log-sum less it.
+
+    Requires: a chunk as large as that of every other caller.
+    """
+    logits_CV, targets_C = jax.lax.optimization_barrier((logits_CV, targets_C))
+    chosen_C, top_C, total_C, _ = _sums(logits_CV / temperature, targets_C)
+    log_total_C = jnp.log(total_C)
+    return jax.lax.optimization_barrier((chosen_C - log_total_C, top_C, log_total_C))
 
 
 def sum_squared_probs(
@@ -222,28 +292,43 @@ def _forward(
     stop: Array | None,
     temperature: float,
     with_entropy: bool,
+    strictly: bool,
 ) -> tuple[Array, Array, Array | None]:
     """(logprobs, log-sum-exp, entropy or None), each [K, C]."""
 
     def body(carry, chunk):
         hidden_CD, targets_C = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
-        # All sums are of logits relative to their maximum, so that XLA reads the logits once.
-        top_C = jnp.max(logits_CV, axis=-1)
-        relative_CV = logits_CV - top_C[..., None]
-        weights_CV = jnp.exp(relative_CV)
-        total_C = jnp.sum(weights_CV, axis=-1)
-        is_target = _is_target(targets_C, weight_VD.shape[0])
-        chosen_C = jnp.sum(jnp.where(is_target, relative_CV, 0.0), axis=-1)
-        log_total_C = jnp.log(total_C)
+        if strictly:
+            logits_CV = strict_logits(hidden_CD, weight_VD)
+            found_C, top_C, log_total_C = strict_logprob(logits_CV, targets_C, temperature)
+            logits_CV, found_C = jax.lax.optimization_barrier((logits_CV, found_C))
+            _, top_C, total_C, mean_C = _sums(logits_CV / temperature, targets_C)
+        else:
+            logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+            chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C)
+            log_total_C = jnp.log(total_C)
+            found_C = chosen_C - log_total_C
         entropy_C = None
         if with_entropy:
             # Not lse - sum(p * logits), a small difference of large numbers.
-            mean_C = jnp.sum(weights_CV * relative_CV, axis=-1) / total_C
-            entropy_C = log_total_C - mean_C
-        return carry, (chosen_C - log_total_C, top_C + log_total_C, entropy_C)
+            entropy_C = log_total_C - mean_C / total_C
+        return carry, (found_C, top_C + log_total_C, entropy_C)
 
     return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
+
+
+def _sums(logits_CV: Array, targets_C: Array) -> tuple[Array, Array, Array, Array]:
+    """The target's logit less the maximum, the maximum, and sums of p and p log p not normalised.
+
+    All sums are of logits relative to their maximum, so that XLA reads the logits once.
+    """
+    top_C = jnp.max(logits_CV, axis=-1)
+    relative_CV = logits_CV - top_C[..., None]
+    weights_CV = jnp.exp(relative_CV)
+    total_C = jnp.sum(weights_CV, axis=-1)
+    is_target = _is_target(targets_C, logits_CV.shape[-1])
+    chosen_C = jnp.sum(jnp.where(is_target, relative_CV, 0.0), axis=-1)
+    return chosen_C, top_C, total_C, jnp.sum(weights_CV * relative_CV, axis=-1)
 
 
 def _primal(
@@ -253,8 +338,9 @@ def _primal(
     stop: Array | None,
     temperature: float,
     with_entropy: bool,
+    strictly: bool,
 ) -> tuple[Array, Array | None]:
-    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
+    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy, strictly)
     return out[0], out[2]
 
 
@@ -265,14 +351,19 @@ def _scan_fwd(
     stop: Array | None,
     temperature: float,
     with_entropy: bool,
+    strictly: bool,
 ) -> tuple[tuple[Array, Array | None], Saved]:
-    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy)
+    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy, strictly)
     logprobs, lse, entropy = out
     return (logprobs, entropy), (hidden_KCD, weight_VD, targets_KC, stop, lse, entropy)
 
 
 def _scan_bwd(
-    temperature: float, with_entropy: bool, saved: Saved, grads: tuple[Array, Array | None]
+    temperature: float,
+    with_entropy: bool,
+    strictly: bool,
+    saved: Saved,
+    grads: tuple[Array, Array | None],
 ) -> tuple[Array, Array, None, None]:
     """With z the logits over the temperature, p = softmax(z) and H the entropy:
 
@@ -308,5 +399,5 @@ def _scan_bwd(
     return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
 
 
-_scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5))
+_scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6))
 _scan.defvjp(_scan_fwd, _scan_bwd)

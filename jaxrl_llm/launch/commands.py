@@ -1,4 +1,4 @@
-"""The commands: train, plan, generate, evaluate, export, prepare, verify, doctor.
+"""The commands: train, plan, generate, evaluate, export, prepare, verify, report, doctor.
 
 `jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
@@ -11,19 +11,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
+from jaxrl_llm.launch import library
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
-    fit_mesh,
     join_processes,
     run_script,
-    start,
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
@@ -47,11 +44,9 @@ def train(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--devices", type=int, default=0)
     config, flags = read_config(argv, parser)
-    config = start(config, num_cpu_devices=flags.devices)
+    summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
     from jaxrl_llm.trainer.progress import print_summary
-    from jaxrl_llm.trainer.run import train
 
-    summary = train(config, end_process=os._exit)
     print_summary(summary, config)
     if summary.alarmed:
         return ALARMED
@@ -86,21 +81,18 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--n", type=_count, default=1)
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.read(argv)
-    path = find_model_path(flags.model)
-    prepare_jax()
-    from jaxrl_llm.generation.sampler import SamplingParams
-    from jaxrl_llm.trainer.trained_model import complete, open_model, read_prompt
-
-    sampling = SamplingParams(
+    model = library.open_model(flags.model, dtype=flags.dtype)
+    (answer,) = model.generate(
+        flags.prompt,
         max_new_tokens=flags.max_new_tokens,
         temperature=flags.temperature,
         top_p=flags.top_p,
         top_k=flags.top_k,
+        n=flags.n,
+        seed=flags.seed,
+        chat={"auto": None, "true": True, "false": False}[flags.chat],
     )
-    model = open_model(path, dtype=flags.dtype)
-    chat = {"auto": None, "true": True, "false": False}[flags.chat]
-    prompt = read_prompt(flags.prompt, model.tokenizer, chat=chat)
-    for completion in complete(model, prompt, sampling, n=flags.n, seed=flags.seed):
+    for completion in answer.completions:
         print(completion.text)
         if not completion.finished:
             print(f"(cut after {len(completion.tokens)} tokens)", file=sys.stderr)
@@ -126,31 +118,18 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--devices", type=int, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
-    model = find_model_path(flags.model)
-    # The model replaces the config's own, whose folder need not exist here.
-    own = (("actor.path", model.path), ("data.tokenizer", ""))
-    config = load_config(config_path, (*own, *overrides))
-    if not config.data.val_files and not config.data.val_tasks:
-        raise ConfigError(
-            "config.data has no validation data: set --config.data.val_files=[FILE] or "
-            "--config.data.val_tasks=[chain_sum]"
-        )
-    output = flags.output
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
-    prepare_jax(num_cpu_devices=flags.devices)
-    join_processes()
-    config = replace(config, mesh=fit_mesh(config.mesh), placement={}, max_staleness=0)
+    report = library.evaluate(
+        flags.model,
+        config_path,
+        overrides=overrides,
+        output=flags.output,
+        num_cpu_devices=flags.devices,
+    )
     from jaxrl_llm.distributed.multihost import is_main
-    from jaxrl_llm.trainer.trained_model import evaluate, validation_report
 
-    report = validation_report(config, flags.model, evaluate(config))
     if is_main():
         for name, value in report["metrics"].items():
             print(f"{name}  {value:.4f}")
-        if output is not None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
@@ -183,20 +162,13 @@ def export(argv: list[str]) -> int:
     flags = parser.read(argv)
     if flags.merge and flags.adapter:
         raise ConfigError("--merge and --adapter contradict each other; give one of them")
-    checkpoint = find_checkpoint(flags.model)
-    if flags.output.exists() and not flags.output.is_dir():
-        raise ConfigError(f"--output={flags.output} is a file; give a directory to write")
-    prepare_jax(num_cpu_devices=1)  # an export only copies, and CPU memory is larger
-    from jaxrl_llm.trainer.trained_model import export_checkpoint
-
-    limit = {} if flags.max_shard_bytes is None else {"max_shard_bytes": flags.max_shard_bytes}
-    written = export_checkpoint(
-        checkpoint,
+    written = library.export(
+        flags.model,
         flags.output,
         role=flags.role,
         dtype=flags.dtype,
         adapter=flags.adapter,
-        **limit,
+        max_shard_bytes=flags.max_shard_bytes,
     )
     print(f"wrote {written}")
     return 0
@@ -255,6 +227,53 @@ def verify(argv: list[str]) -> int:
         print(line, flush=True)
         sound = sound and good
     return 0 if sound else 1
+
+
+def report(argv: list[str]) -> int:
+    """Draw a run, or compare several: jaxrl report RUN [RUN2 ...]
+
+    Writes one HTML page that needs no network: curves, times and memory of the stages, samples
+    token by token, alarms, config. A run writes its own page while it goes on. It changes nothing
+    else, and needs no devices.
+
+    Flags:
+      --output=FILE         the page; RUN/report.html without it, ./report.html for several runs
+      --serve               serve the page on 127.0.0.1 instead, until Ctrl-C
+      --port=8000           of --serve; 0 takes a free one
+    """
+    parser = Parser()
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--port", type=int, default=8000)
+    flags = parser.read(argv)
+    from jaxrl_llm.report.html import REPORT, write_page
+    from jaxrl_llm.report.run_files import is_run, open_runs
+
+    for folder in flags.runs:
+        if not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}{nearest_file(folder)}")
+        if not is_run(folder):
+            raise ConfigError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
+    if flags.serve:
+        return _serve(flags.runs, flags.port)
+    output = flags.output or (flags.runs[0] if len(flags.runs) == 1 else Path()) / REPORT
+    _check_parent("--output", output)
+    print(f"wrote {write_page(open_runs(flags.runs), output)}")
+    return 0
+
+
+def _serve(folders: list[Path], port: int) -> int:
+    from jaxrl_llm.report.server import ReportServer
+
+    try:
+        server = ReportServer(folders, port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port={port} cannot be used: {error}. Give another one") from None
+    with server:
+        print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0
 
 
 def doctor(argv: list[str]) -> int:
@@ -401,6 +420,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "prepare": prepare,
     "verify": verify,
+    "report": report,
     "doctor": doctor,
 }
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
-from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.config.placement import devices_of_roles, numbers_of_roles
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
@@ -145,15 +145,14 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     check_links = _check_links(os.environ)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
-    prepare(num_cpu_devices=num_cpu_devices, exact=config.exact)
+    prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
     join_processes()
     if config.placement == AUTO:
         from jaxrl_llm.planner.automatic import automatic
 
         config, why = automatic(config)
         print("\n".join(why), file=sys.stderr, flush=True)
-    roles = devices_of_roles(config).values() if config.placement else ()
-    placed = [number for devices in roles for number in devices]
+    placed = _placed(config)
     mesh = fit_mesh(config.mesh, placed)
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
@@ -166,6 +165,30 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     if check_links():
         _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))
     return config
+
+
+def _placed(config: Config) -> list[int]:
+    """The numbers of all devices of a `placement`; empty without one.
+
+    Raises: ConfigError where the devices and processes of this launch are not those it names.
+    """
+    import jax
+
+    from jaxrl_llm.distributed.mesh import devices_of_nodes
+
+    if not config.placement:
+        return []
+    if config.max_staleness and jax.process_count() > 1:
+        raise ConfigError(
+            f"config.max_staleness={config.max_staleness}: batches are generated ahead in one "
+            f"process, and there are {jax.process_count()}; set it to 0, or start one process "
+            "with all devices"
+        )
+    plain = [d for group in devices_of_roles(config).values() for d in group if isinstance(d, int)]
+    if max(plain, default=0) >= jax.device_count():
+        return plain  # `fit_mesh` knows the remedy
+    numbers = numbers_of_roles(config, devices_of_nodes())
+    return [number for group in numbers.values() for number in group]
 
 
 def _check_links(environment: Mapping[str, str]) -> Callable[[], bool]:
@@ -200,8 +223,22 @@ def _say_slow_links(numbers: Sequence[int]) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def devices_are_used() -> bool:
+    """Whether this process has touched jax's devices, so that settings of them come too late."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
+
+
 def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
-    """Set what jax and XLA read when the first device is touched."""
+    """Set what jax and XLA read when the first device is touched.
+
+    In a program that has used jax before, nothing is set.
+
+    Raises: ConfigError when that program's devices are others than those asked for.
+    """
+    if devices_are_used():
+        _check_used_devices(num_cpu_devices, exact)
+        return
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     limit = max(XLA_HOST_MEMORY_GB, int(HOST_MEMORY_FRACTION * host_memory() / 2**30))
     os.environ.setdefault(HOST_MEMORY_LIMIT, str(limit))
@@ -228,6 +265,23 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     from jaxrl_llm.kernels.hopper import cache_ptxas_version
 
     cache_ptxas_version()  # lowering a step's kernels asks jax for it hundreds of times
+
+
+def _check_used_devices(num_cpu_devices: int, exact: bool) -> None:
+    import jax
+
+    if num_cpu_devices and jax.device_count() != num_cpu_devices:
+        raise ConfigError(
+            f"{num_cpu_devices} CPU devices were asked for, but this program has used jax with "
+            f"{jax.device_count()} devices already; begin with this call, in a new process"
+        )
+    if exact and jax.default_backend() == "gpu" and EXACT not in os.environ.get("XLA_FLAGS", ""):
+        print(
+            "config.exact=true comes too late: this program has used the GPU already, so a resumed "
+            f"run may differ in its last bits. Set XLA_FLAGS=--{EXACT}=true before it starts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def host_memory(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
@@ -352,16 +406,11 @@ def fit_mesh(mesh: MeshConfig, placed: Sequence[int] = ()) -> MeshConfig:
     from jaxrl_llm.distributed.mesh import check_mesh, larger_mesh
 
     count, processes = jax.device_count(), jax.process_count()
-    if processes > 1 and placed:
-        raise ConfigError(
-            f"config.placement: roles on devices of their own need one process, and there are "
-            f"{processes}; start one process a node with all of its devices, or leave it out"
-        )
-    if processes > 1 and mesh.num_devices == 1:
+    if processes > 1 and mesh.num_devices == 1 and not placed:
         return replace(mesh, data=count)
     wanted = max([mesh.num_devices, *(number + 1 for number in placed)])
     try:
-        check_mesh(mesh.sizes, count, processes)
+        check_mesh(mesh.sizes, count, 1 if placed else processes)
         if wanted > count:
             raise ValueError(
                 f"config.placement names device {wanted - 1}, but {count} devices are available, "

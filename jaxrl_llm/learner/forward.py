@@ -27,6 +27,7 @@ from jaxrl_llm.kernels.flash_attention import (
 )
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
+from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
 from jaxrl_llm.models.attention import Attend
@@ -51,6 +52,12 @@ class ForwardSettings:
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
     layout: Layout | None = None  # of several devices; kernels need it, XLA's operations do not
     pipeline: Pipeline | None = None  # of several stages of layers
+    strict: Strict | None = None  # results with the bits of a strict generation
+
+    @property
+    def align(self) -> int | None:
+        """At which multiples runs of tokens begin in strict rows; None for other rows."""
+        return None if self.strict is None else self.strict.align
 
     @property
     def rows_of_pass(self) -> int:
@@ -111,6 +118,7 @@ def hidden_states(
                 visibility=visibility,
                 split=split,
                 implementation=settings.attention,
+                strict=settings.strict,
             )
             return out, cache
 
@@ -131,7 +139,8 @@ def hidden_states(
             remat=settings.remat,
             scan=settings.scan_layers,
         )
-    with contextlib.nullcontext() if layout is None else layout.scope():
+    of_layout = contextlib.nullcontext() if layout is None else layout.scope()
+    with of_layout, strict_scope(settings.strict):
         hidden, _ = model(
             tokens,
             positions,
@@ -229,6 +238,7 @@ def response_statistics(
         lengths=rows.num_targets,
         temperature=temperature,
         with_entropy=with_entropy,
+        strict=settings.strict,
     )
     squares, at_candidates, top = None, None, None
     if with_squares:
@@ -306,7 +316,9 @@ def row_logprobs(
     """Log-prob of each token given the tokens before it; 0 at position 0."""
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)[:, :-1]
-    logprobs, _ = head_logprobs(hidden, model.unembedding(), tokens[:, 1:], settings.layout)
+    logprobs, _ = head_logprobs(
+        hidden, model.unembedding(), tokens[:, 1:], settings.layout, strict=settings.strict
+    )
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
@@ -319,6 +331,7 @@ def head_logprobs(
     lengths: Int[Array, " B"] | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    strict: Strict | None = None,
 ) -> tuple[Array, Array | None]:
     """`linear_logprob`, each replica on its own rows, each device on its part of their targets.
 
@@ -335,6 +348,7 @@ def head_logprobs(
             lengths=lengths[:, 0] if lengths is not None and lengths.ndim > 1 else lengths,
             temperature=temperature,
             with_entropy=with_entropy,
+            strict=strict,
         )
 
     return _by_replica(run, layout, hidden, weight, targets, lengths)

@@ -60,7 +60,8 @@ class PolicyLoss:
     def __call__(self, params: Params, part: Fields) -> tuple[Array, Any]:
         """The part's contribution to the loss, and metrics."""
         algorithm = self.algorithm
-        reads, rows = field_names(algorithm.policy_loss), rows_of(part)
+        reads = field_names(algorithm.policy_loss)
+        rows = rows_of(part, self.settings.align)
         bonus_or_read = algorithm.entropy_coef != 0.0 or "entropy" in reads
         found = response_statistics(
             params,

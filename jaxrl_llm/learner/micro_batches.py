@@ -159,6 +159,7 @@ class Packed(MicroBatches):
     group: int = 1
     num_replicas: int = 1
     rows: int = 1
+    align: int | None = None  # of strict rows
     shard: Shard = lambda tree: tree
 
     def split(self, fields: Fields) -> "_PackedParts":
@@ -183,6 +184,7 @@ class Packed(MicroBatches):
             group=self.group,
             num_replicas=self.num_replicas,
             rows_of_part=self.rows,
+            align=self.align,
         )
         return plan, samples
 

@@ -5,6 +5,10 @@ samples as fit into its tokens. A prompt that several of them answer is in it on
 response sees the prompt and itself. Results of response tokens come back as [B, R], in the order of
 the samples, in both cases. So no loss depends on the kind of row.
 
+Strict rows (`align` is given) have the form in which generation computes a sample: the prompt but
+its last token is one run of tokens, and its last token begins the run of the response. Runs begin
+at multiples of `align`, so that attention adds up the same blocks of keys in every row.
+
 Shape letters: B samples, P prompt, R response, T tokens of a row, X predicted tokens of a row,
 D replicas of the mesh, S samples of a replica (B = D * S).
 """
@@ -247,12 +251,18 @@ def sample_fields(
 
 
 def padded_rows(
-    prompts: Int[Array, "B P"], prompt_lengths: Int[Array, " B"], responses: Int[Array, "B R"]
+    prompts: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"],
+    responses: Int[Array, "B R"],
+    align: int | None = None,
 ) -> Rows:
     """One row a sample, prompt + response without a gap, padded on the right.
 
-    Padding follows the response, so causal attention hides it from every real token.
+    Padding follows the response, so causal attention hides it from every real token. With `align`
+    rows are strict.
     """
+    if align is not None:
+        return _strict_rows(prompts, prompt_lengths, responses, align)
     num_prompt, num_response = prompts.shape[1], responses.shape[1]
     position = jnp.arange(num_prompt + num_response)
     from_prompt = jnp.broadcast_to(
@@ -275,6 +285,42 @@ def padded_rows(
     )
 
 
+def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align: int) -> Rows:
+    (B, P), R = prompts.shape, responses.shape[1]
+    run = _rounded_up(P - 1, align)  # where the run of the response begins
+    token_T = jnp.arange(run + 1 + R)
+    in_run_T, offset_T = token_T >= run, token_T - run
+    before_B1 = jnp.maximum(prompt_lengths - 1, 0)[:, None]  # tokens of the prompt's run
+    of_prompt_BT = jnp.where(in_run_T, before_B1, jnp.minimum(token_T, P - 1))
+    of_response_BT = jnp.broadcast_to(jnp.clip(offset_T - 1, 0, R - 1), (B, token_T.size))
+    real_BT = in_run_T | (token_T < before_B1)
+    positions_BT = jnp.where(in_run_T, before_B1 + offset_T, jnp.where(real_BT, token_T, 0))
+    start_T = jnp.where(in_run_T, run, 0)
+    return Rows(
+        tokens=jnp.where(
+            token_T > run,
+            jnp.take_along_axis(responses, of_response_BT, axis=1),
+            jnp.where(real_BT, jnp.take_along_axis(prompts, of_prompt_BT, axis=1), 0),
+        ),
+        positions=positions_BT,
+        predictors=jnp.broadcast_to(run + jnp.arange(R), (B, R)),
+        targets=responses,
+        included=jnp.ones(B, bool),
+        ranges=Ranges(
+            start=jnp.where(real_BT, start_T, token_T.size),
+            position=positions_BT,
+            prefix_start=jnp.zeros_like(positions_BT),
+            prefix_end=jnp.where(in_run_T, before_B1, 0),
+        ),
+        response_length=R,
+        shared=True,
+    )
+
+
+def _rounded_up(size: Any, multiple: int) -> Any:
+    return -(-size // multiple) * multiple
+
+
 def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
     """One row a sequence of tokens, each of which is a target that the token before it predicts."""
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -288,11 +334,11 @@ def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
     )
 
 
-def rows_of(fields: Fields) -> Rows:
-    """The rows of a part of a batch: its packed rows, or one row a sample."""
+def rows_of(fields: Fields, align: int | None = None) -> Rows:
+    """The rows of a part of a batch: its packed rows, or one row a sample (see `padded_rows`)."""
     if ROWS in fields:
         return fields[ROWS]
-    return padded_rows(fields["prompts"], fields["prompt_lengths"], fields["responses"])
+    return padded_rows(fields["prompts"], fields["prompt_lengths"], fields["responses"], align)
 
 
 @jax.tree_util.register_dataclass
@@ -312,6 +358,7 @@ class PackingPlan:
     row_tokens: int = field(metadata={"static": True})
     shared: bool = field(metadata={"static": True})
     rows_of_part: int = field(metadata={"static": True})  # of each replica, computed in one pass
+    align: int | None = field(default=None, metadata={"static": True})  # of strict rows
 
     @property
     def num_parts(self) -> Int[Array, ""]:
@@ -341,17 +388,23 @@ def plan_packing(
     group: int,
     num_replicas: int,
     rows_of_part: int = 1,
+    align: int | None = None,
 ) -> PackingPlan:
     """Fill rows of `row_tokens` tokens with samples in their order, each whole.
 
     `group` consecutive samples answer one prompt, which is in a row once; 1 gives every sample its
-    own prompt. One pass computes `rows_of_part` rows of each replica.
+    own prompt. One pass computes `rows_of_part` rows of each replica. `align` makes rows strict
+    and rounds `row_tokens` up.
     Requires: the longest prompt and the longest response together fit a row.
     """
     samples = prompt_lengths.shape[0] // num_replicas
     prompt_DS = prompt_lengths.reshape(num_replicas, samples)
     response_DS = response_lengths.reshape(num_replicas, samples)
     group_DS = (jnp.arange(prompt_lengths.shape[0]) // group).reshape(num_replicas, samples)
+    if align is not None:
+        row_tokens = _rounded_up(row_tokens, align)
+        prompt_DS = _rounded_up(prompt_DS - 1, align)
+        response_DS = jnp.where(response_DS > 0, _rounded_up(response_DS + 1, align), 0)
     starts, leaders, row = jax.vmap(lambda p, r, g: _plan_replica(p, r, g, row_tokens))(
         prompt_DS, response_DS, group_DS
     )
@@ -361,8 +414,9 @@ def plan_packing(
         row=row,
         num_rows=row.max() + 1,
         row_tokens=row_tokens,
-        shared=group > 1,
+        shared=group > 1 or align is not None,
         rows_of_part=rows_of_part,
+        align=align,
     )
 
 
@@ -418,11 +472,9 @@ def packed_rows(
 
     def one(starts: Array, leaders: Array, *samples: Array) -> dict[str, Any]:
         if num_rows == 1:
-            return _packed_row(starts, leaders, part, plan.row_tokens, *samples)
+            return _packed_row(plan, starts, leaders, part, *samples)
         rows = part * num_rows + jnp.arange(num_rows)
-        return jax.vmap(lambda row: _packed_row(starts, leaders, row, plan.row_tokens, *samples))(
-            rows
-        )
+        return jax.vmap(lambda row: _packed_row(plan, starts, leaders, row, *samples))(rows)
 
     arrays = jax.vmap(one)(
         plan.starts,
@@ -447,15 +499,17 @@ def packed_rows(
 
 
 def _packed_row(
+    plan: PackingPlan,
     starts_S: Array,
     leaders_S: Array,
     row: Array,
-    row_tokens: int,
     prompts_SP: Array,
     prompt_lengths_S: Array,
     responses_SR: Array,
     response_lengths_S: Array,
 ) -> dict[str, Any]:
+    row_tokens, strictly = plan.row_tokens, plan.align is not None
+    repeated = int(strictly)  # tokens of the prompt that begin the run of a response
     token_T = jnp.arange(row_tokens)
     base = row * row_tokens
     # The last of equal starts: a sample without a response has the same start as the next.
@@ -463,29 +517,37 @@ def _packed_row(
     sample_T = jnp.maximum(sample_T, 0)
     leads_T = leaders_S[sample_T] == sample_T
     leader_T = leaders_S[sample_T]
-    prompt_T = prompt_lengths_S[leader_T]
+    prompt_T = prompt_lengths_S[leader_T] - repeated
     start_T = starts_S[sample_T] - base
     offset_T = token_T - start_T
-    column_T = offset_T - jnp.where(leads_T, prompt_T, 0)
+    room_T = prompt_T if plan.align is None else _rounded_up(prompt_T, plan.align)
+    run_T = start_T + jnp.where(leads_T, room_T, 0)
+    column_T = token_T - run_T - repeated
     some_T = response_lengths_S[sample_T] > 0
-    in_prompt_T = some_T & (column_T < 0)
+    in_prompt_T = some_T & (token_T < run_T) & (offset_T < prompt_T)
+    again_T = some_T & (token_T >= run_T) & (column_T < 0)
     in_response_T = some_T & (column_T >= 0) & (column_T < response_lengths_S[sample_T])
     prompt_start_T = starts_S[leader_T] - base
     prompt_end_T = prompt_start_T + prompt_T
 
     safe_column_T = jnp.clip(column_T, 0, responses_SR.shape[1] - 1)
-    safe_offset_T = jnp.clip(offset_T, 0, prompts_SP.shape[1] - 1)
+    of_prompt_T = jnp.where(again_T, prompt_T, offset_T)
+    safe_offset_T = jnp.clip(of_prompt_T, 0, prompts_SP.shape[1] - 1)
     tokens_T = jnp.where(
-        in_prompt_T,
+        in_prompt_T | again_T,
         prompts_SP[sample_T, safe_offset_T],
         jnp.where(in_response_T, responses_SR[sample_T, safe_column_T], 0),
     )
-    positions_T = jnp.where(in_prompt_T, offset_T, prompt_T + column_T)
-    positions_T = jnp.where(in_prompt_T | in_response_T, positions_T, 0)
-    apart_T = in_response_T & ~leads_T
+    real_T, in_run_T = in_prompt_T | again_T | in_response_T, again_T | in_response_T
+    positions_T = jnp.where(in_prompt_T, offset_T, prompt_T + repeated + column_T)
+    positions_T = jnp.where(real_T, positions_T, 0)
+    apart_T = in_run_T if strictly else in_response_T & ~leads_T
+    first_T = jnp.where(in_run_T, run_T, start_T) if strictly else start_T
     none = jnp.zeros_like(token_T)
     num_samples = starts_S.shape[0]
-    predictors_T = jnp.where(column_T == 0, prompt_end_T, token_T) - 1
+    predictors_T = token_T - 1
+    if not strictly:
+        predictors_T = jnp.where(column_T == 0, prompt_end_T - 1, predictors_T)
     # Out of range and all different: a scatter drops them and has no duplicates.
     target_of_T = jnp.where(in_response_T, sample_T, num_samples + token_T)
     # The head computes only the targets of responses, which come first.
@@ -498,7 +560,7 @@ def _packed_row(
         "num_targets": in_response_T.sum(),
         "target_tokens": target_X,
         "ranges": Ranges(
-            start=jnp.where(in_prompt_T | in_response_T, start_T, row_tokens),
+            start=jnp.where(real_T, first_T, row_tokens),
             position=positions_T,
             prefix_start=jnp.where(apart_T, prompt_start_T, none),
             prefix_end=jnp.where(apart_T, prompt_end_T, none),

@@ -46,7 +46,7 @@ class Base:
     dtype: str
     key: Array | None = None  # of dropout, for the role and the run
 
-    def with_dropout(self, params: Params, step: Array, index: int | Array) -> Params:
+    def with_dropout(self, params: Params, step: int | Array, index: int | Array) -> Params:
         """`params` for one micro-batch: with the key of its dropout, if there is any."""
         if self.key is None or not self.lora.dropout:
             return params

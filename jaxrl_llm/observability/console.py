@@ -2,17 +2,22 @@
 
 import fnmatch
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+from jaxrl_llm.observability.status import STATUS
 
 # (metric, short name) of the metrics that are shown, in this order.
 HEADLINES = (
@@ -43,16 +48,33 @@ HEADLINES = (
     ("perf/throughput", "tokens/s/device"),
     ("perf/time_per_step", "s/step"),
 )
+PATIENCE_S = 10.0  # a stage that takes longer is named in a plain log
 PLAIN_WIDTH = 160  # characters of a text in a plain line
 SMOOTHING = 0.2  # weight of the latest step in the moving mean of a step's time
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownSample:
+    """A sample as the console shows it."""
+
+    question: str  # the last turn of the user
+    response: str
+    score: float
+    truth: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)  # what each function gave
+
+    def reward(self) -> str:
+        """The score, and its parts where there are several."""
+        parts = ", ".join(f"{name} {part:.3g}" for name, part in self.parts.items())
+        return f"{self.score:.3g}" + (f" ({parts})" if len(self.parts) > 1 else "")
 
 
 class Console:
     """A `Tracker` that shows progress, time left, the main metrics, and samples.
 
     On a terminal the view is redrawn in place, and other output scrolls above it. Elsewhere every
-    step is one line without control codes. `every` and `samples_every` count steps; with
-    `samples_every` 0 no samples are shown.
+    step is one line without control codes. `every` and `samples_every` count steps; step 1 also
+    shows samples, and with `samples_every` 0 none are shown.
 
     Requires: the caller closes it, or uses `with`. A live view hides the cursor.
     """
@@ -63,14 +85,13 @@ class Console:
         file: TextIO | None = None,
         every: int = 1,
         samples_every: int = 20,
-        num_samples: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ):
+        STATUS.end()
         out: TextIO = sys.stdout if file is None else file
         self._display: _Display = _LiveDisplay(out) if out.isatty() else _PlainDisplay(out)
         self._every = max(every, 1)
         self._samples_every = samples_every
-        self._num_samples = num_samples
         self._clock = clock
         self._phase = "step"
         self._total_steps = self._last_step = 0
@@ -91,20 +112,19 @@ class Console:
         if step % self._every == 0 or step >= self._total_steps:
             self._display.step(self._phase, step, self._total_steps, left, headlines(metrics))
 
-    def samples(
-        self,
-        step: int,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        scores: Sequence[float],
-    ) -> None:
-        """Show the first `num_samples` samples, every `samples_every` steps."""
-        if self._samples_every and step % self._samples_every == 0:
-            rows = [
-                (printable(prompt), printable(response), f"{float(score):.3g}")
-                for prompt, response, score in zip(prompts, responses, scores, strict=True)
-            ]
-            self._display.samples(step, rows[: self._num_samples])
+    def status(self, text: str) -> None:
+        """What goes on before the first step."""
+        self._display.status(text)
+
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        """What of a step goes on now. Elsewhere than on a terminal, only of the first step."""
+        first = self._num_timed == 0 and step > self._last_step
+        self._display.stage(step, " and ".join(running), first)
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Show samples in step 1, and then every `samples_every` steps."""
+        if self._samples_every and (step == 1 or step % self._samples_every == 0):
+            self._display.samples(step, samples)
 
     def message(self, text: str) -> None:
         """Show a line that stays, such as a warning."""
@@ -149,7 +169,11 @@ class _Display(Protocol):
         self, phase: str, step: int, total: int, left: float | None, shown: dict[str, float]
     ) -> None: ...
 
-    def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None: ...
+    def status(self, text: str) -> None: ...
+
+    def stage(self, step: int, running: str, first: bool) -> None: ...
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None: ...
 
     def message(self, text: str) -> None: ...
 
@@ -157,10 +181,11 @@ class _Display(Protocol):
 
 
 class _PlainDisplay:
-    """One line a step."""
+    """One line a step, and one for each stage of the first step that takes long."""
 
     def __init__(self, file: TextIO):
         self._file = file
+        self._patience: threading.Timer | None = None
 
     def _line(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -178,15 +203,33 @@ class _PlainDisplay:
             parts.append(f"left {duration(left)}")
         self._line(" | ".join(parts))
 
-    def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None:
-        for prompt, response, score in rows:
-            self._line(f"  sample | reward {score} | {clip(prompt)} -> {clip(response)}")
+    def status(self, text: str) -> None:
+        self._line(f"start: {text}")
+
+    def stage(self, step: int, running: str, first: bool) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        if running and first:
+            text = f"step {step} is in {running}; the first step compiles its programs"
+            self._patience = threading.Timer(PATIENCE_S, self._line, [text])
+            self._patience.daemon = True
+            self._patience.start()
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        for one in samples:
+            parts = [f"  sample | reward {one.reward()} | {shown(one.question)}"]
+            parts[0] += f" -> {shown(one.response)}"
+            if one.truth is not None:
+                parts.append(f"truth {shown(one.truth)}")
+            self._line(" | ".join(parts))
 
     def message(self, text: str) -> None:
         for line in text.split("\n"):
             self._line(printable(line))
 
     def close(self) -> None:
+        self.stage(0, "", False)
         self._file.flush()
 
 
@@ -205,6 +248,7 @@ class _LiveDisplay:
         )
         self._task = None
         self._shown: dict[str, float] = {}
+        self._now = _Now()
         self._live = Live(self._view(), console=self._console, refresh_per_second=4)
 
     def begin(self, phase: str, total_steps: int, first_step: int) -> None:
@@ -234,12 +278,21 @@ class _LiveDisplay:
             cells = [left, number(self._shown[left])]
             cells += [right, number(self._shown[right])] if right else ["", ""]
             table.add_row(*(Text(cell) for cell in cells))
-        return Group(table, self._progress)
+        return Group(table, self._progress, self._now)
 
-    def samples(self, step: int, rows: Sequence[tuple[str, str, str]]) -> None:
-        table = Table("prompt", "response", "reward", title=f"samples of step {step}")
-        for row in rows:
-            table.add_row(*(Text(clip(cell)) for cell in row))  # Text has no markup
+    def status(self, text: str) -> None:
+        self._now.begin(text, "")
+        self._live.start()
+
+    def stage(self, step: int, running: str, first: bool) -> None:
+        self._now.begin(running, "it is compiled first" if first else "")
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        heads = ("prompt", "response", "truth", "reward")
+        table = Table(*heads, title=f"samples of step {step}")
+        for one in samples:
+            cells = (one.question, one.response, one.truth or "", one.reward())
+            table.add_row(*(Text(shown(cell)) for cell in cells))  # Text has no markup
         self._console.print(table)
 
     def message(self, text: str) -> None:
@@ -247,6 +300,26 @@ class _LiveDisplay:
 
     def close(self) -> None:
         self._live.stop()
+
+
+class _Now:
+    """The stage that goes on, with a spinner and its seconds: drawn again by each refresh."""
+
+    def __init__(self) -> None:
+        self._spinner = Spinner("dots")
+        self._text, self._note, self._since = "", "", 0.0
+
+    def begin(self, text: str, note: str) -> None:
+        """Another stage, or none."""
+        self._text, self._note, self._since = text, note, time.monotonic()
+
+    def __rich_console__(
+        self, console: RichConsole, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        seconds = time.monotonic() - self._since
+        parts = [self._text, duration(seconds), self._note]
+        self._spinner.update(text=Text("  ".join(part for part in parts if part)))
+        yield self._spinner if self._text else Text("")
 
 
 def headlines(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -282,6 +355,11 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
+
+
+def shown(text: str) -> str:
+    """A text on one line, cut to a length that a line has room for."""
+    return clip(printable(text))
 
 
 def clip(text: str) -> str:

@@ -1,5 +1,6 @@
 """The trace: an append-only record of every sample of a run."""
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,12 @@ STEP = "step"
 class TraceWriter:
     """Writes one object a sample to FOLDER/<kind>-<first step>.jsonl, `steps_per_file` steps each.
 
-    Keys: step, policy_version (of the sampling policy), index (in its batch), data_source, row,
-    prompt, prompt_ids, response, tokens, logprobs (the sampler's), finished, score, parts (reward
-    of each function, null where it did not apply), extras (what reward functions logged), failures.
-    Log-probs have enough digits for the same float32.
+    Keys: step, policy_version (of the policy that sampled the first token), last_policy_version (of
+    the last one: newer in a partial rollout), index (in its batch), data_source, row, prompt,
+    prompt_ids, ground_truth, response, tokens, logprobs (the sampler's), finished, score, parts
+    (reward of each function, null where it did not apply), extras (what reward functions logged),
+    failures, details (of the first samples of a step: further numbers of each token by name, or
+    one number for all). Log-probs have enough digits for the same float32.
 
     A thread writes, because a batch of 512 x 512 tokens takes half a second of Python. `write`
     waits for the batch before it, and raises what went wrong with that. `wait` waits for the last.
@@ -47,16 +50,19 @@ class TraceWriter:
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         scores: Sequence[float] | np.ndarray,
+        last_policy_versions: Sequence[int] | np.ndarray | None = None,
         parts: Mapping[str, np.ndarray] | None = None,
         extras: Sequence[Mapping[str, Any]] | None = None,
         failures: Mapping[int, Sequence[str]] | None = None,
         indices: Sequence[int] | np.ndarray | None = None,
+        details: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Append the samples of one step; `kind` is "train" or "validation".
 
         prompts[i] belongs to completions[i]. `failures` maps such an i to messages. A process that
         writes a part of the batch adds its number to `kind` ("train.process1"), and passes the
-        batch index of each of its samples as `indices`.
+        batch index of each of its samples as `indices`. Each array of `details`, [K, R], has the
+        numbers of the tokens of the first K samples.
 
         Requires: nothing changes what is passed.
         """
@@ -66,12 +72,14 @@ class TraceWriter:
             kind,
             step,
             policy_version,
+            last_policy_versions,
             list(zip(prompts, completions, strict=True)),
             scores,
             parts or {},
             extras,
             failures or {},
             indices,
+            details or {},
         )
 
     def wait(self) -> None:
@@ -85,12 +93,14 @@ class TraceWriter:
         kind: str,
         step: int,
         policy_version: int,
+        last_versions: Sequence[int] | np.ndarray | None,
         samples: Sequence[tuple[Prompt, Completion]],
         scores: Sequence[float] | np.ndarray,
         parts: Mapping[str, np.ndarray],
         extras: Sequence[Mapping[str, Any]] | None,
         failures: Mapping[int, Sequence[str]],
         indices: Sequence[int] | np.ndarray | None,
+        details: Mapping[str, np.ndarray],
     ) -> None:
         records = []
         for i, (prompt, completion) in enumerate(samples):
@@ -98,11 +108,15 @@ class TraceWriter:
                 {
                     STEP: step,
                     "policy_version": policy_version,
+                    "last_policy_version": (
+                        policy_version if last_versions is None else int(last_versions[i])
+                    ),
                     "index": i if indices is None else int(indices[i]),
                     "data_source": prompt.data_source,
                     "row": prompt.row,
                     "prompt": prompt.text,
                     "prompt_ids": [int(token) for token in prompt.token_ids],
+                    "ground_truth": as_text(prompt.ground_truth),
                     "response": completion.text,
                     "tokens": [int(token) for token in completion.tokens],
                     "logprobs": short_floats(completion.logprobs),
@@ -111,6 +125,11 @@ class TraceWriter:
                     "parts": {name: _or_none(part[i]) for name, part in parts.items()},
                     "extras": dict(extras[i]) if extras else {},
                     "failures": list(failures.get(i, ())),
+                    "details": {
+                        name: _of_tokens(rows[i][: len(completion.tokens)])
+                        for name, rows in details.items()
+                        if i < len(rows)
+                    },
                 }
             )
         self._file(kind, step).append(*records)
@@ -153,6 +172,19 @@ class TraceWriter:
 def short_floats(values: Sequence[float] | np.ndarray) -> list[float]:
     """Floats with the fewest digits that read back as the same float32. This halves the space."""
     return [float(text) for text in np.asarray(values, np.float32).astype(str)]
+
+
+def as_text(truth: Any) -> str | None:
+    """A ground truth as the text that people read: itself, or its JSON."""
+    if truth is None or isinstance(truth, str):
+        return truth
+    return json.dumps(truth, ensure_ascii=False, default=str)
+
+
+def _of_tokens(values: np.ndarray) -> list[float] | float:
+    """The numbers of the tokens of a sample; one number where they are all the same."""
+    found = short_floats(values)
+    return found[0] if found and len(set(found)) == 1 else found
 
 
 def _or_none(value: Any) -> float | None:

@@ -11,8 +11,9 @@ from jaxrl_llm.checkpoint import identity, layout
 from jaxrl_llm.checkpoint.huggingface import load_model_config, model_directory
 from jaxrl_llm.checkpoint.peft import read_lora
 from jaxrl_llm.config import AdaptedSettings, Config, ModelSettings
-from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
 from jaxrl_llm.distributed.layout import mesh_of
+from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.models.base import ModelConfig, ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
@@ -70,7 +71,7 @@ def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str,
     heads = sorted({source.config.num_kv_heads for source in sources})
     own_sizes = {role: model.tensor for role, model in models.items()}
     own_sizes[ROLLOUT] = config.mesh.generation.tensor
-    placed, meshes = devices_of_roles(config), {}
+    placed, meshes = numbers_of_roles(config, devices_of_nodes()), {}
     for role, numbers in placed.items():
         together = [
             s for name, s in own_sizes.items() if placed.get(name, placed[ACTOR]) == numbers

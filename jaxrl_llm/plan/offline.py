@@ -40,7 +40,7 @@ from jaxrl_llm.learner.train_state import Metrics, Params, params_of
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
-from jaxrl_llm.plan.online import reference_role
+from jaxrl_llm.plan.online_roles import reference_role
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.roles import BASE, Role, make_role
 from jaxrl_llm.plan.stages import ModelStage, Update, UpdateSizes, shard_rows, shard_stacked
@@ -259,7 +259,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     check_vocabulary(tokenizer, source.config.vocab_size)
     kind = algorithm.model_kind
     spec, base = learner_spec(source, kind, config.actor), None
-    how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact}
+    how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact != "off"}
     learner = make_role(LEARNERS[kind], spec, config.actor, mesh, **how)
     if spec.lora is not None:
         frozen = base_settings(config.actor)

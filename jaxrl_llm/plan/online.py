@@ -10,33 +10,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.generation.partial_responses import Parts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
-from jaxrl_llm.models.base import ModelSpec
-from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
-from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, States, plan, segments
-from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
+from jaxrl_llm.plan.collecting import collected_stages, continuing_program
+from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
+from jaxrl_llm.plan.models import ModelSource
+from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stop_ids
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
-from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, make_role, rollout_role
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
-from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
+from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import RolloutBatch
 
-SCORE = "score"  # by which groups are filtered where no part of the reward is named
-TEACHER = "teacher"
-ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
 AHEAD = "ahead"  # in a checkpoint: what was generated for the next steps
-ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE, BASE, CRITIC_BASE)
 
 
 # ------------------------------------------------------------------------- what is planned
@@ -55,6 +53,7 @@ class Iteration:
     # The program's first segments, if the source of batches runs them: dynamic sampling repeats
     # them, and generating ahead runs them in earlier steps.
     collecting: tuple[Segment, ...]
+    continuing: Program | None  # of partial rollouts: goes on with the responses that were cut
     filter_column: int | None  # of reward_parts, by which groups are filtered; None for the score
     sampling: SamplingParams
     mesh: Mesh
@@ -91,18 +90,36 @@ class Iteration:
 
     def trace(self) -> RolloutBatch:
         """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
-        return self.program.trace(self.abstract_states(), self.abstract_batch())
+        states = self.abstract_states()
+        batch = self.program.trace(states, self.abstract_batch())
+        if self.continuing is not None:
+            self.continuing.trace(states, batch)
+        return batch
 
-    def abstract_ahead(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps of each batch that was generated ahead."""
+    @property
+    def generating(self) -> tuple[Segment, ...]:
+        """Of the segments that are collected, those on devices."""
+        return tuple(segment for segment in self.collecting if not segment.is_host)
+
+    @property
+    def grading(self) -> tuple[Segment, ...]:
+        """Of the segments that are collected, those on the host."""
+        return tuple(segment for segment in self.collecting if segment.is_host)
+
+    @property
+    def generated(self) -> list[str]:
+        """The fields that `generating` writes."""
+        return [name for s in self.generating for stage in s.stages for name in stage.writes]
+
+    def abstract_generated(self) -> dict[str, Any]:
+        """Shapes of what a checkpoint keeps of a batch that was generated ahead."""
         batch = self.trace()
-        names = [name for s in self.collecting for stage in s.stages for name in stage.writes]
-        return [{name: batch[name] for name in names}] * self.config.max_staleness
+        return {name: batch[name] for name in self.generated}
 
     def controller_state(self) -> Any:
         """The KL controller's first state."""
         init = self.algorithm.kl_controller.init
-        return jax.jit(init, out_shardings=replicated(self.mesh))()
+        return call(jax.jit(init, out_shardings=replicated(self.mesh)), (), self.mesh)
 
     def _abstract_controller(self) -> Any:
         shape = jax.eval_shape(self.algorithm.kl_controller.init)
@@ -183,11 +200,16 @@ class OnlinePlan:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), role.spec.params)
         return switch_bytes(shapes, role.param_shardings, role.generation_shardings)
 
-    def abstract_states(self) -> States:
-        """Shapes and shardings of everything that the roles keep from start to end."""
+    def abstract_states(self, ahead: Sequence[tuple[int, int]] = ()) -> States:
+        """Shapes and shardings of everything that the roles keep from start to end.
+
+        `ahead` has the step and the rounds of generation of each batch that was generated ahead.
+        """
         states = {name: role.abstract() for name, role in self.roles.items()}
-        if self.config.max_staleness:
-            states[AHEAD] = self.iterations[-1].abstract_ahead()
+        if ahead:
+            states[AHEAD] = [
+                [self.at(step).abstract_generated()] * rounds for step, rounds in ahead
+            ]
         return self.iterations[-1].abstract_states() | states
 
     def controller_state(self) -> Any:
@@ -277,11 +299,13 @@ def plan_iteration(
     """
     config = _corrected(config)
     algorithm = build_online(config.algorithm)
+    if config.max_staleness and not hasattr(config.algorithm, "rollout_is"):
+        algorithm = corrected_for_staleness(algorithm)
     _check(config, algorithm, reward)
     if waiting is None:
         waiting = min(_critic_warmup(config, algorithm), config.total_steps)
     own_meshes = {} if own_meshes is None else own_meshes
-    roles, sources = _roles(config, tokenizer, mesh, waiting, own_meshes)
+    roles, sources = roles_of(config, tokenizer, mesh, waiting, own_meshes)
     followers = []
     if ROLLOUT_ROLE in own_meshes:
         rollout = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)
@@ -297,29 +321,31 @@ def plan_iteration(
         own_stages=_own_stages(config),
     )
     planned = planning.stages()
-    collected, column = _collected(config, planned, reward)
+    collected, column = collected_stages(config, planned, reward, own_meshes)
     rest = [stage for stage in planned if stage not in collected]
     group = partial(segments, fuse=config.fuse_stages, place=by_mesh(own_meshes))
     collecting = group(collected)
     used = {name for stage in planned for name in (stage.role, *stage.shares)}
     roles = {name: role for name, role in roles.items() if name in used}
     shardings = {name: role.shardings for name, role in roles.items()}
+    make_program = partial(
+        Program,
+        mesh=mesh,
+        own_meshes={name: own for name, own in own_meshes.items() if name in used},
+        followers=followers,
+        state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
+        overlap=config.fuse_stages,
+        group=config.rollout.n,
+    )
     return Iteration(
         config=config,
         algorithm=algorithm,
         roles=roles,
         sources=sources,
         stages=planned,
-        program=Program(
-            (*collecting, *group(rest)),
-            mesh=mesh,
-            own_meshes={name: own for name, own in own_meshes.items() if name in used},
-            followers=followers,
-            state_shardings=shardings | {KL_CONTROLLER: replicated(mesh)},
-            overlap=config.fuse_stages,
-            group=config.rollout.n,
-        ),
+        program=make_program((*collecting, *group(rest))),
         collecting=collecting,
+        continuing=continuing_program(config, planned, make_program),
         filter_column=column,
         sampling=planning.sampling,
         mesh=mesh,
@@ -375,119 +401,17 @@ def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 def _corrected(config: Config) -> Config:
     """`config` with importance weights for samples of an older policy, unless it has a correction.
 
-    Requires: the algorithm is one of ours if samples may be older.
+    `corrected_for_staleness` does the same to an algorithm that has no such setting.
     """
     settings: Any = config.algorithm
-    if not config.max_staleness or settings.rollout_is or settings.bypass_mode:
+    known = hasattr(settings, "rollout_is")
+    if not config.max_staleness or not known or settings.rollout_is or settings.bypass_mode:
         return config
     return replace(config, algorithm=replace(settings, rollout_is="token"))
 
 
 def _rollout_dtype(config: Config) -> str:
     return config.rollout.dtype or config.actor.dtype
-
-
-def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's and the config's own."""
-    return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
-
-
-# ------------------------------------------------------------------------- roles
-
-
-def _roles(
-    config: Config,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-    waiting: int,
-    own_meshes: Mapping[str, Mesh],
-) -> tuple[dict[str, Role], dict[str, ModelSource]]:
-    """Every role that the config describes, and where weights come from, if not from the actor."""
-    context = config.data.max_row_length
-    actor = find_model(config.actor, tokenizer, context=context)
-    check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
-    models: dict[str, tuple[Kind, ModelSettings]] = {
-        "actor": ("causal_lm", config.actor),
-        "critic": ("scalar", config.critic),
-    }
-    if config.reward.model is not None:
-        models["reward"] = ("scalar", config.reward.model)
-    if config.teacher is not None:
-        models[TEACHER] = ("causal_lm", config.teacher)
-    for model in config.models:
-        if model.name in (*ROLES, *models):
-            raise ConfigError(
-                f"config.models: the name {model.name!r} is taken by a role of the trainer or by "
-                "another model; give it a name of its own"
-            )
-        models[model.name] = (model.kind, model)
-    roles, sources = {}, {"actor": actor}
-    for name, (kind, settings) in models.items():
-        source = actor
-        if name != "actor" and (settings.path or settings.hf_config):
-            source = sources[name] = find_model(settings, tokenizer, context=context)
-        elif name == TEACHER:
-            sources[name] = actor
-        _check_vocabulary(name, source, actor)
-        spec = learner_spec(source, kind, settings)
-        role = _make_role(name, spec, settings, config, own_meshes.get(name), mesh)
-        if spec.lora is not None:
-            shared = source is actor and BASE in roles
-            base = BASE if name == "actor" or shared else CRITIC_BASE
-            if base not in roles:
-                frozen = base_settings(settings)
-                roles[base] = _make_role(
-                    base, spec_of(source, kind, frozen), frozen, config, None, mesh
-                )
-            role = replace(role, base=base)
-        roles[name] = role
-    iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
-    for name, number in iterations.items():
-        settings = config.actor if name == "actor" else config.critic
-        per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
-        steps = max(per_epoch * settings.ppo_epochs, 1)
-        roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
-    # The policy before training is the base of its adapters.
-    roles["reference"] = roles.get(BASE) or reference_role(
-        config, actor, mesh, own_meshes.get("reference")
-    )
-    return roles, sources
-
-
-def _make_role(
-    name: str,
-    spec: ModelSpec,
-    settings: ModelSettings,
-    config: Config,
-    own_mesh: Mesh | None,
-    mesh: Mesh,
-) -> Role:
-    """A role on its own mesh, which has no phases, or on that of the run."""
-    if own_mesh is None:
-        return make_role(name, spec, settings, mesh, phases=config.mesh, exact=config.exact)
-    return make_role(name, spec, settings, own_mesh, exact=config.exact)
-
-
-def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
-    """ConfigError when a model's vocabulary is not the actor's: it would read other tokens."""
-    if source.config.vocab_size != actor.config.vocab_size and name not in ("critic", "reward"):
-        raise ConfigError(
-            f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
-            f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"
-        )
-
-
-def reference_role(
-    config: Config, source: ModelSource, mesh: Mesh, own_mesh: Mesh | None = None
-) -> Role:
-    """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
-    settings = ModelSettings(
-        dtype=config.actor.dtype,
-        param_dtype=config.actor.dtype,
-        attention=config.actor.attention,
-    )
-    spec: ModelSpec = spec_of(source, "causal_lm", settings)
-    return _make_role("reference", spec, settings, config, own_mesh, mesh)
 
 
 # ------------------------------------------------------------------------- stages
@@ -608,6 +532,7 @@ class _Planning:
                 pad_id=self.pad_id,
                 quantization=config.rollout.quantization,
                 attention=sampler.forward.attention,
+                strict=sampler.forward.strict,
             ),
         )
         settings: dict[str, Any] = {
@@ -615,7 +540,18 @@ class _Planning:
             "how": how,
             "compiler_options": how.compiler_options(sampler),
         }
-        return [stages.Generate(**settings), stages.GenerateGreedily(**settings)]
+        return [
+            stages.Generate(parts=self.parts, **settings),
+            stages.GenerateGreedily(**settings),
+        ]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts of partial rollouts."""
+        config = self.config
+        if not config.partial_rollouts:
+            return None
+        return Parts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
 
     def _extra_model(self, passes: dict[str, Any]) -> Stage:
         """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
@@ -676,30 +612,3 @@ class _Planning:
             seed=config.seed,
         )
         return [*found, update]
-
-
-def _collected(
-    config: Config, planned: tuple[Stage, ...], reward: HostReward | None
-) -> tuple[tuple[Stage, ...], int | None]:
-    """The stages that the source of batches runs, and the column that must vary.
-
-    Dynamic sampling repeats those up to the reward. What is ahead are those of the rollout.
-    """
-    if config.max_staleness:
-        return tuple(stage for stage in planned if stage.role == ROLLOUT_ROLE), None
-    chosen = config.rollout.filter_groups
-    if not chosen.enable:
-        return (), None
-    names: Sequence[str] = () if reward is None else reward.names
-    if chosen.metric != SCORE and chosen.metric not in names:
-        raise ValueError(
-            f"config.rollout.filter_groups.metric={chosen.metric}: groups can be filtered by "
-            f"{', '.join((SCORE, *names))}"
-        )
-    column = None if chosen.metric == SCORE else names.index(chosen.metric)
-    goals = ["scores" if column is None else "reward_parts"]
-    if config.data.priority is not None:
-        goals.append("scores")  # of every round, also where a part decides who is kept
-    # A host stage needs the prompts of its round.
-    goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
-    return plan([stage for stage in planned if not stage.updates], goals), column

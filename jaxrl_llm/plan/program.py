@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.distributed.crossing import call, moved, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -75,6 +76,7 @@ class Program:
         self._followers = {follower.role.name: follower for follower in followers}
         apart = len(set(self._own_meshes.values()))
         self._threads = ThreadPoolExecutor(apart + 1, "segments") if apart else None
+        self._spread = spread(self.meshes)
         self.runs: Counter[str] = Counter()  # of each device segment, since the start
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
@@ -106,9 +108,13 @@ class Program:
         now = _Progress(states, batch, step, timer)
         moves = _Moves()
         segments = self.segments if segments is None else segments
-        for segment in segments:
+        for number, segment in enumerate(segments):
             if segment.is_host:
                 now.wait_for(segment.reads)
+                if self._spread:  # hosts read the rows of their own devices
+                    self._before(self.mesh, segments[number:], now, moves)
+                    fields = {name: now.batch[name] for name in segment.reads}
+                    now.batch = now.batch.replace(**moves.to(self.mesh, fields))
                 with timer(segment.name):
                     found = self._run_host(segment.stages[0], now, context)
                 now.wait()
@@ -118,28 +124,31 @@ class Program:
             # Before the clock starts: the dispatch of a program with loops may wait for the device.
             now.wait(mesh)
             now.wait_for([*self._reads[segment.name], *self._sources(segment)])
+            if self._spread:
+                self._before(mesh, segments[number:], now, moves)
             reads = {name: now.batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
                 reads = moves.to(mesh, reads)
             roles = [stage.role for stage in segment.stages]
             followed = now.states | self.follow(roles, now.states, timer, now.metrics)
-            timer.start(segment.name)
+            if takes_part(mesh):
+                timer.start(segment.name)
             learning, fixed = _split_states(followed, segment)
             device_step = make_global(jnp.int32(step), replicated(mesh))
             arguments = (learning, fixed, reads, device_step)
             compiled, known = self._compiled[segment.name], segment.name in self._traced
             if self._threads is not None and known:
-                call = self._threads.submit(_call, compiled, arguments, segment, now)
-                now.add(mesh, segment, call.result)
+                result = self._threads.submit(_call, compiled, arguments, segment, mesh, now)
+                now.add(mesh, segment, result.result)
             else:
                 if mesh.size > 1 and segment.name not in self._called:
                     self._called[segment.name] = jax.tree.map(_abstract, arguments)
                 with transfer_guard() if known else nullcontext(), memory_guard(segment):
                     if not known:
-                        compile_together(compiled, arguments, segment.name)
-                    results = compiled(*arguments)
+                        compile_together(compiled, arguments, segment.name, takes_part(mesh))
+                    results = call(compiled, arguments, mesh)
                 self._traced.add(segment.name)
-                now.add(mesh, segment, partial(now.end, segment, results))
+                now.add(mesh, segment, partial(now.end, segment, results, mesh))
             self.runs[segment.name] += 1
             if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
                 now.wait()
@@ -149,7 +158,42 @@ class Program:
             moved = moves.to(self.mesh, {name: now.batch[name] for name in written})
             now.batch = now.batch.replace(**moved)
             now.metrics[MOVED] = moves.bytes / 1e9
+        if self._spread:
+            self._share_times(timer)
         return now.states, now.batch, now.metrics
+
+    def _before(
+        self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress", moves: "_Moves"
+    ) -> None:
+        """What must happen before the first of `segments` runs on `mesh`, where processes differ.
+
+        All processes that hold a device must enter the programs of it in one order. So nothing
+        else is in flight where a field or weights move. What later segments elsewhere read leaves
+        before the devices are busy.
+        """
+        first, *later = segments
+        if {stage.role for stage in first.stages} & self._followers.keys():
+            now.wait()
+        for name in first.reads:
+            if not moves.is_there(mesh, name, now.batch[name]):
+                now.wait(mesh, now.batch[name].sharding.mesh)
+        if now.is_busy(mesh):
+            return
+        for segment in later:
+            target = self.mesh if segment.is_host else self.mesh_of(segment)
+            if now.is_busy(target):
+                continue
+            fields = {name: now.batch[name] for name in segment.reads}
+            here = {k: x for k, x in fields.items() if x is not None and x.sharding.mesh == mesh}
+            moves.to(target, here)
+
+    def _share_times(self, timer: Timer) -> None:
+        """The times of a stage count on the process where it took longest: others had no part."""
+        own = timer.timings()
+        everyone = gather_objects(own, "times of stages")
+        for name in {name for one in everyone for name in one}:
+            longest = max(one.get(name, 0.0) for one in everyone)
+            timer.add(name, longest - own.get(name, 0.0))
 
     def _sources(self, segment: Segment) -> set[str]:
         """The roles whose states a device segment needs, its own or those that its roles follow."""
@@ -242,6 +286,8 @@ class Program:
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
         output = stage(context, now.step, **fields)
         stage.check(output)
+        if self._spread and rows.shared:
+            now.wait(self.mesh)  # a thread may not have dispatched yet what is in flight there
         writes = place_owned(dict(output.writes), self._batch_sharding, rows)
         metrics = dict(output.metrics)
         if not stage.gathers and jax.process_count() > 1:
@@ -341,11 +387,13 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
-def _call(compiled: Any, arguments: tuple[Any, ...], segment: Segment, now: "_Progress") -> Results:
+def _call(
+    compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: "_Progress"
+) -> Results:
     """What a thread does: dispatch a segment that was traced before, and wait for it."""
     with transfer_guard(), memory_guard(segment):
-        results = compiled(*arguments)
-    return now.end(segment, results)
+        results = call(compiled, arguments, mesh)
+    return now.end(segment, results, mesh)
 
 
 class _Progress:
@@ -388,8 +436,14 @@ class _Progress:
             self.batch = self.batch.replace(**writes)
             self.metrics |= _begun(segment, by_stage, self.step)
 
-    def end(self, segment: Segment, results: Results) -> Results:
+    def is_busy(self, mesh: Mesh) -> bool:
+        """Whether a segment is in flight on `mesh`. It does not depend on the clock."""
+        return mesh in self._in_flight
+
+    def end(self, segment: Segment, results: Results, mesh: Mesh) -> Results:
         """Wait until the results are there, and stop the clock."""
+        if not takes_part(mesh):
+            return results
         _, writes, by_stage = results
         with memory_guard(segment):
             jax.block_until_ready(writes or by_stage)
@@ -408,14 +462,19 @@ class _Moves:
         """The fields, [rows, ...] each, on `mesh`. Waits for those that move."""
         return {name: self._field(mesh, name, field) for name, field in fields.items()}
 
+    def is_there(self, mesh: Mesh, name: str, field: Any) -> bool:
+        """Whether `to` would move nothing."""
+        there = field.sharding.device_set == batch_sharding(mesh).device_set
+        return there or self._moved.get((name, mesh), (None, None))[0] is field
+
     def _field(self, mesh: Mesh, name: str, field: Any) -> Any:
         sharding = batch_sharding(mesh)
         if field.sharding.device_set == sharding.device_set:
             return field
-        known, moved = self._moved.get((name, mesh), (None, None))
+        known, found = self._moved.get((name, mesh), (None, None))
         if known is not field:
             jax.block_until_ready(field)
-            moved = jax.device_put(field, sharding)
+            found = moved(field, sharding)
             self.bytes += field.nbytes
-            self._moved[name, mesh] = field, moved
-        return moved
+            self._moved[name, mesh] = field, found
+        return found

@@ -9,9 +9,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import Layout, generation_layout, train_layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
+from jaxrl_llm.kernels.decode_attention import block_entries
+from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
+from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import (
@@ -27,6 +31,7 @@ from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
 
 BASE, CRITIC_BASE = "base", "critic_base"  # roles: the frozen weights below adapters
+STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,7 @@ class Role:
                 own |= {HEAD: jax.tree.map(lambda x: x.astype(lora.dtype), base[HEAD])}
             return own
 
-        return jax.jit(make, out_shardings=self.own_shardings)(base)
+        return call(jax.jit(make, out_shardings=self.own_shardings), (base,), self.mesh)
 
     @property
     def own_shardings(self) -> Params:
@@ -125,7 +130,8 @@ class Role:
         """
         if self.optimizer is None:
             return params
-        return jax.jit(self._init, donate_argnums=(0,), out_shardings=self.shardings)(params)
+        make = jax.jit(self._init, donate_argnums=(0,), out_shardings=self.shardings)
+        return call(make, (params,), self.mesh)
 
     def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
         """The role with another optimizer, e.g. that of a supervised warm-up.
@@ -155,12 +161,14 @@ def make_role(
     *,
     phases: MeshConfig | None = None,
     exact: bool = False,
+    strict: Strict | None = None,
 ) -> Role:
     """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
 
     `phases` has the sizes of the pipeline, and the tensor sizes of generation and of passes without
     a gradient; 0 or None takes the model's own, or else the mesh's. `exact` chooses attention whose
-    gradient has the same bits in every run.
+    gradient has the same bits in every run. `strict` is for roles whose log-probs are compared with
+    the sampler's.
     """
     phases = phases or MeshConfig()
     num_kv_heads = spec.config.num_kv_heads
@@ -177,6 +185,7 @@ def make_role(
         gather=gather_to(layout, spec),
         layout=layout if mesh.size > 1 else None,
         pipeline=_pipeline(layout, phases, spec),
+        strict=strict,
     )
     passes = forward
     if of_passes != layout:
@@ -195,6 +204,23 @@ def make_role(
         generation=generation,
         param_shardings=shardings(spec.axes, spec.params, mesh, layout.rules),
     )
+
+
+def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
+    """How the sampler and the trainer of a model compute strictly, on the devices of this process.
+
+    Raises: ValueError for a model with a sliding window.
+    """
+    config = spec.config
+    if any(window is not None for window in config.sliding_window):
+        raise ValueError(
+            "config.exact=strict: the model has layers with a sliding window, whose blocks of keys "
+            "depend on the row; take another model, or --config.exact=repeatable"
+        )
+    if chosen_attention(attention, dtype, config.head_dim, ranges=True) != "pallas":
+        return Strict(rows=STRICT_ROWS, block=16)
+    block = block_entries(config.head_dim)
+    return Strict(rows=STRICT_ROWS_GPU, block=block, align=block, kernels=True)
 
 
 def rollout_role(actor: Role, mesh: Mesh, phases: MeshConfig) -> Role:

@@ -23,6 +23,14 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, MICRO_BATCHES, PREFILLS
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
+from jaxrl_llm.generation.partial_responses import (
+    Parts,
+    Responses,
+    append,
+    are_unfinished,
+    join,
+    versions_of,
+)
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.forward import (
     response_logprobs,
@@ -57,6 +65,7 @@ from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
 from jaxrl_llm.plan.roles import Role
 
 KL_CONTROLLER = "kl_controller"
+UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,8 +155,11 @@ class Generation:
         lengths: Any,
         sample_ids: Any,
         settings: GenerationSettings,
+        *,
+        limits: Any = None,
+        begun: Any = None,
     ) -> GenerationOutput:
-        """Responses of the actor, in its generation layout."""
+        """Responses of the actor, in its generation layout; `generate` says what they are."""
         spec, params = sampling_model(role.spec, params_of(state), self.dtype)
         return generate_on_mesh(
             spec,
@@ -159,6 +171,8 @@ class Generation:
             settings,
             layout=role.generation,
             stored=role.layout,
+            limits_N=limits,
+            begun_N=begun,
         )
 
     def compiler_options(self, role: Role) -> dict[str, bool]:
@@ -167,16 +181,26 @@ class Generation:
         return compiler_options(samples, self.settings.num_slots)
 
 
+SAMPLED = ("responses", "mask", "rollout_logprobs")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Generate(ModelStage):
-    """Samples responses from the actor in its generation layout, `group` a prompt."""
+    """Samples responses from the actor in its generation layout, `group` a prompt.
+
+    With `parts` they are the first parts of the responses, and each token has a version.
+    """
 
     how: Generation
     compiler_options: Mapping[str, bool] | tuple[()]
+    parts: Parts | None = None
 
     generates = True
     name = "gen"
-    writes = ("responses", "mask", "rollout_logprobs")
+
+    @property
+    def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return SAMPLED if self.parts is None else (*SAMPLED, "policy_versions")
 
     @property
     def loop_metrics(self) -> Mapping[str, str]:
@@ -185,14 +209,12 @@ class Generate(ModelStage):
     def __call__(
         self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
     ) -> StageOutput:
+        settings, parts, limits = self.how.settings, self.parts, None
+        if parts is not None:
+            limit = parts.limit(parts.first_version(step), step, settings.sampling.max_new_tokens)
+            limits = jnp.full(prompt_lengths.shape, limit)
         out = self.how.run(
-            self.model,
-            state,
-            step,
-            prompts,
-            prompt_lengths,
-            sample_ids,
-            self.how.settings,
+            self.model, state, step, prompts, prompt_lengths, sample_ids, settings, limits=limits
         )
         slot_steps = out.slot_steps.sum()
         metrics = {
@@ -201,8 +223,76 @@ class Generate(ModelStage):
             "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
             "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
         }
-        writes = {"responses": out.tokens, "mask": out.mask, "rollout_logprobs": out.logprobs}
-        return StageOutput(writes, metrics)
+        if parts is None:
+            found = (out.tokens, out.mask, out.logprobs)
+            return StageOutput(dict(zip(SAMPLED, found, strict=True)), metrics)
+        version = jnp.full(prompt_lengths.shape, parts.first_version(step))
+        responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
+        left = are_unfinished(responses, prompt_lengths, settings.sampling.is_stop)
+        writes = dict(zip(self.writes, responses, strict=True))
+        return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ContinueResponses(ModelStage):
+    """The next part of each response that was cut: the actor of now goes on with it.
+
+    Prompt and response so far are prefilled again. It is a program of its own: a plan has one
+    writer of a field.
+    """
+
+    how: Generation
+    compiler_options: Mapping[str, bool] | tuple[()]
+    parts: Parts
+
+    generates = True
+    name = "gen_continue"
+    writes = (*SAMPLED, "policy_versions")
+
+    def __call__(
+        self,
+        state: Any,
+        step: Any,
+        *,
+        prompts: Any,
+        prompt_lengths: Any,
+        sample_ids: Any,
+        responses: Any,
+        mask: Any,
+        rollout_logprobs: Any,
+        policy_versions: Any,
+    ) -> StageOutput:
+        sampling, parts = self.how.settings.sampling, self.parts
+        before = Responses(responses, mask, rollout_logprobs, policy_versions)
+        go_on = are_unfinished(before, prompt_lengths, sampling.is_stop)
+        # The others are rows without a prompt: they generate nothing and take no slot.
+        whole, lengths = join(prompts, prompt_lengths, before)
+        # No version was left out: each one works on all that had not ended.
+        version = before.last_N(policy_versions) + 1
+        longest = sampling.max_new_tokens
+        limits = jnp.minimum(
+            parts.limit(version, step, longest), jnp.maximum(longest - before.lengths_N, 1)
+        )
+        out = self.how.run(
+            self.model,
+            state,
+            step,
+            whole,
+            jnp.where(go_on, lengths, 0),
+            sample_ids,
+            replace(self.how.settings, group=1),
+            limits=limits,
+            begun=before.lengths_N,
+        )
+        new = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
+        after = append(before, new)
+        left = are_unfinished(after, prompt_lengths, sampling.is_stop)
+        metrics = {
+            UNFINISHED: left.sum(),
+            "rollout/decode_steps": out.steps.max(),
+            "rollout/prefills": out.prefills.max(),
+        }
+        return StageOutput(dict(zip(self.writes, after, strict=True)), metrics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,7 +359,7 @@ class OldLogprobs(ModelStage):
         def forward(part: Fields) -> Any:
             found = response_statistics(
                 params,
-                rows_of(part),
+                rows_of(part, self.model.passes.align),
                 spec=spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
@@ -317,7 +407,7 @@ class FrozenLogprobs(ModelStage):
         def forward(part: Fields) -> Any:
             return response_logprobs(
                 params_of(state),
-                rows_of(part),
+                rows_of(part, self.model.passes.align),
                 spec=self.model.spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
@@ -353,7 +443,7 @@ class TeacherTop(ModelStage):
         def forward(part: Fields) -> Any:
             return response_statistics(
                 params_of(state),
-                rows_of(part),
+                rows_of(part, self.model.passes.align),
                 spec=self.model.spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
@@ -522,6 +612,7 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
             group=config.rollout.n if settings.share_prompts else 1,
             num_replicas=layout.num_replicas,
             rows=role.forward.rows_of_pass,
+            align=role.forward.align,
             shard=shard_rows(layout),
         )
         forward = replace(

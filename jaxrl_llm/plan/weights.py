@@ -17,6 +17,7 @@ from jaxrl_llm.checkpoint.huggingface import import_params, model_directory
 from jaxrl_llm.checkpoint.peft import import_adapter
 from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.config import AdaptedSettings, ConfigError
+from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import init_sharded, merge_adapters, model_spec
@@ -68,12 +69,13 @@ def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
         )
     if not (role.spec.kind == "scalar" and wanted == "actor"):
         return restored(role, checkpoint, wanted, abstract)
-    zeros = jax.jit(
+    make = jax.jit(
         partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
         out_shardings=role.param_shardings["score"],
     )
+    zeros = call(make, (), role.mesh)
     found = restored(role, checkpoint, wanted, {"decoder": abstract["decoder"]})
-    return found | {"score": zeros()}
+    return found | {"score": zeros}
 
 
 # ------------------------------------------------------------------------- adapters
@@ -96,7 +98,7 @@ def restored(role: Role, checkpoint: Path, stored: str, abstract: Params) -> Par
         return cast({name: dense[name] for name in abstract}, dtype)
 
     places = {name: role.param_shardings[name] for name in abstract}
-    return jax.jit(merge, out_shardings=places)(own, base)
+    return call(jax.jit(merge, out_shardings=places), (own, base), role.mesh)
 
 
 def adapters_in(checkpoint: Path, stored: str) -> Lora | None:

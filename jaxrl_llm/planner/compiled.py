@@ -100,7 +100,7 @@ class RealPrograms:
 
 def compile_work(work: Work, devices: Devices, hardware: str) -> tuple[RealPrograms, list[str]]:
     """The programs of `work` for `hardware`; "cpu" takes the CPU devices of this process."""
-    config = replace(work.config, mesh=devices.mesh, placement={}, max_staleness=0)
+    config = replace(work.config, mesh=devices.mesh, placement={}, node_groups={}, max_staleness=0)
     heads = tuple({model.config.num_kv_heads for model in work.models.values()})
     found = (
         tuple(jax.devices()[: devices.count])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.memory import kept, temporary
 from jaxrl_llm.planner.packing import stored_parameters
@@ -36,6 +36,16 @@ class Estimate:
     def count(self) -> int:
         """Devices of all groups."""
         return sum(group.count for group in self._groups)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of all groups."""
+        return -(-self.count // self.devices.per_host) if self.apart else self.devices.hosts
+
+    @property
+    def groups(self) -> dict[str, Devices]:
+        """The devices of the actor, and of each role that does not share them."""
+        return {ACTOR: self.devices, **self.apart}
 
     @cached_property
     def _groups(self) -> tuple[Devices, ...]:
@@ -142,15 +152,18 @@ def placed(work: Work, config: Config, devices: Devices) -> Estimate:
     """The estimate with the placement of `config`; `devices` are those of all roles together."""
     if not config.placement:
         return estimate(work, devices)
-    numbers = devices_of_roles(config)
+    nodes = range(devices.hosts)
+    numbers = numbers_of_roles(
+        config, [range(n * devices.per_host, (n + 1) * devices.per_host) for n in nodes]
+    )
 
     def group(role: str) -> Devices:
-        count = len(numbers[role])
+        own = numbers[role]
         return replace(
             devices,
             mesh=mesh_of_role(config, role),
-            hosts=max(1, -(-count // devices.per_host)),
-            first=numbers[role][0],
+            hosts=len({number // devices.per_host for number in own}),
+            first=own[0],
             of_host=devices.per_host,
         )
 

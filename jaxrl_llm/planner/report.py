@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.config import AUTO, Config, ConfigError
-from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.config.placement import devices_of_roles, sizes_of_nodes
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.planner.compiled import (
     CompiledStage,
@@ -44,7 +44,17 @@ class Request:
     def num_hosts(self, config: Config) -> int:
         """ConfigError unless the devices are spread evenly over the hosts."""
         count = self.count(config)
-        hosts = self.hosts or math.ceil(count / PER_HOST)
+        nodes = sizes_of_nodes(config)
+        if nodes and (sum(nodes) != count or len(set(nodes)) > 1):
+            raise ConfigError(
+                f"config.placement: nodes of {min(nodes)} to {max(nodes)} devices, of which roles "
+                f"use {count} in all; the planner takes equal nodes that are used as a whole"
+            )
+        if nodes and self.hosts not in (0, len(nodes)):
+            raise ConfigError(
+                f"--hosts={self.hosts}: config.placement names {len(nodes)} nodes; leave it out"
+            )
+        hosts = len(nodes) or self.hosts or math.ceil(count / PER_HOST)
         if count % hosts:
             raise ConfigError(
                 f"--devices={count} cannot be spread evenly over --hosts={hosts}; give a number "
@@ -84,7 +94,8 @@ class Report:
             "name": planned.work.name,
             "devices": planned.count,
             "placement": dict(planned.placement),
-            "hosts": devices.hosts,
+            "groups": {role: group.count for role, group in planned.groups.items()},
+            "hosts": planned.hosts,
             "hardware": devices.rates.name if self.timed else CPU,
             "mesh": devices.mesh.sizes | {"generation.tensor": devices.tensor("generate")},
             "mesh_was_searched": self.chosen,
@@ -212,9 +223,11 @@ def lines(report: Report) -> list[str]:
     how = "compiled" if report.compiled else "computed without compiling"
     hardware = devices.rates.name if report.timed else CPU
     found = [
-        f"{planned.work.name} on {planned.count} x {hardware}, {devices.hosts} "
-        f"host{'s' * (devices.hosts > 1)}, mesh {sizes or 'of one device'}; {how}",
+        f"{planned.work.name} on {planned.count} x {hardware}, {planned.hosts} "
+        f"host{'s' * (planned.hosts > 1)}, mesh {sizes or 'of one device'}; {how}",
     ]
+    if planned.apart:
+        found.append("groups: " + "; ".join(_group_line(*each) for each in planned.groups.items()))
     if report.chosen:
         found.append("the config's mesh has another size, so the fastest one that fits was taken")
     found += ["", "memory of a device, GB"]
@@ -236,6 +249,11 @@ def lines(report: Report) -> list[str]:
             f"{' '.join(choice.flags) or 'one device'}"
         )
     return found
+
+
+def _group_line(role: str, group: Devices) -> str:
+    hosts = f"{group.hosts} host{'s' * (group.hosts > 1)}"
+    return f"{role} {group.count} on {hosts}"
 
 
 def _stage_lines(report: Report) -> list[str]:
@@ -262,7 +280,8 @@ def _summary(report: Report) -> list[str]:
         found.append(f"{report.scaling:.0%} of {small} devices with the same prompts a device")
     if report.better:
         word = "faster" if planned.fits else "layouts that fit"
-        found += ["", f"{word}, by the model without compiling:"]
+        group = ", as one group without placement and node_groups" if planned.apart else ""
+        found += ["", f"{word}{group}, by the model without compiling:"]
     return found
 
 

@@ -216,7 +216,7 @@ def _model(
 
 def _planned_on_one(config: Config) -> Any:
     """The plan of `config` on one device: the same roles and stages as on any mesh."""
-    alone = replace(config, mesh=MeshConfig(), placement={})
+    alone = replace(config, mesh=MeshConfig(), placement={}, node_groups={})
     models = {"actor": replace(alone.actor, tensor=0), "critic": replace(alone.critic, tensor=0)}
     alone = replace(alone, **models)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)

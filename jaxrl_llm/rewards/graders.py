@@ -11,11 +11,13 @@ from jaxrl_llm.rewards.format import format_match
 from jaxrl_llm.rewards.gsm8k import gsm8k
 from jaxrl_llm.rewards.length import length_range
 from jaxrl_llm.rewards.loading import absolute_path
+from jaxrl_llm.rewards.math_answer import math_answer
 from jaxrl_llm.rewards.overlong import overlong_penalty
 
 FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.ExactAnswer: exact_answer,
     c.GSM8K: gsm8k,
+    c.MathAnswer: math_answer,
     c.FormatMatch: format_match,
     c.LengthRange: length_range,
     c.OverlongPenalty: overlong_penalty,
@@ -23,8 +25,29 @@ FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
 }
 
 
+def worker_reference(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any], bytes]:
+    """What a worker process needs to load a reward function: path, settings, and a pickle.
+
+    The pickle is of a function that was given as an object, and else empty.
+    Raises: ValueError for an object that cannot be pickled.
+    """
+    path, settings = path_and_settings(function)
+    if not isinstance(function, c.Given):
+        return path, settings, b""
+    import cloudpickle
+
+    try:
+        return path, settings, cloudpickle.dumps(function.function)
+    except Exception as error:  # objects may raise anything
+        raise ValueError(
+            f"the reward function {path.rpartition(':')[2]} cannot be sent to its worker process "
+            f"({type(error).__name__}: {error}); make such objects inside of the function, or "
+            "write it in a file and name that, my_file.py:my_function"
+        ) from None
+
+
 def path_and_settings(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any]]:
-    """What a worker process needs to load a reward function: its path and its settings."""
+    """Where a reward function is found, and its settings."""
     if isinstance(function, c.Grader):
         grader = FUNCTIONS[type(function)]
         return f"{grader.__module__}:{grader.__name__}", asdict(function)

@@ -6,6 +6,7 @@ a worker neither pays for jax nor touches an accelerator.
 
 import functools
 import inspect
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,12 +57,16 @@ class FunctionInfo:
         return {name: available[name] for name in self.parameters if name in available}
 
 
-def load_bound(path: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], FunctionInfo]:
+def load_bound(
+    path: str, settings: Mapping[str, Any], pickled: bytes = b""
+) -> tuple[Callable[..., Any], FunctionInfo]:
     """Import a function, check it, and bind its settings.
 
+    `pickled` is the function itself, of a program that gave it as an object. It comes from the
+    trainer, which unpickles nothing.
     Raises ValueError, with the nearest name, when the file, function or a setting does not exist.
     """
-    function = references.load(path)
+    function = _unpickled(path, pickled) if pickled else references.load(path)
     if not callable(function):
         raise ValueError(f"{path} is a {type(function).__name__}, not a function: {SIGNATURES}")
     info = inspect_function(path, function, settings)
@@ -70,6 +75,16 @@ def load_bound(path: str, settings: Mapping[str, Any]) -> tuple[Callable[..., An
     if prepare is not None and is_builtin(path):
         prepare(**settings)
     return functools.partial(function, **settings), info
+
+
+def _unpickled(path: str, pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)
+    except Exception as error:  # user code may raise anything
+        raise ValueError(
+            f"the function {path.rpartition(':')[2]} cannot be made again in its worker process: "
+            f"{references.reason(error)}; import what it needs inside of the function"
+        ) from None
 
 
 def inspect_function(

@@ -28,7 +28,7 @@ from jaxrl_llm.rewards.calling import (
     shorten,
     split_batch,
 )
-from jaxrl_llm.rewards.graders import path_and_settings
+from jaxrl_llm.rewards.graders import worker_reference
 from jaxrl_llm.rewards.loading import (
     FunctionInfo,
     is_builtin,
@@ -134,7 +134,7 @@ class RewardManager:
         self._failure_value = failure_value
         self._give_up_after = give_up_after
         self._total_steps = total_steps
-        references = [path_and_settings(function) for function in functions]
+        references = [worker_reference(function) for function in functions]
         self._pool = WorkerPool(
             references,
             num_workers=max(num_workers, len(functions)),
@@ -145,7 +145,7 @@ class RewardManager:
         try:
             self._functions = [
                 self._load(index, path, settings, name, weight)
-                for index, ((path, settings), name, weight) in enumerate(
+                for index, ((path, settings, _), name, weight) in enumerate(
                     zip(references, unique_names(references), weights, strict=True)
                 )
             ]
@@ -397,10 +397,10 @@ def _statistics(
     )
 
 
-def unique_names(references: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def unique_names(references: Sequence[tuple[Any, ...]]) -> list[str]:
     """Function names, with _2, _3 ... where two files use the same one."""
     names: list[str] = []
-    for path, _ in references:
+    for path, *_ in references:
         name = base = split_path(path)[1]
         count = 1
         while name in names:

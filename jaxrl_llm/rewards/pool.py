@@ -122,12 +122,12 @@ class Hopeless:
 class WorkerPool:
     """Worker processes, started when first needed and replaced when lost.
 
-    `references` are (path, settings) of the functions. Tasks name them by index.
+    `references` are (path, settings, pickle) of the functions. Tasks name them by index.
     """
 
     def __init__(
         self,
-        references: Sequence[tuple[str, Mapping[str, Any]]],
+        references: Sequence[tuple[str, Mapping[str, Any], bytes]],
         *,
         num_workers: int,
         timeout: float,
@@ -197,7 +197,7 @@ class _Worker:
 
     def __init__(
         self,
-        references: Sequence[tuple[str, Mapping[str, Any]]],
+        references: Sequence[tuple[str, Mapping[str, Any], bytes]],
         max_concurrency: int,
         limits: WorkerLimits,
     ) -> None:

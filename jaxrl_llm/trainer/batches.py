@@ -14,9 +14,7 @@ Yu et al. 2025, arXiv:2503.14476.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -43,7 +41,7 @@ from jaxrl_llm.observability.alarms import repeated_share
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import OfflinePlan
-from jaxrl_llm.plan.online import AHEAD, Iteration, OnlinePlan
+from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import held_groups, prompt_batch
@@ -52,7 +50,6 @@ from jaxrl_llm.trainer.progress import StepTokens
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import RolloutBatch
 
-WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
 MEASURED = 64  # responses of a batch whose repetition is measured
 WAITING = "data"  # `timing_s/data`: until the loader has the prompts or records of a step
 AnyLoader = PromptLoader | PriorityLoader | Loader[OfflineRecord, Any]
@@ -86,6 +83,9 @@ class Batches(ABC):
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         """What a checkpoint after `step` keeps of the source: JSON types, and arrays by name."""
         return {"data": self.loader.get_state()}, {}
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what runs in other threads."""
 
 
 # ------------------------------------------------------------------------- online
@@ -153,8 +153,14 @@ class PromptBatches(Batches):
 
     def _note(self, step: int, context: StepContext, batch: Any) -> None:
         """Trace the samples. Priorities follow all scores, also of groups that are not kept."""
+        self._trace(step, context, batch)
+        self._prioritise(step, batch)
+
+    def _trace(self, step: int, context: StepContext, batch: Any) -> None:
         self.output.rollout(step, context, batch)
         self._repetition.add(context)
+
+    def _prioritise(self, step: int, batch: Any) -> None:
         if isinstance(self.loader, PriorityLoader):
             self.loader.update(step, fetch_rows(batch.scores, self._rows), self._rows)
 
@@ -223,107 +229,21 @@ class FilteredBatches(PromptBatches):
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         assert self._groups is not None
         rounds = self._rounds
-        every = {name for round_metrics in rounds for name in round_metrics}
-        means = {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
-        found = found | _moved(*rounds, found)
+        found = found | moved(*rounds, found)
         own = self._groups.metrics() | self._priorities(step) | self._repetition.take()
-        return means | found | own
+        return means_of(rounds) | found | own
 
 
-def _moved(*found: dict[str, Any]) -> dict[str, float]:
+def means_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of each metric over the rounds that have it."""
+    every = {name for found in rounds for name in found}
+    return {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
+
+
+def moved(*found: dict[str, Any]) -> dict[str, float]:
     """What moved between groups of devices in all calls of a step; nothing on one group."""
     sizes = [metrics[MOVED] for metrics in found if MOVED in metrics]
     return {MOVED: float(sum(sizes))} if sizes else {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ahead:
-    """A batch that is generated before its step."""
-
-    loader: Any  # the loader's state before its prompts were drawn
-    context: StepContext
-    result: "Future[tuple[Any, dict[str, Any], dict[str, float]]]"  # batch, metrics, timings
-
-
-@dataclass(kw_only=True)
-class AheadBatches(PromptBatches):
-    """Generating ahead: the rollout's devices work on the batches of later steps.
-
-    The batch of step t comes from the policy after t - 1 - s updates, or the first one, where s is
-    `max_staleness`. Which policy that is depends on the step only, not on the clock, so a run has
-    the same bits each time. A checkpoint keeps the batches that were generated, and the loader
-    draws their prompts again.
-    """
-
-    _ahead: deque[_Ahead] = field(default_factory=deque)
-    _found: dict[str, Any] = field(default_factory=dict)
-    _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollout"))
-
-    def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
-        self._fill(step - 1, step + self.plan.config.max_staleness, states, timer)
-        first = self._ahead.popleft()
-        with timer(WAITING_FOR_ROLLOUT):
-            batch, found, timings = first.result.result()
-        for name, seconds in timings.items():
-            timer.add(name, seconds)
-        staleness = step - 1 - first.context.policy_version
-        self._found |= found | {"rollout/staleness": float(staleness)}
-        return batch, first.context
-
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
-        own, self._found = self._found, {}
-        return super().finish(step, batch, context, own | found | _moved(own, found))
-
-    def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
-        self._fill(step, step + self.plan.config.max_staleness, states, Timer())
-        kept, arrays = [], []
-        for each in self._ahead:
-            batch, found, _ = each.result.result()
-            metrics = {name: float(value) for name, value in found.items()}
-            kept.append({"policy_version": each.context.policy_version, "metrics": metrics})
-            arrays.append({name: batch[name] for name in self._written(step)})
-        return {"data": self._ahead[0].loader, AHEAD: kept}, {AHEAD: arrays}
-
-    def restore(self, step: int, position: dict[str, Any], ahead: Any) -> None:
-        """Go on after `step`, from what `saved` gave. The loader stands there already."""
-        for i, (kept, fields) in enumerate(zip(position[AHEAD], ahead, strict=True)):
-            loader = self.loader.get_state()
-            batch, context = self._prompts(step + 1 + i, Timer(), first_sample=0)
-            context.policy_version = kept["policy_version"]
-            result: Future[Any] = Future()
-            result.set_result((batch.replace(**fields), kept["metrics"], {}))
-            self._ahead.append(_Ahead(loader=loader, context=context, result=result))
-
-    def _written(self, step: int) -> list[str]:
-        segments = self.plan.at(max(step, 1)).collecting
-        return [name for s in segments for stage in s.stages for name in stage.writes]
-
-    def _fill(self, version: int, last: int, states: States, timer: Timer) -> None:
-        """Begin to generate the batches up to step `last`, with the policy after `version` updates.
-
-        The weights are copied before this returns: the next update takes the actor's memory.
-        """
-        done = version + len(self._ahead)
-        for step in range(done + 1, last + 1):
-            iteration = self.plan.at(step)
-            roles = [stage.role for segment in iteration.collecting for stage in segment.stages]
-            weights = iteration.program.follow(roles, states, timer, self._found)
-            loader = self.loader.get_state()
-            batch, context = self._prompts(step, timer, first_sample=0)
-            context.policy_version = version
-            result = self._worker.submit(_generated, iteration, weights, batch, step, context)
-            self._ahead.append(_Ahead(loader=loader, context=context, result=result))
-
-
-def _generated(
-    iteration: Iteration, weights: States, batch: Any, step: int, context: StepContext
-) -> tuple[Any, dict[str, Any], dict[str, float]]:
-    """The batch with what the rollout writes; its metrics; how long it took."""
-    timer = Timer()
-    _, batch, found = iteration.program.run(
-        weights, batch, step, context, timer, iteration.collecting
-    )
-    return batch, fetch(found), timer.timings()
 
 
 @dataclass(kw_only=True)
@@ -463,7 +383,7 @@ class RecordBatches(Batches):
 
     def tokens(self, batch: Any) -> StepTokens:
         groups = [self._on_host[name] for name in self.plan.algorithm.records.groups]
-        owned = np.isin(self._rows.held, self._rows.owned)
+        owned = np.isin(self._rows.read, self._rows.owned)
         groups = [group for group in groups if group is not None]
         total = sum(int(group.lengths[owned].sum()) for group in groups)
         answers = sum(int(group.loss_mask[owned].sum()) for group in groups)

@@ -14,6 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm.distributed.communication import Collective, Row, Totals, collectives, table
+from jaxrl_llm.distributed.crossing import takes_part
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.observability import profile
@@ -159,7 +160,9 @@ class CommunicationReport:
             self._program, self._known = program, {}  # a phase has programs of its own
         new = [s for s in program.segments if s.name not in self._known and program.runs[s.name]]
         for segment in new:
-            compiled = program.compiled(segment)
+            compiled = None
+            if takes_part(program.mesh_of(segment)):
+                compiled = program.compiled(segment)
             found: list[Collective] = []
             if is_main() and compiled is not None:
                 text = compiled.as_text()

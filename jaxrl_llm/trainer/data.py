@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import Config, ConfigError, SupervisedConfig
+from jaxrl_llm.config import Config, ConfigError, GivenRows, SupervisedConfig
 from jaxrl_llm.data.dataset import (
     RowRules,
     Sources,
@@ -47,6 +47,7 @@ LOADERS = {
 def train_sources(config: Config) -> Sources:
     """The run's training data."""
     return Sources(
+        rows=_rows_of(config.data.train_rows),
         files=config.data.train_files,
         tasks=config.data.train_tasks,
         split="train",
@@ -58,6 +59,7 @@ def train_sources(config: Config) -> Sources:
 def held_out_sources(config: Config) -> Sources:
     """The run's validation data; tasks give the problems that training never sees."""
     return Sources(
+        rows=_rows_of(config.data.val_rows),
         files=config.data.val_files,
         tasks=config.data.val_tasks,
         split="held_out",
@@ -65,6 +67,10 @@ def held_out_sources(config: Config) -> Sources:
         dataset_class=config.data.dataset_class,
         train_files=config.data.train_files,
     )
+
+
+def _rows_of(given: GivenRows | None) -> Sequence[Mapping[str, Any]] | None:
+    return None if given is None else given.rows
 
 
 def has_held_out(config: Config) -> bool:
@@ -309,7 +315,7 @@ def _collate(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = 
         length=config.data.max_row_length,
         pad_id=pad_id,
         mismatched=mismatched,
-        rows=rows.held.tolist(),
+        rows=rows.read.tolist(),
     )
 
 

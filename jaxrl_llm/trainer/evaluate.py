@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.crossing import call, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -35,7 +36,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
-from jaxrl_llm.plan.online import stop_ids
+from jaxrl_llm.plan.online_roles import stop_ids
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import sampling_model
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult
@@ -107,6 +108,11 @@ class Validator:
         self.role = role
         self._answer, self._compiled = self._compile(role), False
 
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are answered, over all processes."""
+        return self._num_prompts
+
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
         if role is self.role:
@@ -160,9 +166,10 @@ class Validator:
             with memory_guard(None):
                 arguments = *place_held(arrays, self._sharding, self._rows), device_step
                 if not self._compiled:
-                    compile_together(self._answer, (params, *arguments), "validation")
+                    part = takes_part(self._mesh)
+                    compile_together(self._answer, (params, *arguments), "validation", part)
                     self._compiled = True
-                out = self._answer(params, *arguments)
+                out = call(self._answer, (params, *arguments), self._mesh)
                 tokens, mask, logprobs = fetch_rows(out, self._rows)
             found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
@@ -336,14 +343,15 @@ class RecordEvaluation(Evaluation):
         self._means = means
         self._sums = jax.jit(sums, out_shardings=replicated(mesh))
         self._batches, self._rows = list(batches), rows
-        self._sharding = batch_sharding(mesh)
+        self._mesh, self._sharding = mesh, batch_sharding(mesh)
         self._prefix = prefix
 
     def run(self, states: States, step: int) -> dict[str, float]:
         """Means over all held-out records."""
         total: dict[str, Any] = {}
         for batch in self._batches:
-            found = fetch(self._sums(states, place_held(batch, self._sharding, self._rows)))
+            arguments = states, place_held(batch, self._sharding, self._rows)
+            found = fetch(call(self._sums, arguments, self._mesh))
             total = {name: total.get(name, 0.0) + np.float64(x) for name, x in found.items()}
         return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}
 

@@ -14,21 +14,24 @@ import numpy as np
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.observability.alarms import STEP, Event
-from jaxrl_llm.observability.console import Console
+from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import JsonlFile
-from jaxrl_llm.observability.trace import TraceWriter
+from jaxrl_llm.observability.trace import TraceWriter, as_text
 from jaxrl_llm.observability.tracker import (
     JsonlTracker,
     MultiTracker,
     TensorBoardTracker,
     Tracker,
 )
+from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.callbacks import Callbacks, Sample
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 GLOBAL_STEP = "training/global_step"
+TOKEN_FIELDS = ("old_logprobs", "reference_logprobs", "values", "advantages")
 
 
 class MetricsLog(ABC):
@@ -42,9 +45,13 @@ class MetricsLog(ABC):
     def message(self, text: str) -> None:
         """A line for the user."""
 
+    @abstractmethod
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        """What of a step goes on now; empty between stages."""
+
 
 class RunOutput(MetricsLog):
-    """metrics.jsonl, events.jsonl, TensorBoard, the trace and the console of one run directory."""
+    """metrics.jsonl, events.jsonl, TensorBoard, trace, report and console of one run directory."""
 
     def __init__(
         self,
@@ -54,18 +61,21 @@ class RunOutput(MetricsLog):
         tokenizer: Tokenizer,
         stop_ids: tuple[int, ...],
         resume_step: int | None,
+        callbacks: Callbacks,
     ):
         """Open everything. Cut off what was written after `resume_step`; None cuts off all."""
         self._config = config
         self.run_dir = run_dir
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
+        self._callbacks = callbacks
         self._stack = ExitStack()
         keep = -1 if resume_step is None else resume_step
         self._console: Console | None = None
         self._trackers: Tracker = MultiTracker([])
         self._events: JsonlFile | None = None
         self._board: TensorBoardTracker | None = None
+        self._report: ReportRefresher | None = None
         if is_main():
             self._open_trackers(keep)
         self._trace: TraceWriter | None = None
@@ -93,11 +103,13 @@ class RunOutput(MetricsLog):
         self._console = Console(
             every=config.log.console_every,
             samples_every=config.log.samples_every,
-            num_samples=config.log.num_samples,
         )
         trackers.append(self._console)
         self._trackers = MultiTracker(trackers)
         self._stack.callback(self._trackers.close)
+        if config.log.report:
+            self._report = ReportRefresher(self.run_dir, self._console.message)
+            self._stack.callback(self._report.close)  # when the trace is closed
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -113,6 +125,8 @@ class RunOutput(MetricsLog):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, once, on the main process."""
         self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
+        if self._report is not None:
+            self._report.step()
 
     def flush(self) -> None:
         """Until the trace of every step so far is written: a checkpoint does not come before it."""
@@ -138,19 +152,30 @@ class RunOutput(MetricsLog):
         if self._console is not None:
             self._console.message(text)
 
+    def status(self, text: str) -> None:
+        """What goes on before the first step."""
+        if self._console is not None:
+            self._console.status(text)
+
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        """What of a step goes on now; empty between stages."""
+        if self._console is not None:
+            self._console.stage(step, running)
+
     def supervised(self, name: str, steps: int) -> "SupervisedOutput":
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
         if self._console is None:
-            return SupervisedOutput(tracker=None, console=None)
+            return SupervisedOutput()
         tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
         tracker.truncate_after(-1)
         self._stack.callback(tracker.close)
         self._console.begin(name.replace("_", " "), steps)
-        return SupervisedOutput(tracker=tracker, console=self._console)
+        return SupervisedOutput(tracker=tracker, console=self._console, report=self._report)
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
         """Trace this process's samples, and show some of them every so many steps."""
-        if self._trace is None and not self._config.log.samples_every:
+        shown = bool(self._config.log.samples_every) or self._callbacks.want_samples
+        if self._trace is None and not shown:
             return
         reward = context.reward
         if reward is None:
@@ -172,6 +197,7 @@ class RunOutput(MetricsLog):
                 "train" + self._suffix,
                 step,
                 policy_version=context.policy_version,
+                last_policy_versions=context.last_policy_versions,
                 prompts=prompts,
                 completions=context.completions,
                 scores=scores,
@@ -179,12 +205,23 @@ class RunOutput(MetricsLog):
                 extras=extras,
                 failures=failures,
                 indices=context.first_sample + owned,
+                details=self._token_details(context, batch),
             )
+        if self._callbacks.want_samples:
+            self._callbacks.add(step, _samples(prompts, context.completions, scores, parts))
         if self._console is not None:
-            first = slice(0, None, context.n)  # one sample of each group
-            texts = [completion.text for completion in context.completions[first]]
-            questions = [prompt.text for prompt in prompts[first]]
-            self._console.samples(step, questions, texts, scores[first].tolist())
+            first = range(0, len(owned), context.n)  # one sample of each group
+            shown = [
+                ShownSample(
+                    question=last_user_turn(prompts[i]),
+                    response=context.completions[i].text,
+                    truth=as_text(prompts[i].ground_truth),
+                    score=float(scores[i]),
+                    parts={name: float(part[i]) for name, part in parts.items()},
+                )
+                for i in first[: self._config.log.num_samples]
+            ]
+            self._console.samples(step, shown)
 
     def validation(
         self,
@@ -206,6 +243,16 @@ class RunOutput(MetricsLog):
                 indices=indices,
             )
 
+    def _token_details(self, context: StepContext, batch: RolloutBatch) -> dict[str, np.ndarray]:
+        """What the batch says of the tokens of the first samples of a step, where they are ours."""
+        most = self._config.log.trace_details
+        ours = int((context.first_sample + context.rows.owned < most).sum())
+        # A role apart may lie on devices of other processes.
+        if not ours or (self._config.placement and jax.process_count() > 1):
+            return {}
+        fields = {name: batch[name] for name in TOKEN_FIELDS if batch[name] is not None}
+        return {name: x[:ours] for name, x in fetch_rows(fields, context.rows).items()}
+
     def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
         """Responses that no host stage has seen; returns the scores of the owned rows."""
         fields = (batch.responses, batch.mask, batch.rollout_logprobs, batch.scores)
@@ -216,19 +263,56 @@ class RunOutput(MetricsLog):
         return scores
 
 
+def _samples(
+    prompts: Sequence[Prompt],
+    completions: Sequence[Completion],
+    scores: np.ndarray,
+    parts: Mapping[str, np.ndarray],
+) -> list[Sample]:
+    """Each completion with its prompt and its grade."""
+    return [
+        Sample(
+            prompt=prompt.text,
+            response=completion.text,
+            score=float(scores[i]),
+            parts={name: float(part[i]) for name, part in parts.items()},
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            finished=completion.finished,
+        )
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SupervisedOutput(MetricsLog):
     """The metrics of a supervised training that a run begins with; None on other processes."""
 
-    tracker: JsonlTracker | None
-    console: Console | None
+    tracker: JsonlTracker | None = None
+    console: Console | None = None
+    report: ReportRefresher | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.tracker is not None:
             self.tracker.log(step, {GLOBAL_STEP: step, **metrics})
         if self.console is not None:
             self.console.log(step, metrics)
+        if self.report is not None:
+            self.report.step()
 
     def message(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)
+
+    def stage(self, step: int, running: Sequence[str]) -> None:
+        if self.console is not None:
+            self.console.stage(step, running)
+
+
+def last_user_turn(prompt: Prompt) -> str:
+    """What was asked last: the last message of a user, or the text of a plain prompt."""
+    asked = [message for message in prompt.messages or () if message.get("role") == "user"]
+    content = asked[-1].get("content") if asked else None
+    return content if isinstance(content, str) else prompt.text

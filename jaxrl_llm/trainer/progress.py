@@ -133,6 +133,8 @@ class Summary:
     seconds: float  # of this process, start to end
     interrupted: bool
     alarmed: bool = False  # an alarm ended it before its last step
+    called_off: bool = False  # a callback ended it before its last step
+    reason: str = ""  # that the callback gave
     checkpoint: Path
 
 
@@ -148,6 +150,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     state = "interrupted" if summary.interrupted else "finished"
     if summary.alarmed:
         state = "stopped by an alarm"
+    if summary.called_off:
+        state = "stopped by a callback" + (f" ({summary.reason})" if summary.reason else "")
     lines = [f"{state} at step {summary.step} of {config.total_steps} in {summary.seconds:.0f} s"]
     if totals.first_reward is not None and totals.last_reward is not None:
         lines.append(f"  reward          {totals.first_reward:.3f} -> {totals.last_reward:.3f}")
@@ -164,6 +168,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         f"  metrics         {run_dir / 'metrics.jsonl'}",
         f"  alarms          {run_dir / 'events.jsonl'}",
     ]
+    if config.log.report:
+        lines.append(f"  report          {run_dir / 'report.html'}")
     if config.log.tensorboard:
         lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'}")
     if config.log.trace:
@@ -171,7 +177,7 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     lines.append(
         f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
     )
-    if summary.interrupted or summary.alarmed:
+    if summary.interrupted or summary.alarmed or summary.called_off:
         again = "run the same command again"
         if config.resume != "auto":
             again += " with --config.resume=auto"

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config, RewardConfig
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
-from jaxrl_llm.plan.online import stop_ids
+from jaxrl_llm.plan.online_roles import stop_ids
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
@@ -30,7 +30,9 @@ class StepContext:
     prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
     n: int  # samples a prompt
     rows: HostRows  # of the batch
-    policy_version: int  # updates of the policy that generates
+    policy_version: int  # updates of the policy that generates, or begins to
+    # Of each owned row: the policy that sampled its last token, where that may be another.
+    last_policy_versions: np.ndarray | None = None
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # one an owned row
     reward: RewardResult | None = None  # of `completions`

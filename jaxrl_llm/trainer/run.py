@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,23 +21,26 @@ from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.alarms import Alarms
+from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
+from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
+from jaxrl_llm.plan.online_roles import stop_ids
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.alarming import AlarmBell
+from jaxrl_llm.trainer.banner import about, lines, write_about
 from jaxrl_llm.trainer.bases import bases_record, read_bases
 from jaxrl_llm.trainer.batches import (
-    AheadBatches,
     AnyLoader,
     Batches,
     FilteredBatches,
     PromptBatches,
     RecordBatches,
 )
+from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.data import (
     OfflineRecords,
@@ -56,6 +59,7 @@ from jaxrl_llm.trainer.evaluate import (
     Validator,
     open_validator,
 )
+from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.identity import run_identity
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.profiling import StepProfiler
@@ -74,9 +78,15 @@ from jaxrl_llm.trainer.training import Training
 from jaxrl_llm.trainer.watchdog import END, START, EndProcess, Watch, open_watch
 
 
-def train(config: Config, *, end_process: EndProcess | None = None) -> Summary:
+def train(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    end_process: EndProcess | None = None,
+) -> Summary:
     """Run `config` to its end, from wherever its run_dir stands.
 
+    `callbacks` are called after each step, and may end the run.
     `end_process` (os._exit) lets the watchdog end this process when a step stands still.
     """
     with open_run_folder(config) as folder:
@@ -84,7 +94,7 @@ def train(config: Config, *, end_process: EndProcess | None = None) -> Summary:
             return finished_summary(folder, config)
         with (
             open_watch(config.watchdog, folder.path, end_process) as watch,
-            open_run(config, folder, watch) as run,
+            open_run(config, folder, watch, callbacks) as run,
         ):
             for training in run.trainings():
                 training.watch = watch
@@ -126,10 +136,12 @@ class Run:
     identity: Record  # of its models
     save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # the checkpoint to go on from; None begins
+    resume_step: int | None  # of it
     stack: ExitStack
     watch: Watch
     started: float
     alarms: Alarms
+    callbacks: Callbacks
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
     _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
@@ -137,7 +149,11 @@ class Run:
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
         step, kept = 0, None
-        check_space(self.run_dir, bytes_of(self._abstract_states()))
+        ahead = [(step, 1) for step in range(1, self.config.max_staleness + 1)]
+        check_space(self.run_dir, bytes_of(self._abstract_states(ahead)))
+        self._say_what_it_is()
+        resumes = self.resume is not None
+        self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
         if self.resume is None:
             states = yield from self._first_states()
             self._save_once(states)
@@ -147,26 +163,45 @@ class Run:
                 self._save_once(states)
             step, self.totals = loop_state["step"], Totals(**loop_state["totals"])
             self.alarms.restore(loop_state.get("alarms", {}))
-            kept = (loop_state, states.pop(AHEAD, []))
+            if kept_sizes(loop_state, self.config):
+                kept = (loop_state, states.pop(AHEAD))
             self.output.message(f"resumed from {self.resume}")
         self.output.begin(step)
         self._own = self._training(states, step)
         if kept is not None and isinstance(self._own.batches, AheadBatches):
-            self._own.batches.restore(step, *kept)
+            self._own.batches.restore(*kept)
         del states
         yield self._own
+
+    def _say_what_it_is(self) -> None:
+        """The banner, on the main process: on the console and in RUN/about.json."""
+        if not is_main():
+            return
+        found = about(
+            self.plan,
+            run_dir=self.run_dir,
+            num_train=self.data.num_train,
+            num_held_out=self.data.num_held_out,
+            step=self.resume_step,
+            steps=self.config.total_steps,
+        )
+        write_about(self.run_dir, found)
+        self.output.message(lines(found))
 
     def summary(self) -> Summary:
         """The run as it ended."""
         own = self._own
         assert own is not None
+        ended_early = own.stopped and own.step < own.total_steps
         return Summary(
             run_dir=self.run_dir,
             step=own.step,
             totals=self.totals,
             seconds=time.perf_counter() - self.started,
-            interrupted=own.stopped and not own.alarmed and own.step < own.total_steps,
-            alarmed=own.alarmed and own.step < own.total_steps,
+            interrupted=ended_early and not own.alarmed and not own.called_off,
+            alarmed=ended_early and own.alarmed,
+            called_off=ended_early and own.called_off and not own.alarmed,
+            reason=self.callbacks.reason,
             checkpoint=self.checkpoints.path(own.step),
         )
 
@@ -180,9 +215,11 @@ class Run:
             at=self.save_by, save_s=self.checkpoints.save_seconds, message=self.output.message
         )
         asked = self.stack.enter_context(stop_requests())
+        batches = self._batches()
+        self.stack.callback(batches.close)
         return Training(
             plan=self.plan,
-            batches=self._batches(),
+            batches=batches,
             states=states,
             total_steps=config.total_steps,
             evaluations=self.data.evaluations(self.plan, self.output),
@@ -203,16 +240,17 @@ class Run:
             save_every=config.save_every,
             validate_first=config.validation.before_train,
             alarms=AlarmBell(alarms=self.alarms, output=self.output),
+            callbacks=self.callbacks,
         )
 
     def _batches(self) -> Batches:
         plan, loader = self.plan, self.data.loader
         if not isinstance(plan, OnlinePlan):
             return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
-        kind = FilteredBatches if self.config.rollout.filter_groups.enable else PromptBatches
+        kinds = (PromptBatches, FilteredBatches)
         if self.config.max_staleness:
-            kind = AheadBatches
-        return kind(
+            kinds = (AheadBatches, AheadFilteredBatches)
+        return kinds[self.config.rollout.filter_groups.enable](
             loader=loader,  # pyright: ignore[reportArgumentType]
             plan=plan,
             tokenizer=self.tokenizer,
@@ -226,9 +264,9 @@ class Run:
         assert self.data.records is not None
         return first_offline_states(plan, tokenizer, self.data.records, validator, self.output)
 
-    def _abstract_states(self) -> States:
+    def _abstract_states(self, ahead: Sequence[tuple[int, int]] = ()) -> States:
         if isinstance(self.plan, OnlinePlan):
-            return self.plan.abstract_states()
+            return self.plan.abstract_states(ahead)
         assert self.data.records is not None
         return self.plan.abstract_states(self.data.records.sizes)
 
@@ -271,7 +309,8 @@ class Run:
         """
         _, loop_state = manager.restore(path, {})
         self.data.loader.set_state(loop_state["data"])
-        abstract, frozen = self._abstract_states(), self.plan.frozen
+        abstract = self._abstract_states(kept_sizes(loop_state, self.config))
+        frozen = self.plan.frozen
         try:
             items, found = manager.restore(path, to_items(abstract, self._apart))
             self.checkpoints.growth.begin(found[manager.NORMS])
@@ -305,28 +344,38 @@ def finished_summary(folder: RunFolder, config: Config) -> Summary:
 
 
 @contextmanager
-def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> Iterator[Run]:
+def open_run(
+    config: Config,
+    folder: RunFolder,
+    watch: Watch | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[Run]:
     """Plan the run, read its data, find its checkpoints, and open its output.
 
     Raises ValueError for a config that cannot work, before any array exists.
     """
     started = time.perf_counter()
     run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
+    STATUS("opening the tokenizer")
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
+        STATUS("reading the data and tracing the programs")
         plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
         differs = "" if resume is None else check_resume(resume, identity)
+        resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
+        called = Callbacks(functions=callbacks, run_dir=run_dir, total_steps=config.total_steps)
         output = stack.enter_context(
             RunOutput(
                 config,
                 run_dir,
                 tokenizer=tokenizer,
                 stop_ids=stop_ids(config, tokenizer),
-                resume_step=None if resume is None else _loop_state(resume)[0],
+                resume_step=resume_step,
+                callbacks=called,
             )
         )
         watch = watch or Watch()
@@ -345,10 +394,12 @@ def open_run(config: Config, folder: RunFolder, watch: Watch | None = None) -> I
             identity=identity,
             save_by=save_by,
             resume=resume,
+            resume_step=resume_step,
             stack=stack,
             watch=watch,
             started=started,
             alarms=Alarms(config=config.alarms),
+            callbacks=called,
         )
 
 
@@ -358,8 +409,16 @@ class RunData:
 
     config: Config
     loader: AnyLoader  # of the training data
+    num_train: int  # rows of it
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
     records: OfflineRecords | None = None  # of offline training
+
+    @property
+    def num_held_out(self) -> int:
+        """Rows that training does not see."""
+        if self.records is not None and self.records.held_out:
+            return len(self.records.held_out)
+        return 0 if self.validator is None else self.validator.num_prompts
 
     @property
     def best_metric(self) -> str:
@@ -410,7 +469,7 @@ def open_plan_and_data(
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader = records.loader()
+        loader, num_train = records.loader(), len(records.train)
         stack.callback(loader.close)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
@@ -421,13 +480,17 @@ def open_plan_and_data(
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
+        num_train = len(prompts)
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
         plan.trace()
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
-    return plan, RunData(config=config, loader=loader, validator=validator, records=records)
+    data = RunData(
+        config=config, loader=loader, num_train=num_train, validator=validator, records=records
+    )
+    return plan, data
 
 
 # ------------------------------------------------------------------------- folders

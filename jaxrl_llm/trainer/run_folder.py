@@ -51,6 +51,7 @@ DEVICE_KEYS = (
     "mesh.*",
     "placement",
     "placement.*",
+    "node_groups.*",
     "fuse_stages",
     "data.num_workers",
     "data.prefetch",
@@ -212,7 +213,7 @@ def _differences(key: str, stored: Any, new: Any) -> Iterator[tuple[str, Any, An
     elif isinstance(stored, list) and isinstance(new, list) and len(stored) == len(new):
         for i, (there, now) in enumerate(zip(stored, new, strict=True)):
             yield from _differences(f"{prefix}{i}", there, now)
-    elif stored != new:
+    elif stored != new and not (stored is ABSENT and new is None):
         yield key, stored, new
 
 

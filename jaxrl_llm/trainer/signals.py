@@ -23,21 +23,24 @@ class EndedAtOnce(KeyboardInterrupt):
     """The run ended inside a step; the step is lost. The message says why."""
 
 
-_host_work = 0  # how many `host_work` blocks the main thread is in
+_host_work = 0  # how many `host_work` blocks the main thread is in; it alone counts
 
 
 @contextmanager
 def host_work() -> Iterator[None]:
     """Marks work of the host, such as reward functions, that a stop request does not wait for.
 
+    In another thread it marks nothing: the main thread marks where it waits for that one.
+
     The end of a device program is always waited for, because its step can be saved.
     """
     global _host_work
-    _host_work += 1
+    counts = threading.current_thread() is threading.main_thread()
+    _host_work += counts
     try:
         yield
     finally:
-        _host_work -= 1
+        _host_work -= counts
 
 
 @contextmanager

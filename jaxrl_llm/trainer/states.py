@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import Padded
@@ -23,7 +24,8 @@ from jaxrl_llm.models.base import scalar_params_from
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
-from jaxrl_llm.plan.online import TEACHER, Iteration, OnlinePlan
+from jaxrl_llm.plan.online import Iteration, OnlinePlan
+from jaxrl_llm.plan.online_roles import TEACHER
 from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.plan.weights import first_adapters, load_params
@@ -132,7 +134,7 @@ def _in_full(plan: OnlinePlan | OfflinePlan) -> Role:
     assert source is not None
     spec = spec_of(source, role.spec.kind, config.actor)
     return make_role(
-        role.name, spec, config.actor, role.mesh, phases=config.mesh, exact=config.exact
+        role.name, spec, config.actor, role.mesh, phases=config.mesh, exact=config.exact != "off"
     )
 
 
@@ -183,8 +185,8 @@ def _made(make: Callable[[Params], Params], role: Role, params: Params) -> Param
     """What `make` makes of another role's parameters, where this role keeps its own."""
     here = {x.sharding.mesh for x in jax.tree.leaves(params)}  # one device or mesh has them
     if here == {role.mesh}:
-        return jax.jit(make, out_shardings=role.param_shardings)(params)
-    return jax.device_put(jax.jit(make)(params), role.param_shardings)
+        return call(jax.jit(make, out_shardings=role.param_shardings), (params,), role.mesh)
+    return jax.tree.map(moved, jax.jit(make)(params), role.param_shardings)
 
 
 def role_seed(config: Config, role: str) -> int:

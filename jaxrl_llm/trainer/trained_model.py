@@ -1,4 +1,4 @@
-"""A trained model outside of its run: opened to generate, evaluated, exported.
+"""A trained model outside of its run: evaluated, exported.
 
 A model is a Hugging Face directory or one of our checkpoints.
 """
@@ -6,12 +6,11 @@ A model is a Hugging Face directory or one of our checkpoints.
 import json
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_llm.checkpoint import identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import (
@@ -20,96 +19,17 @@ from jaxrl_llm.checkpoint.huggingface import (
     export,
     load_model_config,
 )
-from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.checkpoint.peft import export_adapter
-from jaxrl_llm.config import Config, ConfigError, DType, ModelSettings, from_json
-from jaxrl_llm.data.formats import prompt_of
+from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.generation.engine import generate
-from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import adapted_role, adapters_in, load_params, restored
-from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_llm.trainer.data import completions_of
+from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.evaluate import Validation, open_validator
-from jaxrl_llm.types import Completion, Prompt
-
-# ------------------------------------------------------------------------- generate
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenModel:
-    """A language model on the first device, with its tokenizer."""
-
-    spec: ModelSpec
-    params: Params
-    tokenizer: Tokenizer
-
-
-def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
-    """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
-    settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype)
-    source = find_model(settings, context=1)  # `complete` knows the length
-    mesh = make_mesh(devices=jax.local_devices()[:1])
-    role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
-    return OpenModel(
-        spec=role.spec,
-        params=load_params(role, source, seed=0),
-        tokenizer=find_tokenizer("", settings),
-    )
-
-
-def read_prompt(text: str, tokenizer: Tokenizer, *, chat: bool | None = None) -> Prompt:
-    """`text` as a plain string or as a user's message; None asks the tokenizer for a template."""
-    if chat is None:
-        chat = tokenizer.has_chat_template
-    row = {"prompt": [{"role": "user", "content": text}] if chat else text}
-    return prompt_of(row, "prompt", tokenizer, data_source="prompt", index=0)
-
-
-def complete(
-    model: OpenModel, prompt: Prompt, sampling: SamplingParams, *, n: int = 1, seed: int = 0
-) -> list[Completion]:
-    """`n` completions of one prompt; sample i is the same whatever `n` is.
-
-    `sampling` gets the tokenizer's stop ids, and no more tokens than the model has positions for.
-    ValueError for a prompt that leaves no position.
-    """
-    left = model.spec.config.max_position_embeddings - len(prompt.token_ids)
-    if left < 1:
-        raise ValueError(
-            f"the prompt has {len(prompt.token_ids)} tokens and the model "
-            f"{model.spec.config.max_position_embeddings} positions; give a shorter prompt"
-        )
-    stop_ids = model.tokenizer.stop_ids
-    sampling = replace(
-        sampling, stop_token_ids=stop_ids, max_new_tokens=min(sampling.max_new_tokens, left)
-    )
-    longest = len(prompt.token_ids) + sampling.max_new_tokens
-    spec = model_spec(model.spec.config.for_context(longest), dtype=model.spec.dtype)
-
-    @jax.jit
-    def answer(params: Params, prompts: jax.Array, lengths: jax.Array, samples: jax.Array) -> Any:
-        return generate(
-            spec,
-            params,
-            prompts,
-            lengths,
-            samples,
-            jax.random.key(seed),
-            GenerationSettings(sampling=sampling, group=n, pad_id=model.tokenizer.pad_id),
-        )
-
-    rows = np.tile(np.array(prompt.token_ids, np.int32), (n, 1))
-    lengths = np.full(n, len(prompt.token_ids), np.int32)
-    out = jax.device_get(answer(model.params, rows, lengths, np.arange(n, dtype=np.uint32)))
-    return completions_of(model.tokenizer, stop_ids, out.tokens, out.mask, out.logprobs)
-
 
 # ------------------------------------------------------------------------- evaluate
 

@@ -12,6 +12,7 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.batches import Batches
+from jaxrl_llm.trainer.callbacks import Callbacks
 from jaxrl_llm.trainer.communication import CommunicationReport
 from jaxrl_llm.trainer.evaluate import Evaluation
 from jaxrl_llm.trainer.output import MetricsLog
@@ -54,6 +55,8 @@ class Training:
     stopped: bool = False
     alarms: AlarmBell | None = None
     alarmed: bool = False  # an alarm ended it
+    callbacks: Callbacks | None = None
+    called_off: bool = False  # a callback ended it
     _save_asked: bool = False  # by an alarm of the last step
 
     def begin_step(self) -> Timer:
@@ -65,8 +68,13 @@ class Training:
         self.states = self.plan.enter(self.step, self.states)
         if self.profiler is not None:
             self.profiler.begin(self.step)
-        timer = Timer(watch=self.watch.clocks)
+        timer = Timer(watch=self._clocks)
         return timer if self.clock is None else self.clock.start(timer)
+
+    def _clocks(self, running: Sequence[str]) -> None:
+        """These clocks of the step run now."""
+        self.watch.clocks(running)
+        self.output.stage(self.step, running)
 
     def measure(self, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, float]:
         """The metrics of a step whose program ran, on the host.
@@ -115,9 +123,11 @@ class Training:
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         self.watch.enter("validation")
+        self.output.stage(self.step, ["validation"])
         for evaluation in self.evaluations:
             metrics |= evaluation.run(self.states, self.step)
         self.watch.enter(BETWEEN)
+        self.output.stage(self.step, [])
         name, least = self.target
         if least and metrics.get(name, 0.0) >= least:
             self.stopped = True
@@ -131,19 +141,24 @@ class Training:
     def report(self, metrics: dict[str, float]) -> None:
         """Write the metrics of the last step, and agree with the other processes how to go on."""
         self.output.log(self.step, metrics)
+        if self.callbacks is not None:
+            self.callbacks.step(self.step, metrics)
         actions = set() if self.alarms is None else self.alarms.step(self.step, metrics)
         if self.stop_requested is not None and self.step:  # a run does one step at least
-            flags = (self.stop_requested(), "save" in actions, "stop" in actions)
-            asked, self._save_asked, self.alarmed = any_process(*flags)
-            self.stopped = self.stopped or asked or self.alarmed
+            called_off = self.callbacks is not None and self.callbacks.asked
+            flags = (self.stop_requested(), "save" in actions, "stop" in actions, called_off)
+            asked, self._save_asked, self.alarmed, self.called_off = any_process(*flags)
+            self.stopped = self.stopped or asked or self.alarmed or self.called_off
 
     def save(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, where the training has any."""
         if self.save_with is not None:
             self.watch.enter("save")
+            self.output.stage(self.step, ["save"])
             position, ahead = self.batches.saved(self.step, self.states)
             self.save_with(self.step, self.states | ahead, metrics, position)
             self.watch.enter(BETWEEN)
+            self.output.stage(self.step, [])
 
     def take_params(self) -> Params:
         """The learner's parameters; the training gives up its states, and so their memory."""

@@ -62,7 +62,7 @@ def run_config(
         rollout=RolloutConfig(n=samples),
         algorithm=GRPO() if algorithm.startswith("grpo") else PPO(),
         reward=RewardConfig(functions=(ExactAnswer(),)),
-        exact=False,
+        exact="off",
         fuse_stages=False,
     )
     for key, text in overrides:

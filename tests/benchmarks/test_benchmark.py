@@ -288,7 +288,9 @@ def test_your_own_lengths_are_measured(tmp_path):
 def test_overrides_reach_the_config():
     options = read_options(["training", TINY, "--config.actor.remat=full"])
     config = options.config("tiny")
-    assert config.actor.remat == "full" and config.actor.dtype == "bfloat16" and not config.exact
+    assert (
+        config.actor.remat == "full" and config.actor.dtype == "bfloat16" and config.exact == "off"
+    )
 
 
 # ------------------------------------------------------------------------- measuring

@@ -401,3 +401,21 @@ def test_a_users_weight_function_is_checked_when_it_is_loaded(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             weight_function(Custom(path=f"{file}:{name}", settings=settings), samples=8)
+
+
+def test_batches_that_wait_for_their_scores_come_again_and_share_no_prompt():
+    """As in generating ahead: batches 4 and 5 are drawn before the scores of batch 4."""
+    settings = {"batch_size": 3, "seed": 5, "uniform": 0.1}
+    first = PriorityLoader(prompts(11), learnability, **settings)
+    means = np.random.default_rng(0).random(11)
+    take(first, range(1, 4), means)
+    waiting = [[prompt.row for prompt in first.draw(step)] for step in (4, 5)]
+    assert not set(waiting[0]) & set(waiting[1])
+    second = PriorityLoader(prompts(11), learnability, **settings)
+    second.set_state(json.loads(json.dumps(first.get_state(pending=2))))
+    assert [[prompt.row for prompt in second.draw(step)] for step in (4, 5)] == waiting
+    for loader in (first, second):
+        for step, rows in zip((4, 5), waiting, strict=True):
+            loader.update(step, means[rows])
+    assert take(first, range(6, 9), means) == take(second, range(6, 9), means)
+    assert first.get_state() == second.get_state()

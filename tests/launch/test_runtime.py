@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.kl import kl_penalty
-from jaxrl_llm.config import ConfigError, MeshConfig
+from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.kernels import hopper
 from jaxrl_llm.launch import runtime
 
@@ -69,7 +69,7 @@ def test_mesh_larger_than_the_cpu_names_the_flag():
     assert runtime.fit_mesh(MeshConfig(data=count)) == MeshConfig(data=count)
 
 
-def test_a_placement_fits_the_devices_of_one_process(monkeypatch, capsys):
+def test_a_placement_fits_the_devices(monkeypatch, capsys):
     count = jax.device_count()
     assert runtime.fit_mesh(MeshConfig(), range(count)) == MeshConfig()
     assert not capsys.readouterr().err  # no device is idle
@@ -78,8 +78,15 @@ def test_a_placement_fits_the_devices_of_one_process(monkeypatch, capsys):
     with pytest.raises(ConfigError, match=f"(?s)names device {count}, but {count} .* --devices="):
         runtime.fit_mesh(MeshConfig(), [0, count])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="need one process, and there are 2"):
-        runtime.fit_mesh(MeshConfig(), [0, 1])
+    # Roles of several processes have devices of their own, so the mesh need not have all.
+    assert runtime.fit_mesh(MeshConfig(), range(count)) == MeshConfig()
+
+
+def test_generating_ahead_in_several_processes_is_refused(monkeypatch):
+    config = Config(placement={"rollout": 1}, max_staleness=1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="in one process, and there are 2; set it to 0"):
+        runtime._placed(config)
 
 
 def test_devices_flag_splits_the_cpu():

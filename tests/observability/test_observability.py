@@ -18,7 +18,14 @@ from documented_metrics import documented_names
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxrl_llm.observability import names
-from jaxrl_llm.observability.console import Console, duration, headlines, number, printable
+from jaxrl_llm.observability.console import (
+    Console,
+    ShownSample,
+    duration,
+    headlines,
+    number,
+    printable,
+)
 from jaxrl_llm.observability.jsonl import JsonlFile, read_jsonl
 from jaxrl_llm.observability.metrics import (
     batch_metrics,
@@ -299,17 +306,20 @@ def test_trace_holds_every_sample(tmp_path):
         extras=[{"shout": "2"}, {}],
         failures={1: ["it hung"]},
         indices=(4, 5),
+        details={"values": np.float32([[0.5, 0.1, 7.0]]), "advantages": np.float32([[2, 2, 0]])},
     )
     trace.wait()
     first, second = read_jsonl([tmp_path / "trace" / "train-00000000.jsonl"])
     assert first == {
         "step": 3,
         "policy_version": 2,
+        "last_policy_version": 2,
         "index": 4,
         "data_source": "default",
         "row": 7,
         "prompt": "1+1=",
         "prompt_ids": [1, 2],
+        "ground_truth": None,
         "response": "2",
         "tokens": [9, 2],
         "logprobs": [-0.1, -0.33333334],
@@ -318,7 +328,9 @@ def test_trace_holds_every_sample(tmp_path):
         "parts": {"exact": 1.0},
         "extras": {"shout": "2"},
         "failures": [],
+        "details": {"values": [0.5, 0.1], "advantages": 2.0},  # of its two tokens
     }
+    assert second["details"] == {}
     assert np.float32(first["logprobs"]).tolist() == list(logprobs)
     assert (second["index"], second["parts"], second["failures"]) == (
         5,
@@ -360,12 +372,14 @@ def test_a_trace_that_cannot_be_written_is_an_error_of_the_next_step(tmp_path):
 def test_console_plain_lines():
     out = io.StringIO()
     times = iter([0.0, 0.0, 60.0, 62.0, 64.0, 69.0])
-    console = Console(file=out, samples_every=2, num_samples=1, clock=lambda: next(times))
+    console = Console(file=out, samples_every=2, clock=lambda: next(times))
     console.begin("PPO", 4)
     console.log(1, {"critic/score/mean": 0.5, "perf/throughput": 12345.6, "other": 1.0})
     console.log(2, {"critic/score/mean": 0.123456, "val-core/chain_sum/acc/mean@1": 0.9})
-    console.samples(1, ["not"], ["shown"], [0.0])
-    console.samples(2, ["1+1=\n", "x"], ["\x1b[31m2", "y"], np.float32([1.0, 0.0]))
+    console.samples(1, [ShownSample(question="a", response="b", score=0.0, parts={"c": 0.0})])
+    red = {"question": "1+1=\n", "response": "\x1b[31m2", "truth": "2", "score": 1.0}
+    console.samples(2, [ShownSample(**red, parts={"exact": 1.0, "short": 0.5})])
+    console.samples(3, [ShownSample(question="not", response="shown", score=0.0)])
     console.log(3, {"rewards/failures": 0.0})
     console.log(4, {"rewards/failures": 2.0})
     console.message("done\nin time")
@@ -374,7 +388,8 @@ def test_console_plain_lines():
         "PPO: 4 steps",
         "PPO 1/4 | reward 0.5 | tokens/s/device 12,346 | left 3:00",
         "PPO 2/4 | reward 0.1235 | held-out 0.9 | left 0:04",  # the compiling step is forgotten
-        "  sample | reward 1 | 1+1=\\n -> \\x1b[31m2",
+        "  sample | reward 0 | a -> b",
+        "  sample | reward 1 (exact 1, short 0.5) | 1+1=\\n -> \\x1b[31m2 | truth 2",
         "PPO 3/4 | left 0:02",
         "PPO 4/4 | reward failures 2",
         "done",
@@ -403,7 +418,9 @@ def test_console_live_on_a_terminal(monkeypatch):
         console.log(3, {"sft/loss": 2.0})
         console.begin("PPO", 10)
         console.log(4, {"critic/score/mean": 0.625, "perf/throughput": 10.0, "actor/ppo_kl": 0.5})
-        console.samples(4, ["[bold]1+1=[/bold]"], ["2"], [1.0])
+        console.samples(4, [ShownSample(question="[bold]1+1=[/bold]", response="2", score=1.0)])
+        console.stage(5, ["gen"])
+        console._display._live.refresh()  # pyright: ignore
         console.message("a warning")
     file.flush()
     seen = ""
@@ -417,7 +434,15 @@ def test_console_live_on_a_terminal(monkeypatch):
     os.close(parent)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
     assert "\x1b[" in seen and seen.rstrip().endswith("\x1b[?25h")  # the cursor is back
-    for part in ("reward", "0.625", "4/10", "[bold]1+1=[/bold]", "samples of step 4", "a warning"):
+    for part in (
+        "reward",
+        "0.625",
+        "4/10",
+        "[bold]1+1=[/bold]",
+        "samples of step 4",
+        "a warning",
+        "gen",
+    ):
         assert part in text, part
 
 

@@ -13,7 +13,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("types",), ("numerics",), ("references", "data_files", "chat_template")],
     [("config",)],
     [("kernels",), ("distributed",), ("algorithms",), ("observability",), ("tokenizer",)],
-    [("models",)],
+    [("models",), ("report",)],
     [("data",), ("rewards",), ("generation",), ("checkpoint",)],
     [("learner",)],
     [("plan",)],

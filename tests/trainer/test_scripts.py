@@ -22,16 +22,10 @@ from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config
 from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, load_config
-from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.trainer.answering import open_model, read_prompt
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import (
-    complete,
-    evaluate,
-    export_checkpoint,
-    open_model,
-    read_prompt,
-)
+from jaxrl_llm.trainer.trained_model import evaluate, export_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIG = """
@@ -116,8 +110,8 @@ def test_a_checkpoint_its_run_and_its_export_answer_alike(checkpoint, exported):
     texts = set()
     for path in (checkpoint, checkpoint.parent.parent, exported):
         model = open_model(find_model_path(str(path)))
-        prompt = read_prompt("1+2=", model.tokenizer)
-        (completion,) = complete(model, prompt, SamplingParams(max_new_tokens=6, temperature=0.0))
+        (answer,) = model.generate("1+2=", max_new_tokens=6, temperature=0.0)
+        (completion,) = answer.completions
         texts.add(completion.tokens)
         assert 1 <= len(completion.tokens) <= 6
     assert len(texts) == 1
@@ -125,21 +119,40 @@ def test_a_checkpoint_its_run_and_its_export_answer_alike(checkpoint, exported):
 
 def test_samples_depend_on_the_seed_and_not_on_their_number(exported):
     model = open_model(find_model_path(str(exported)))
-    prompt = read_prompt("1+2=", model.tokenizer)
-    sampling = SamplingParams(max_new_tokens=8)
-    many = [c.tokens for c in complete(model, prompt, sampling, n=4)]
-    assert [c.tokens for c in complete(model, prompt, sampling, n=2)] == many[:2]
+
+    def tokens(n: int, seed: int = 0) -> list[tuple[int, ...]]:
+        (answer,) = model.generate("1+2=", max_new_tokens=8, n=n, seed=seed)
+        return [completion.tokens for completion in answer.completions]
+
+    many = tokens(4)
+    assert tokens(2) == many[:2]
     assert len(set(many)) > 1
-    assert [c.tokens for c in complete(model, prompt, sampling, n=4, seed=1)] != many
+    assert tokens(4, seed=1) != many
 
 
 def test_an_answer_stays_within_the_models_positions(exported):
     model = open_model(find_model_path(str(exported)))
     with pytest.raises(ValueError, match="16 tokens and the model 16 positions"):
-        complete(model, read_prompt("1" * 16, model.tokenizer), SamplingParams(max_new_tokens=1))
-    prompt = read_prompt("1" * 14, model.tokenizer)
-    (completion,) = complete(model, prompt, SamplingParams(max_new_tokens=100))
-    assert len(completion.tokens) <= 2
+        model.generate(["1", "1" * 16], max_new_tokens=1)
+    long, short = model.generate(["1" * 14, "1"], max_new_tokens=100, temperature=0.0)
+    assert len(long.completions[0].tokens) <= 2
+    (alone,) = model.generate("1", max_new_tokens=100, temperature=0.0)
+    assert alone.completions[0].tokens == short.completions[0].tokens
+
+
+def test_batches_do_not_change_the_answers(exported):
+    """A last batch that is not full, and rows of other lengths."""
+    model = open_model(find_model_path(str(exported)))
+    prompts = ["1+2=", "1+1=", "10+20=", "3", "4+4="]
+    done: list[int] = []
+    found = model.generate(prompts, max_new_tokens=5, batch_size=2, progress=done.append)
+    whole = model.generate(prompts, max_new_tokens=5)
+    assert done == [2, 4, 5]
+    assert [answer.prompt.text for answer in found] == prompts
+    for one, other in zip(found, whole, strict=True):
+        assert one.completions[0].tokens == other.completions[0].tokens
+        logprobs = (one.completions[0].logprobs, other.completions[0].logprobs)
+        np.testing.assert_allclose(*logprobs, rtol=1e-5)
 
 
 def test_the_chat_template_is_used_where_there_is_one(tmp_path):
@@ -160,9 +173,8 @@ def test_generate_prints_the_answers_alone(checkpoint):
     result = run_script("generate.py", *flags)
     assert result.returncode == 0, result.stderr
     model = open_model(find_model_path(str(checkpoint)))
-    prompt = read_prompt("1+2=", model.tokenizer)
-    expected = complete(model, prompt, SamplingParams(max_new_tokens=3), n=2, seed=3)
-    assert result.stdout == "".join(completion.text + "\n" for completion in expected)
+    (expected,) = model.generate("1+2=", max_new_tokens=3, n=2, seed=3)
+    assert result.stdout == "".join(found.text + "\n" for found in expected.completions)
 
 
 # ------------------------------------------------------------------------- evaluate

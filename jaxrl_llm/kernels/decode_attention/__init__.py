@@ -27,6 +27,7 @@ from jaxrl_llm.kernels.decode_attention.pipeline import (
     padded_rows,
 )
 from jaxrl_llm.kernels.decode_attention.reference import (
+    decode_attention_strict,
     decode_attention_xla,
     prefix_decode_attention_reference,
 )
@@ -38,6 +39,7 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
     split_blocks,
 )
 from jaxrl_llm.kernels.hopper import Interpret, on_hopper
+from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [
     "MAX_GROUP_SIZE",
@@ -71,6 +73,7 @@ def prefix_decode_attention(
     schedule: DecodeSchedule | None = None,
     tuning: DecodeTuning | None = None,
     interpret: Interpret = None,
+    strict: Strict | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """softmax(q k^T / sqrt(H)) v of each slot's new token, and the pages with its key and value.
 
@@ -87,6 +90,8 @@ def prefix_decode_attention(
     - "auto" is "pallas" on a Hopper GPU if the kernel supports the dtypes, head dim and number of
       heads, else "xla".
 
+    With `strict`, a slot's output has the bits of the same token in `flash_attention.attention`.
+
     Requires: no two slots share a reachable page. "pallas": P and R are multiples of the block,
     and `schedule` was made from the same rows, lengths and capacities. "xla": all cache entries
     are finite.
@@ -102,6 +107,8 @@ def prefix_decode_attention(
     if implementation == "auto":
         implementation = "pallas" if _kernel_fits(inputs) else "xla"
     if implementation == "xla":
+        if strict is not None:
+            return decode_attention_strict(inputs, strict)
         return decode_attention_xla(inputs, window)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
@@ -110,6 +117,8 @@ def prefix_decode_attention(
     tuning = tuning or default_tuning(H, inputs.own_OK2RH.dtype)
     if window is not None:
         schedule = None
+    if strict is not None and schedule is None:
+        num_splits = 1
     if schedule is not None:
         _check_schedule(schedule, inputs, num_splits, tuning.block)
         num_splits = schedule.jobs.num_splits
@@ -125,6 +134,7 @@ def prefix_decode_attention(
         tuning=tuning,
         schedule=schedule,
         interpret=interpret,
+        strictly=strict is not None,
     )
 
 

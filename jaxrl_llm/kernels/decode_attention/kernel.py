@@ -68,10 +68,12 @@ def decode_attention_mosaic(
     tuning: DecodeTuning | None = None,
     schedule: DecodeSchedule | None = None,
     interpret: Interpret = None,
+    strictly: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """`prefix_decode_attention` by the kernel.
 
-    Without a schedule the tile jobs are all splits of all slots.
+    Without a schedule the tile jobs are all splits of all slots. `strictly` computes as
+    `flash_attention.forward` does.
 
     Requires: `inputs.check` and `check_supported` have passed; no schedule with a window.
     Guarantees: entries past a length, NaN included, change no result.
@@ -86,7 +88,8 @@ def decode_attention_mosaic(
     num_splits = num_splits if jobs is None else jobs.num_splits
     entries = inputs.own_capacity + (inputs.prefix_capacity if prompts is None else 0)
     entries = max_entries_read(entries, window, tuning.block)
-    forms = MatmulForms.of(L, with_prompt_tiles=prompts is not None)
+    forms = MatmulForms.of(L, with_prompt_tiles=prompts is not None, strictly=strictly)
+    assert not strictly or (num_splits == 1 and prompts is None), "strict sums are of one job"
     sizes = _Sizes(
         num_splits=num_splits,
         prompt_splits=0 if prompts is None else prompts.num_splits,
@@ -118,7 +121,9 @@ def decode_attention_mosaic(
         interpreted=interpret is not None,
     )
     arrays = _schedule_arrays(inputs, schedule)
-    body = _make_body(sizes, window, tuning, forms, L, first_new, array_names=tuple(arrays))
+    body = _make_body(
+        sizes, window, tuning, forms, L, first_new, strictly, array_names=tuple(arrays)
+    )
 
     def with_scratch(*refs: Ref) -> None:
         pl.run_scoped(partial(body, *refs), collective_axes=(), **scratch)
@@ -457,6 +462,7 @@ def _make_body(
     forms: MatmulForms,
     L: int,
     first_new: int,
+    strictly: bool,
     *,
     array_names: tuple[str, ...],
 ) -> Callable[..., None]:
@@ -523,7 +529,7 @@ def _make_body(
             pipeline.fill_ring()
             transfers.wait_for_queries(job)
             pipeline.write_newest()
-            matmuls = form(pipeline)
+            matmuls = form(pipeline, strictly=strictly)
             q = matmuls.queries(buffer_of(round))
             plgpu.commit_smem()  # all reads are over that the next load of queries may overwrite
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.kernels.decode_attention.pipeline import TILE_ROWS, WHOLE, Load, Pipeline
-from jaxrl_llm.kernels.hopper import Ref
+from jaxrl_llm.kernels.hopper import Ref, accumulate
 
 Operand = jax.Array | Ref  # in registers, or in shared memory
 
@@ -35,8 +35,9 @@ class Matmuls(abc.ABC):
 
     entries_axis: int  # of the scores; queries are on the other axis, also of results
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline, self.memory = pipeline, pipeline.memory
+    def __init__(self, pipeline: Pipeline, *, strictly: bool = False) -> None:
+        """`strictly` adds a block's values in the accumulator, as flash attention does."""
+        self.pipeline, self.memory, self.strictly = pipeline, pipeline.memory, strictly
         self.head_dim = self.memory.k_ring.shape[2]
 
     @property
@@ -98,8 +99,10 @@ class Matmuls(abc.ABC):
                 scores * pipeline.to_base_2 - self.for_each_query(new_high, scores.shape)
             )
             total = self.add_up(total, keep, weights)
-            new = self.weighted_values(weights, step, stage, ahead)
-            return acc * self.for_each_query(keep, acc.shape) + new, new_high, total
+            acc *= self.for_each_query(keep, acc.shape)
+            if self.strictly:
+                return self.weighted_values(weights, step, stage, ahead, acc), new_high, total
+            return acc + self.weighted_values(weights, step, stage, ahead), new_high, total
 
         layout = plgpu.Layout.WGMMA
         carry = (
@@ -143,7 +146,12 @@ class Matmuls(abc.ABC):
         return lax.cond(partly_visible, mask, lambda scores: scores, scores)
 
     def weighted_values(
-        self, weights: jax.Array, step: jax.Array, stage: jax.Array, ahead: Load
+        self,
+        weights: jax.Array,
+        step: jax.Array,
+        stage: jax.Array,
+        ahead: Load,
+        onto: jax.Array | None = None,
     ) -> jax.Array:
         """Weights times a step's values; then their stage loads the values `ahead`."""
         pipeline, memory = self.pipeline, self.memory
@@ -151,7 +159,7 @@ class Matmuls(abc.ABC):
         plgpu.barrier_wait(memory.v_barriers.at[stage])
         pipeline.patch_block(step, stage, keys=False)
         multiply = partial(self.multiply_values, weights=operand)
-        return self.matmul(multiply, self.head_dim, stage, ahead, keys=False)
+        return self.matmul(multiply, self.head_dim, stage, ahead, keys=False, onto=onto)
 
     def matmul(
         self,
@@ -161,8 +169,11 @@ class Matmuls(abc.ABC):
         ahead: Load,
         *,
         keys: bool,
+        onto: jax.Array | None = None,
     ) -> jax.Array:
         """The result of `multiply` with the keys or values of a stage, which then loads `ahead`.
+
+        It is added to `onto`, if that is given, inside the matmul.
 
         A widened block was copied, so its stage is loaded before the matmul, else after it.
         """
@@ -178,8 +189,12 @@ class Matmuls(abc.ABC):
 
         # A new accumulator per block, which the caller adds: as many instructions as scaling one
         # that lives through the loop, and the interpreter supports it.
-        shape = self.accumulator_shape(others)
-        result = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if onto is not None:
+            interpreted = pipeline.interpreted
+            result = accumulate(onto, lambda ref: multiply(ref, block_JH), interpreted)
+        else:
+            shape = self.accumulator_shape(others)
+            result = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         if memory.wide_JH is None:
             pipeline.load(ahead, stage, keys=keys)
         return result

@@ -51,8 +51,9 @@ class MatmulForms:
     columns: bool  # for the other slots
 
     @classmethod
-    def of(cls, L: int, with_prompt_tiles: bool) -> "MatmulForms":
-        columns = L <= MAX_COLUMNS
+    def of(cls, L: int, with_prompt_tiles: bool, strictly: bool = False) -> "MatmulForms":
+        """`strictly` takes rows only, as flash attention does."""
+        columns = L <= MAX_COLUMNS and not strictly
         return cls(rows=with_prompt_tiles or not columns, columns=columns)
 
     def smem(self, tuning: DecodeTuning, H: int, L: int, cache_dtype: jnp.dtype) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.decode_attention.inputs import DecodeInputs
+from jaxrl_llm.kernels.strict import Block, Strict, attend_in_blocks, num_blocks, runs_block
 
 
 def prefix_decode_attention_reference(
@@ -74,6 +75,32 @@ def decode_attention_xla(
     out_BKGH = values_of(weights[..., :P], prefix_BK2PH[:, :, 1])
     out_BKGH += values_of(weights[..., P:], own_BK2SH[:, :, 1])
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype), own_OK2RH
+
+
+def decode_attention_strict(
+    inputs: DecodeInputs, strict: Strict
+) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
+    """The attention with the sums of `attention_strict`, and the pages with the new entries."""
+    own_OK2RH, prefix_CK2PH = with_new_entries(inputs), inputs.prefix_CK2PH
+    num_pages, R = own_OK2RH.shape[0], own_OK2RH.shape[3]
+    C, P = prefix_CK2PH.shape[0], inputs.prefix_capacity
+    ends = inputs.prefix_lengths_B, inputs.own_lengths_B
+    none_B = jnp.zeros_like(ends[0])
+    steps_B = sum(num_blocks(end_B, strict.block) for end_B in ends)
+    place = inputs.prefix_rows_B, inputs.page_table_BT, none_B, ends[0], none_B, ends[1]
+
+    def block_at(place: tuple[Array, ...], step: Array) -> Block:
+        row_C, pages_CT, *runs = place
+        in_prefix_C, entry_CJ, has_CJ = runs_block(*runs, step, strict.block)
+        number_CJ = jnp.clip(entry_CJ // R, 0, pages_CT.shape[1] - 1)
+        page_CJ = jnp.clip(jnp.take_along_axis(pages_CT, number_CJ, axis=1), 0, num_pages - 1)
+        own_CJK2H = own_OK2RH[page_CJ, :, :, entry_CJ % R]
+        row_C1 = jnp.clip(row_C, 0, C - 1)[:, None]
+        prefix_CJK2H = prefix_CK2PH[row_C1, :, :, jnp.clip(entry_CJ, 0, P - 1)]
+        both = jnp.where(in_prefix_C[:, None, None, None, None], prefix_CJK2H, own_CJK2H)
+        return both[:, :, :, 0], both[:, :, :, 1], has_CJ
+
+    return attend_in_blocks(strict, inputs.q_BNH, steps_B, place, block_at), own_OK2RH
 
 
 def with_new_entries(inputs: DecodeInputs) -> Float[Array, "O K 2 R H"]:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.flash_attention.common import HEAD_DIMS, default_tuning
+from jaxrl_llm.kernels.flash_attention.common import HEAD_DIMS, default_tuning, strict_tuning
 from jaxrl_llm.kernels.flash_attention.kernel import ATTENTION, SCHEDULE, hopper_attention
 from jaxrl_llm.kernels.flash_attention.reference import (
     attention_reference,
+    attention_strict,
     attention_xla,
     check_inputs,
     visible_keys,
@@ -30,6 +31,7 @@ from jaxrl_llm.kernels.flash_attention.split import (
 )
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility, packed_visibility
 from jaxrl_llm.kernels.hopper import on_hopper
+from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [
     "ATTENTION",
@@ -69,6 +71,7 @@ def attention(
     visibility: Visibility | None = None,
     split: AttentionSplit | None = None,
     implementation: Implementation = "auto",
+    strict: Strict | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v with grouped KV heads, in the dtype of q.
 
@@ -85,6 +88,8 @@ def attention(
     - "xla": any device and dtype.
     - "auto": the fastest by measurement, both passes together (see `chosen_attention`). "exact":
       the fastest whose gradient has the same bits in every run.
+
+    With `strict`, a token's output has the same bits in every row, and in a decode step.
 
     Requires: `window` only with `causal`; no causal=False, window or lengths with `visibility`. A
         split of tokens needs a visibility with `last`. Elsewhere `last` allows keys that are more
@@ -103,6 +108,8 @@ def attention(
         ranges=visibility is not None,
         plain_length=T if plain else None,
     )
+    if strict is not None:
+        return _strictly(strict, q_BTNH, k_BTKH, v_BTKH, window, visibility, implementation)
     # XLA and cuDNN follow the layout of their operands, as long as rows are whole.
     if split is not None and (
         split.num_token_parts > 1 or (implementation == "pallas" and split.num_devices > 1)
@@ -142,6 +149,25 @@ def attention(
         out_BTNH = attention_xla(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility)
         return checkpoint_name(out_BTNH, ATTENTION)
     raise ValueError(f"attention implementation {implementation!r}: use pallas, auto, cudnn or xla")
+
+
+def _strictly(
+    strict: Strict,
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    window: int | None,
+    visibility: Visibility | None,
+    implementation: Implementation,
+) -> Array:
+    assert window is None, "config rules refuse windows"
+    if visibility is None:
+        visibility = Visibility(start_BT=jnp.zeros(q_BTNH.shape[:2], jnp.int32))
+    if implementation == "pallas":
+        tuning = strict_tuning(q_BTNH.shape[3])
+        return hopper_attention(q_BTNH, k_BTKH, v_BTKH, visibility=visibility, tuning=tuning)
+    out_BTNH = attention_strict(strict, q_BTNH, k_BTKH, v_BTKH, visibility)
+    return checkpoint_name(out_BTNH, ATTENTION)
 
 
 def chosen_attention(

@@ -26,7 +26,6 @@ from jaxrl_llm.kernels.flash_attention.common import (
     NUM_CONSUMERS,
     WGMMA,
     Tuning,
-    accumulator,
     along,
     drain,
     is_full,
@@ -53,7 +52,7 @@ from jaxrl_llm.kernels.flash_attention.visibility import (
     key_schedule,
     query_schedule,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
 
 
 @lowered_once

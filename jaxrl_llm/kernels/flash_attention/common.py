@@ -8,7 +8,7 @@ head dim. In a kernel `block_q` queries belong to a warpgroup, and a step has `b
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, RegisterLayout, ScratchType
+from jaxrl_llm.kernels.hopper import (
+    SMS,
+    Interpret,
+    Ref,
+    RegisterLayout,
+    ScratchType,
+)
 
 HEAD_DIMS = (64, 96, 128, 256)
 NUM_CONSUMERS = 2
@@ -85,6 +91,11 @@ def default_tuning(head_dim: int, *, plain: bool = False) -> Tuning:
     if head_dim <= 128:
         return Tuning(dq_stages=3, dkv_stages=3)
     return Tuning(block_k=64, dq_stages=1, dkv_stages=1, dkv_split=True)
+
+
+def strict_tuning(head_dim: int) -> Tuning:
+    """The sizes whose blocks of keys are those of the decode kernel, see `block_entries` there."""
+    return replace(default_tuning(head_dim), block_k=128 if head_dim == 64 else 64)
 
 
 def lowered_once(run: Callable[P, R]) -> Callable[P, R]:
@@ -197,25 +208,6 @@ def load_keys_and_values(
             plgpu.copy_gmem_to_smem(ref.at[row, keys, kv_head], smem.at[stage], loaded.at[stage])
 
     drain((k[3], v[3]), num_steps, stages)
-
-
-def accumulator(rows: int, columns: int) -> ScratchType:
-    """A float32 accumulator of wgmma, for `pl.run_scoped`."""
-    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
-
-
-def accumulate(acc: Array, matmul: Callable[[Ref], None], interpreted: bool) -> Array:
-    """`acc` plus what `matmul` adds to an accumulator reference."""
-    if not interpreted:
-        start: Ref = plgpu.WGMMAAccumulatorRef.init(acc)
-        return pl.run_state(matmul)(start)
-
-    # The interpreter cannot start an accumulator from a value.
-    def from_zero(ref: Ref) -> Array:
-        matmul(ref)
-        return ref[...]
-
-    return acc + pl.run_scoped(from_zero, accumulator(*acc.shape))
 
 
 def multiply_add(ref: Ref, a: Array, b_smem: Ref, spill_smem: Ref) -> None:

@@ -24,8 +24,6 @@ from jaxrl_llm.kernels.flash_attention.common import (
     NUM_CONSUMERS,
     WGMMA,
     Tuning,
-    accumulate,
-    accumulator,
     along,
     is_full,
     kernel_call,
@@ -44,7 +42,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
     zeros,
 )
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule, query_schedule
-from jaxrl_llm.kernels.hopper import Interpret, Ref
+from jaxrl_llm.kernels.hopper import Interpret, Ref, accumulate, accumulator
 
 
 def forward_schedule(ranges: Ranges, num_rows: int, tuning: Tuning) -> Schedule:

@@ -3,11 +3,14 @@
 Shape letters: those of common.py.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
+from jaxrl_llm.kernels.strict import Block, Strict, attend_in_blocks, num_blocks, runs_block
 
 
 def attention_reference(
@@ -63,6 +66,57 @@ def attention_xla(
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
     return _zero_unseeing(_zero_padding(out_BTKGH.reshape(B, T, N, H), lengths), visibility)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attention_strict(
+    strict: Strict, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, visibility: Visibility
+) -> Array:
+    """The attention with a fixed order of sums, by XLA; see `kernels.strict`.
+
+    A token's keys are those of its prefix, then those of its run, each in blocks from its first.
+    The gradient is that of `attention_xla`.
+    """
+    B, T, N, H = q_BTNH.shape
+    (_, S, K, _), block = k_BSKH.shape, strict.block
+    row_BT = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
+    none_BT, token_BT = jnp.zeros((B, T), jnp.int32), jnp.broadcast_to(jnp.arange(T), (B, T))
+    start_BT = jnp.broadcast_to(visibility.start_BT, (B, T))
+    ends_BT = jnp.where(start_BT <= token_BT, token_BT + 1, start_BT)
+    first, first_end = visibility.prefix_start_BT, visibility.prefix_end_BT
+    place_BT4 = [none_BT if first is None else first, none_BT if first_end is None else first_end]
+    place = [x.reshape(-1) for x in (row_BT, *place_BT4, start_BT, ends_BT)]
+    steps_X = num_blocks(place[2] - place[1], block) + num_blocks(place[4] - place[3], block)
+
+    def block_at(place: list[Array], step: Array) -> Block:
+        row_C, *runs = place
+        _, key_CJ, has_CJ = runs_block(*runs, step, block)
+        index_CJ = row_C[:, None] * S + jnp.clip(key_CJ, 0, S - 1)
+        k_CJKH, v_CJKH = (x.reshape(B * S, K, H)[index_CJ] for x in (k_BSKH, v_BSKH))
+        return k_CJKH, v_CJKH, has_CJ
+
+    out = attend_in_blocks(strict, q_BTNH.reshape(B * T, N, H), steps_X, place, block_at)
+    return out.reshape(q_BTNH.shape)
+
+
+def _strict_forward(
+    strict: Strict, q: Array, k: Array, v: Array, visibility: Visibility
+) -> tuple[Array, tuple[Array, Array, Array, Visibility]]:
+    return attention_strict(strict, q, k, v, visibility), (q, k, v, visibility)
+
+
+def _strict_backward(
+    strict: Strict, residuals: tuple[Array, Array, Array, Visibility], gradient: Array
+) -> tuple[Array, Array, Array, None]:
+    *operands, visibility = residuals
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        return attention_xla(q, k, v, True, None, None, visibility)
+
+    return *jax.vjp(plain, *operands)[1](gradient), None
+
+
+attention_strict.defvjp(_strict_forward, _strict_backward)
 
 
 def visible_keys(

@@ -1,0 +1,103 @@
+"""Partial rollouts: a response is cut after some tokens and goes on under newer weights.
+
+The batch of step t begins with the policy of version b = max(0, t - 1 - max_staleness); a version
+counts updates. Each version from b to t - 2 adds at most `tokens` tokens to a response that has not
+ended. Version t - 1, the newest before the step, takes the rest to its end. So where a response is
+cut follows from the step and from its length, never from a clock.
+
+Shape letters: N samples, P prompt tokens, R response tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+NO_VERSION = -1  # of what is no token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """How long the parts of a response are. Versions and steps may be traced."""
+
+    max_staleness: int  # 1 or more
+    tokens: int  # of a part, 1 or more
+
+    def first_version(self, step: jax.Array) -> jax.Array:
+        """The policy that begins the responses of `step`."""
+        return jnp.maximum(step - 1 - self.max_staleness, 0)
+
+    def limit(self, version: jax.Array, step: jax.Array, longest: int) -> jax.Array:
+        """New tokens that a response of `step` may get under policy `version`."""
+        return jnp.where(version >= step - 1, longest, self.tokens).astype(jnp.int32)
+
+
+class Responses(NamedTuple):
+    """Responses so far, each padded on the right."""
+
+    tokens_NR: jax.Array
+    mask_NR: jax.Array
+    logprobs_NR: jax.Array  # of the policy that sampled the token
+    versions_NR: jax.Array  # int32, that policy's; NO_VERSION outside of the mask
+
+    @property
+    def lengths_N(self) -> jax.Array:
+        """Tokens of each response, int32."""
+        return jnp.sum(self.mask_NR, axis=1).astype(jnp.int32)
+
+    def last_N(self, x_NR: jax.Array) -> jax.Array:
+        """The entry of each response's last token; of an empty one the first."""
+        at_N1 = jnp.maximum(self.lengths_N - 1, 0)[:, None]
+        return jnp.take_along_axis(x_NR, at_N1, axis=1)[:, 0]
+
+
+def versions_of(mask_NR: jax.Array, version_N: jax.Array) -> jax.Array:
+    """The version of each token of responses that one policy sampled, int32 [N, R]."""
+    return jnp.where(mask_NR > 0, version_N[:, None], NO_VERSION).astype(jnp.int32)
+
+
+def are_unfinished(
+    responses: Responses, prompt_lengths_N: jax.Array, is_stop: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Which responses were cut before their end: bool [N]. Rows without a prompt have none."""
+    cut_N = responses.lengths_N < responses.tokens_NR.shape[1]
+    stopped_N = (responses.lengths_N > 0) & is_stop(responses.last_N(responses.tokens_NR))
+    return cut_N & ~stopped_N & (prompt_lengths_N > 0)
+
+
+def join(
+    prompts_NP: jax.Array, prompt_lengths_N: jax.Array, responses: Responses
+) -> tuple[jax.Array, jax.Array]:
+    """Prompt and response as one prompt, [N, P + R], padded on the right; its length [N]."""
+    room = responses.tokens_NR.shape[1]
+    whole_NT = jnp.pad(prompts_NP, ((0, 0), (0, room)))
+    moved_NT = _moved(responses.tokens_NR, prompt_lengths_N, whole_NT.shape[1])
+    begins_N1 = prompt_lengths_N[:, None]
+    places_T = jnp.arange(whole_NT.shape[1])
+    return jnp.where(places_T < begins_N1, whole_NT, moved_NT), (
+        prompt_lengths_N + responses.lengths_N
+    )
+
+
+def append(responses: Responses, new: Responses) -> Responses:
+    """Each response with the tokens of `new` after its own.
+
+    Requires: both together have R tokens at most.
+    """
+    room, lengths_N = responses.tokens_NR.shape[1], responses.lengths_N
+    places_R = jnp.arange(room)
+    added_NR = (places_R >= lengths_N[:, None]) & (places_R < (lengths_N + new.lengths_N)[:, None])
+    return Responses(
+        *(
+            jnp.where(added_NR, _moved(after, lengths_N, room), before)
+            for before, after in zip(responses, new, strict=True)
+        )
+    )
+
+
+def _moved(x_NR: jax.Array, by_N: jax.Array, width: int) -> jax.Array:
+    """Each row moved to the right by its number of places; what comes before it is arbitrary."""
+    from_NT = jnp.clip(jnp.arange(width) - by_N[:, None], 0, x_NR.shape[1] - 1)
+    return jnp.take_along_axis(x_NR, from_NT, axis=1)

@@ -1,0 +1,198 @@
+"""The library: what `import jaxrl_llm as rl` offers, and what the commands call.
+
+Each function prepares the process for jax, which is imported when the first of them is called.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
+from jaxrl_llm.config import (
+    ChainSum,
+    Config,
+    ConfigError,
+    Custom,
+    DType,
+    ExactAnswer,
+    Grader,
+    Overrides,
+    apply_overrides,
+    load_config,
+    open_config,
+)
+from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
+from jaxrl_llm.observability.status import STATUS
+
+if TYPE_CHECKING:  # these import jax
+    from jaxrl_llm.trainer.answering import OpenModel
+    from jaxrl_llm.trainer.callbacks import Callback
+    from jaxrl_llm.trainer.progress import Summary
+
+Reward = Callable[..., Any] | Custom | Grader | str
+DataRows = Sequence[Mapping[str, Any]]  # a datasets.Dataset is one too
+
+
+def train(
+    config: Config | str,
+    *,
+    rewards: Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] = (),
+    train_data: DataRows | None = None,
+    val_data: DataRows | None = None,
+    callbacks: "Sequence[Callback]" = (),
+    num_cpu_devices: int = 0,
+    end_process: Callable[[int], None] | None = None,
+) -> "Summary":
+    """Train a model to the end of its run, from wherever the run's folder stands.
+
+    Args:
+        config: a Config, or what `load_config` takes.
+        rewards: functions, graders or paths, in place of config.reward.functions. A function runs
+            in worker processes, which get a copy of it: what it changes stays there.
+        reward_weights: of `rewards`; empty is 1 each.
+        train_data: rows, in place of all data of the config, held-out data too.
+        val_data: held-out rows, in place of the config's.
+        callbacks: functions of a `StepReport`, called after each step on the main process.
+        num_cpu_devices: split the CPU into so many devices, to try a mesh; 0 leaves it whole.
+        end_process: `os._exit` lets the watchdog end a process whose step stands still.
+
+    Requires: the same objects when a run goes on; changed ones are refused.
+    Guarantees: on Ctrl-C, and when a callback stops it, the run saves a checkpoint and returns.
+    Raises: ConfigError for settings that cannot work, before a device is touched.
+    """
+    config = load_config(config) if isinstance(config, str) else config
+    config = _with_objects(config, rewards, reward_weights, train_data, val_data)
+    STATUS.begin()
+    STATUS("importing jax")
+    config = start(config, num_cpu_devices=num_cpu_devices)
+    STATUS("importing the trainer")
+    from jaxrl_llm.trainer.run import train
+
+    return train(config, callbacks=callbacks, end_process=end_process)
+
+
+def _with_objects(
+    config: Config,
+    rewards: Sequence[Reward] | None,
+    reward_weights: Sequence[float],
+    train_data: DataRows | None,
+    val_data: DataRows | None,
+) -> Config:
+    """The config with what a program gave as objects, checked."""
+    changes: dict[str, Any] = {}
+    if rewards is not None:
+        changes |= {"reward.functions": list(rewards), "reward.weights": list(reward_weights)}
+    elif reward_weights:
+        raise ConfigError("reward_weights are those of `rewards`, which are not given")
+    others = {"files": [], "tasks": []}
+    if train_data is not None:
+        changes |= {f"data.train_{name}": empty for name, empty in others.items()}
+        changes |= {"data.dataset_class": "", "data.train_rows": train_data}
+    if train_data is not None or val_data is not None:
+        changes |= {f"data.val_{name}": empty for name, empty in others.items()}
+        changes["data.val_rows"] = val_data
+    return load_config(config, changes)
+
+
+def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
+    """A trained model, to generate with: `open_model("runs/ppo").generate(["1+2="])`.
+
+    `model` is a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint). It
+    lies on the first device, and is computed in `dtype`.
+
+    Raises: ConfigError when there is no model, ValueError when it cannot be opened.
+    """
+    path = find_model_path(str(model))
+    prepare()
+    from jaxrl_llm.trainer.answering import open_model
+
+    return open_model(path, dtype=dtype)
+
+
+def evaluate(
+    model: str | Path,
+    config: Config | str,
+    *,
+    overrides: Overrides = (),
+    val_data: DataRows | None = None,
+    grader: Reward | None = None,
+    output: str | Path | None = None,
+    num_cpu_devices: int = 0,
+) -> dict[str, Any]:
+    """Answer and grade held-out data as the validation of a run does; returns a report.
+
+    The report has the `metrics` under their names in a run, `num_samples` by data source, and how
+    they were sampled. `overrides` are those of `load_config`; `val_data` and `grader` replace those
+    of the config. Its rewards and its training data are not used. `output` is a file for the report
+    as JSON.
+
+    Raises: ConfigError without validation data, or for settings that cannot work.
+    """
+    found = find_model_path(str(model))
+    # The model replaces the config's own, whose folder need not exist here.
+    opened = config if isinstance(config, Config) else open_config(config)
+    own = {"actor.path": found.path, "data.tokenizer": ""}
+    opened = apply_overrides(apply_overrides(opened, own), overrides)
+    changes: dict[str, Any] = {"data.train_rows": None}
+    if opened.reward.functions or opened.reward.model is None:
+        changes |= {"reward.functions": [ExactAnswer()], "reward.weights": []}
+    if not (opened.data.train_files or opened.data.dataset_class):
+        changes["data.train_tasks"] = [ChainSum()]
+    if val_data is not None:
+        changes |= {"data.val_files": [], "data.val_tasks": [], "data.val_rows": val_data}
+    if grader is not None:
+        changes["validation.grader"] = grader
+    config = load_config(opened, changes)
+    data = config.data
+    if not (data.val_files or data.val_tasks or data.val_rows):
+        raise ConfigError(
+            "config.data has no validation data: set --config.data.val_files=[FILE] or "
+            "--config.data.val_tasks=[chain_sum]"
+        )
+    output = None if output is None else Path(output)
+    if output is not None and output.is_dir():
+        raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
+    prepare(num_cpu_devices=num_cpu_devices)
+    join_processes()
+    config = replace(
+        config, mesh=fit_mesh(config.mesh), placement={}, node_groups={}, max_staleness=0
+    )
+    from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.trainer.trained_model import evaluate, validation_report
+
+    report = validation_report(config, str(model), evaluate(config))
+    if output is not None and is_main():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    *,
+    role: str = "actor",
+    dtype: str | None = None,
+    adapter: bool = False,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Write a checkpoint as a Hugging Face folder, which `from_pretrained` opens; its path.
+
+    `model` is a checkpoint or a run's folder (its newest checkpoint). `role` is actor, critic,
+    reward, reference or teacher. `dtype` is that of the stored weights unless given. Adapters are
+    merged with their base, or with `adapter` written alone, in PEFT's files.
+
+    Raises: ConfigError when there is no such checkpoint or role, or `output` is a file.
+    """
+    checkpoint, output = find_checkpoint(str(model)), Path(output)
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"--output={output} is a file; give a directory to write")
+    # An export only copies, and CPU memory is larger.
+    prepare(num_cpu_devices=0 if devices_are_used() else 1)
+    from jaxrl_llm.trainer.trained_model import export_checkpoint
+
+    limit = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    return export_checkpoint(checkpoint, output, role=role, dtype=dtype, adapter=adapter, **limit)

@@ -1,0 +1,78 @@
+"""Curves of metrics.jsonl: read as the file grows, and thinned to a bounded number of points."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GLOBAL_STEP = "training/global_step"
+MOST_POINTS = 600  # of a curve in the page
+DIGITS = 6  # significant digits of a number in the page
+
+
+@dataclass(kw_only=True)
+class Curve:
+    """The values of one metric, by step."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        """A further point. Requires: steps increase."""
+        self.steps.append(step)
+        self.values.append(value)
+
+    def thinned(self, most: int = MOST_POINTS) -> "Curve":
+        """At most `most` points: the lowest and the highest of each of equal stretches.
+
+        Spikes stay visible. A curve with fewer points is kept as it is.
+        """
+        number = len(self.steps)
+        if number <= most:
+            return self
+        stretches = most // 2
+        kept: list[int] = []
+        for i in range(stretches):
+            stretch = range(i * number // stretches, (i + 1) * number // stretches)
+            low = min(stretch, key=self.values.__getitem__)
+            high = max(stretch, key=self.values.__getitem__)
+            kept += sorted({low, high})
+        return Curve(steps=[self.steps[i] for i in kept], values=[self.values[i] for i in kept])
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys: steps, values, and `of`, the number of points before thinning."""
+        few = self.thinned()
+        values = [float(f"{value:.{DIGITS}g}") for value in few.values]
+        return {"steps": few.steps, "values": values, "of": len(self.steps)}
+
+
+class MetricsFile:
+    """The curves of one metrics.jsonl. `read` takes in the lines that were added since."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = 0
+        self.curves: dict[str, Curve] = {}
+
+    def read(self) -> None:
+        """Take in whole new lines. A file that became shorter is read from its start."""
+        if not self._path.exists():
+            return
+        if self._path.stat().st_size < self._offset:
+            self._offset, self.curves = 0, {}
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # it is being written
+                self._offset += len(line)
+                self._take(json.loads(line))
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
+        step = int(entry[GLOBAL_STEP])
+        for name, value in entry.items():
+            number = isinstance(value, int | float) and math.isfinite(value)
+            if name != GLOBAL_STEP and number:
+                self.curves.setdefault(name, Curve()).add(step, float(value))

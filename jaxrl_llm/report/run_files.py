@@ -1,0 +1,80 @@
+"""What the page shows of one run, read from its folder."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.observability.jsonl import read_jsonl
+from jaxrl_llm.report.curves import MetricsFile
+from jaxrl_llm.report.samples import Trace
+from jaxrl_llm.report.token_texts import TokenTexts
+
+METRICS, EVENTS, CONFIG, ABOUT = "metrics.jsonl", "events.jsonl", "config.json", "about.json"
+MOST_ALARMS = 500
+
+
+class RunFiles:
+    """The folder of one run. `read` may be called again while the run goes on; it is cheap."""
+
+    def __init__(self, folder: Path, name: str = ""):
+        self.folder = folder
+        self.name = name or folder.resolve().name
+        self._metrics: dict[str, MetricsFile] = {}
+        self._trace = Trace(folder / "trace")
+        self._texts = TokenTexts(folder / "checkpoints" / "huggingface")
+
+    def read(self) -> dict[str, Any]:
+        """The run as the page takes it: name, about, config, curves, alarms, samples, texts."""
+        samples = self._trace.samples()
+        alarms = list(read_jsonl(path for path in [self.folder / EVENTS] if path.exists()))
+        return {
+            "name": self.name,
+            "about": _object_in(self.folder / ABOUT),
+            "config": dict(flat(_object_in(self.folder / CONFIG))),
+            "curves": self._curves(),
+            "alarms": alarms[-MOST_ALARMS:],
+            "num_alarms": len(alarms),
+            "samples": samples,
+            "texts": self._texts.of({token for s in samples for token in s["tokens"]}),
+        }
+
+    def _curves(self) -> dict[str, Any]:
+        """By metric; those of a supervised training begin with the name of its folder."""
+        found: dict[str, Any] = {}
+        for path in [self.folder / METRICS, *sorted(self.folder.glob(f"*/{METRICS}"))]:
+            prefix = "" if path.parent == self.folder else f"{path.parent.name}: "
+            file = self._metrics.setdefault(prefix, MetricsFile(path))
+            file.read()
+            found |= {prefix + name: curve.to_json() for name, curve in file.curves.items()}
+        return found
+
+
+def open_runs(folders: Sequence[Path]) -> list[RunFiles]:
+    """Runs to compare, each by the name of its folder; by its path where names are not enough."""
+    names = [folder.resolve().name for folder in folders]
+    unique = len(set(names)) == len(names)
+    return [RunFiles(folder, "" if unique else str(folder)) for folder in folders]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the files of a run."""
+    return (folder / METRICS).exists() or (folder / CONFIG).exists()
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value as JSON) of nested objects."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from flat(inner, f"{key}.{name}" if key else str(name))
+    elif key:
+        yield key, json.dumps(value, ensure_ascii=False)
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty where there is none, or while it is half written."""
+    try:
+        found = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

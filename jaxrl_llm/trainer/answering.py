@@ -1,0 +1,210 @@
+"""A language model that was opened to answer prompts, outside of a run."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.checkpoint.layout import ModelPath
+from jaxrl_llm.config import DType, ModelSettings
+from jaxrl_llm.data.formats import prompt_of
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.models.base import ModelSpec, model_spec
+from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
+from jaxrl_llm.plan.roles import make_role
+from jaxrl_llm.plan.weights import load_params
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.data import completions_of
+from jaxrl_llm.types import Completion, Prompt
+
+FEWEST_TOKENS = 16  # of a row of prompts; rows have powers of two, so that few programs are needed
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The completions of one prompt."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """The first completion."""
+        return self.completions[0].text
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenModel:
+    """A language model on the first device, with its tokenizer."""
+
+    spec: ModelSpec
+    params: Params
+    tokenizer: Tokenizer
+    programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # compiled, by their sizes
+
+    def generate(
+        self,
+        prompts: str | Iterable[str | Messages],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        n: int = 1,
+        seed: int = 0,
+        chat: bool | None = None,
+        batch_size: int = 64,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Answer]:
+        """Answer every prompt `n` times, with the log-prob of each token.
+
+        A prompt is a text, or a conversation: a list of {"role": ..., "content": ...}. A text is a
+        user's message where the model has a chat template; `chat` says so or denies it.
+        `temperature` 0 is greedy. Log-probs are those of the full softmax at the temperature.
+        `batch_size` prompts are answered at once; `progress` gets the number that is done.
+
+        Guarantees: the same prompts, `n` and `seed` give the same samples.
+        Raises: ValueError for a prompt that leaves no position of the model, before any is
+            answered.
+        """
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        read = [read_prompt(prompt, self.tokenizer, chat=chat) for prompt in given]
+        sampling = SamplingParams(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        answers: list[Answer] = []
+        for found in complete(self, read, sampling, n=n, seed=seed, batch_size=batch_size):
+            answers += found
+            if progress is not None:
+                progress(len(answers))
+        return answers
+
+
+def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
+    """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
+    settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype)
+    source = find_model(settings, context=1)  # `complete` knows the length
+    mesh = make_mesh(devices=jax.local_devices()[:1])
+    role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
+    return OpenModel(
+        spec=role.spec,
+        params=load_params(role, source, seed=0),
+        tokenizer=find_tokenizer("", settings),
+    )
+
+
+def read_prompt(
+    prompt: str | Messages, tokenizer: Tokenizer, *, chat: bool | None = None
+) -> Prompt:
+    """A conversation, or a text as a plain string or as a user's message.
+
+    `chat` None makes a text a message where the tokenizer has a template.
+    """
+    if isinstance(prompt, str):
+        chat = tokenizer.has_chat_template if chat is None else chat
+        content: Any = [{"role": "user", "content": prompt}] if chat else prompt
+    else:
+        content = [dict(message) for message in prompt]
+    return prompt_of({"prompt": content}, "prompt", tokenizer, data_source="prompt", index=0)
+
+
+def complete(
+    model: OpenModel,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    n: int = 1,
+    seed: int = 0,
+    batch_size: int = 64,
+) -> Iterator[list[Answer]]:
+    """`n` completions of each prompt, a batch at a time.
+
+    `sampling` gets the tokenizer's stop ids, and no more tokens than the model has positions for.
+    Sample i of the first prompt is the same whatever `n` is.
+    ValueError for a prompt that leaves no position.
+    """
+    positions = model.spec.config.max_position_embeddings
+    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    shortest = min((len(prompt.token_ids) for prompt in prompts), default=0)
+    if longest >= positions:
+        raise ValueError(
+            f"the prompt has {longest} tokens and the model {positions} positions; give a shorter "
+            "prompt"
+        )
+    limit = min(sampling.max_new_tokens, positions - shortest)
+    sampling = replace(sampling, stop_token_ids=model.tokenizer.stop_ids, max_new_tokens=limit)
+    rows = min(batch_size, len(prompts))
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        yield _answer_batch(model, batch, sampling, n, seed, first=first * n, rows=rows)
+
+
+def _answer_batch(
+    model: OpenModel,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    n: int,
+    seed: int,
+    *,
+    first: int,
+    rows: int,
+) -> list[Answer]:
+    """Answers in a program of `rows` prompts; `first` is the number of samples before these."""
+    lengths = np.zeros(rows, np.int32)
+    lengths[: len(prompts)] = [len(prompt.token_ids) for prompt in prompts]
+    positions = model.spec.config.max_position_embeddings
+    limits = np.clip(positions - lengths, 1, sampling.max_new_tokens)
+    tokens = np.zeros((rows, row_width(int(lengths.max()), positions)), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt.token_ids)] = prompt.token_ids
+    settings = GenerationSettings(sampling=sampling, group=n, pad_id=model.tokenizer.pad_id)
+    out = jax.device_get(
+        _program(model, tokens.shape, settings, int((lengths + limits).max()))(
+            model.params,
+            np.repeat(tokens, n, axis=0),
+            np.repeat(lengths, n),
+            first + np.arange(rows * n, dtype=np.uint32),
+            jax.random.key(seed),
+            np.repeat(limits, n),
+        )
+    )
+    found = completions_of(
+        model.tokenizer, sampling.stop_token_ids, out.tokens, out.mask, out.logprobs
+    )
+    return [
+        Answer(prompt=prompt, completions=tuple(found[row * n : (row + 1) * n]))
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def row_width(length: int, positions: int) -> int:
+    """Tokens of a row for prompts of this length: a power of two, or all positions."""
+    return min(max(FEWEST_TOKENS, 1 << (length - 1).bit_length()), positions)
+
+
+def _program(
+    model: OpenModel, shape: tuple[int, ...], settings: GenerationSettings, longest: int
+) -> Callable[..., Any]:
+    """The compiled `generate` for prompts of a shape, of which the longest row is `longest`."""
+    config = model.spec.config.for_context(longest)
+    key = (shape, settings, config)
+    if key not in model.programs:
+        spec = model_spec(config, dtype=model.spec.dtype)
+
+        def answer(
+            params: Params, prompts: Any, lengths: Any, samples: Any, seed: Any, limits: Any
+        ) -> Any:
+            return generate(
+                spec, params, prompts, lengths, samples, seed, settings, limits_N=limits
+            )
+
+        model.programs[key] = jax.jit(answer)
+    return model.programs[key]

@@ -1,0 +1,88 @@
+"""Functions of yours that see a run after each step, and may stop it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.distributed.multihost import is_main
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer of the policy in training, with its grade."""
+
+    prompt: str  # as rendered by the chat template
+    response: str
+    score: float
+    parts: Mapping[str, float]  # of each reward function, unweighted; NaN where it gave None
+    ground_truth: Any
+    data_source: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # the sampler's, one a token
+    finished: bool  # False when it was cut at the longest length
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a callback sees after a step. Step 0 is the validation before the first one."""
+
+    step: int
+    total_steps: int
+    metrics: Mapping[str, float]  # those of metrics.jsonl: docs/metrics.md
+    samples: Sequence[Sample]  # of this step; with several processes those of the main one
+    run_dir: Path
+    _reasons: list[str]
+
+    def stop(self, reason: str = "") -> None:
+        """End the run after this step. It saves a checkpoint, and the same call goes on from it."""
+        self._reasons.append(reason)
+
+
+Callback = Callable[[StepReport], None]
+
+
+@dataclass(kw_only=True)
+class Callbacks:
+    """The callbacks of a run. They are called on the main process alone."""
+
+    functions: Sequence[Callback]
+    run_dir: Path
+    total_steps: int
+    _samples: dict[int, list[Sample]] = field(default_factory=dict)  # by step
+    _reasons: list[str] = field(default_factory=list)  # of stops that were asked for
+
+    @property
+    def want_samples(self) -> bool:
+        """Whether somebody looks at the samples."""
+        return bool(self.functions) and is_main()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a callback of this process has asked for the end."""
+        return bool(self._reasons)
+
+    @property
+    def reason(self) -> str:
+        """Why the first of them asked."""
+        return self._reasons[0] if self._reasons else ""
+
+    def add(self, step: int, samples: Sequence[Sample]) -> None:
+        """Samples of a step, which has not ended; some at a time."""
+        self._samples.setdefault(step, []).extend(samples)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call each callback after a step. What it raises ends the run."""
+        samples = self._samples.pop(step, [])
+        if not is_main():
+            return
+        report = StepReport(
+            step=step,
+            total_steps=self.total_steps,
+            metrics=dict(metrics),
+            samples=samples,
+            run_dir=self.run_dir,
+            _reasons=self._reasons,
+        )
+        for function in self.functions:
+            function(report)

@@ -1,0 +1,390 @@
+"""Sources of batches that are generated before their step, by a policy of some updates ago.
+
+The batch of step t comes from the policy after max(0, t - 1 - s) updates, where s is
+`max_staleness`. Which policy that is depends on the step only, not on the clock, so a run has the
+same bits each time.
+
+- With devices of its own, the rollout generates in a thread while the others learn.
+- On one group of devices, generation comes before the updates of a step. What overlaps is the
+  host's part: reward functions grade the batches ahead in a thread, while the devices go on.
+- With partial rollouts a response is generated in parts, by policies that follow each other
+  (`generation/partial_responses.py`).
+- With dynamic sampling, all rounds of a batch come from one policy.
+
+A checkpoint keeps what was generated, also what is unfinished. The loader draws the prompts again,
+and the host grades them again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.online import AHEAD, Iteration
+from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE
+from jaxrl_llm.plan.program import MOVED
+from jaxrl_llm.plan.stages import UNFINISHED
+from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved
+from jaxrl_llm.trainer.rewarding import StepContext
+from jaxrl_llm.trainer.signals import host_work
+
+WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
+# Metrics of the parts of a batch that are added up.
+COUNTS = ("rollout/decode_steps", "rollout/prefills", MOVED)
+SETTINGS = ("max_staleness", "partial_rollouts")  # without which kept batches have no use
+Graded = tuple[Any, dict[str, Any]]  # a batch, and the metrics of grading it
+
+
+@dataclass(kw_only=True)
+class Round:
+    """Samples that were generated together."""
+
+    context: StepContext
+    batch: Any  # with what generation wrote
+    found: dict[str, float] = field(default_factory=dict)  # metrics of generation
+    graded: dict[str, Any] = field(default_factory=dict)  # those of grading it
+
+    def add(self, batch: Any, found: Mapping[str, Any]) -> int:
+        """Take in what a part of generation wrote; how many responses are unfinished."""
+        self.batch = batch
+        new = {name: float(value) for name, value in fetch(dict(found)).items()}
+        unfinished = int(new.pop(UNFINISHED, 0))
+        counted = {name: self.found.get(name, 0.0) + new[name] for name in COUNTS if name in new}
+        self.found = new | self.found | counted
+        return unfinished
+
+
+@dataclass(kw_only=True)
+class Ahead:
+    """A batch that is made before its step."""
+
+    step: int
+    version: int  # of the last policy that generates for it
+    epoch: int = 0  # of the loader after its prompts
+    loader: Any = None  # of dynamic sampling: the loader's state before its prompts
+    rounds: list[Round] = field(default_factory=list)  # one without dynamic sampling
+    complete: bool = False  # nothing is left to generate
+    timer: Timer = field(default_factory=Timer)  # of what did not run within a step
+    generated: Future[None] = field(default_factory=Future)
+    graded: Future[Graded] = field(default_factory=Future)
+    priorities: dict[str, float] = field(default_factory=dict)  # of dynamic sampling: metrics
+    groups: GroupFilter | None = None  # of dynamic sampling
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for the batch gets the error."""
+        for future in (self.generated, self.graded):
+            if not future.done():
+                future.set_exception(error)
+
+
+def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int, int]]:
+    """The step and the rounds of each batch of a checkpoint that a run with `config` can use."""
+    kept = loop_state.get(AHEAD)
+    if not kept or any(kept[name] != getattr(config, name) for name in SETTINGS):
+        return []
+    return [(each["step"], len(each["rounds"])) for each in kept["batches"]]
+
+
+@dataclass(kw_only=True)
+class AheadBatches(PromptBatches):
+    """The next prompts with their responses, generated and graded before their step."""
+
+    _ahead: deque[Ahead] = field(default_factory=deque)
+    _current: Ahead | None = None
+    _found: dict[str, Any] = field(default_factory=dict)
+    _host: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grading"))
+
+    @property
+    def epoch(self) -> int:
+        return self.loader.epoch if self._current is None else self._current.epoch
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor | None:
+        """The thread that generates; None on one group, where the main thread does."""
+        apart = ROLLOUT_ROLE in self.plan.config.placement
+        return ThreadPoolExecutor(1, "rollout") if apart else None
+
+    def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
+        self._fill(step - 1, step + self.plan.config.max_staleness, states, timer)
+        first = self._current = self._ahead.popleft()
+        with timer(WAITING_FOR_ROLLOUT):
+            first.generated.result()
+            with host_work():
+                batch, found = first.graded.result()
+        for name, seconds in first.timer.timings().items():
+            timer.add(name, seconds)
+        self._found |= found | self._staleness(first, batch)
+        return batch, first.rounds[0].context
+
+    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
+        assert self._current is not None
+        generated, (own, self._found) = self._current.rounds[0].found, (self._found, {})
+        found = generated | own | found | moved(generated, own, found)
+        return super().finish(step, batch, context, found)
+
+    def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
+        config = self.plan.config
+        self._fill(step, step + config.max_staleness, states, Timer())
+        self._settle()
+        batches = [
+            {
+                "step": each.step,
+                "version": each.version,
+                "complete": each.complete,
+                "rounds": [
+                    {"policy_version": round.context.policy_version, "metrics": round.found}
+                    for round in each.rounds
+                ],
+            }
+            for each in self._ahead
+        ]
+        kept = {name: getattr(config, name) for name in SETTINGS} | {"batches": batches}
+        arrays = [
+            [
+                {name: round.batch[name] for name in self.plan.at(each.step).generated}
+                for round in each.rounds
+            ]
+            for each in self._ahead
+        ]
+        return {"data": self._position(), AHEAD: kept}, {AHEAD: arrays}
+
+    def restore(self, position: Mapping[str, Any], ahead: Any) -> None:
+        """Go on from what `saved` gave. The loader stands there already."""
+        for kept, arrays in zip(position[AHEAD]["batches"], ahead, strict=True):
+            each = Ahead(step=kept["step"], version=kept["version"])
+            self._restore(each, kept, arrays)
+            self._ahead.append(each)
+
+    def close(self) -> None:
+        """Begin nothing more. What runs is not waited for."""
+        for executor in (self._host, self._worker):
+            if executor is not None:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------------- making a batch
+
+    def _fill(self, version: int, last: int, states: States, timer: Timer) -> None:
+        """Let the policy after `version` updates do its part, for the batches up to step `last`.
+
+        Its weights are copied to the rollout's devices before this returns: the next update takes
+        the actor's memory. On one group the responses are there before this returns.
+        """
+        if self.plan.config.partial_rollouts:
+            for each in self._ahead:
+                if each.version < version:
+                    each.version = version
+                    self._generate(each, self._go_on, states, timer)
+        for step in range(version + len(self._ahead) + 1, last + 1):
+            each = Ahead(step=step, version=version)
+            self._begin(each, states, timer)
+            self._ahead.append(each)
+
+    def _begin(self, each: Ahead, states: States, timer: Timer) -> None:
+        """Draw the prompts of a batch, and begin to generate."""
+        self._draw(each, timer, each.version)
+        self._generate(each, self._first_part, states, timer)
+
+    def _draw(self, each: Ahead, timer: Timer, version: int) -> Round:
+        """The prompts of the next round of a batch, which `version` begins to answer."""
+        rows = self.plan.config.data.train_batch_size * self.plan.config.rollout.n
+        batch, context = self._prompts(each.step, timer, len(each.rounds) * rows)
+        context.policy_version = version
+        each.epoch = self.loader.epoch
+        each.rounds.append(Round(context=context, batch=batch))
+        return each.rounds[-1]
+
+    def _generate(
+        self,
+        each: Ahead,
+        work: Callable[[Ahead, Iteration, States, Timer], None],
+        states: States,
+        timer: Timer,
+    ) -> None:
+        """Run `work` with the weights of `states`: now, or in the rollout's thread."""
+        iteration = self.plan.at(each.step)
+        roles = [stage.role for segment in iteration.collecting for stage in segment.stages]
+        weights = {role: states[role] for role in roles if role in states}
+        weights |= iteration.program.follow(roles, states, timer, self._found)
+        if self._worker is None:
+            work(each, iteration, weights, timer)
+        else:
+            self._worker.submit(_guarded, each, partial(work, each, iteration, weights, each.timer))
+
+    def _first_part(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+        run = partial(iteration.program.run, segments=iteration.generating)
+        self._run_part(each, run, weights, timer)
+
+    def _go_on(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+        if not each.complete and not each.graded.done():  # done: it has failed
+            assert iteration.continuing is not None
+            self._run_part(each, iteration.continuing.run, weights, timer)
+
+    def _run_part(
+        self, each: Ahead, run: Callable[..., Any], weights: States, timer: Timer
+    ) -> None:
+        (only,) = each.rounds
+        _, batch, found = run(weights, only.batch, each.step, only.context, timer)
+        if not only.add(batch, found):
+            self._completed(each)
+
+    def _completed(self, each: Ahead) -> None:
+        """Nothing is left to generate: the host grades the responses."""
+        each.complete = True
+        each.generated.set_result(None)
+        self._host.submit(_guarded, each, partial(self._grade, each))
+
+    def _grade(self, each: Ahead) -> None:
+        (only,) = each.rounds
+        each.graded.set_result(self._graded(each, only))
+
+    def _graded(self, each: Ahead, one: Round) -> Graded:
+        """The samples of a round with what host stages write, and their metrics."""
+        iteration = self.plan.at(each.step)
+        _, batch, found = iteration.program.run(
+            {}, one.batch, each.step, one.context, each.timer, iteration.grading
+        )
+        return batch, fetch(found)
+
+    # ------------------------------------------------------------------------- checkpoints
+
+    def _settle(self) -> None:
+        """Until everything that was to be generated is. Raises what went wrong with it."""
+        if self._worker is not None:
+            self._worker.submit(int).result()
+        for each in self._ahead:
+            if each.generated.done():
+                each.generated.result()
+
+    def _position(self) -> dict[str, Any]:
+        """The loader's state from which the prompts of the batches ahead come again."""
+        return self.loader.get_state(len(self._ahead))
+
+    def _restore(self, each: Ahead, kept: Mapping[str, Any], arrays: Any) -> None:
+        (old,), (fields,) = kept["rounds"], arrays
+        new = self._draw(each, Timer(), old["policy_version"])
+        new.batch, new.found = new.batch.replace(**fields), dict(old["metrics"])
+        if kept["complete"]:
+            self._completed(each)
+
+    # ------------------------------------------------------------------------- metrics
+
+    def _staleness(self, each: Ahead, batch: Any) -> dict[str, float]:
+        """How many updates the tokens of a batch are behind."""
+        context = each.rounds[0].context
+        if not self.plan.config.partial_rollouts:
+            behind = float(each.step - 1 - context.policy_version)
+            return {"rollout/staleness": behind, "rollout/staleness_max": behind}
+        versions = fetch_rows(batch.policy_versions, context.rows)
+        context.last_policy_versions = versions.max(axis=1)
+        found = self._measure(each.step - 1, batch.policy_versions)
+        return {name: float(value) for name, value in fetch(found).items()}
+
+    @cached_property
+    def _measure(self) -> Callable[..., dict[str, jax.Array]]:
+        return jax.jit(token_staleness, out_shardings=replicated(self.plan.learner.mesh))
+
+
+def token_staleness(newest: int, versions_NR: jax.Array) -> dict[str, jax.Array]:
+    """Mean and maximum over tokens of `newest` less their version; responses of several versions.
+
+    `versions_NR` is `RolloutBatch.policy_versions`.
+    """
+    real_NR = versions_NR >= 0
+    behind_NR = jnp.where(real_NR, newest - versions_NR, 0)
+    return {
+        "rollout/staleness": behind_NR.sum() / jnp.maximum(real_NR.sum(), 1),
+        "rollout/staleness_max": behind_NR.max(),
+        "rollout/continued": jnp.sum(versions_NR.max(axis=1) > versions_NR[:, 0]),
+    }
+
+
+def _guarded(each: Ahead, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:  # of a thread: it is raised where the batch is taken
+        each.fail(error)
+
+
+# ------------------------------------------------------------------------- dynamic sampling
+
+
+@dataclass(kw_only=True)
+class AheadFilteredBatches(AheadBatches):
+    """Dynamic sampling ahead: the rollout's thread runs all rounds of a batch, with one policy.
+
+    The rounds are put together on the host: the devices that learn are busy.
+    """
+
+    def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
+        batch, _ = super().next(step, states, timer)
+        return batch, None
+
+    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
+        current, (own, self._found) = self._current, (self._found, {})
+        assert current is not None and current.groups is not None
+        for one in current.rounds:
+            self._trace(step, one.context, one.batch)
+        rounds = [one.found | one.graded for one in current.rounds]
+        parts = [part for one in current.rounds for part in (one.found, one.graded)]
+        found = means_of(rounds) | own | found | moved(*parts, own, found)
+        return found | current.groups.metrics() | current.priorities | self._repetition.take()
+
+    def _begin(self, each: Ahead, states: States, timer: Timer) -> None:
+        self._generate(each, self._all_rounds, states, timer)
+
+    def _all_rounds(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+        groups = self._open(each, iteration)
+        while not groups.complete:
+            one = self._draw(each, timer, each.version)
+            _, batch, found = iteration.program.run(
+                weights, one.batch, each.step, one.context, timer, iteration.generating
+            )
+            one.add(batch, found)
+            self._add(each, groups, one)
+        self._close(each, groups)
+
+    def _open(self, each: Ahead, iteration: Iteration) -> GroupFilter:
+        config = self.plan.config
+        each.loader = self.loader.get_state()
+        each.groups = GroupFilter(
+            config=config.rollout.filter_groups,
+            num_groups=config.data.train_batch_size,
+            group=config.rollout.n,
+            column=iteration.filter_column,
+        )
+        return each.groups
+
+    def _add(self, each: Ahead, groups: GroupFilter, one: Round) -> None:
+        one.batch, one.graded = self._graded(each, one)
+        groups.add(fetch(one.batch))
+        self._prioritise(each.step, one.batch)
+
+    def _close(self, each: Ahead, groups: GroupFilter) -> None:
+        batch = place_held(
+            fetch(groups.batch()), batch_sharding(self.plan.learner.mesh), self._rows
+        )
+        each.priorities = self._priorities(each.step)
+        each.complete = True
+        each.generated.set_result(None)
+        each.graded.set_result((batch, {}))
+
+    def _position(self) -> dict[str, Any]:
+        return self._ahead[0].loader
+
+    def _restore(self, each: Ahead, kept: Mapping[str, Any], arrays: Any) -> None:
+        groups = self._open(each, self.plan.at(each.step))
+        for old, fields in zip(kept["rounds"], arrays, strict=True):
+            one = self._draw(each, Timer(), old["policy_version"])
+            one.batch, one.found = one.batch.replace(**fields), dict(old["metrics"])
+            self._add(each, groups, one)
+        self._close(each, groups)

@@ -1,0 +1,476 @@
+"""What strict sums cost and whether their bits agree: python scripts/benchmarks/strict.py
+
+A JSON line a result, as soon as it is there. Random weights of a named shape.
+
+Flags:
+  --part=ops,bits,step     ops: matmuls, norm and attention alone, rows against the same rows in
+                           larger batches; bits: some layers of a model, sampler against trainer, by
+                           slots, batch and kind of row; step: whole GRPO steps, standard and strict
+  --shape=qwen2.5-1.5b     or another name of benchmark.py; "tiny" for a test
+  --layers=4               of the model of bits
+  --groups=32x8            prompts and samples of each, of bits
+  --step_groups=64x8       those of step
+  --variants=NAME[,NAME]   of bits: standard, kernels, chunks; of step: off, repeatable, strict
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxrl_llm.launch.runtime import enable_compile_cache, prepare
+
+FLAGS = {
+    "part": "ops,bits,step",
+    "shape": "qwen2.5-1.5b",
+    "layers": "4",
+    "groups": "32x8",
+    "step_groups": "64x8",
+    "variants": "",
+}
+
+
+def flags_of(argv: list[str]) -> dict[str, str]:
+    """The flags and their defaults; SystemExit for an unknown one."""
+    found = dict(FLAGS)
+    for word in argv:
+        name, _, value = word.removeprefix("--").partition("=")
+        if name not in found:
+            raise SystemExit(f"unknown flag {word}; the flags are {', '.join(FLAGS)}")
+        found[name] = value
+    return found
+
+
+def say(**values: Any) -> None:
+    """One JSON line."""
+    print(json.dumps(values), flush=True)
+
+
+def main(argv: list[str]) -> None:
+    """Run the parts in turn; a part or variant that fails is reported, and the others continue."""
+    flags = flags_of(argv)
+    prepare(exact=True)
+    enable_compile_cache(tempfile.mkdtemp())  # where a step finds its programs
+    import jax
+
+    say(device=str(jax.devices()[0]), jax=jax.__version__)
+    parts: dict[str, Callable[[dict[str, str]], None]] = {"ops": ops, "bits": bits, "step": step}
+    for name in flags["part"].split(","):
+        attempt(name, partial(parts[name], flags))
+
+
+def attempt(what: str, run: Callable[[], Any]) -> None:
+    """Run, and report the seconds or the error."""
+    start = time.perf_counter()
+    try:
+        run()
+        say(done=what, seconds=round(time.perf_counter() - start, 1))
+    except Exception as error:  # the other variants are still of interest
+        say(failed=what, error=f"{type(error).__name__}: {str(error)[:800]}")
+
+
+def differing(a: Any, b: Any, mask: Any = None) -> dict[str, Any]:
+    """How many numbers differ, of how many, and by how much at most."""
+    import numpy as np
+
+    a, b = (np.asarray(x).astype(np.float32) for x in (a, b))
+    seen = np.ones(a.shape, bool) if mask is None else np.asarray(mask) > 0
+    gap = np.abs(a - b)[seen]
+    return {"differ": int((a != b)[seen].sum()), "of": int(seen.sum()), "max": float(gap.max())}
+
+
+def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
+    """Median seconds of a call, after one that compiles."""
+    import statistics
+
+    import jax
+
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+# ------------------------------------------------------------------------- ops
+
+
+def ops(flags: dict[str, str]) -> None:
+    """Each operation: its rows in batches of several sizes, and its time."""
+    import jax
+
+    from jaxrl_llm.models.shapes import SHAPES
+
+    config = SHAPES[flags["shape"]]
+    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
+    N, K = config.num_heads, config.num_kv_heads
+    gpu = jax.default_backend() == "gpu"
+    sizes = (64, 256, 1024, 16384) if gpu else (8, 64, 256)
+    for depth, outputs in dict.fromkeys([(D, N * H), (D, K * H), (N * H, D), (D, F), (F, D)]):
+        attempt(f"matmul {depth}x{outputs}", partial(_matmul, depth, outputs, sizes, gpu))
+    attempt("norm", partial(_norm, D, sizes))
+    attempt("elementwise", partial(_elementwise, F, sizes))
+    attempt("head", partial(_head, D, config.vocab_size, sizes))
+    if gpu:
+        attempt("attention", partial(_attention, N, K, H))
+
+
+def _matmul(depth: int, outputs: int, sizes: tuple[int, ...], gpu: bool) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.kernels.strict_matmul import Tile, strict_matmul
+
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (max(sizes), depth)).astype(jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (depth, outputs)) / depth**0.5).astype(jnp.bfloat16)
+    variants: dict[str, Any] = {"xla": jnp.matmul}
+    if gpu:
+        variants |= {
+            "default": strict_matmul,
+            "large": partial(strict_matmul, tile=Tile(rows=128, stages=3)),
+            "medium": partial(strict_matmul, tile=Tile(stages=6)),
+            "small": partial(strict_matmul, tile=Tile(outputs=64, stages=8)),
+        }
+    reference = jax.jit(variants.get("medium", jnp.matmul))(x, w)
+    for name, run in variants.items():
+        found = {}
+        for size in sizes:
+            jitted = jax.jit(run)
+            part = x[:size]
+            wrong = differing(jitted(part, w), reference[:size])
+            micro = 1e6 * seconds(partial(jitted, part, w), 10)
+            found[size] = {"us": round(micro, 1), "differ": wrong["differ"], "max": wrong["max"]}
+        say(op=f"matmul {depth}x{outputs}", variant=name, rows=found)
+
+
+def _rows_agree(op: str, run: Callable[..., Any], sizes: tuple[int, ...], *arrays: Any) -> None:
+    import jax
+
+    jitted = jax.jit(run)
+    whole = jitted(*arrays)
+    found = {}
+    for size in sizes[:-1]:
+        part = [x[:size] for x in arrays]
+        micro = 1e6 * seconds(partial(jitted, *part), 10)
+        found[size] = differing(jitted(*part), whole[:size]) | {"us": round(micro, 1)}
+    found[sizes[-1]] = {"us": round(1e6 * seconds(partial(jitted, *arrays), 10), 1)}
+    say(op=op, rows=found)
+
+
+def _norm(width: int, sizes: tuple[int, ...]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.kernels.strict import strict_sum
+    from jaxrl_llm.numerics import rms_norm
+
+    x = jax.random.normal(jax.random.key(0), (max(sizes), width))
+    weight = jnp.ones(width, jnp.bfloat16)
+    _rows_agree("norm, standard", lambda x: rms_norm(x, weight, 1e-6), sizes, x)
+    _rows_agree("norm, strict", lambda x: rms_norm(x, weight, 1e-6, strict_sum), sizes, x)
+
+
+def _elementwise(width: int, sizes: tuple[int, ...]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.random.normal(jax.random.key(0), (2, max(sizes), width)).astype(jnp.bfloat16)
+    _rows_agree("gated silu", lambda a, b: jax.nn.silu(a) * b, sizes, x[0], x[1])
+
+
+def _head(width: int, vocab: int, sizes: tuple[int, ...]) -> None:
+    """Log-probs of rows, of which the largest batch has 1,024: logits would not fit."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.kernels.linear_logprob import linear_logprob
+    from jaxrl_llm.kernels.strict import Strict
+
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (1024, width)).astype(jnp.bfloat16)
+    weight = (0.05 * jax.random.normal(keys[1], (vocab, width))).astype(jnp.bfloat16)
+    targets = jnp.arange(1024) % vocab
+    of_sizes = (*(size for size in sizes if size < 1024), 1024)
+    for name, strict in (("standard", None), ("strict", Strict(rows=256, block=64))):
+
+        def run(x: Any, targets: Any, strict: Any = strict) -> Any:
+            return linear_logprob(x, weight, targets, strict=strict)[0]
+
+        _rows_agree(f"log-prob, {name}", run, of_sizes, x, targets)
+
+
+def _attention(N: int, K: int, H: int) -> None:
+    """A row's queries by flash attention against the same queries in decode steps."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxrl_llm.kernels.decode_attention import (
+        DecodeInputs,
+        block_entries,
+        decode_schedule,
+        default_tuning,
+        prefix_decode_attention,
+    )
+    from jaxrl_llm.kernels.flash_attention import Visibility, attention
+    from jaxrl_llm.kernels.strict import Strict
+
+    J = block_entries(H)
+    strict = Strict(rows=256, block=J, align=J, kernels=True)
+    prefix, own, P, R = 300, 200, -(-300 // J) * J, -(-200 // J) * J
+    keys = jax.random.split(jax.random.key(0), 3)
+    k, v = (jax.random.normal(key, (P + R, K, H)).astype(jnp.bfloat16) for key in keys[:2])
+    q = jax.random.normal(keys[2], (P + R, N, H)).astype(jnp.bfloat16)
+    token = jnp.arange(P + R)
+    in_own = token >= P
+    real = jnp.where(in_own, token < P + own, token < prefix)
+    visibility = Visibility(
+        start_BT=jnp.where(real, jnp.where(in_own, P, 0), P + R)[None].astype(jnp.int32),
+        prefix_start_BT=jnp.zeros((1, P + R), jnp.int32),
+        prefix_end_BT=jnp.where(in_own & real, prefix, 0)[None].astype(jnp.int32),
+    )
+    lengths = np.array([1, 2, J - 1, J, J + 1, 130, 199, 200])
+    B, pages = len(lengths), R // J
+    cache = jnp.stack([k, v], axis=2).transpose(1, 2, 0, 3)  # [K, 2, P + R, H]
+    paged = cache[:, :, P:].reshape(K, 2, pages, J, H).transpose(2, 0, 1, 3, 4)
+    new = jnp.stack([cache[:, :, P + n - 1] for n in lengths])
+    inputs = DecodeInputs(
+        q[P + lengths - 1],
+        new,
+        cache[None, :, :, :P],
+        jnp.zeros(B, jnp.int32),
+        jnp.full(B, prefix, jnp.int32),
+        jnp.tile(paged, (B, 1, 1, 1, 1)),
+        jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages),
+        jnp.asarray(lengths, jnp.int32),
+    )
+    for name, how in (("standard", None), ("strict", strict)):
+
+        def rows(q: Any, k: Any, v: Any, how: Any = how) -> Any:
+            return attention(q, k, v, visibility=visibility, implementation="pallas", strict=how)
+
+        def decode(inputs: Any, how: Any = how) -> Any:
+            schedule = decode_schedule(
+                inputs.prefix_rows_B,
+                inputs.prefix_lengths_B,
+                inputs.own_lengths_B,
+                group_size=N // K,
+                num_kv_heads=K,
+                prefix_capacity=P,
+                own_capacity=R,
+                slots_per_prompt=8 if how is None else 1,
+                num_splits=None if how is None else 1,
+                tuning=default_tuning(H),
+            )
+            return prefix_decode_attention(
+                inputs, implementation="pallas", schedule=schedule, strict=how
+            )[0]
+
+        of_rows = jax.jit(rows)(q[None], k[None], v[None])[0, P + lengths - 1]
+        of_steps = jax.jit(decode)(inputs)
+        say(op="attention, rows and steps", variant=name, **differing(of_rows, of_steps))
+
+
+# ------------------------------------------------------------------------- bits
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts, their lengths and the responses' lengths, on the host."""
+
+    prompts: Any
+    lengths: Any
+    limits: Any
+    group: int
+
+
+def bits(flags: dict[str, str]) -> None:
+    """Sampler against trainer for some layers of the shape."""
+    import numpy as np
+
+    from jaxrl_llm.kernels.decode_attention import block_entries
+    from jaxrl_llm.kernels.strict import Strict
+    from jaxrl_llm.models.base import model_spec
+    from jaxrl_llm.models.shapes import SHAPES
+
+    config, layers = SHAPES[flags["shape"]], int(flags["layers"])
+    config = replace(config, num_layers=layers, sliding_window=(None,) * layers)
+    tiny = flags["shape"] == "tiny"
+    longest = 24 if tiny else 256
+    prompts, group = (int(n) for n in flags["groups"].split("x"))
+    rng = np.random.default_rng(0)
+    samples = Samples(
+        rng.integers(0, config.vocab_size, (prompts, longest)).repeat(group, axis=0),
+        rng.integers(longest // 4, longest + 1, prompts).repeat(group),
+        rng.integers(longest // 8, longest + 1, prompts * group),
+        group,
+    )
+    J = 16 if tiny else block_entries(config.head_dim)
+    variants = {
+        "standard": None,
+        "kernels": Strict(rows=256, block=J, align=J, kernels=not tiny),
+        "chunks": Strict(rows=16 if tiny else 256, block=J, align=J),
+    }
+    chosen = flags["variants"].split(",") if flags["variants"] else list(variants)
+    spec = model_spec(config)
+    for name in (name for name in chosen if name in variants):
+        attempt(f"bits {name}", partial(_bits, name, spec, samples, variants[name], tiny))
+
+
+def _bits(name: str, spec: Any, samples: Samples, strict: Any, tiny: bool) -> None:
+    import jax
+    import numpy as np
+
+    from jaxrl_llm.models.base import init_params
+
+    params = jax.jit(partial(init_params, spec))(jax.random.key(1))
+    dtype = "float32" if tiny else "bfloat16"
+    computed = jax.tree.map(lambda x: x.astype(dtype), params)
+    every, group = np.arange(len(samples.lengths)), samples.group
+    generate = partial(_generate, spec, computed, samples, strict)
+    base, took = generate(every, group, 0)
+    mask = np.asarray(base.mask)
+
+    def compare(what: str, found: Any, rows: Any = slice(None), seen: Any = None) -> None:
+        logprobs = np.asarray(base.logprobs)[rows]
+        gap = differing(found, logprobs, mask[rows] if seen is None else seen)
+        say(bits=what, variant=name, **gap)
+
+    say(time="generate", variant=name, seconds=round(took, 4))
+    few, took = generate(every, group, len(every) // 3)
+    same = np.asarray(few.tokens) == np.asarray(base.tokens)
+    compare("a third of the slots", few.logprobs, seen=mask * same)
+    alone, _ = generate(every[3:6], 1, 0)
+    compare("three samples alone", alone.logprobs, slice(3, 6))
+    for what, found, seen, took in _trained(spec, params, samples, base, strict, dtype):
+        say(time=what, variant=name, seconds=round(took, 4))
+        compare(what, found, seen=seen)
+
+
+def _generate(
+    spec: Any, params: Any, samples: Samples, strict: Any, chosen: Any, group: int, slots: int
+) -> tuple[Any, float]:
+    import jax
+
+    from jaxrl_llm.generation.engine import generate
+    from jaxrl_llm.generation.sampler import SamplingParams
+    from jaxrl_llm.generation.settings import GenerationSettings
+
+    settings = GenerationSettings(
+        sampling=SamplingParams(max_new_tokens=samples.prompts.shape[1]),
+        group=group,
+        num_slots=slots,
+        strict=strict,
+        attention="exact",
+    )
+    key = jax.random.key(3, impl="threefry2x32")
+
+    @jax.jit
+    def run(params: Any, prompts: Any, lengths: Any, ids: Any, limits: Any) -> Any:
+        return generate(spec, params, prompts, lengths, ids, key, settings, limits_N=limits)
+
+    of_chosen = [x[chosen] for x in (samples.prompts, samples.lengths)]
+    arguments = (params, *of_chosen, chosen, samples.limits[chosen])
+    return run(*arguments), seconds(lambda: run(*arguments).logprobs, 3)
+
+
+def _trained(
+    spec: Any, params: Any, samples: Samples, output: Any, strict: Any, dtype: str
+) -> Iterator[tuple[str, Any, Any, float]]:
+    """Log-probs of the samples by the trainer: packed, padded, and with a gradient."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
+    from jaxrl_llm.learner.rows import packed_rows, padded_rows, plan_packing
+
+    settings = ForwardSettings(dtype=dtype, attention="exact", strict=strict)
+    mask = np.asarray(output.mask)
+    lengths = jnp.asarray(mask.sum(axis=1), jnp.int32)
+    prompts, prompt_lengths = jnp.asarray(samples.prompts), jnp.asarray(samples.lengths)
+    plan = plan_packing(
+        prompt_lengths,
+        lengths,
+        row_tokens=64 * samples.prompts.shape[1],
+        group=samples.group,
+        num_replicas=1,
+        align=settings.align,
+    )
+
+    def of_part(params: Any, part: Any) -> Any:
+        rows = packed_rows(plan, part, prompts, prompt_lengths, output.tokens, lengths)
+        found = response_statistics(params, rows, spec=spec, settings=settings, with_entropy=True)
+        return found.logprobs, rows.included
+
+    def whole(params: Any) -> Any:
+        def add(part: Any, total: Any) -> Any:
+            return total + of_part(params, part)[0]
+
+        return jax.lax.fori_loop(0, plan.num_rows, add, jnp.zeros(mask.shape, jnp.float32))
+
+    run = jax.jit(whole)
+    yield "packed rows", run(params), None, seconds(partial(run, params), 3)
+
+    few = min(64, len(mask))
+
+    def padded(params: Any) -> Any:
+        rows = padded_rows(prompts[:few], prompt_lengths[:few], output.tokens[:few], settings.align)
+        return response_statistics(params, rows, spec=spec, settings=settings).logprobs
+
+    run = jax.jit(padded)
+    seen = mask * (np.arange(len(mask)) < few)[:, None]
+    found = np.zeros(mask.shape, np.float32)
+    found[:few] = run(params)
+    yield f"padded rows, {few} samples", found, seen, seconds(partial(run, params), 3)
+
+    def loss(params: Any) -> Any:
+        logprobs, included = of_part(params, jnp.int32(0))
+        return logprobs.sum(), (logprobs, included)
+
+    run = jax.jit(jax.grad(loss, has_aux=True))
+    logprobs, included = run(params)[1]
+    seen = mask * np.asarray(included)[:, None]
+    yield "one packed row with its gradient", logprobs, seen, seconds(partial(run, params), 3)
+
+
+# ------------------------------------------------------------------------- step
+
+
+def step(flags: dict[str, str]) -> None:
+    """Whole GRPO steps with the program of a run."""
+    from benchmarks.harness import run_cases
+    from benchmarks.options import read_options
+    from benchmarks.rl_step import rl_step_cases
+
+    of_step = ("off", "repeatable", "strict")
+    chosen = [name for name in flags["variants"].split(",") if name in of_step] or of_step
+    for name in chosen:
+        words = ["rl_step", "--workload=grpo", f"--shape={flags['shape']}"]
+        words += [f"--groups={flags['step_groups']}", f"--config.exact={name}"]
+        if flags["shape"] != "tiny":
+            words += ["--config.actor.micro_batch_tokens=9216", "--config.rollout.num_slots=512"]
+            words += ["--config.algorithm.use_kl_loss=false"]
+        options = read_options(words)
+
+        def run(options: Any = options, name: str = name) -> None:
+            def report(row: Any) -> None:
+                say(step=name, row=repr(row))
+
+            run_cases(rl_step_cases(options), repeats=2, compiler_options={}, report=report)
+
+        attempt(f"step {name}", run)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,65 @@
+"""A response that is cut and goes on, and which policy may add how many tokens to it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from test_generation import CONFIG, P, R, prompts
+
+from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.partial_responses import (
+    Parts,
+    Responses,
+    append,
+    are_unfinished,
+    join,
+    versions_of,
+)
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.models.base import init_params, model_spec
+
+SAMPLING = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
+
+
+def test_a_response_in_parts_has_the_tokens_of_one_go():
+    spec = model_spec(replace(CONFIG, max_position_embeddings=P + 2 * R))
+    params = init_params(spec, jax.random.key(3))
+    params = jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
+    tokens, lengths, ids = prompts(5)
+    settings = GenerationSettings(sampling=SAMPLING, num_slots=3)
+
+    @jax.jit
+    def both(params):
+        key = jax.random.key(7)
+        whole = generate(spec, params, tokens, lengths, ids, key, settings)
+        limits = jnp.full(5, 4)
+        first = generate(spec, params, tokens, lengths, ids, key, settings, limits_N=limits)
+        zeros = jnp.zeros(5, jnp.int32)
+        parts = Responses(first.tokens, first.mask, first.logprobs, versions_of(first.mask, zeros))
+        go_on = are_unfinished(parts, lengths, SAMPLING.is_stop)
+        rows, longer = join(tokens, lengths, parts)
+        longer, begun = jnp.where(go_on, longer, 0), parts.lengths_N
+        rest = generate(
+            spec, params, rows, longer, ids, key, settings, limits_N=R - begun, begun_N=begun
+        )
+        new = Responses(rest.tokens, rest.mask, rest.logprobs, versions_of(rest.mask, zeros + 3))
+        return whole, first.mask, append(parts, new)
+
+    whole, first, joined = jax.tree.map(np.asarray, both(params))
+    assert 0 < (whole.mask.sum(axis=1) > 4).sum() < 5  # some go on, some had ended
+    np.testing.assert_array_equal(joined.mask_NR, whole.mask)
+    np.testing.assert_array_equal(joined.tokens_NR * whole.mask, whole.tokens * whole.mask)
+    np.testing.assert_allclose(joined.logprobs_NR, whole.logprobs, atol=1e-5)
+    expected = np.where(whole.mask == 0, -1, np.where(first == 1, 0, 3))
+    np.testing.assert_array_equal(joined.versions_NR, expected)
+
+
+def test_the_newest_policy_takes_a_response_to_its_end():
+    parts = Parts(max_staleness=2, tokens=3)
+    assert [int(parts.first_version(jnp.int32(step))) for step in (1, 2, 3, 4, 5)] == [
+        *(0, 0, 0, 1, 2)
+    ]
+    limits = [int(parts.limit(jnp.int32(v), jnp.int32(5), 12)) for v in (2, 3, 4)]
+    assert limits == [3, 3, 12]

@@ -1,0 +1,212 @@
+"""`import jaxrl_llm as rl`: objects of a program in place of files, callbacks, cheap import."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import read_jsonl
+
+import jaxrl_llm as rl
+from jaxrl_llm.config import Given
+from jaxrl_llm.config.given import function_digest, rows_digest
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+
+
+def config(folder: Path, **changes: Any) -> rl.Config:
+    """A run of seconds without data and without a reward, which a program gives."""
+    own = rl.Config(
+        run_dir=str(folder / "run"),
+        total_steps=4,
+        save_every=0,
+        data=rl.DataConfig(
+            tokenizer="char", train_batch_size=8, max_prompt_length=4, max_response_length=4
+        ),
+        actor=rl.ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8),
+        rollout=rl.RolloutConfig(n=2),
+        algorithm=rl.GRPO(),
+        log=rl.LogConfig(tensorboard=False, samples_every=0, trace=False),
+    )
+    return dataclasses.replace(own, **changes)
+
+
+def from_a_notebook(text: str, **names: Any) -> Any:
+    """The function `grade` of a text, as a cell of a notebook defines it: there is no file."""
+    namespace = {"__name__": "__main__", **names}
+    exec(text, namespace)
+    return namespace["grade"]
+
+
+LENGTH = """
+TARGET = {target}
+def helper(text):
+    return float(len(text) == TARGET)
+def grade(completions, answer):
+    assert len(answer) == len(completions)
+    return [helper(text) for text in completions]
+"""
+
+
+# ------------------------------------------------------------------------- the import
+
+
+def test_the_import_is_cheap_and_its_names_are_there():
+    code = (
+        "import sys, jaxrl_llm as rl; assert rl.__version__; print(len(sys.modules));"
+        "assert not {'jax', 'numpy', 'pydantic'} & set(sys.modules), 'heavy';"
+        "rl.Config, rl.GRPO, rl.load_config; assert 'jax' not in sys.modules;"
+        "rl.train, rl.open_model, rl.evaluate, rl.export; assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    assert {"Config", "GRPO", "train", "StepReport", "load_config"} <= set(dir(rl))
+    assert all(getattr(rl, name) is not None for name in dir(rl))
+    with pytest.raises(AttributeError, match="trian"):
+        _ = rl.trian  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_version_is_that_of_the_wheel():
+    from importlib.metadata import version
+
+    assert rl.__version__ == version("jaxrl_llm")
+
+
+def test_load_config_takes_values_and_texts():
+    found = rl.load_config("grpo", {"actor.optimizer.learning_rate": 1e-5, "rollout.n": "4"})
+    assert (found.actor.optimizer.learning_rate, found.rollout.n) == (1e-5, 4)
+    again = rl.load_config(found, {"data.train_tasks": [rl.ChainSum(size=8)]})
+    assert again.data.train_tasks == (rl.ChainSum(size=8),)
+    with pytest.raises(rl.ConfigError, match="did you mean 'config.seed'"):
+        rl.load_config("grpo", {"sed": 1})
+    with pytest.raises(rl.ConfigError, match="rollout.n=0: must be 1 or more"):
+        rl.load_config("grpo", {"rollout.n": 0})
+
+
+# ------------------------------------------------------------------------- a run
+
+
+def test_functions_rows_and_callbacks_of_a_program(tmp_path):
+    """One run: it is stopped by a callback, goes on, refuses other objects, and is opened."""
+    grade = from_a_notebook(LENGTH.format(target=2))
+    seen: list[rl.StepReport] = []
+
+    def watch(report: rl.StepReport) -> None:
+        seen.append(report)
+        if report.step == 2:
+            report.stop("seen enough")
+
+    def run(**objects: Any) -> rl.Summary:
+        given = {"rewards": [grade], "train_data": ROWS, "val_data": ROWS[:4]} | objects
+        return rl.train(config(tmp_path), **given)
+
+    summary = run(callbacks=[watch])
+    assert (summary.step, summary.called_off, summary.interrupted) == (2, True, False)
+    assert summary.reason == "seen enough" and summary.checkpoint.is_dir()
+    assert [report.step for report in seen] == [0, 1, 2]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert "val-core/val_data/acc/mean@1" in seen[0].metrics and seen[0].samples == []
+    for row, report in zip(rows[1:], seen[1:], strict=True):
+        assert len(report.samples) == 16
+        scores = [float(len(sample.response) == 2) for sample in report.samples]
+        assert [sample.score for sample in report.samples] == scores
+        assert sum(scores) / 16 == pytest.approx(row["critic/score/mean"])
+        assert report.metrics["critic/score/mean"] == row["critic/score/mean"]
+        assert all(len(sample.logprobs) == len(sample.tokens) for sample in report.samples)
+    # Its config.json names the objects, and no file can give them.
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["reward"]["functions"][0]["path"] == "object:grade"
+    assert stored["data"]["train_rows"] == {"num_rows": 16, "digest": rows_digest(ROWS)}
+    with pytest.raises(rl.ConfigError, match=r"rl.train\(config, train_data=rows\)"):
+        rl.load_config(str(tmp_path / "run"))
+    with pytest.raises(rl.ConfigError, match=r"rewards=\[grade\]"):
+        rl.load_config(str(tmp_path / "run"), {"data.train_rows": ROWS, "data.val_rows": ROWS})
+    # Other objects are another run; the same ones, of another process, go on.
+    with pytest.raises(rl.ConfigError, match="reward.functions.0.digest"):
+        run(rewards=[from_a_notebook(LENGTH.format(target=3))])
+    with pytest.raises(rl.ConfigError, match="data.train_rows.digest"):
+        run(train_data=[*ROWS[1:], ROWS[0]])
+    again = from_a_notebook("# a comment" + LENGTH.format(target=2))
+    summary = run(rewards=[again])
+    assert (summary.step, summary.called_off) == (4, False)
+    model = rl.open_model(tmp_path / "run")
+    (answer,) = model.generate(["1+1="], max_new_tokens=3, n=2)
+    assert len(answer.completions) == 2 and answer.text == answer.completions[0].text
+    report = rl.evaluate(tmp_path / "run", config(tmp_path), val_data=ROWS, grader=again)
+    assert report["num_samples"] == {"val_data": 16}
+    assert (rl.export(tmp_path / "run", tmp_path / "out") / "model.safetensors").is_file()
+
+
+# ------------------------------------------------------------------------- objects
+
+
+def test_a_function_is_taken_wherever_a_reward_is():
+    """Fault 31: it was refused by accident."""
+
+    def grade(completions):
+        return [1.0 for _ in completions]
+
+    made = rl.RewardConfig(functions=(grade, rl.ExactAnswer()))  # pyright: ignore
+    assert isinstance(made.functions[0], Given) and made.functions[0].function is grade
+    with pytest.raises(ValueError, match="expected one of exact_answer"):
+        rl.RewardConfig(functions=(rl.ExactAnswer,))  # pyright: ignore
+
+
+def test_a_function_that_cannot_be_sent_is_refused(tmp_path):
+    bad = from_a_notebook("def grade(completions):\n    return lock", lock=threading.Lock())
+    with pytest.raises(ValueError, match="function grade cannot be sent .*my_file.py:my_function"):
+        rl.train(config(tmp_path), rewards=[bad], train_data=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([], "the rows are empty"), (["1+1="], "the first row is of type str; give one dict a row")],
+)
+def test_rows_that_are_no_rows(tmp_path, rows, message):
+    with pytest.raises(rl.ConfigError, match=message):
+        rl.train(config(tmp_path), rewards=[rl.ExactAnswer()], train_data=rows)
+
+
+def test_a_run_without_objects_names_what_is_missing(tmp_path):
+    with pytest.raises(rl.ConfigError, match="neither functions nor a model"):
+        rl.train(config(tmp_path), train_data=ROWS)
+    with pytest.raises(rl.ConfigError, match="no training data"):
+        rl.train(config(tmp_path), rewards=[rl.ExactAnswer()])
+
+
+def test_a_digest_is_of_what_a_function_does():
+    base = "def grade(x, *, a=1):\n    return x + {}"
+    plain = from_a_notebook(base.format("B"), B=2)
+    assert function_digest(from_a_notebook("\n\n" + base.format("B"), B=2)) == function_digest(
+        plain
+    )
+    others = [
+        from_a_notebook(base.format("B"), B=3),  # a constant that it names
+        from_a_notebook(base.format("3"), B=2),
+        from_a_notebook(base.format("B").replace("a=1", "a=2"), B=2),
+    ]
+    found = {function_digest(function) for function in (plain, *others)}
+    assert len(found) == 4
+    code = "import re\nPATTERN = re.compile('a')\nclass G:\n    def __call__(self, x): return {0}\n"
+    objects = [from_a_notebook(code.format(i) + "grade = G()") for i in (1, 1, 2)]
+    one, same, other = map(function_digest, objects)
+    assert one == same != other
+
+
+def test_rows_of_another_kind():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(ROWS)
+    made = rl.DataConfig(train_rows=data).train_rows
+    assert made is not None and (made.num_rows, made.digest) == (16, rows_digest(ROWS))

@@ -1,0 +1,157 @@
+"""The page in a real browser: clicks, no console errors, no script of a model that runs.
+
+Needs Chromium (the package `chromium` of a distribution); without one the tests are skipped.
+"""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from written_run import A_STEP, ATTACKS, STEPS, write_run
+
+from jaxrl_llm.report.html import write_page
+from jaxrl_llm.report.run_files import open_runs
+
+playwright = pytest.importorskip("playwright.sync_api")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        # A container's root has no namespaces for the browser's own sandbox.
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder / "first"), write_run(folder / "second", 3e-4)]
+    return write_page(open_runs(runs), folder / "report.html").as_uri()
+
+
+@pytest.fixture
+def page(browser, file) -> Iterator[Any]:
+    """The page, freshly opened. At the end: nothing went wrong in it, and no attack ran."""
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    page.set_default_timeout(10_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text))
+    page.on("request", lambda asked: wrong.extend([asked.url] * (asked.url != file)))
+    page.goto(file)
+    yield page
+    assert page.evaluate("window.pwned") is None
+    assert wrong == []
+    page.close()
+
+
+def tab(page: Any, name: str) -> None:
+    page.get_by_role("tab", name=name).click()
+
+
+def test_curves_are_read_under_the_pointer_and_zoomed(page):
+    chart = page.locator(".chart", has_text="critic/score/mean")
+    assert "first 1 (step 30)" in chart.inner_text()
+    box = chart.locator("canvas").bounding_box()
+    left, right = box["x"] + 52, box["x"] + box["width"] - 10
+
+    def at(share: float) -> None:
+        page.mouse.move(left + share * (right - left), box["y"] + 60)
+
+    at(0.0)
+    assert "first 0.03333 (step 1)" in chart.inner_text()
+    at(0.5)
+    page.mouse.down()
+    at(0.25)
+    page.mouse.up()
+    at(1.0)
+    shown = chart.inner_text()
+    assert "(step 15)" in shown or "(step 16)" in shown  # the middle is now the right end
+    page.mouse.dblclick(left + 20, box["y"] + 60)
+    at(1.0)
+    assert "(step 30)" in chart.inner_text()
+    at((7 - 1) / 29)
+    assert "alarm entropy" in chart.inner_text()
+
+
+def test_charts_are_drawn(page):
+    tab(page, "Curves")
+    page.get_by_label("Search metrics").fill("timing_s/gen")
+    assert page.locator(".chart").count() == 1
+    page.wait_for_function("document.querySelector('.readout').textContent.includes('step')")
+    inked = """() => { const c = document.querySelector('canvas');
+        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; }"""
+    assert page.evaluate(inked) > 500
+
+
+def test_runs_are_hidden_and_stages_compared(page):
+    tab(page, "Times and memory")
+    rows = page.locator("main table tbody tr")
+    assert rows.first.inner_text().split() == ["gen", "1", "25", "%", "1", "25", "%"]
+    page.get_by_role("button", name="second").click()
+    assert rows.first.inner_text().split() == ["gen", "1", "25", "%"]
+
+
+def test_samples_are_filtered_and_searched(page):
+    tab(page, "Samples")
+    page.get_by_role("button", name="second").click()
+    number = page.locator("main .note", has_text=" samples").last
+    assert number.inner_text() == f"{STEPS * A_STEP + 4} samples"
+    page.get_by_label("kind").select_option("validation")
+    assert number.inner_text() == "4 samples"
+    page.get_by_label("kind").select_option("train")
+    page.get_by_label("source").select_option("sums")
+    page.get_by_label("score from").fill("1")
+    assert number.inner_text() == f"{STEPS * A_STEP // 2} samples"
+    page.get_by_label("Search prompts").fill("WHAT IS 30+3")
+    assert number.inner_text() == "1 samples"
+    assert ATTACKS[0] not in page.locator(".samples tbody").inner_text()  # it is sample 0's
+    page.get_by_label("Search prompts").fill("onerror=")
+    assert ATTACKS[1] in page.locator(".samples tbody td.text").nth(1).inner_text()
+
+
+def test_one_sample_is_seen_token_by_token(page):
+    tab(page, "Samples")
+    page.get_by_label("Search prompts").fill("30+0")
+    page.locator(".samples tbody tr").first.click()
+    sample = page.locator("#sample")
+    assert "Ground truth\n30" in sample.inner_text() and ATTACKS[0] in sample.inner_text()
+    tokens = sample.locator(".token")
+    assert tokens.all_inner_texts() == ["answer", " 31 ", "<b>bold</b>", ATTACKS[0]]
+    tokens.nth(3).click()
+    said = page.locator("#token").inner_text()
+    assert "probability 0.6065, advantage 0.75, ratio 2, surprise 0.5" in said
+    colours = "(spans) => spans.map((span) => span.style.background)"
+    before = tokens.evaluate_all(colours)
+    assert len(set(before)) == 4
+    sample.get_by_label("colour").select_option("ratio")
+    assert tokens.evaluate_all(colours)[:3] == [tokens.evaluate_all(colours)[0]] * 3
+    assert tokens.evaluate_all(colours) != before
+    sample.get_by_role("button", name="Close").click()
+    assert sample.inner_text() == ""
+
+
+def test_alarms_and_differences_of_the_config(page):
+    tab(page, "Alarms")
+    assert ATTACKS[1] in page.locator("main tbody tr").first.inner_text()
+    tab(page, "Config")
+    rows = page.locator("#config tbody tr")
+    assert rows.all_inner_texts() == ["actor.learning_rate\t0.001\t0.0003"]
+    page.get_by_label("differences only").uncheck()
+    page.get_by_label("Search keys").fill("onerror")
+    assert rows.count() == 1 and "actor.name" in rows.first.inner_text()
+
+
+def test_the_tab_survives_a_reload(page):
+    tab(page, "Alarms")
+    page.get_by_label("reload").check()
+    page.reload()
+    assert page.get_by_role("tab", name="Alarms").get_attribute("aria-selected") == "true"
+    assert page.get_by_label("reload").is_checked()

@@ -1,0 +1,226 @@
+"""The page: what it holds of a run, its bounds, and that no text of a run becomes script."""
+
+import base64
+import hashlib
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from written_run import A_STEP, ATTACKS, STEPS, lines, metrics, sample, write_run
+
+from jaxrl_llm.report import html, refresher
+from jaxrl_llm.report.curves import Curve, MetricsFile
+from jaxrl_llm.report.refresher import ReportRefresher
+from jaxrl_llm.report.run_files import RunFiles, open_runs
+from jaxrl_llm.report.samples import Trace, first_line_of, last_step, rows_of_step
+from jaxrl_llm.report.server import ReportServer
+
+
+def data_of(text: str) -> dict:
+    """The block of JSON in a page, as a browser reads it: up to the first end of a script."""
+    return json.loads(text.split('id="data">')[1].split("</script")[0])
+
+
+# ------------------------------------------------------------------------- what it reads
+
+
+def test_a_thinned_curve_keeps_its_spikes():
+    values = [0.0] * 10_000
+    values[1234], values[8765] = 9.0, -7.0
+    curve = Curve(steps=list(range(10_000)), values=values).thinned(100)
+    assert len(curve.steps) <= 100 and curve.steps == sorted(set(curve.steps))
+    points = dict(zip(curve.steps, curve.values, strict=True))
+    assert points[1234] == 9.0 and points[8765] == -7.0
+
+
+def test_metrics_are_read_as_they_are_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.read()
+    path.write_text(lines([metrics(1)]) + '{"training/global_')
+    file.read()
+    assert file.curves["timing_s/gen"].steps == [1]
+    path.write_text(lines([metrics(1), metrics(2) | {"timing_s/gen": None}]))
+    file.read()
+    assert file.curves["timing_s/step"].steps == [1, 2]
+    assert file.curves["timing_s/gen"].steps == [1]  # no number in step 2
+    path.write_text(lines([metrics(1)]))  # cut back for a resume
+    file.read()
+    assert file.curves["timing_s/step"].steps == [1]
+
+
+def test_steps_are_found_as_by_reading_every_line(tmp_path):
+    draw = random.Random(0)
+    for case in range(40):
+        steps = sorted(draw.choices(range(12), k=draw.randrange(1, 9)))
+        rows = [{"step": step, "text": "x" * draw.randrange(60)} for step in steps]
+        file = tmp_path / f"train-{case:08d}.jsonl"
+        file.write_text(lines(rows) + draw.choice(["", '{"st', '{"step": 11, "te']))
+        for wanted in range(13):
+            later = [row for row in rows if row["step"] >= wanted]
+            found = rows_of_step(file, wanted, 99)
+            assert found == [row for row in later if row["step"] == later[0]["step"]]
+            assert first_line_of(file, wanted) == len(lines(rows[: len(rows) - len(later)]))
+        assert last_step(file) == steps[-1]
+
+
+def test_samples_are_of_evenly_spread_steps(tmp_path):
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    for first in range(0, 1000, 100):
+        rows = [sample(step, i) for step in range(max(first, 1), first + 100) for i in range(3)]
+        (folder / f"train-{first:08d}.jsonl").write_text(lines(rows))
+    (folder / "train.process1-00000900.jsonl").write_text(lines([sample(950, 3)]))
+    (folder / "validation-00000000.jsonl").write_text(lines([sample(s, 0) for s in (0, 250, 999)]))
+    found = Trace(folder).samples()
+    train = [s["step"] for s in found if s["kind"] == "train"]
+    assert set(train) == {1, *range(32, 999, 32), 950, 999}
+    assert train.count(64) == 3
+    assert [s["step"] for s in found if s["kind"] == "validation"] == [0, 250, 999]
+
+
+def test_long_samples_are_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.report.samples.MOST_BYTES", 400_000)
+    (tmp_path / "trace").mkdir()
+    long = {"response": "y" * 50_000, "tokens": [1] * 9000, "logprobs": [-0.123456789] * 9000}
+    rows = [sample(step, i, **long) for step in range(20) for i in range(2)]
+    (tmp_path / "trace" / "train-00000000.jsonl").write_text(lines(rows))
+    text = html.page([RunFiles(tmp_path)])
+    assert 100_000 < len(text) < 600_000
+    (run,) = data_of(text)["runs"]
+    first = run["samples"][0]
+    assert first["num_tokens"] == 9000 and len(first["tokens"]) == 1024
+    assert "44000 characters left out" in first["response"]
+    assert first["details"]["logprobs"][0] == -0.1235
+
+
+def test_the_page_has_the_run(tmp_path):
+    run, other = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", 3e-4)
+    data = data_of(html.page(open_runs([run, other])))
+    first, second = data["runs"]
+    assert [first["name"], second["name"]] == [str(run), str(other)]  # the names alone are equal
+    assert first["curves"]["critic/score/mean"]["values"][-1] == 1.0
+    assert first["curves"]["warmup: loss"]["steps"] == [1, 2, 3, 4]
+    assert first["config"]["actor.learning_rate"] != second["config"]["actor.learning_rate"]
+    assert first["alarms"][0]["step"] == 7
+    assert len(first["samples"]) == STEPS * A_STEP + 4
+    assert first["texts"]["2"] == "<b>bold</b>"
+
+
+# ------------------------------------------------------------------------- no script
+
+
+def test_no_text_of_a_run_ends_the_block_of_data(tmp_path):
+    text = html.page([RunFiles(write_run(tmp_path / "run"))])
+    (run,) = data_of(text)["runs"]
+    said = {s["response"].split(" ", 2)[2] for s in run["samples"]}
+    assert said >= set(ATTACKS)  # kept as text, to the last character
+    assert text.lower().count("<script") == text.lower().count("</script") == 2
+    assert "<img" not in text and "<!--" not in text
+
+
+def test_the_policy_allows_this_script_alone_and_no_network(tmp_path):
+    text = html.page([RunFiles(write_run(tmp_path / "run"))])
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    script = text.split("<script>")[1].split("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy[1]
+    assert policy[1].startswith("default-src 'none';")
+    assert "innerHTML" not in script and "eval(" not in script
+    own = re.sub(r'id="data">.*?</script', "", text, flags=re.DOTALL)
+    assert not re.search(r"(?:src|href)=|https?://|@import|url\(", own)
+
+
+# ------------------------------------------------------------------------- while a run goes on
+
+
+def test_a_run_writes_its_page_in_a_thread(tmp_path, monkeypatch):
+    written, page = threading.Event(), tmp_path / "run" / "report.html"
+    write = html.write_page
+
+    def slow(runs, output):
+        write(runs, output)
+        written.set()
+
+    monkeypatch.setattr(refresher, "write_page", slow)
+    report = ReportRefresher(write_run(tmp_path / "run"), print)
+    assert not page.exists()
+    report.step()
+    assert written.wait(10) and data_of(page.read_text())["runs"]
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write(lines([metrics(STEPS + 1)]))
+    report.close()  # which does not wait for the next page's time
+    assert data_of(page.read_text())["runs"][0]["curves"]["timing_s/gen"]["of"] == STEPS + 1
+    assert [p.name for p in page.parent.iterdir() if "tmp" in p.name] == []
+
+
+def test_a_page_that_cannot_be_written_is_said_once(tmp_path):
+    said = []
+    folder = write_run(tmp_path / "run")
+    (folder / "report.html").mkdir()
+    report = ReportRefresher(folder, said.append)
+    report.step()
+    report.close()
+    assert len(said) == 1 and "The run goes on" in said[0]
+
+
+def test_the_server_answers_this_machine_alone(tmp_path):
+    with ReportServer([write_run(tmp_path / "run")], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert server.server_address[0] == "127.0.0.1"
+        with urllib.request.urlopen(server.url) as answer:
+            assert data_of(answer.read().decode())["runs"]
+        for path, host, code in (("config.json", "", 404), ("", "evil.example", 403)):
+            headers = {"Host": host} if host else {}
+            asked = urllib.request.Request(server.url + path, headers=headers)
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(asked)
+            assert error.value.code == code
+            error.value.close()
+        server.shutdown()
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def jaxrl(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys, resource\nfrom jaxrl_llm.launch.commands import main\n"
+        "try: main()\n"
+        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_utime, *sorted(sys.modules))"
+    )
+    command = [sys.executable, "-c", code, "report", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60)
+
+
+def test_the_command_is_quick_and_writes_the_page(tmp_path):
+    run = write_run(tmp_path / "run")
+    done = jaxrl("run", folder=tmp_path)
+    first, last = done.stdout.splitlines()
+    seconds, *modules = last.split()
+    assert first == "wrote run/report.html" and data_of((run / "report.html").read_text())
+    assert set(modules) & {"jax", "numpy", "transformers", "rich"} == set()
+    assert float(seconds) < 2.0  # 0.4 on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runn"], "did you mean 'run'"),
+        (["."], "is no run"),
+        (["run", "--output=run"], "is a folder"),
+        (["run", "--serve", "--port=99999"], "--port=99999 cannot be used"),
+    ],
+)
+def test_a_mistake_is_one_message(tmp_path, words, message):
+    write_run(tmp_path / "run")
+    done = jaxrl(*words, folder=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

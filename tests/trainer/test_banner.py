@@ -1,0 +1,39 @@
+"""What a run says of itself when it starts."""
+
+import json
+
+import pytest
+from tiny_run import TinyRun
+
+from jaxrl_llm.trainer.banner import parameters
+from jaxrl_llm.trainer.output import last_user_turn
+from jaxrl_llm.types import Prompt
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(7, "7"), (864_864, "865 k"), (1_543_714_304, "1.54 B"), (134_515_008, "135 M")],
+)
+def test_parameters_are_counted_as_people_say_it(number, text):
+    assert parameters(number) == text
+
+
+def test_the_last_turn_of_the_user_is_shown():
+    turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    later = (*turns, {"role": "user", "content": "c"}, {"role": "tool", "content": "d"})
+    for messages, expected in ((None, "<u>text"), (turns, "a"), (later, "c")):
+        prompt = Prompt(token_ids=(1,), text="<u>text", messages=messages)
+        assert last_user_turn(prompt) == expected
+
+
+def test_a_run_says_what_it_is(ppo_run: TinyRun):
+    found = json.loads((ppo_run.run_dir / "about.json").read_text())
+    log = (ppo_run.folder / "log.txt").read_text().splitlines()
+    assert log.index("start: importing jax") < log.index(f"run       {found['run']}")
+    assert found["run"] == f"{ppo_run.run_dir}, new, 12 steps"
+    assert found["data"] == "64 training rows, 16 held out"
+    assert found["devices"] == "1 x cpu"
+    assert "actor llama, " in found["model"] and "critic llama, " in found["model"]
+    first = next(i for i, line in enumerate(log) if line.startswith("step 1/"))
+    samples = [line for line in log[:first] if line.startswith("  sample")]
+    assert len(samples) == 4 and all(" | truth " in line for line in samples)

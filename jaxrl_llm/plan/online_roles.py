@@ -9,7 +9,7 @@ from jaxrl_llm.config import Config, ConfigError, ModelSettings
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
-from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, make_role
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, make_role, strict_of
 from jaxrl_llm.plan.stages import update_sizes
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 

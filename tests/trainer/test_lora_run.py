@@ -13,8 +13,9 @@ from jaxrl_llm.checkpoint.peft import CONFIG, import_adapter, read_lora
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.base import merge_adapters, model_spec
 from jaxrl_llm.models.lora import join
+from jaxrl_llm.trainer.answering import open_model
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import export_checkpoint, open_model
+from jaxrl_llm.trainer.trained_model import export_checkpoint
 
 GRPO = {
     "algorithm": '{"kind": "grpo"}',

@@ -7,11 +7,19 @@ import glob
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from jaxrl_llm.references import nearest_file
 
-KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".json": "json"}
+KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+}
+HUB = "hf://"
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -20,7 +28,49 @@ class DataFile:
     """One existing file of rows."""
 
     path: str
-    kind: str  # parquet | jsonl | json | arrow
+    kind: str  # parquet | jsonl | json | arrow | csv
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A split of a data set on the Hugging Face hub: hf://OWNER/NAME#SPLIT."""
+
+    path: str  # owner/name
+    config: str  # of a data set that has several; "" takes its only one
+    split: str
+
+    def __str__(self) -> str:
+        config = f"/{self.config}" if self.config else ""
+        return f"{HUB}{self.path}{config}#{self.split}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """The data set that `text` names; None for a path of files. ValueError for half a name."""
+    if not text.startswith(HUB):
+        return None
+    path, _, split = text.removeprefix(HUB).partition("#")
+    parts = path.split("/")
+    if len(parts) not in (2, 3) or not all(parts) or not split:
+        raise ValueError(
+            f"{text!r} is no data set of the hub: give hf://OWNER/NAME#SPLIT, or "
+            "hf://OWNER/NAME/CONFIG#SPLIT"
+        )
+    return HubName(path="/".join(parts[:2]), config="".join(parts[2:]), split=split)
+
+
+def check_hub(name: HubName) -> None:
+    """Raises ValueError where data sets of the hub cannot be loaded."""
+    if find_spec("datasets") is None:
+        raise ValueError(f"{name} needs the package datasets: pip install 'jaxrl_llm[hub]'")
+
+
+def check_files(pattern: str) -> None:
+    """Raises ValueError unless data files are there. It neither reads nor downloads any."""
+    name = hub_name(pattern)
+    if name is None:
+        resolve_files(pattern)
+    else:
+        check_hub(name)
 
 
 def resolve_files(pattern: str) -> list[DataFile]:

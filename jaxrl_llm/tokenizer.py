@@ -25,6 +25,8 @@ EOS_TOKEN = "<|eos|>"
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127) if chr(code) not in "|`")
 BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level tokenizers write the two
 TEMPLATE_DATE = "26 Jul 2024"  # Llama 3 templates write the date; today's would break exact resume
+# Variables of a chat template that follow from each row.
+OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 DIGEST_SAMPLES = 4096  # tokens whose texts a digest splits again
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
 
@@ -200,6 +202,7 @@ class HFTokenizer:
             )
         self.stop_ids = _stop_ids(self.path, self.eos_id)
         self.bos_id = self._find_bos()
+        self._chat_variables: dict[str, Any] = {}
         self._trial: str | None = None  # why its template cannot be used; empty once it can
 
     @property
@@ -251,7 +254,7 @@ class HFTokenizer:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
             "date_string": TEMPLATE_DATE,
-        }
+        } | self._chat_variables
         conversation = [dict(message) for message in messages]
         try:
             if self._trial is None:
@@ -267,6 +270,13 @@ class HFTokenizer:
         except Exception as error:  # a template is a program of the model's folder
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses the conversation: {what}") from error
+
+    def set_chat_variables(self, variables: Mapping[str, Any]) -> None:
+        """Give the chat template further variables. ValueError for one that is ours."""
+        for name in variables:
+            if name in OUR_VARIABLES:
+                raise ValueError(f"config.data.chat_template_kwargs.{name} is set by the rows")
+        self._chat_variables, self._trial = dict(variables), None
 
     def _try_template(self, variables: Mapping[str, Any]) -> str:
         """Why the template takes too much; empty where it does not. Once, not for each row."""
@@ -317,6 +327,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     else:
         _refuse_missing_directory(folder)
     return HFTokenizer(path)
+
+
+def set_chat_variables(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    """Give the tokenizer's chat template further variables. ValueError where there is none."""
+    if not variables:
+        return
+    if not isinstance(tokenizer, HFTokenizer) or not tokenizer.has_chat_template:
+        raise ValueError(
+            "config.data.chat_template_kwargs is set, and the tokenizer has no chat template"
+        )
+    tokenizer.set_chat_variables(variables)
 
 
 def check_vocabulary(

@@ -116,7 +116,8 @@ def multiply(
         matmul, kernel = partial(weight_matmul, kernel, dot=dot), kernel.computed
     if joined:
         kernel = kernel.reshape(*kernel.shape[:contract], -1)
-    return matmul(x, kernel, contract)
+    found: Any = matmul(x, kernel, contract)
+    return found
 
 
 class Float8Projection(nnx.Module):

@@ -22,7 +22,7 @@ from jaxrl_llm.config.schema import (
     SupervisedConfig,
 )
 from jaxrl_llm.config.times import end_time
-from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest_file
 
 __all__ = ["check", "is_offline"]
@@ -547,7 +547,7 @@ def _check_data(config: Config) -> None:
         mine = bool(data.dataset_class) and key.startswith("data.")  # the class reads them
         for file in () if mine else files:
             try:
-                resolve_files(file)
+                check_files(file)
             except ValueError as error:
                 raise ConfigError(f"config.{key}: {error}") from None
     known = data.tokenizer in ("", "char") or is_hub_name(data.tokenizer)
@@ -662,6 +662,10 @@ def _check_functions(config: Config) -> None:
         ("algorithm", config.algorithm),
         ("data.priority", config.data.priority),
         ("validation.grader", config.validation.grader),
+        *(
+            (f"validation.graders.{i}.grader", one.grader)
+            for i, one in enumerate(config.validation.graders)
+        ),
         *((f"reward.functions.{i}", f) for i, f in enumerate(config.reward.functions)),
         *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
     ]

@@ -41,10 +41,9 @@ __all__ = [
     "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
     "LoraConfig", "AdaptedSettings", "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
-    "FilterGroupsConfig", "RolloutConfig", "ValidationConfig", "RewardConfig", "PhaseConfig",
-    "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup", "Config",
-    "as_dict",
-    "differences",
+    "FilterGroupsConfig", "RolloutConfig", "SourceGrader", "ValidationConfig", "RewardConfig",
+    "PhaseConfig", "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup",
+    "Config", "as_dict", "differences",
 ]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
@@ -130,7 +129,8 @@ class MeshConfig(Record):
 class DataConfig(Record):
     """Where prompts come from. Files and tasks may be mixed."""
 
-    # .parquet, .jsonl, globs of them, Hugging Face dataset folders, or FOLDER#SPLIT
+    # .parquet, .jsonl, .csv, globs of them, Hugging Face dataset folders, FOLDER#SPLIT, or
+    # hf://OWNER/NAME#SPLIT
     train_files: Many[str] = ()
     val_files: Many[str] = ()
     train_tasks: Many[TaskSettings] = ()
@@ -139,7 +139,13 @@ class DataConfig(Record):
     train_rows: Rows = None
     val_rows: Rows = None
     tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
-    prompt_style: Literal["plain", "chat"] = "plain"  # of tasks: "7+2+5=", or messages
+    # Our names of columns and the files': {prompt: question, ground_truth: answer}.
+    columns: FreeDict = field(default_factory=dict)
+    # "chat": a prompt that is a text becomes a user's message; tasks ask in a sentence.
+    prompt_style: Literal["plain", "chat"] = "plain"
+    system_prompt: str = ""  # before conversations that have none of their own
+    # Further variables of the chat template, such as {enable_thinking: false}.
+    chat_template_kwargs: FreeDict = field(default_factory=dict)
     train_batch_size: Count = 128  # prompts an iteration
     val_batch_size: Count = 512  # prompts a validation call
     max_prompt_length: Count = 512  # tokens
@@ -342,6 +348,14 @@ class RolloutConfig(Record):
 
 
 @record
+class SourceGrader(Record):
+    """The grader of the held-out rows of one data source."""
+
+    source: str
+    grader: RewardFunction
+
+
+@record
 class ValidationConfig(Record):
     """Held-out evaluation: greedy by default."""
 
@@ -351,6 +365,7 @@ class ValidationConfig(Record):
     temperature: NotNegative = 0.0
     top_p: Probability = 1.0
     grader: RewardFunction = ExactAnswer()
+    graders: Many[SourceGrader] = ()  # of data sources with a grader of their own
     generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
 
 

@@ -34,6 +34,8 @@ from jaxrl_llm.data.formats import (
     rated_of,
     unpaired_of,
 )
+from jaxrl_llm.data.hub import hub_files
+from jaxrl_llm.data.shaping import Shape, ShapedRows
 from jaxrl_llm.data.share import Source, Striped
 from jaxrl_llm.data.sources import (
     BadRow,
@@ -46,7 +48,7 @@ from jaxrl_llm.data.sources import (
     takes_split,
 )
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
-from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.data_files import HUB, DataFile, hub_name, resolve_files
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.references import load
 from jaxrl_llm.tokenizer import Tokenizer
@@ -73,6 +75,7 @@ class Sources:
     prompt_style: str = "plain"  # of the tasks: plain | chat
     dataset_class: str = ""
     train_files: tuple[str, ...] = ()  # what dataset_class gets for training, to find a leak
+    shape: Shape = Shape()  # of the rows that files and dataset_class give
     key: str = ""  # the config key of the files and tasks, for messages; "" follows `split`
 
     def are_empty(self) -> bool:
@@ -329,7 +332,8 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
     spaces = [problem_space(task.kind, task.settings) for task in sources.tasks]
     dataset_class = load(sources.dataset_class) if sources.dataset_class else None
     if dataset_class and (sources.split == "train" or takes_split(dataset_class)):
-        yield sources.dataset_class, ListedRows(_class_rows(dataset_class, sources))
+        rows = ListedRows(_class_rows(dataset_class, sources))
+        yield sources.dataset_class, ShapedRows(rows, sources.shape)
     elif sources.rows is None and not sources.files and not sources.tasks:
         only = (
             f"config.data.dataset_class={sources.dataset_class} takes no keyword `split`, so its "
@@ -341,10 +345,10 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
     else:
         if sources.rows is not None:
             name = "train_data" if sources.split == "train" else "val_data"
-            yield name, ObjectRows(name, sources.rows)
-        files = [file for pattern in sources.files for file in resolve_files(pattern)]
-        for file in files:  # all were found before the first is read
-            yield file.path, open_rows(file)
+            yield name, ShapedRows(ObjectRows(name, sources.rows), sources.shape)
+        files = [found for pattern in sources.files for found in _files(pattern)]
+        for name, file in files:  # all were found before the first is read
+            yield name, ShapedRows(open_rows(file), sources.shape)
     paired = {"preferences": task_pairs, "unpaired": task_pairs, "ratings": task_ratings}
     rows_of = paired.get(purpose, task_rows)
     for task, space in zip(sources.tasks, spaces, strict=True):
@@ -355,7 +359,16 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
             prompt_style=sources.prompt_style,
             settings=task.settings,
         )
-        yield space.name, ListedRows([RawRow(space.name, i, row) for i, row in enumerate(made)])
+        rows = ListedRows([RawRow(space.name, i, row) for i, row in enumerate(made)])
+        yield space.name, ShapedRows(rows, sources.shape.without_columns())
+
+
+def _files(pattern: str) -> list[tuple[str, DataFile]]:
+    """(name, file) of what a pattern of the config names."""
+    name = hub_name(pattern)
+    if name is None:
+        return [(file.path, file) for file in resolve_files(pattern)]
+    return [(f"{HUB}{name.path}", file) for file in hub_files(name)]
 
 
 def _class_rows(

@@ -1,10 +1,11 @@
-"""Rows from disk (parquet, arrow, JSON) and from a user's dataset class. Imports no jax.
+"""Rows from disk (parquet, arrow, JSON, CSV) and from a user's dataset class. Imports no jax.
 
 A file that cannot be opened ends the run at once. A row that cannot be read is returned as a
 `BadRow`, in its place among the others. Rows can be read by their place: parquet by row groups,
-arrow and JSON lines row by row. A JSON list and the rows of a class are in memory.
+arrow and JSON lines row by row. A JSON list, CSV and the rows of a class are in memory.
 """
 
+import csv
 import inspect
 import json
 import threading
@@ -317,6 +318,24 @@ def _single_rows(path: str, batch: Any, start: int) -> Iterator[RawRow | BadRow]
         yield row
 
 
+def _open_csv(path: str) -> Rows:
+    """A .csv file with a line of column names. Every value is text; an empty one is missing."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            names, *lines = [line for line in csv.reader(file, strict=True) if line] or [[]]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path!r} is not a readable CSV file: {error}") from error
+    if not names or len(set(names)) < len(names) or not all(names):
+        raise ValueError(f"{path!r} needs a first line with a name of its own for each column")
+    return ListedRows([_csv_row(path, i, names, line) for i, line in enumerate(lines)])
+
+
+def _csv_row(path: str, row: int, names: list[str], line: list[str]) -> RawRow | BadRow:
+    if len(line) != len(names):
+        return BadRow(path, row, f"{len(line)} values for {len(names)} columns")
+    return RawRow(path, row, {n: value or None for n, value in zip(names, line, strict=True)})
+
+
 def _open_json(path: str) -> Rows:
     """A .json file: one list of objects, or JSON lines under another name."""
     with open(path, "rb") as file:
@@ -363,4 +382,5 @@ _READERS: dict[str, Callable[[str], Rows]] = {
     "jsonl": JsonLines,
     "json": _open_json,
     "arrow": ArrowRows,
+    "csv": _open_csv,
 }

@@ -103,33 +103,42 @@ def evaluate(argv: list[str]) -> int:
     """Held-out accuracy of a model: jaxrl evaluate --model=PATH --config=ppo
 
     Answers and grades the config's validation data as the run's own validation does: its sampling,
-    its grader, its metric names. The model brings its own tokenizer.
+    its graders, its metrics. Prints a table: shares of right answers, with 95 % intervals in
+    brackets. The model brings its own tokenizer.
 
     Flags:
       --model=PATH           a Hugging Face directory, a checkpoint (RUN/checkpoints/global_step_N),
                              or a run's folder (its newest checkpoint)
       --config=FILE          whose data.val_files, data.val_tasks and validation are used
       --config.a.b=VALUE     override any key of it, e.g. --config.validation.n=4
+      --data=FILE            held-out rows in place of the config's
       --output=FILE          also write the metrics as JSON
+      --answers=FILE         also write every answer with its grade, as JSON lines
       --devices=N            split the CPU into N devices, to try a mesh on a laptop
     """
     parser = Parser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--answers", type=Path)
     parser.add_argument("--devices", type=int, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
+    if flags.data:
+        given = (("data.val_files", f"[{flags.data}]"), ("data.val_tasks", "[]"))
+        overrides = (*given, *overrides)
     report = library.evaluate(
         flags.model,
         config_path,
         overrides=overrides,
         output=flags.output,
+        answers=flags.answers,
         num_cpu_devices=flags.devices,
     )
     from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.trainer.evaluation_report import table
 
     if is_main():
-        for name, value in report["metrics"].items():
-            print(f"{name}  {value:.4f}")
+        print(table(report["metrics"], report["num_samples"], report["samples_per_prompt"]))
     return 0
 
 

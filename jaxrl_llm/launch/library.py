@@ -120,6 +120,7 @@ def evaluate(
     val_data: DataRows | None = None,
     grader: Reward | None = None,
     output: str | Path | None = None,
+    answers: str | Path | None = None,
     num_cpu_devices: int = 0,
 ) -> dict[str, Any]:
     """Answer and grade held-out data as the validation of a run does; returns a report.
@@ -127,7 +128,7 @@ def evaluate(
     The report has the `metrics` under their names in a run, `num_samples` by data source, and how
     they were sampled. `overrides` are those of `load_config`; `val_data` and `grader` replace those
     of the config. Its rewards and its training data are not used. `output` is a file for the report
-    as JSON.
+    as JSON, `answers` one for every answer with its grade, as JSON lines.
 
     Raises: ConfigError without validation data, or for settings that cannot work.
     """
@@ -152,22 +153,33 @@ def evaluate(
             "config.data has no validation data: set --config.data.val_files=[FILE] or "
             "--config.data.val_tasks=[chain_sum]"
         )
-    output = None if output is None else Path(output)
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output={output} is a folder; give a file such as {output}/eval.json")
+    for name, file in (("output", output), ("answers", answers)):
+        if file is not None and Path(file).is_dir():
+            raise ConfigError(f"--{name}={file} is a folder; give a file in it")
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
     config = replace(
         config, mesh=fit_mesh(config.mesh), placement={}, node_groups={}, max_staleness=0
     )
     from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.observability.jsonl import to_line
+    from jaxrl_llm.trainer.evaluation_report import all_answers
     from jaxrl_llm.trainer.trained_model import evaluate, validation_report
 
-    report = validation_report(config, str(model), evaluate(config))
-    if output is not None and is_main():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=2) + "\n")
+    found = evaluate(config)
+    report = validation_report(config, str(model), found)
+    rows = [] if answers is None else all_answers(found)
+    if is_main():
+        _write(output, json.dumps(report, indent=2) + "\n")
+        _write(answers, "".join(map(to_line, rows)))
     return report
+
+
+def _write(file: str | Path | None, text: str) -> None:
+    if file is not None:
+        path = Path(file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, errors="backslashreplace")
 
 
 def export(

@@ -9,6 +9,7 @@ from jaxrl_llm.rewards.code import code
 from jaxrl_llm.rewards.exact_answer import exact_answer
 from jaxrl_llm.rewards.format import format_match
 from jaxrl_llm.rewards.gsm8k import gsm8k
+from jaxrl_llm.rewards.judge import judge
 from jaxrl_llm.rewards.length import length_range
 from jaxrl_llm.rewards.loading import absolute_path
 from jaxrl_llm.rewards.math_answer import math_answer
@@ -22,6 +23,7 @@ FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.LengthRange: length_range,
     c.OverlongPenalty: overlong_penalty,
     c.Code: code,
+    c.Judge: judge,
 }
 
 

@@ -28,6 +28,7 @@ from jaxrl_llm.data.packing import (
     offline_records,
 )
 from jaxrl_llm.data.priority import PriorityLoader, weight_function
+from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.share import Picked, Share, digest
 from jaxrl_llm.distributed.multihost import HostRows, is_main
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
@@ -52,6 +53,7 @@ def train_sources(config: Config) -> Sources:
         tasks=config.data.train_tasks,
         split="train",
         prompt_style=config.data.prompt_style,
+        shape=_shape(config),
         dataset_class=config.data.dataset_class,
     )
 
@@ -64,6 +66,7 @@ def held_out_sources(config: Config) -> Sources:
         tasks=config.data.val_tasks,
         split="held_out",
         prompt_style=config.data.prompt_style,
+        shape=_shape(config),
         dataset_class=config.data.dataset_class,
         train_files=config.data.train_files,
     )
@@ -71,6 +74,12 @@ def held_out_sources(config: Config) -> Sources:
 
 def _rows_of(given: GivenRows | None) -> Sequence[Mapping[str, Any]] | None:
     return None if given is None else given.rows
+
+
+def _shape(config: Config) -> Shape:
+    data = config.data
+    chat = data.prompt_style == "chat"
+    return Shape(columns=data.columns, chat=chat, system_prompt=data.system_prompt)
 
 
 def has_held_out(config: Config) -> bool:
@@ -338,6 +347,7 @@ def _sources(config: Config, training: SupervisedConfig) -> Sources:
         tasks=training.tasks,
         split="train",
         prompt_style=config.data.prompt_style,
+        shape=_shape(config),
         key=next((key for key, found in _trainings(config) if found is training), ""),
     )
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.distributed.crossing import call, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
@@ -39,7 +39,8 @@ from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.online_roles import stop_ids
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import sampling_model
-from jaxrl_llm.rewards.manager import RewardManager, RewardResult
+from jaxrl_llm.rewards.by_source import Grades, SourceGraders
+from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import (
     completions_of,
@@ -47,6 +48,7 @@ from jaxrl_llm.trainer.data import (
     load_run_prompts,
     prompt_batch,
 )
+from jaxrl_llm.trainer.held_out_statistics import interval_metrics
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import worker_limits
 from jaxrl_llm.trainer.signals import host_work
@@ -69,6 +71,7 @@ class Validation:
     prompts: list[Prompt]  # one a sample
     completions: list[Completion]
     grades: np.ndarray  # float32, one a sample
+    preds: list[Any]  # what the grader read in each sample; None where it does not say
 
 
 class Validator:
@@ -80,7 +83,7 @@ class Validator:
         *,
         role: Role,
         tokenizer: Tokenizer,
-        grader: RewardManager,
+        grader: SourceGraders,
         settings: GenerationSettings,
         batch_size: int,
         max_prompt_length: int,
@@ -180,18 +183,21 @@ class Validator:
         with host_work():
             graded = self._grader.score(prompts, completions, step)
         sources, grades, answers = self._all_grades(indices, prompts, graded)
+        self._grader.check(sources)
         return Validation(
-            metrics=accuracy_metrics(sources, grades, self._n, answers),
+            metrics=accuracy_metrics(sources, grades, self._n, answers)
+            | interval_metrics(sources, grades >= CORRECT, self._n),
             accuracy=float((grades >= CORRECT).mean()),
             num_samples={name: sources.count(name) for name in dict.fromkeys(sources)},
             indices=indices,
             prompts=prompts,
             completions=completions,
             grades=graded.scores,
+            preds=[_answer(extras) for extras in graded.extras],
         )
 
     def _all_grades(
-        self, indices: list[int], prompts: list[Prompt], graded: RewardResult
+        self, indices: list[int], prompts: list[Prompt], graded: Grades
     ) -> tuple[list[str], np.ndarray, list[Any]]:
         """Source, grade and answer of every sample of all processes, in order."""
         sources = [prompt.data_source for prompt in prompts]
@@ -211,14 +217,12 @@ def open_validator(
 ) -> Validator:
     """Held-out prompts, their grader, and the program that answers them."""
     validation = config.validation
-    limits = worker_limits(config.reward)
-    grader = RewardManager([validation.grader], failure_value=0.0, limits=limits)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
     return Validator(
         prompts,
         role=actor,
         tokenizer=tokenizer,
-        grader=stack.enter_context(grader),
+        grader=open_graders(config, stack),
         settings=GenerationSettings(
             sampling=SamplingParams(
                 max_new_tokens=config.data.max_response_length,
@@ -236,6 +240,20 @@ def open_validator(
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,
     )
+
+
+def open_graders(config: Config, stack: ExitStack) -> SourceGraders:
+    """The graders of held-out answers; `stack` closes them."""
+    limits, validation = worker_limits(config.reward), config.validation
+
+    def grader(function: Grader | Custom) -> RewardManager:
+        manager = RewardManager(
+            [function], failure_value=0.0, timeout=config.reward.timeout_s, limits=limits
+        )
+        return stack.enter_context(manager)
+
+    by_source = {one.source: grader(one.grader) for one in validation.graders}
+    return SourceGraders(default=grader(validation.grader), by_source=by_source)
 
 
 def accuracy_metrics(

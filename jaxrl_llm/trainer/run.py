@@ -29,7 +29,7 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
 from jaxrl_llm.plan.online_roles import stop_ids
 from jaxrl_llm.plan.weights import BASES
-from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.banner import about, lines, write_about
 from jaxrl_llm.trainer.bases import bases_record, read_bases
@@ -358,6 +358,7 @@ def open_run(
     run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
     STATUS("opening the tokenizer")
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+    set_chat_variables(tokenizer, config.data.chat_template_kwargs)
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
         STATUS("reading the data and tracing the programs")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.checkpoint.layout import CHECKPOINTS, STEP_PREFIX, is_complete, step_of
-from jaxrl_llm.config import Config, ConfigError, to_json
+from jaxrl_llm.config import Config, ConfigError, from_json, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 
 LOCK = "run.lock"
@@ -173,7 +173,7 @@ def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> Non
             f"repair it, or delete it to go on with this config, or give --config.run_dir="
             f"{free_folder(path)}"
         ) from None
-    changed = differing_keys(stored, new)
+    changed = differing_keys(_with_new_keys(stored), new)
     if not changed:
         return
     lines = [f"  {key}: {_shown(there)} there, {_shown(now)} now" for key, there, now in changed]
@@ -189,6 +189,17 @@ def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> Non
         f"  --config.run_dir={free} "
         f"--config.resume={path / CHECKPOINTS / f'{STEP_PREFIX}_{latest}'}"
     )
+
+
+def _with_new_keys(stored: Any) -> Any:
+    """A stored config with the defaults of keys that its version did not have.
+
+    A new key's default is what versions without it did.
+    """
+    try:
+        return json.loads(to_json(from_json(json.dumps(stored))))
+    except (ConfigError, TypeError):
+        return stored  # of another version: it is compared as it stands
 
 
 def differing_keys(stored: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -28,7 +28,7 @@ from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import adapted_role, adapters_in, load_params, restored
-from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
 from jaxrl_llm.trainer.evaluate import Validation, open_validator
 
 # ------------------------------------------------------------------------- evaluate
@@ -37,6 +37,7 @@ from jaxrl_llm.trainer.evaluate import Validation, open_validator
 def evaluate(config: Config) -> Validation:
     """Answer and grade the config's held-out data with `actor.path`, as its validation would."""
     tokenizer = find_tokenizer("", config.actor)
+    set_chat_variables(tokenizer, config.data.chat_template_kwargs)
     mesh = open_meshes(config, tokenizer)["actor"]
     source = find_model(config.actor, context=config.data.max_row_length)
     spec = spec_of(source, "causal_lm", config.actor)

@@ -195,9 +195,9 @@ def test_missing_and_unreadable_files_end_the_run(tmp_path):
         read(tmp_path / "trian.jsonl")
     with pytest.raises(ValueError, match="no file or folder"):
         read(tmp_path / "*.parquet")
-    (tmp_path / "table.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"must end in .parquet, .arrow, .jsonl, .json"):
-        read(tmp_path / "table.csv")
+    (tmp_path / "table.xls").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"must end in .parquet, .arrow, .jsonl, .json, .csv"):
+        read(tmp_path / "table.xls")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no"):
         read(tmp_path / "empty")

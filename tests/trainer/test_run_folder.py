@@ -103,6 +103,18 @@ def test_a_folder_without_a_checkpoint_holds_no_run(tmp_path):
     assert json.loads((folder / "config.json").read_text())["seed"] == 3
 
 
+def test_a_run_of_a_version_without_a_key_goes_on(tmp_path):
+    folder = a_run(tmp_path / "run")
+    stored = json.loads((folder / "config.json").read_text())
+    del stored["validation"]["graders"], stored["data"]["system_prompt"], stored["data"]["columns"]
+    (folder / "config.json").write_text(json.dumps(stored))
+    with open_run_folder(config_in(folder)) as opened:
+        assert opened.latest_step == 5
+    config = config_in(folder)
+    changed = replace(config, data=replace(config.data, system_prompt="be brief"))
+    assert '  data.system_prompt: "" there, "be brief" now' in refusal(changed)
+
+
 def test_a_damaged_config_is_not_guessed(tmp_path):
     folder = a_run(tmp_path / "run")
     (folder / "config.json").write_text('{"seed": ')

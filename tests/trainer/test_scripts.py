@@ -188,10 +188,30 @@ def test_evaluation_repeats_the_runs_validation(checkpoint, config_file, tmp_pat
     result = run_script("evaluate.py", *flags)
     assert result.returncode == 0, result.stderr
     report = json.loads(output.read_text())
-    names = [f"val-core/chain_sum_2x1/{metric}/mean@1" for metric in ("acc", "reward")]
-    assert report["metrics"] == {name: last[name] for name in names}
+    assert report["metrics"] == {name: x for name, x in last.items() if name.startswith("val-")}
     assert report["num_samples"] == {"chain_sum_2x1": 16}
-    assert result.stdout == "".join(f"{name}  {last[name]:.4f}\n" for name in names)
+    accuracy, ends = "chain_sum_2x1/acc/mean@1", ("low", "high")
+    low, high = (last[f"val-aux/{accuracy}/{end}"] for end in ends)
+    shown = f"{last[f'val-core/{accuracy}']:.3f}"
+    assert result.stdout.splitlines()[1].split() == (
+        f"chain_sum_2x1 16 {shown} ({low:.3f} to {high:.3f}) {shown}".split()
+    )
+
+
+def test_evaluation_on_a_file_writes_every_answer(checkpoint, config_file, tmp_path):
+    rows = [{"prompt": f"{a}+2=", "answer": str(a + 2), "data_source": "mine"} for a in (1, 2, 3)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = (f"--model={checkpoint}", f"--config={config_file}", "--config.validation.n=4")
+    flags += (f"--data={tmp_path / 'mine.jsonl'}", f"--answers={tmp_path / 'answers.jsonl'}")
+    result = run_script("evaluate.py", *flags, "--config.validation.temperature=1")
+    assert result.returncode == 0, result.stderr
+    heads, values = (line.split("  ") for line in result.stdout.splitlines())
+    found = [word.strip() for word in heads if word.strip()]
+    assert found[:5] == ["source", "prompts", "mean@4", "pass@2", "best@4"] and values[0] == "mine"
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in answers] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {row["ground_truth"] for row in answers} == {"3", "4", "5"}
+    assert all(row["grade"] == (row["pred"] == row["ground_truth"]) for row in answers)
 
 
 def test_evaluation_takes_the_configs_settings(exported, config_file):

@@ -1,0 +1,85 @@
+"""What the config changes of every row before its format is found: names, chat, system prompt."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxrl_llm.data.sources import BadRow, RawRow, Rows
+from jaxrl_llm.references import nearest
+
+CONVERSATIONS = ("prompt", "messages")  # columns that may get the system prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """`columns` maps our name of a column to the file's. `chat` makes a message of a text prompt.
+
+    The system prompt goes before conversations that have none of their own. Without `prompt` and
+    `messages`, it goes before `chosen` and `rejected`.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    chat: bool = False
+    system_prompt: str = ""
+
+    def without_columns(self) -> "Shape":
+        """For rows that already have our names."""
+        return replace(self, columns={})
+
+    def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row as its format is found. Raises ValueError for a column that is not there."""
+        found = self._renamed(row)
+        if self.chat and isinstance(found.get("prompt"), str):
+            found["prompt"] = [{"role": "user", "content": found["prompt"]}]
+        if self.system_prompt:
+            names = [name for name in CONVERSATIONS if found.get(name) is not None]
+            for name in names or ("chosen", "rejected"):
+                if _is_conversation(found.get(name)):
+                    found[name] = self._with_system(found[name])
+        return found
+
+    def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        for name in self.columns.values():
+            if name not in row:
+                raise ValueError(
+                    f"the row has no column {name!r}{nearest(name, row)}, which "
+                    f"config.data.columns names; it has {', '.join(map(repr, row)) or 'none'}"
+                )
+        renamed = {ours: row[theirs] for ours, theirs in self.columns.items()}
+        taken = set(self.columns.values()) | renamed.keys()
+        return {name: value for name, value in row.items() if name not in taken} | renamed
+
+    def _with_system(self, messages: list[Any]) -> list[Any]:
+        first = messages[0]
+        if isinstance(first, Mapping) and first.get("role") == "system":
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+@dataclass(frozen=True)
+class ShapedRows(Rows):
+    """The rows of a source in another shape."""
+
+    rows: Rows
+    shape: Shape
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        return map(self._shaped, self.rows.read(start, stop))
+
+    def one(self, place: int) -> RawRow | BadRow:
+        return self._shaped(self.rows.one(place))
+
+    def _shaped(self, row: RawRow | BadRow) -> RawRow | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        try:
+            return RawRow(row.source, row.row, self.shape.of(row.data))
+        except ValueError as error:
+            return BadRow(row.source, row.row, str(error))

@@ -1,0 +1,67 @@
+"""Held-out answers are graded by the grader of their data source."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.references import nearest
+from jaxrl_llm.rewards.manager import RewardFailure, RewardManager, RewardResult
+
+if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
+    from jaxrl_llm.types import Completion, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grades:
+    """One grade a sample, in the order of the samples."""
+
+    scores: np.ndarray  # float32 [N]
+    extras: list[dict[str, Any]]
+    failures: list[RewardFailure]  # in no order; `index` is that of the sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceGraders:
+    """A grader for each data source that has one of its own, and one for the others."""
+
+    default: RewardManager
+    by_source: Mapping[str, RewardManager]
+
+    def check(self, sources: Sequence[str]) -> None:
+        """Raises ValueError for a grader of a source that is not among `sources`."""
+        for name in self.by_source:
+            if name not in sources:
+                raise ValueError(
+                    f"config.validation.graders has a grader for the source {name!r}, and no "
+                    f"held-out row is of it{nearest(name, sources)}. The sources are: "
+                    f"{', '.join(sorted(set(sources)))}"
+                )
+
+    def score(
+        self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]", step: int
+    ) -> Grades:
+        """Grade completion i as an answer to prompt i."""
+        scores = np.zeros(len(prompts), np.float32)
+        extras: list[dict[str, Any]] = [{} for _ in prompts]
+        failures: list[RewardFailure] = []
+        for grader, rows in self._rows(prompts):
+            found = grader.score([prompts[i] for i in rows], [completions[i] for i in rows], step)
+            scores[rows] = found.scores
+            for i, extra in zip(rows, found.extras, strict=True):
+                extras[i] = extra
+            failures += _of_rows(found, rows)
+        return Grades(scores=scores, extras=extras, failures=failures)
+
+    def _rows(self, prompts: "Sequence[Prompt]") -> list[tuple[RewardManager, list[int]]]:
+        """The samples of each grader."""
+        found: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            own = prompt.data_source if prompt.data_source in self.by_source else ""
+            found.setdefault(own, []).append(i)
+        return [(self.by_source.get(own, self.default), rows) for own, rows in found.items()]
+
+
+def _of_rows(found: RewardResult, rows: Sequence[int]) -> list[RewardFailure]:
+    return [replace(failure, index=rows[failure.index]) for failure in found.failures]

@@ -1,0 +1,159 @@
+"""The judge against a real server process on this machine."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm.config import Judge
+from jaxrl_llm.rewards import judge as module
+from jaxrl_llm.rewards.judge import Answers, JudgeError, filled, judge, prepare, read_score
+from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.pool import WorkerLimits
+from jaxrl_llm.types import Completion, Prompt
+
+
+class JudgeServer:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{(folder / 'port').read_text()}/v1"
+        self._read = 0
+
+    def requests(self) -> list[dict]:
+        """Those since the last call."""
+        file = self.folder / "requests.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        new, self._read = lines[self._read :], len(lines)
+        return [json.loads(line) for line in new]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeServer]:
+    folder = tmp_path_factory.mktemp("judge")
+    script = Path(__file__).with_name("judge_server.py")
+    process = subprocess.Popen([sys.executable, str(script), str(folder)])
+    try:
+        deadline = time.monotonic() + 30
+        while not (folder / "port").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        yield JudgeServer(folder)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def server(running: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> JudgeServer:
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
+    module._cache.cache_clear()
+    module._server.cache_clear()
+    running.requests()
+    return running
+
+
+def ask(server: JudgeServer, *texts: str, **settings) -> tuple[list[float], dict[str, list]]:
+    logged: dict[str, list] = {}
+    scores = judge(
+        [f"say {text}" for text in texts],
+        list(texts),
+        ["truth"] * len(texts),
+        logged.__setitem__,
+        url=server.url,
+        model="m",
+        **settings,
+    )
+    return scores, logged
+
+
+def test_a_text_is_not_filled_again():
+    texts = ("what {response}?", "I say {ground_truth}", "42")
+    found = filled("{question}|{response}|{ground_truth}|{other}", texts)
+    assert found == "what {response}?|I say {ground_truth}|42|{other}"
+
+
+def test_the_last_score_counts():
+    assert read_score("Score: 3, no.\nScore: 8", module.PATTERN) == 8
+    with pytest.raises(JudgeError, match="no score.*no idea"):
+        read_score("no idea", module.PATTERN)
+
+
+def test_the_server_is_asked_as_the_settings_say(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    scores, logged = ask(server, "four", temperature=0.5, key_variable="JUDGE_KEY")
+    assert scores == [0.75] and "It is good" in logged["judge/answer"][0]
+    (request,) = server.requests()
+    assert request["path"] == "/v1/chat/completions" and request["key"] == "Bearer secret"
+    assert request["body"]["model"] == "m" and request["body"]["temperature"] == 0.5
+    text = request["body"]["messages"][0]["content"]
+    assert "Question:\nsay four\n" in text and "<<<\nfour\n>>>" in text and "\ntruth\n" in text
+
+
+def test_a_busy_server_is_asked_again(server):
+    assert ask(server, "busy 1", "busy 2")[0] == [0.75, 0.75]
+    assert len(server.requests()) == 6
+
+
+def test_a_failure_is_one_sample(server):
+    scores, logged = ask(server, "fine", "broken", "mute", retries=1)
+    assert scores[0] == 0.75 and math.isnan(scores[1]) and math.isnan(scores[2])
+    assert "failed 2 times; the last time: HTTP 500" in logged["judge/error"][1]
+    assert "no score" in logged["judge/error"][2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("locked", "401.*reward.environment"), ("moved", "HTTP 307")]
+)
+def test_what_can_never_work_is_not_repeated(server, text, message):
+    with pytest.raises(JudgeError, match=message):
+        ask(server, *(f"{text} {i}" for i in range(20)), concurrency=1)
+    assert len(server.requests()) == 1
+
+
+def test_a_repeated_request_is_answered_from_the_cache(server, tmp_path):
+    path = str(tmp_path / "new" / "cache.jsonl")
+    ask(server, "one", "two", cache_file=path)
+    assert ask(server, "one", "three", cache_file=path)[0] == [0.75, 0.75]
+    assert len(server.requests()) == 3
+    module._cache.cache_clear()  # as in a resumed run
+    with open(path, "a") as file:
+        file.write('{"request": "torn')
+    ask(server, "one", "two", "three", cache_file=path)
+    assert server.requests() == [] and len(Answers(path)._found) == 3
+
+
+def test_requests_keep_their_pace(server):
+    ask(server, *"abcd", requests_per_minute=600)
+    times = sorted(request["at"] for request in server.requests())
+    assert times[-1] - times[0] > 0.25  # three pauses of 0.1 s
+
+
+def test_it_runs_in_the_pool(server):
+    prompt = Prompt(token_ids=(1,), text="what?", messages=({"role": "user", "content": "q?"},))
+    texts = ("four", "mute")
+    answers = [Completion(tokens=(2,), text=t, logprobs=(0.0,), finished=True) for t in texts]
+    function = Judge(url=server.url, model="m", retries=0)
+    with RewardManager([function], failure_value=-1.0, limits=WorkerLimits()) as manager:
+        result = manager.score([prompt] * 2, answers, step=1)
+    assert result.scores.tolist() == [0.75, -1.0]
+    assert [failure.index for failure in result.failures] == [1]
+    assert "no score" in result.extras[1]["judge/error"]
+    assert "Question:\nq?\n" in server.requests()[0]["body"]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": "127.0.0.1:8000"}, "http://"),
+        ({"url": "http://x", "template": "{question}"}, "lacks {response}"),
+        ({"url": "http://x", "pattern": "x"}, "one group"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_run(settings, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(**settings)

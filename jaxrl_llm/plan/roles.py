@@ -22,11 +22,12 @@ from jaxrl_llm.learner.train_state import (
     Adapted,
     Params,
     TrainState,
+    cast,
     init_state,
     params_of,
     state_shardings,
 )
-from jaxrl_llm.models.base import ModelSpec, draw_params
+from jaxrl_llm.models.base import ModelSpec, draw_params, merge_adapters
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
 
@@ -151,6 +152,21 @@ class Role:
     def _init(self, params: Params) -> TrainState:
         assert self.optimizer is not None
         return init_state(params, self.optimizer)
+
+
+def sampling_model(spec: ModelSpec, params: Params, dtype: str) -> tuple[ModelSpec, Params]:
+    """The model that generates, in `dtype`; its adapters are merged, unless they are kept apart."""
+    if spec.lora is not None and spec.lora.merge:
+        spec, params = merge_adapters(spec, params, dtype)
+    return spec, cast(params, dtype)
+
+
+def pass_model(role: Role, state: Any) -> tuple[ModelSpec, Params]:
+    """The model of a pass without gradient; its weights are those that an update begins with."""
+    spec, params = role.spec, params_of(state)
+    if spec.lora is not None and spec.lora.merges_updates:
+        spec, params = merge_adapters(spec, params, role.passes.dtype)
+    return spec, params
 
 
 def make_role(

@@ -42,9 +42,7 @@ from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
     Adapted,
     Metrics,
-    Params,
     TrainState,
-    cast,
     own_of,
     params_of,
 )
@@ -58,11 +56,10 @@ from jaxrl_llm.learner.train_step import (
     mini_batches,
     train_step,
 )
-from jaxrl_llm.models.base import ModelSpec, merge_adapters
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
 from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
-from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.roles import Role, pass_model, sampling_model
 
 KL_CONTROLLER = "kl_controller"
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
@@ -120,21 +117,6 @@ def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
 
 
 # ------------------------------------------------------------------------- generation
-
-
-def sampling_model(spec: ModelSpec, params: Params, dtype: str) -> tuple[ModelSpec, Params]:
-    """The model that generates, in `dtype`; its adapters are merged, unless they are kept apart."""
-    if spec.lora is not None and spec.lora.merge:
-        spec, params = merge_adapters(spec, params, dtype)
-    return spec, cast(params, dtype)
-
-
-def pass_model(role: Role, state: Any) -> tuple[ModelSpec, Params]:
-    """The model of a pass without gradient; its weights are those that an update begins with."""
-    spec, params = role.spec, params_of(state)
-    if spec.lora is not None and spec.lora.merges_updates:
-        spec, params = merge_adapters(spec, params, role.passes.dtype)
-    return spec, params
 
 
 @dataclass(frozen=True, kw_only=True)

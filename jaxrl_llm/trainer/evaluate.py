@@ -37,8 +37,7 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.online_roles import stop_ids
-from jaxrl_llm.plan.roles import Role
-from jaxrl_llm.plan.stages import sampling_model
+from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxrl_llm.distributed.crossing import call
+from jaxrl_llm.distributed.crossing import holds, results_elsewhere
 from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.families import check_family
+from jaxrl_llm.models.families import check_family, hf_names
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
 from jaxrl_llm.models.layers import Form
+from jaxrl_llm.models.lora import Lora, attach, join, merged, split
 
 __all__ = [
     "Kind",
@@ -33,6 +34,7 @@ __all__ = [
     "bind",
     "init_params",
     "init_sharded",
+    "merge_adapters",
     "merge_projections",
     "model_spec",
     "quantize_projections",
@@ -46,15 +48,16 @@ Params = dict[str, Any]  # nested, str keys, array leaves
 class ModelSpec:
     """A model without its values; may be a static argument of `jax.jit`.
 
-    Equality and hash use the first four fields. `params`, `axes` and `init` have the same
+    Equality and hash use the first five fields. `params`, `axes` and `init` have the same
     structure. A leaf of `axes` is a tuple of logical axes, one a dim; a leaf of `init` is "normal",
-    "ones" or "zeros".
+    "ones", "zeros", "uniform" or "unit_normal".
     """
 
     config: ModelConfig
     kind: Kind
     dtype: str
     form: Form  # see `merge_projections` and `quantize_projections`
+    lora: Lora | None  # then `dtype` is that of the base
     graphdef: Any = field(compare=False, repr=False)
     params: Params = field(compare=False, repr=False)  # leaves jax.ShapeDtypeStruct
     axes: Params = field(compare=False, repr=False)
@@ -65,6 +68,11 @@ class ModelSpec:
         """Number of parameters; a tied table counts once."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
+    @property
+    def learned(self) -> Params:
+        """The parameters that a training changes: all, or those that are not the base's."""
+        return self.params if self.lora is None else split(self.params)[1]
+
 
 def model_spec(
     config: ModelConfig,
@@ -72,18 +80,28 @@ def model_spec(
     dtype: Any = "float32",
     *,
     form: Form = "separate",
+    lora: Lora | None = None,
 ) -> ModelSpec:
     """Describe a model of `config` without allocating it.
 
-    Raises: ValueError when the family has no such model (see each family's `check`).
+    Raises: ValueError when the family has no such model (see each family's `check`), or a module of
+        `lora` cannot have an adapter.
     """
     check_family(config)
     name = jnp.dtype(dtype).name
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
-    abstract = nnx.eval_shape(lambda: modules[kind](config, form=form, dtype=name))
-    graphdef, state = nnx.split(abstract)
+
+    def make() -> nnx.Module:
+        model = modules[kind](config, form=form, dtype=name)
+        if lora is not None:
+            assert form == "separate", form
+            tensors = {path: tensor.name for path, tensor in hf_names(config, kind).items()}
+            attach(model, tensors, lora)
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
 
     def metadata(key: str) -> Params:
         tree: Params = {}
@@ -91,16 +109,40 @@ def model_spec(
             _put(tree, tuple(str(part) for part in path), variable.get_metadata()[key])
         return tree
 
+    params = nnx.to_pure_dict(state)
+    if lora is not None:
+        params = _with_learned_in(params, lora.dtype)
     return ModelSpec(
         config=config,
         kind=kind,
         dtype=name,
         form=form,
+        lora=lora,
         graphdef=graphdef,
-        params=nnx.to_pure_dict(state),
+        params=params,
         axes=metadata("axes"),
         init=metadata("init"),
     )
+
+
+def _with_learned_in(params: Params, dtype: str) -> Params:
+    """The parameters with those that learn beside a base in `dtype`."""
+    base, own = split(params)
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), own)
+    return join(base, own)
+
+
+def merge_adapters(
+    spec: ModelSpec, params: Params, dtype: DTypeLike | None = None
+) -> tuple[ModelSpec, Params]:
+    """The same model without adapters. Call it inside jit.
+
+    The merged weights have `dtype`, by default that of the base; the others are as they were.
+    """
+    if spec.lora is None:
+        return spec, params
+    dense = model_spec(spec.config, spec.kind, spec.dtype, form=spec.form)
+    return dense, merged(params, spec.lora, dtype or spec.dtype)
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Params:
@@ -109,7 +151,7 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
     Guarantees: each parameter draws from the key folded with its own path, so its values do not
         depend on other parameters or on the layout.
     """
-    return _init(spec, spec.params, spec.init, key)
+    return draw_params(spec, spec.params, key)
 
 
 def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
@@ -127,7 +169,8 @@ def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
 
     def draw(path: tuple[Any, ...], abstract: Any, init: str, sharding: Any) -> jax.Array:
         run = program(abstract.shape, abstract.dtype, init, sharding)
-        return call(run, (_leaf_key(key, path),), sharding.mesh)
+        of_leaf = _leaf_key(key, path)
+        return run(of_leaf) if holds(sharding) else results_elsewhere(run, (of_leaf,))
 
     return jax.tree.map_with_path(draw, spec.params, spec.init, shardings)
 
@@ -211,18 +254,20 @@ def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Pa
         spec.params["decoder"],
         lm_params["decoder"],
     )
-    params, init = ({"score": tree["score"]} for tree in (spec.params, spec.init))
-    return {"decoder": decoder} | _init(spec, params, init, key)
+    return {"decoder": decoder} | draw_params(spec, {"score": spec.params["score"]}, key)
 
 
-def _init(spec: ModelSpec, params: Params, init: Any, key: jax.Array) -> Params:
-    """Initial values for `params`, a part of the spec's parameters."""
+def draw_params(spec: ModelSpec, part: Params, key: jax.Array) -> Params:
+    """First values of `part`, a part of the spec's parameters; see `init_params`."""
 
-    def draw(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, init: str) -> jax.Array:
+    def draw(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        init: Any = spec.init
+        for entry in path:
+            init = init[entry.key]
         std = spec.config.initializer_range
         return _draw(_leaf_key(key, path), abstract.shape, abstract.dtype, init, std)
 
-    return jax.tree.map_with_path(draw, params, init)
+    return jax.tree.map_with_path(draw, part)
 
 
 def _leaf_key(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
@@ -234,6 +279,11 @@ def _leaf_key(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, init: str, std: float
 ) -> jax.Array:
+    if init == "uniform":  # of A, within 1 / sqrt(inputs), as PEFT draws it
+        bound = math.prod(shape[:-1]) ** -0.5
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    if init == "unit_normal":
+        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
     if init == "normal":
         # Drawn in float32, so that a bf16 model starts from the rounded float32 values.
         return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

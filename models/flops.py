@@ -48,9 +48,15 @@ def attention_flops(
     return forward * (3.5 if backward else 1.0)
 
 
-def training_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:
-    """FLOPs of one update: 6 * N * tokens + 6 * L * S^2 * heads * head_dim a row, causal."""
-    return 3.0 * forward_flops(config, lengths, kind)
+def training_flops(
+    config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm", *, adapters: bool = False
+) -> float:
+    """FLOPs of one update: 6 * N * tokens + 6 * L * S^2 * heads * head_dim a row, causal.
+
+    With `adapters` the weights are frozen, and have no gradient: 4 * N * tokens.
+    """
+    gradient = 2.0 * matmul_parameters(config, kind) * sum(lengths) if adapters else 0.0
+    return 3.0 * forward_flops(config, lengths, kind) - gradient
 
 
 def forward_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:

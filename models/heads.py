@@ -55,8 +55,7 @@ class CausalLM(_WithDecoder):
 
     def unembedding(self) -> jax.Array:
         """The weights of the head [V, D]; the embedding table when they are tied."""
-        source = self.decoder.embed if self.head is None else self.head
-        return source.table[...]
+        return self.decoder.embed.table[...] if self.head is None else self.head.weights()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D]."""

@@ -68,20 +68,23 @@ class Projection(nnx.Module):
         self.kernel = parameter(shape, axes, init, dtype)
         self.bias = parameter(shape[contract:], axes[contract:], "zeros", dtype) if bias else None
 
+    adapter: Any = None  # see lora.py
+
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel.get_value()
-        shape = kernel.stored.shape if isinstance(kernel, Weight) else kernel.shape
-        matmul = self._dot(shape, x.dtype)
-        if isinstance(kernel, Weight):
-            matmul, kernel = partial(weight_matmul, kernel, dot=matmul), kernel.computed
-        if self.bias is None:
-            return checkpoint_name(matmul(x, kernel, self.contract), PROJECTION)
+        shape = (kernel if isinstance(kernel, jax.Array) else kernel.computed).shape
+        dot = self._dot(shape, x.dtype)
+        if self.bias is None and self.adapter is None:
+            return checkpoint_name(multiply(x, kernel, self.contract, dot=dot), PROJECTION)
         # The output dims are joined: a GPU matmul adds a bias of one dim itself, but XLA would
         # broadcast a bias of several dims to every token in memory.
-        inputs, outputs = kernel.shape[: self.contract], kernel.shape[self.contract :]
-        y = matmul(x, kernel.reshape(*inputs, -1), self.contract)
-        y += to_every_token(self.bias[...].reshape(-1), y.shape)
-        return checkpoint_name(y.reshape(*y.shape[:-1], *outputs), PROJECTION)
+        if self.adapter is None:
+            y = multiply(x, kernel, self.contract, joined=True, dot=dot)
+        else:
+            y = self.adapter(x, kernel, dot)
+        if self.bias is not None:
+            y += to_every_token(self.bias[...].reshape(-1), y.shape)
+        return checkpoint_name(y.reshape(*y.shape[:-1], *shape[self.contract :]), PROJECTION)
 
     def _dot(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         strict, contract = strict_in_scope(), self.contract
@@ -94,6 +97,27 @@ class Projection(nnx.Module):
                 "sizes are multiples of 64 and the dtype is bfloat16; set --config.exact=repeatable"
             )
         return strict_dot
+
+
+def multiply(
+    x: jax.Array,
+    kernel: Any,
+    contract: int,
+    *,
+    joined: bool = False,
+    dot: Callable[..., jax.Array] = jnp.tensordot,
+) -> jax.Array:
+    """The last `contract` dims of x times the first ones of a kernel: an array or a `Weight`.
+
+    With `joined` the output dims of the kernel become one. `dot` computes it, as `jnp.tensordot`.
+    """
+    matmul: Any = dot
+    if isinstance(kernel, Weight):
+        matmul, kernel = partial(weight_matmul, kernel, dot=dot), kernel.computed
+    if joined:
+        kernel = kernel.reshape(*kernel.shape[:contract], -1)
+    found: Any = matmul(x, kernel, contract)
+    return found
 
 
 class Float8Projection(nnx.Module):
@@ -176,10 +200,21 @@ class Embedding(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
+    adapter: Any = None  # see lora.py
+
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layout, table_VD = layout_in_scope(), self.table[...]
         split = None if layout is None else _split_of(layout, tokens_BT.shape, len(table_VD))
-        return _lookup(split, table_VD, tokens_BT)
+        x_BTD: Any = _lookup(split, table_VD, tokens_BT)
+        if self.adapter is None:
+            return x_BTD
+        short_BTR = _lookup(split, self.adapter.a[...], tokens_BT) * self.adapter.scale
+        return x_BTD + multiply(short_BTR, self.adapter.b.get_value(), 1)
+
+    def weights(self) -> jax.Array:
+        """The table [V, D] as the weights of a head."""
+        table_VD = self.table[...]
+        return table_VD if self.adapter is None else self.adapter.table(table_VD)
 
 
 def over_sequence(x_BTD: Any) -> Any:

@@ -1,6 +1,6 @@
 """Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
-Sources: the config.json of Qwen/Qwen2.5-0.5B, -1.5B and -7B, and of meta-llama/Llama-3.1-8B.
+Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, and of meta-llama/Llama-3.1-8B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
@@ -56,6 +56,24 @@ SHAPES: dict[str, ModelConfig] = {
         num_layers=28,
         num_heads=28,
         num_kv_heads=4,
+        head_dim=128,
+    ),
+    "qwen2.5-14b": _qwen(
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_layers=48,
+        num_heads=40,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    "qwen2.5-32b": _qwen(
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_layers=64,
+        num_heads=40,
+        num_kv_heads=8,
         head_dim=128,
     ),
     "llama-3.1-8b": ModelConfig(

@@ -4,11 +4,12 @@ Random weights of a named shape; a correctness check first, then a warm-up, then
 repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performance.md.
 
 Flags:
-  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | qwen2.5-1.5b | qwen2.5-7b | llama-3.1-8b, or the
+  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | -1.5b | -7b | -14b | -32b | llama-3.1-8b, or the
                            path of a Hugging Face folder or config.json: its sizes, random weights
   --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill, lengths
                            training: update, logprob, values, mix, lengths
-                           attention: dense, packed, decode   rl_step: ppo, grpo
+                           attention: dense, packed, decode
+                           rl_step: ppo, grpo, grpo_lora, grpo_lora_apart (docs/lora.md)
   --lengths=FILE           of generation and training: your own lengths in tokens, a line
                            "PROMPT,RESPONSE" a sample; with --groups=PxN, N lines share a prompt
   --batch=B[,B]            rows of generation (1,64), rows x tokens of training and attention

@@ -107,10 +107,11 @@ def first_states(iteration: Iteration) -> States:
     """Every role with random weights of its own; the reference is close to the actor."""
     states: States = {KL_CONTROLLER: iteration.controller_state()}
     for name, role in iteration.roles.items():
-        params = random_params(role.spec.params, len(name) if name != "reference" else len("actor"))
+        shapes = role.spec.learned
+        params = random_params(shapes, len(name) if name != "reference" else len("actor"))
         if name == "reference":
             params = jax.tree.map(lambda x: x * np.float32(0.95), params)
-        states[name] = role.state(make_global(params, role.param_shardings))
+        states[name] = role.state(make_global(params, role.own_shardings))
     return states
 
 

@@ -16,6 +16,7 @@ from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.lora import Lora
 
 IDENTITY = "identity"  # entry of the loop state
 # Entries of a record. LEARNER is the role whose model checkpoints/huggingface describes.
@@ -33,6 +34,7 @@ PACKAGES = (
     "tokenizers",
 )
 _DTYPES = ("kind", "dtype", "param_dtype")  # of a model; the rest are fields of its config
+LORA = "lora."  # before the fields of its adapters
 
 Record = dict[str, Any]  # in JSON's types
 
@@ -40,7 +42,24 @@ Record = dict[str, Any]  # in JSON's types
 def model_record(spec: ModelSpec, dtype: str) -> Record:
     """A model that is stored as `spec` says and computed in `dtype`."""
     given = {"kind": spec.kind, "dtype": dtype, "param_dtype": spec.dtype}
+    if spec.lora is not None:
+        given |= lora_record(spec.lora)
     return given | config_record(spec.config)
+
+
+def lora_record(lora: Lora) -> Record:
+    """The adapters of a model; `lora_of` reads it."""
+    found = dataclasses.asdict(lora) | {"modules": sorted(lora.modules)}
+    del found["merge"]  # how it is computed, not what it is
+    return {LORA + key: value for key, value in found.items()}
+
+
+def lora_of(model: Record) -> Lora | None:
+    """The adapters in a model's record; None where all weights learned."""
+    found: Record = {k.removeprefix(LORA): v for k, v in model.items() if k.startswith(LORA)}
+    if found:
+        found["modules"] = frozenset(found["modules"])
+    return Lora(**found) if found else None
 
 
 def config_record(config: ModelConfig) -> Record:
@@ -119,7 +138,7 @@ def check_model(
     model = None if saved is None else saved[MODELS].get(role or saved[LEARNER])
     if model is None:
         return
-    there = {key: value for key, value in model.items() if key not in _DTYPES}
+    there = {k: v for k, v in model.items() if k not in _DTYPES and not k.startswith(LORA)}
     found = _differences(there, config_record(config))
     lines = [_line(key, was, here) for key, was, here in found if key not in MAY_CHANGE]
     if lines:

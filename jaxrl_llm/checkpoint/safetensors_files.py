@@ -139,15 +139,20 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         ValueError: there are no safetensors, the index names a file that is missing or outside of
             the directory, a file is damaged, or two shards hold the same tensor.
     """
+    return stored_in(_weight_files(directory))
+
+
+def stored_in(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Every tensor of safetensors files by name. Raises: ValueError as `stored_tensors`."""
     found: dict[str, StoredTensor] = {}
-    for path in _weight_files(directory):
+    for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():
                     if name in found:
                         raise ValueError(
                             f"tensor {name!r} is in {found[name].path.name} and in {path.name}; "
-                            f"remove the files of {directory} that its index does not need"
+                            f"remove the files of {path.parent} that its index does not need"
                         )
                     piece = file.get_slice(name)
                     shape = tuple(piece.get_shape())

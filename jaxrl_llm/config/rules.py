@@ -11,9 +11,16 @@ from typing import Any
 from jaxrl_llm.config.algorithms import Offline
 from jaxrl_llm.config.functions import Code, Spread
 from jaxrl_llm.config.given import Given
+from jaxrl_llm.config.lora_rules import check_lora
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
-from jaxrl_llm.config.schema import AUTO, Config, MeshConfig, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.schema import (
+    AUTO,
+    Config,
+    MeshConfig,
+    ModelSettings,
+    SupervisedConfig,
+)
 from jaxrl_llm.config.times import end_time
 from jaxrl_llm.config.trackers import check_trackers
 from jaxrl_llm.data_files import check_files
@@ -47,6 +54,8 @@ def check(config: Config) -> None:
         _check_layers(config, key, model)
         _check_split(config, key, model)
     check_trackers(config.log.trackers)
+    for key, learner in (("actor", config.actor), ("critic", config.critic)):
+        check_lora(config, key, learner)
     if config.checkpoint.save_by:
         end_time(config.checkpoint.save_by, started=0.0)
     if config.resume not in ("auto", "never") and not Path(config.resume).exists():

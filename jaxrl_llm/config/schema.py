@@ -39,7 +39,7 @@ from jaxrl_llm.config.records import (
 __all__ = [
     "AUTO",
     "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
-    "ActorConfig",
+    "LoraConfig", "AdaptedSettings", "ActorConfig",
     "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
     "FilterGroupsConfig", "RolloutConfig", "SourceGrader", "ValidationConfig", "RewardConfig",
     "PhaseConfig", "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup",
@@ -223,7 +223,39 @@ class ModelSettings(Record):
 
 
 @record
-class ActorConfig(ModelSettings):
+class LoraConfig(Record):
+    """Low-rank adapters in place of training all weights; PEFT's names. See docs/lora.md."""
+
+    rank: Whole = 0  # 0 trains all weights
+    # Folder of a PEFT adapter to begin with; its rank, alpha, targets and kind count.
+    path: str = ""
+    alpha: Positive = 16.0  # A B counts alpha / rank times
+    dropout: BelowOne = 0.0  # of the adapters' inputs in updates
+    # "all-linear", names of modules such as q_proj, or patterns of whole names
+    targets: Many[str] = ("all-linear",)
+    rslora: bool = False  # alpha / sqrt(rank), for large ranks
+    dora: bool = False  # the norm of each output learns too
+    # Compute with one copy of base plus adapters, made in each step: as fast as all weights.
+    # False computes the adapters apart: no copy, for a model that takes most of the memory.
+    merge: bool = True
+
+    @property
+    def enabled(self) -> bool:
+        """Whether adapters learn, and not all weights."""
+        return bool(self.rank or self.path)
+
+
+@record
+class AdaptedSettings(ModelSettings):
+    """A model that learns, in full or by adapters on frozen weights."""
+
+    lora: LoraConfig = LoraConfig()
+    # With lora: of the frozen weights. Empty takes that of computation.
+    base_dtype: Literal["", "float32", "bfloat16"] = ""
+
+
+@record
+class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -240,7 +272,7 @@ class ActorConfig(ModelSettings):
 
 
 @record
-class CriticConfig(ModelSettings):
+class CriticConfig(AdaptedSettings):
     """The value model. An empty path starts it from the actor's weights, after the warm-up."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)

@@ -9,7 +9,7 @@ def hub_files(name: HubName) -> list[DataFile]:
     Raises: ValueError that names the remedy, without the package, the network or the data set.
     """
     check_hub(name)
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
 
     try:
         found = datasets.load_dataset(name.path, name.config or None, split=name.split)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxrl_llm.distributed.multihost import barrier, processes_of
 
@@ -28,6 +28,11 @@ _met: set[tuple[Devices, Devices]] = set()  # groups between which something has
 def takes_part(mesh: Mesh) -> bool:
     """Whether this process holds a device of the mesh, and so enters its programs."""
     return jax.process_index() in processes_of(mesh.devices.flat)
+
+
+def holds(sharding: Sharding) -> bool:
+    """Whether this process holds a device of the sharding."""
+    return jax.process_index() in processes_of(sharding.device_set)
 
 
 def spread(meshes: Collection[Mesh]) -> bool:

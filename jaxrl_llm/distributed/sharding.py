@@ -27,6 +27,7 @@ LogicalAxis = Literal[
     "head_dim",
     "norm",
     "value",
+    "rank",
 ]
 # One mesh axis or part of one, several (outermost first), or None: the dim is not split.
 MeshAxes = str | tuple[str, ...] | None
@@ -50,6 +51,7 @@ class ShardingRules:
     head_dim: MeshAxes = None
     norm: MeshAxes = None  # norm scales and other vectors of the hidden size
     value: MeshAxes = None  # the output of a scalar head
+    rank: MeshAxes = None  # of an adapter
 
     def mesh_axes(self, logical: LogicalAxis) -> tuple[str, ...]:
         """The mesh axes that split `logical`, outermost first.

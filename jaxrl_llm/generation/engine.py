@@ -307,8 +307,11 @@ def generate_on_mesh(
 def _generation_form(
     spec: ModelSpec, params: Any, settings: GenerationSettings, *, split: bool
 ) -> tuple[ModelSpec, Any]:
-    """The model with merged projections, and with float8 ones if asked for."""
-    if not split:
+    """The model with merged projections, and with float8 ones if asked for.
+
+    One with adapters keeps its projections: to merge them would copy the base.
+    """
+    if not split and spec.lora is None:
         spec, params = merge_projections(spec, params)
     if settings.quantization == "float8":
         spec, params = quantize_projections(spec, params)

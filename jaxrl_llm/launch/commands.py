@@ -241,6 +241,8 @@ def export(argv: list[str]) -> int:
       --role=actor             actor | critic | reward | reference | teacher; a critic and a reward
                                model are written as sequence classification with one label
       --dtype=...              float32 | bfloat16 | float16; as stored unless given
+      --merge                  adapters merged with their base, the usual for a run with lora
+      --adapter                the adapters alone, in the files that PEFT reads
       --max_shard_bytes=...    split the weights into files of at most this size (5 GB)
     """
     parser = Parser()
@@ -250,12 +252,17 @@ def export(argv: list[str]) -> int:
     parser.add_argument("--role", choices=roles, default="actor")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max_shard_bytes", type=_count)
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--adapter", action="store_true")
     flags = parser.read(argv)
+    if flags.merge and flags.adapter:
+        raise ConfigError("--merge and --adapter contradict each other; give one of them")
     written = library.export(
         flags.model,
         flags.output,
         role=flags.role,
         dtype=flags.dtype,
+        adapter=flags.adapter,
         max_shard_bytes=flags.max_shard_bytes,
     )
     print(f"wrote {written}")

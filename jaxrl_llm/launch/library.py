@@ -186,12 +186,14 @@ def export(
     *,
     role: str = "actor",
     dtype: str | None = None,
+    adapter: bool = False,
     max_shard_bytes: int | None = None,
 ) -> Path:
     """Write a checkpoint as a Hugging Face folder, which `from_pretrained` opens; its path.
 
     `model` is a checkpoint or a run's folder (its newest checkpoint). `role` is actor, critic,
-    reward, reference or teacher. `dtype` is that of the stored weights unless given.
+    reward, reference or teacher. `dtype` is that of the stored weights unless given. Adapters are
+    merged with their base, or with `adapter` written alone, in PEFT's files.
 
     Raises: ConfigError when there is no such checkpoint or role, or `output` is a file.
     """
@@ -203,4 +205,4 @@ def export(
     from jaxrl_llm.trainer.trained_model import export_checkpoint
 
     limit = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
-    return export_checkpoint(checkpoint, output, role=role, dtype=dtype, **limit)
+    return export_checkpoint(checkpoint, output, role=role, dtype=dtype, adapter=adapter, **limit)

@@ -33,6 +33,7 @@ from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.models.lora import DROPOUT, set_dropout
 from jaxrl_llm.models.pipeline import Pipeline, PipelinedLayers
 
 # Sums of `attention_work`. Their quotient is the balance of attention over the parts of rows.
@@ -179,7 +180,12 @@ def attention_work(rows: Rows, spec: ModelSpec, settings: ForwardSettings) -> Me
 
 def prepare(spec: ModelSpec, params: Params, settings: ForwardSettings) -> Any:
     """The module to compute with. Casting comes first, so that a gather moves the smaller dtype."""
-    return bind(spec, settings.gather(cast(params, settings.dtype)))
+    key = params.get(DROPOUT)
+    params = {name: part for name, part in params.items() if name != DROPOUT}
+    model = bind(spec, settings.gather(cast(params, settings.dtype)))
+    if key is not None:
+        set_dropout(model, key)
+    return model
 
 
 def response_logprobs(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.sharding import HOST_MEMORY
 from jaxrl_llm.models.layers import Weight
+from jaxrl_llm.models.lora import MAGNITUDE, join
 
 Params = Any  # nested dict of arrays
 Metrics = dict[str, Array]
@@ -28,6 +29,32 @@ class TrainState:
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """What a role with adapters gets: its own state, and the base, which others share."""
+
+    own: Any  # a TrainState, or the parameters that learn
+    base: Params
+
+    @property
+    def joined(self) -> Params:
+        """All parameters."""
+        return join(self.base, params_of(self.own))
+
+
+def own_of(state: Any) -> Any:
+    """What a role keeps itself."""
+    return state.own if isinstance(state, Adapted) else state
+
+
+def params_of(state: Any) -> Params:
+    """The parameters in what a role keeps, those of its base included."""
+    if isinstance(state, Adapted):
+        return state.joined
+    return state.params if isinstance(state, TrainState) else state
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -81,10 +108,12 @@ def cast(params: Params, dtype: str) -> Params:
     Requires: a leaf that is a `Weight` was cast to `dtype` before.
     """
 
-    def one(x: Array | Weight) -> Array | Weight:
+    def one(path: Any, x: Array | Weight) -> Array | Weight:
         if isinstance(x, Weight):
             assert x.computed.dtype == dtype, (x.computed.dtype, dtype)
             return x
-        return x.astype(dtype)
+        # A norm is divided by the float32 norm of a module: rounded, it would scale the output.
+        is_norm = bool(path) and getattr(path[-1], "key", "") == MAGNITUDE
+        return x if is_norm else x.astype(dtype)
 
-    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, Weight))
+    return jax.tree.map_with_path(one, params, is_leaf=lambda x: isinstance(x, Weight))

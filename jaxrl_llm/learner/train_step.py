@@ -24,6 +24,7 @@ from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
+from jaxrl_llm.models.lora import DROPOUT, Lora, join, merged_ahead
 
 Loss = PolicyLoss | ValueLoss | RecordLoss
 # (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
@@ -34,6 +35,29 @@ Measure = Callable[[Any, Fields], Metrics]
 BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
 STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The frozen parameters below adapters, and the dtype that they are computed in."""
+
+    params: Params
+    lora: Lora
+    dtype: str
+    key: Array | None = None  # of dropout, for the role and the run
+
+    def with_dropout(self, params: Params, step: int | Array, index: int | Array) -> Params:
+        """`params` for one micro-batch: with the key of its dropout, if there is any."""
+        if self.key is None or not self.lora.dropout:
+            return params
+        key = jax.random.fold_in(jax.random.fold_in(self.key, step), index)
+        return params | {DROPOUT: key}
+
+    def of_step(self, own: Params) -> Params:
+        """What an optimizer step joins `own` to: merged with it, where the adapters merge."""
+        if not self.lora.merges_updates:
+            return cast(self.params, self.dtype)
+        return cast(merged_ahead(join(self.params, own), self.lora, self.dtype), self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +110,12 @@ def train_step(
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
+    base: Base | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step, on mini-batch `position`. For `cast_ahead`, `measure`: `accumulate`."""
+    """One optimizer step, on mini-batch `position`.
+
+    For `cast_ahead`, `measure` and `base` see `accumulate`.
+    """
     batch = loss.inputs(batches.at(position), position == 0)
     grads, metrics = accumulate(
         loss,
@@ -96,6 +124,8 @@ def train_step(
         cast_ahead=cast_ahead,
         micro_batches=micro_batches,
         measure=measure,
+        base=base,
+        step=state.step,
     )
     state, norms = apply_gradients(
         state,
@@ -115,6 +145,8 @@ def accumulate(
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
     measure: Measure | None = None,
+    base: Base | None = None,
+    step: int | Array = 0,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
@@ -123,18 +155,23 @@ def accumulate(
     says how full their rows are. Where rows are split over devices, `attention_balance` is the work
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
-    arrays once they are complete.
+    arrays once they are complete. `base` has frozen parameters, which `params` are joined to;
+    `step` draws its dropout.
     """
     computed = params
+    fixed = None if base is None else base.of_step(params)
     if cast_ahead is not None:
         computed = cast(params, cast_ahead.dtype)
         if cast_ahead.float32_gradients and micro_batches.adds_up:
             computed = jax.tree.map(_with_stored, params, computed)
-    gradient = jax.value_and_grad(loss, has_aux=True)
     parts = micro_batches.split(batch)
 
     def add(index: int | Array, total: Any) -> Any:
         """One micro-batch, added to the total of those before; None where it is the first."""
+        part_loss = loss
+        if base is not None:
+            part_loss = _on_base(loss, base.with_dropout(fixed, step, index))
+        gradient = jax.value_and_grad(part_loss, has_aux=True)
         (value, found), grads = gradient(computed, parts.at(index))
         metrics, samples = (found, ()) if measure is None else found
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
@@ -155,6 +192,11 @@ def accumulate(
     if LARGEST_PART in metrics:
         metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
     return grads, metrics if measure is None else metrics | measure(samples, batch)
+
+
+def _on_base(loss: PartLoss, base: Params) -> PartLoss:
+    """`loss` of the parameters that learn, joined to those of the base."""
+    return lambda own, part: loss(join(base, own), part)
 
 
 def _with_stored(stored: Array, computed: Array) -> Any:

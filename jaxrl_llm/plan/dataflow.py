@@ -9,13 +9,14 @@ are refused before any device is touched.
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.learner.train_state import Adapted, own_of
 from jaxrl_llm.types import INPUT_FIELDS, OFFLINE_FIELDS, OFFLINE_INPUTS, ROLLOUT_FIELDS
 
 HOST = "host"  # role of a stage that runs Python
@@ -85,6 +86,15 @@ class Stage:
         named = [name for fn in self.functions for name in field_names(fn)]
         return tuple(dict.fromkeys((*own, *named)))
 
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Other roles whose states the stage reads too."""
+        return ()
+
+    def state_of(self, states: States) -> Any:
+        """What the stage gets as its state."""
+        return states.get(self.role)
+
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Of a host stage, which is not traced: the shapes of what it writes for so many rows."""
         return {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in self.writes}
@@ -149,10 +159,11 @@ class Segment:
         for stage in self.stages:
             given = {name: fields[name] for name in stage.reads}
             with jax.named_scope(stage.name):
+                state = stage.state_of(states)
                 if stage.first_step == 1:
-                    output = stage(states.get(stage.role), step, **given)
+                    output = stage(state, step, **given)
                 else:
-                    output = _from_its_first_step(stage, states[stage.role], step, given)
+                    output = _from_its_first_step(stage, state, step, given)
             stage.check(output)
             fields |= output.writes
             metrics[stage.name] = dict(output.metrics)
@@ -170,14 +181,16 @@ def _from_its_first_step(stage: Stage, state: Any, step: jax.Array, fields: Any)
     """An update that leaves its state alone, and measures zeros, before its first step."""
     assert stage.updates and not stage.writes, stage.name
 
-    def update(state: Any) -> tuple[Any, dict[str, Any]]:
-        output = stage(state, step, **fields)
+    def update(own: Any) -> tuple[Any, dict[str, Any]]:
+        given = replace(state, own=own) if isinstance(state, Adapted) else own
+        output = stage(given, step, **fields)
         return output.state, dict(output.metrics)
 
-    _, shapes = jax.eval_shape(update, state)
+    own = own_of(state)
+    _, shapes = jax.eval_shape(update, own)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     begun = step >= stage.first_step
-    state, metrics = jax.lax.cond(begun, update, lambda state: (state, zeros), state)
+    state, metrics = jax.lax.cond(begun, update, lambda own: (own, zeros), own)
     return StageOutput(metrics=metrics, state=state)
 
 

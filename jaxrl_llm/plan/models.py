@@ -1,27 +1,23 @@
-"""The model of a role, and its first parameters: of a directory, a checkpoint, or a seed."""
+"""The model of a role: described by a directory, a checkpoint or a config; no weights."""
 
 import json
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.checkpoint import identity, layout, manager
-from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config, model_directory
-from jaxrl_llm.checkpoint.soundness import check_loaded
-from jaxrl_llm.config import Config, ModelSettings
+from jaxrl_llm.checkpoint import identity, layout
+from jaxrl_llm.checkpoint.huggingface import load_model_config, model_directory
+from jaxrl_llm.checkpoint.peft import read_lora
+from jaxrl_llm.config import AdaptedSettings, Config, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
-from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
-from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.models.base import ModelConfig, ModelSpec, init_sharded, model_spec
+from jaxrl_llm.models.base import ModelConfig, ModelSpec, model_spec
 from jaxrl_llm.models.config import Kind
-from jaxrl_llm.models.families import config_from_hf, to_hf_config
-from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
+from jaxrl_llm.models.lora import Lora, chosen_modules
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 
 CHAR = "char"  # name of the built-in character tokenizer
@@ -113,45 +109,50 @@ def spec_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSp
     return model_spec(source.config, kind, settings.param_dtype)
 
 
-def load_params(role: Role, source: ModelSource, seed: int) -> Params:
-    """First parameters of a role, laid out for training. A pure function of files and seed.
-
-    Raises: ValueError when weights are NaN, infinite or beyond use; it names the parameter.
-    """
-    if source.directory is None:
-        return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
-    if source.checkpoint is not None:
-        params = _from_checkpoint(role, source.checkpoint)
-    else:
-        params = import_params(source.directory, role.spec, role.param_shardings)
-    check_loaded(params, source.checkpoint or source.directory)
-    return params
+def learner_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
+    """The abstract model of a role that may have adapters. ValueError for their targets."""
+    lora = adapters_of(source, kind, settings)
+    if lora is None:
+        return spec_of(source, kind, settings)
+    return model_spec(source.config, kind, base_dtype(settings), lora=lora)
 
 
-def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
-    """A language model takes the checkpoint's actor. A scalar model takes its reward model, or else
-    the actor's decoder with a head of zeros."""
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        role.spec.params,
-        role.param_shardings,
+def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lora | None:
+    """The adapters that the settings ask for; None trains all weights."""
+    if not isinstance(settings, AdaptedSettings) or not settings.lora.enabled:
+        return None
+    given = settings.lora
+    if given.path:
+        found = read_lora(
+            given.path, source.config, kind, dtype=settings.param_dtype, dropout=given.dropout
+        )
+        return replace(found, merge=given.merge)
+    tensors = (tensor.name for tensor in hf_names(source.config, kind).values())
+    return Lora(
+        rank=given.rank,
+        alpha=given.alpha,
+        modules=chosen_modules(given.targets, tensors),
+        rslora=given.rslora,
+        dora=given.dora,
+        dropout=given.dropout,
+        dtype=settings.param_dtype,
+        merge=given.merge,
     )
-    stored = manager.stored_roles(checkpoint)
-    wanted = "reward" if role.spec.kind == "scalar" and "reward" in stored else "actor"
-    if wanted not in stored:
-        raise ValueError(
-            f"{checkpoint} holds {', '.join(stored)} and no language model to begin from; name "
-            "the checkpoint of another run"
-        )
-    if role.spec.kind == "scalar" and wanted == "actor":
-        decoder = {"decoder": abstract["decoder"]}
-        make = jax.jit(
-            partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
-            out_shardings=role.param_shardings["score"],
-        )
-        zeros = call(make, (), role.mesh)
-        return manager.restore_role(checkpoint, wanted, decoder) | {"score": zeros}
-    return manager.restore_role(checkpoint, wanted, abstract)
+
+
+def base_dtype(settings: ModelSettings) -> str:
+    """The dtype of the frozen weights below adapters."""
+    return getattr(settings, "base_dtype", "") or settings.dtype
+
+
+def base_settings(settings: ModelSettings) -> ModelSettings:
+    """How the frozen weights below adapters are stored, and computed without adapters."""
+    return ModelSettings(
+        dtype=settings.dtype,
+        param_dtype=base_dtype(settings),  # pyright: ignore[reportArgumentType]
+        attention=settings.attention,
+        tensor=settings.tensor,
+    )
 
 
 def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ plans of the same kind, under the algorithms `sft` and `reward_model`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,13 +36,13 @@ from jaxrl_llm.learner.offline_losses import (
     weighted_sums,
 )
 from jaxrl_llm.learner.rows import Fields
-from jaxrl_llm.learner.train_state import Metrics, Params
+from jaxrl_llm.learner.train_state import Metrics, Params, params_of
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
-from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
-from jaxrl_llm.plan.online import reference_role
+from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
+from jaxrl_llm.plan.online_roles import reference_role
 from jaxrl_llm.plan.program import Program
-from jaxrl_llm.plan.roles import Role, make_role, params_of
+from jaxrl_llm.plan.roles import BASE, Role, make_role
 from jaxrl_llm.plan.stages import ModelStage, Update, UpdateSizes, shard_rows, shard_stacked
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import OFFLINE_FIELDS, OfflineBatch, TokenBatch
@@ -61,6 +61,7 @@ class OfflinePlan:
     config: Config
     algorithm: OfflineAlgorithm
     learner: Role
+    base: Role | None = None  # the frozen weights below the learner's adapters
     reference: Role | None  # None where nobody reads it
     source: ModelSource | None  # of the learner's weights; None where they are given
     micro_batches: MicroBatches
@@ -93,7 +94,22 @@ class OfflinePlan:
     @property
     def frozen(self) -> list[str]:
         """Names of the states that no step changes: saved once a run."""
-        return [] if self.reference is None else ["reference"]
+        found = [*self.bases]
+        if self.reference is not None and (self.precomputed or self.base is None):
+            found.append("reference")
+        return [name for name in found if name not in self.reloaded]
+
+    @property
+    def bases(self) -> dict[str, Role]:
+        """The frozen weights below adapters."""
+        return {} if self.base is None else {self.base.name: self.base}
+
+    @property
+    def reloaded(self) -> dict[str, ModelSource]:
+        """Names of the states that no step changes and that a run reads again."""
+        if self.source is None or self.config.warmup is not None:
+            return {}
+        return dict.fromkeys(self.bases, self.source)
 
     @property
     def num_devices(self) -> int:
@@ -124,10 +140,11 @@ class OfflinePlan:
         `sizes` are the numbers of records of TRAIN and HELD_OUT, for precomputed log-probs.
         """
         states: States = {self.learner.name: self.learner.abstract()}
+        states |= {name: role.abstract() for name, role in self.bases.items()}
         if self.reference is None:
             return states
         if not self.precomputed:
-            return states | {"reference": self.reference.abstract()}
+            return states | {self.reference.name: self.reference.abstract()}
         sharding = replicated(self.learner.mesh)
         states["reference"] = {
             table: {
@@ -192,10 +209,10 @@ class HeldOut:
     def __call__(self, states: States, batch: OfflineBatch) -> Metrics:
         for stage in self.before:
             given = {name: batch[name] for name in stage.reads}
-            output = stage(states[stage.role], jnp.int32(0), **given)
+            output = stage(stage.state_of(states), jnp.int32(0), **given)
             batch = batch.replace(**output.writes)
         plan = self.plan
-        return record_sums(plan.loss, params_of(states[plan.learner.name]), batch, plan)
+        return record_sums(plan.loss, plan.learner.params_in(states), batch, plan)
 
 
 def record_sums(loss: RecordLoss, params: Params, batch: OfflineBatch, plan: OfflinePlan) -> Any:
@@ -217,10 +234,12 @@ class HeldOutPairs:
         plan, judge = self.plan, self.plan.algorithm.judge_pairs
         assert judge is not None
         rows: Fields = {group: batch[group] for group in PAIR}
-        params = params_of(states[plan.learner.name])
+        params = plan.learner.params_in(states)
         known = _forward(plan.learner, params, rows, plan.micro_batches)
         if plan.reference is not None:
-            found = _forward(plan.reference, states["reference"], rows, plan.micro_batches)
+            found = _forward(
+                plan.reference, plan.reference.params_in(states), rows, plan.micro_batches
+            )
             known |= reference_fields(found)
         return weighted_sums(judge(*(known[name] for name in field_names(judge))), batch.weights)
 
@@ -239,23 +258,31 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     source = find_model(config.actor, tokenizer, context=config.data.max_row_length)
     check_vocabulary(tokenizer, source.config.vocab_size)
     kind = algorithm.model_kind
-    spec = spec_of(source, kind, config.actor)
-    learner = make_role(
-        LEARNERS[kind], spec, config.actor, mesh, phases=config.mesh, exact=config.exact != "off"
-    )
+    spec, base = learner_spec(source, kind, config.actor), None
+    how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact != "off"}
+    learner = make_role(LEARNERS[kind], spec, config.actor, mesh, **how)
+    if spec.lora is not None:
+        frozen = base_settings(config.actor)
+        base = make_role(BASE, spec_of(source, kind, frozen), frozen, mesh, **how)
+        learner = replace(learner, base=BASE)
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
-    reference = reference_role(config, source, mesh) if algorithm.reads_reference else None
+    reference = None
+    if algorithm.reads_reference:
+        # The model before training is the base of its adapters.
+        reference = base or reference_role(config, source, mesh)
     micro_batches = _micro_batches(config, learner)
     precomputed = reference is not None and config.precompute_reference
     catalogue = _forward_stages(
         algorithm, learner, reference, micro_batches, table=TRAIN if precomputed else None
     )
-    catalogue.append(_update(learner, algorithm, micro_batches, name=f"update_{learner.name}"))
+    name = f"update_{learner.name}"
+    catalogue.append(_update(learner, algorithm, micro_batches, name, seed=config.seed))
     stages = plan(catalogue, fields=OFFLINE)
     return OfflinePlan(
         config=config,
         algorithm=algorithm,
         learner=learner,
+        base=base,
         reference=reference,
         source=source,
         micro_batches=micro_batches,
@@ -480,6 +507,7 @@ def _update(
     micro_batches: MicroBatches,
     name: str,
     prefix: str = "",
+    seed: int = 0,
 ) -> "RecordUpdate":
     return RecordUpdate(
         model=role,
@@ -487,6 +515,7 @@ def _update(
         prefix=prefix,
         loss=RecordLoss(algorithm=algorithm, spec=role.spec, settings=role.forward),
         sizes=UpdateSizes(update=micro_batches, forward=micro_batches),
+        seed=seed,
     )
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
-from jaxrl_llm.config import AlgorithmSettings, Composed, Config, ConfigError, ModelSettings
+from jaxrl_llm.config import AlgorithmSettings, Composed, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -22,24 +22,20 @@ from jaxrl_llm.generation.partial_responses import Parts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
-from jaxrl_llm.models.base import ModelSpec
-from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
-from jaxrl_llm.plan.models import ModelSource, find_model, spec_of
+from jaxrl_llm.plan.models import ModelSource
+from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stop_ids
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
-from jaxrl_llm.plan.roles import Role, make_role, rollout_role, strict_of
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, WeightedModel, score_stages
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
-from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
+from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import RolloutBatch
 
-TEACHER = "teacher"
-ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
 AHEAD = "ahead"  # in a checkpoint: what was generated for the next steps
-ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE)
 
 
 # ------------------------------------------------------------------------- what is planned
@@ -171,7 +167,21 @@ class OnlinePlan:
     @property
     def frozen(self) -> list[str]:
         """The roles that no step changes: saved once a run."""
-        return [name for name, role in self.roles.items() if role.optimizer is None]
+        fixed = [name for name, role in self.roles.items() if role.optimizer is None]
+        return [name for name in fixed if name not in self.reloaded]
+
+    @property
+    def bases(self) -> dict[str, Role]:
+        """The frozen weights below adapters."""
+        return {name: self.roles[name] for name in (BASE, CRITIC_BASE) if name in self.roles}
+
+    @property
+    def reloaded(self) -> dict[str, ModelSource]:
+        """The roles that no step changes and that a run reads again, where it began with them."""
+        if self.config.warmup is not None:
+            return {}
+        found = {BASE: self.sources.get("actor"), CRITIC_BASE: self.sources.get("critic")}
+        return {name: s for name, s in found.items() if s is not None and name in self.roles}
 
     @property
     def num_devices(self) -> int:
@@ -296,7 +306,7 @@ def plan_iteration(
     if waiting is None:
         waiting = min(_critic_warmup(config, algorithm), config.total_steps)
     own_meshes = {} if own_meshes is None else own_meshes
-    roles, sources = _roles(config, tokenizer, mesh, waiting, own_meshes)
+    roles, sources = roles_of(config, tokenizer, mesh, waiting, own_meshes)
     followers = []
     if ROLLOUT_ROLE in own_meshes:
         rollout = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)
@@ -316,7 +326,7 @@ def plan_iteration(
     rest = [stage for stage in planned if stage not in collected]
     group = partial(segments, fuse=config.fuse_stages, place=by_mesh(own_meshes))
     collecting = group(collected)
-    used = {stage.role for stage in planned}
+    used = {name for stage in planned for name in (stage.role, *stage.shares)}
     roles = {name: role for name, role in roles.items() if name in used}
     shardings = {name: role.shardings for name, role in roles.items()}
     make_program = partial(
@@ -411,101 +421,6 @@ def _weights_of_stale_samples(config: Config) -> tuple[str, float]:
 
 def _rollout_dtype(config: Config) -> str:
     return config.rollout.dtype or config.actor.dtype
-
-
-def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's and the config's own."""
-    return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
-
-
-# ------------------------------------------------------------------------- roles
-
-
-def _roles(
-    config: Config,
-    tokenizer: Tokenizer,
-    mesh: Mesh,
-    waiting: int,
-    own_meshes: Mapping[str, Mesh],
-) -> tuple[dict[str, Role], dict[str, ModelSource]]:
-    """Every role that the config describes, and where weights come from, if not from the actor."""
-    context = config.data.max_row_length
-    actor = find_model(config.actor, tokenizer, context=context)
-    check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
-    models: dict[str, tuple[Kind, ModelSettings]] = {
-        "actor": ("causal_lm", config.actor),
-        "critic": ("scalar", config.critic),
-    }
-    if config.reward.model is not None:
-        models["reward"] = ("scalar", config.reward.model)
-    if config.teacher is not None:
-        models[TEACHER] = ("causal_lm", config.teacher)
-    for model in config.models:
-        if model.name in (*ROLES, *models):
-            raise ConfigError(
-                f"config.models: the name {model.name!r} is taken by a role of the trainer or by "
-                "another model; give it a name of its own"
-            )
-        models[model.name] = (model.kind, model)
-    roles, sources = {}, {"actor": actor}
-    for name, (kind, settings) in models.items():
-        source = actor
-        if name != "actor" and (settings.path or settings.hf_config):
-            source = sources[name] = find_model(settings, tokenizer, context=context)
-        elif name == TEACHER:
-            sources[name] = actor
-        _check_vocabulary(name, source, actor)
-        spec = spec_of(source, kind, settings)
-        roles[name] = _make_role(name, spec, settings, config, own_meshes.get(name), mesh)
-    iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
-    for name, number in iterations.items():
-        settings = config.actor if name == "actor" else config.critic
-        per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
-        steps = max(per_epoch * settings.ppo_epochs, 1)
-        roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
-    roles["reference"] = reference_role(config, actor, mesh, own_meshes.get("reference"))
-    return roles, sources
-
-
-def _make_role(
-    name: str,
-    spec: ModelSpec,
-    settings: ModelSettings,
-    config: Config,
-    own_mesh: Mesh | None,
-    mesh: Mesh,
-) -> Role:
-    """A role on its own mesh, which has no phases, or on that of the run."""
-    phases = config.mesh if own_mesh is None else None
-    strict = None
-    if config.exact == "strict" and spec.kind == "causal_lm":
-        strict = strict_of(spec, settings.dtype, settings.attention)
-    exact = config.exact != "off"
-    return make_role(
-        name, spec, settings, own_mesh or mesh, phases=phases, exact=exact, strict=strict
-    )
-
-
-def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
-    """ConfigError when a model's vocabulary is not the actor's: it would read other tokens."""
-    if source.config.vocab_size != actor.config.vocab_size and name not in ("critic", "reward"):
-        raise ConfigError(
-            f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
-            f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"
-        )
-
-
-def reference_role(
-    config: Config, source: ModelSource, mesh: Mesh, own_mesh: Mesh | None = None
-) -> Role:
-    """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
-    settings = ModelSettings(
-        dtype=config.actor.dtype,
-        param_dtype=config.actor.dtype,
-        attention=config.actor.attention,
-    )
-    spec: ModelSpec = spec_of(source, "causal_lm", settings)
-    return _make_role("reference", spec, settings, config, own_mesh, mesh)
 
 
 # ------------------------------------------------------------------------- stages
@@ -691,7 +606,11 @@ class _Planning:
         if algorithm.value_loss is not None:
             loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
             update = stages.Update(
-                model=critic, name="update_critic", loss=loss, sizes=critic_sizes
+                model=critic,
+                name="update_critic",
+                loss=loss,
+                sizes=critic_sizes,
+                seed=config.seed,
             )
             found.append(update)
         loss = PolicyLoss(
@@ -708,5 +627,6 @@ class _Planning:
             sizes=sizes,
             first_step=_critic_warmup(config, algorithm) + 1,
             measure=stages.policy_metrics if own_logprobs else None,
+            seed=config.seed,
         )
         return [*found, update]

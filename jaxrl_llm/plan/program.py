@@ -27,10 +27,11 @@ from jaxrl_llm.distributed.multihost import (
 )
 from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
-from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.roles import Role
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
@@ -349,7 +350,8 @@ def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, A
 def _split_states(states: States, segment: Segment) -> tuple[States, States]:
     """The states that the segment replaces (donated) and those that it only reads."""
     learning = set(segment.updated)
-    used = {stage.role for stage in segment.stages if stage.role in states}
+    named = {name for stage in segment.stages for name in (stage.role, *stage.shares)}
+    used = named & states.keys()
     return (
         {role: states[role] for role in sorted(used & learning)},
         {role: states[role] for role in sorted(used - learning)},

@@ -1,6 +1,6 @@
 """The roles of a run placed on its mesh: model, layouts, optimizer, forward settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,20 @@ from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
-from jaxrl_llm.learner.train_state import Params, TrainState, init_state, state_shardings
-from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.learner.train_state import (
+    Adapted,
+    Params,
+    TrainState,
+    cast,
+    init_state,
+    params_of,
+    state_shardings,
+)
+from jaxrl_llm.models.base import ModelSpec, draw_params, merge_adapters
+from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
 
+BASE, CRITIC_BASE = "base", "critic_base"  # roles: the frozen weights below adapters
 STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time
 
 
@@ -41,6 +51,7 @@ class Role:
     offload: bool = False  # optimizer state is in host memory between steps
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
+    base: str = ""  # of a role with adapters: whose state its base is
 
     @property
     def mesh(self) -> Mesh:
@@ -55,11 +66,12 @@ class Role:
     @property
     def shardings(self) -> Any:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
+        own = self.own_shardings
         if self.optimizer is None:
-            return self.param_shardings
+            return own
         return state_shardings(
-            self.spec.params,
-            self.param_shardings,
+            self.spec.learned,
+            own,
             self.optimizer,
             self.mesh,
             offload=self.offload,
@@ -68,15 +80,52 @@ class Role:
     def abstract(self) -> Any:
         """Shape, dtype and sharding of what the role keeps, without any array."""
         if self.optimizer is None:
-            shapes = self.spec.params
+            shapes = self.spec.learned
         else:
-            shapes = jax.eval_shape(self._init, self.spec.params)
+            shapes = jax.eval_shape(self._init, self.spec.learned)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings
         )
 
+    def state_of(self, states: Mapping[str, Any]) -> Any:
+        """What the role keeps, joined to its base if it has one; None for a role without state."""
+        own = states.get(self.name)
+        return self.with_base(own, states[self.base]) if self.base else own
+
+    def params_in(self, states: Mapping[str, Any]) -> Params:
+        """All parameters of the role, those of its base included."""
+        return params_of(self.state_of(states))
+
+    def with_base(self, own: Any, base: Params) -> Adapted:
+        """What a role with adapters works with. The base may have another head than the role."""
+        wanted = split(self.spec.params)[0]
+        return Adapted(own=own, base={name: base[name] for name in wanted})
+
+    def first_adapters(self, base: Params, seed: int) -> Params:
+        """New adapters of a base, and the head of a scalar model: the base's, or zeros."""
+        spec, lora = self.spec, self.spec.lora
+        assert lora is not None
+
+        def make(base: Params) -> Params:
+            own = draw_params(spec, spec.learned, jax.random.key(seed))
+            own = split(first_magnitudes(self.with_base(own, base).joined, lora))[1]
+            if HEAD in own and HEAD in base:
+                own |= {HEAD: jax.tree.map(lambda x: x.astype(lora.dtype), base[HEAD])}
+            return own
+
+        return call(jax.jit(make, out_shardings=self.own_shardings), (base,), self.mesh)
+
+    @property
+    def own_shardings(self) -> Params:
+        """Shardings of the parameters that the role keeps itself."""
+        return self._own(self.param_shardings)
+
+    def _own(self, tree: Params) -> Params:
+        """The part that the role keeps, of a tree of all its parameters."""
+        return tree if self.spec.lora is None else split(tree)[1]
+
     def state(self, params: Params) -> Any:
-        """What the role keeps, made of its parameters.
+        """What the role keeps, made of its parameters, or of those that learn.
 
         The parameters are consumed: their buffers become the state's. A copy would leave a hole in
         memory, and the temporaries of a program need one piece.
@@ -105,6 +154,21 @@ class Role:
     def _init(self, params: Params) -> TrainState:
         assert self.optimizer is not None
         return init_state(params, self.optimizer)
+
+
+def sampling_model(spec: ModelSpec, params: Params, dtype: str) -> tuple[ModelSpec, Params]:
+    """The model that generates, in `dtype`; its adapters are merged, unless they are kept apart."""
+    if spec.lora is not None and spec.lora.merge:
+        spec, params = merge_adapters(spec, params, dtype)
+    return spec, cast(params, dtype)
+
+
+def pass_model(role: Role, state: Any) -> tuple[ModelSpec, Params]:
+    """The model of a pass without gradient; its weights are those that an update begins with."""
+    spec, params = role.spec, params_of(state)
+    if spec.lora is not None and spec.lora.merges_updates:
+        spec, params = merge_adapters(spec, params, role.passes.dtype)
+    return spec, params
 
 
 def make_role(
@@ -221,7 +285,20 @@ def switch_and_gather(
         shardings(spec.axes, spec.params, layout.mesh, layout.rules) for layout in (source, target)
     )
     gather = gather_to(target, spec)
-    return lambda params: gather(to_layout(params, before, after))
+
+    def switch(params: Params) -> Params:
+        places = (_part_of(each, params) for each in (before, after))
+        return gather(to_layout(params, *places))
+
+    return switch
+
+
+def _part_of(tree: Params, params: Params) -> Params:
+    """The leaves of `tree` that `params` has: merged weights have no adapters."""
+    return {
+        name: _part_of(tree[name], value) if isinstance(value, dict) else tree[name]
+        for name, value in params.items()
+    }
 
 
 def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
@@ -243,11 +320,8 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
         # Without the barrier the partitioner gathers float32, as it was before the cast.
         return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
 
-    return lambda params: jax.tree.map(
-        gather, axes, use, params, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    def gathered(params: Params) -> Params:
+        names, places = (_part_of(tree, params) for tree in (axes, use))
+        return jax.tree.map(gather, names, places, params, is_leaf=lambda x: isinstance(x, tuple))
 
-
-def params_of(state: Any) -> Params:
-    """The parameters in what a role keeps."""
-    return state.params if isinstance(state, TrainState) else state
+    return gathered

@@ -13,9 +13,9 @@ from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.learner.forward import response_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
-from jaxrl_llm.learner.train_state import Metrics
+from jaxrl_llm.learner.train_state import Metrics, params_of
 from jaxrl_llm.plan.dataflow import HOST, Stage, StageOutput
-from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import ModelStage
 
 GREEDY_SCORE = "critic/greedy_score/mean"

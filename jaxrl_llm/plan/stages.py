@@ -4,6 +4,7 @@ Nothing here knows an algorithm's name. Which fields a stage reads comes from it
 from the signatures of the functions that the `Algorithm` holds.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,11 +39,18 @@ from jaxrl_llm.learner.forward import (
 )
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
-from jaxrl_llm.learner.train_state import Metrics, TrainState, cast
+from jaxrl_llm.learner.train_state import (
+    Adapted,
+    Metrics,
+    TrainState,
+    own_of,
+    params_of,
+)
 from jaxrl_llm.learner.train_step import (
     BUBBLE,
     NONFINITE,
     STEP_METRICS,
+    Base,
     Loss,
     Measure,
     mini_batches,
@@ -50,8 +58,8 @@ from jaxrl_llm.learner.train_step import (
 )
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
-from jaxrl_llm.plan.dataflow import Stage, StageOutput
-from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
+from jaxrl_llm.plan.roles import Role, pass_model, sampling_model
 
 KL_CONTROLLER = "kl_controller"
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
@@ -66,6 +74,14 @@ class ModelStage(Stage):
     @property
     def role(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.model.name
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return (self.model.base,) if self.model.base else ()
+
+    def state_of(self, states: States) -> Any:
+        """The state of the model; with adapters, joined to that of its base."""
+        return self.model.state_of(states)
 
     @property
     def loop_metrics(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -126,9 +142,10 @@ class Generation:
         begun: Any = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
+        spec, params = sampling_model(role.spec, params_of(state), self.dtype)
         return generate_on_mesh(
-            role.spec,
-            cast(params_of(state), self.dtype),
+            spec,
+            params,
             prompts,
             lengths,
             sample_ids,
@@ -319,12 +336,13 @@ class OldLogprobs(ModelStage):
         rollout_logprobs: Any,
     ) -> StageOutput:
         with_squares = "sum_pi_squared" in self.writes
+        spec, params = pass_model(self.model, state)
 
         def forward(part: Fields) -> Any:
             found = response_statistics(
-                params_of(state),
+                params,
                 rows_of(part, self.model.passes.align),
-                spec=self.model.spec,
+                spec=spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
                 with_entropy=True,
@@ -439,10 +457,10 @@ class Values(ModelStage):
         responses: Any,
         mask: Any,
     ) -> StageOutput:
+        spec, params = pass_model(self.model, state)
+
         def forward(part: Fields) -> Any:
-            return response_values(
-                params_of(state), rows_of(part), spec=self.model.spec, settings=self.model.passes
-            )
+            return response_values(params, rows_of(part), spec=spec, settings=self.model.passes)
 
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
         values, parts = self.micro_batches.join_counted(forward, samples)
@@ -613,6 +631,7 @@ class Update(ModelStage):
     sizes: UpdateSizes
     first_step: int = 1
     measure: Measure | None = None
+    seed: int = 0  # of the run, for dropout
 
     updates = True
 
@@ -624,8 +643,18 @@ class Update(ModelStage):
     def loop_metrics(self) -> Mapping[str, str]:
         return {MICRO_BATCHES: f"{self.role}/micro_batches"}
 
-    def __call__(self, state: TrainState, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: TrainState | Adapted, step: Any, **fields: Any) -> StageOutput:
         role, sizes = self.model, self.sizes
+        base = None
+        if isinstance(state, Adapted):
+            assert role.spec.lora is not None
+            base = Base(
+                params=state.base,
+                lora=role.spec.lora,
+                dtype=role.forward.dtype,
+                key=jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(role.name.encode())),
+            )
+        own: TrainState = own_of(state)
         assert role.optimizer is not None and role.learning_rate is not None
         key = None
         if sizes.shuffle_seed is not None:
@@ -644,19 +673,20 @@ class Update(ModelStage):
             optimizer=role.optimizer,
             learning_rate=role.learning_rate,
             max_grad_norm=role.max_grad_norm,
+            base=base,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=sizes.update,
             measure=self.measure,
         )
         num_steps = sizes.num_mini_batches * sizes.num_epochs
         if num_steps == 1:
-            state, metrics = optimizer_step(state, 0)
+            own, metrics = optimizer_step(own, 0)
             metrics = jax.tree.map(lambda x: x[None], metrics)
         else:
-            state, metrics = jax.lax.scan(optimizer_step, state, jnp.arange(num_steps))
+            own, metrics = jax.lax.scan(optimizer_step, own, jnp.arange(num_steps))
         if role.forward.pipeline is not None:
             metrics[BUBBLE] = jnp.full(num_steps, role.forward.pipeline.bubble, jnp.float32)
-        return StageOutput(metrics=self.summary(metrics), state=state)
+        return StageOutput(metrics=self.summary(metrics), state=own)
 
     def summary(self, steps: Metrics) -> Metrics:
         """Metrics [optimizer steps] averaged; those of the step itself are named for the role."""

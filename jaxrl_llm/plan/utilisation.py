@@ -31,7 +31,9 @@ def segment_flops(
         if not stage.updates:
             total += forward_flops(spec.config, lengths, spec.kind)
         elif step is None or step >= stage.first_step:
-            total += epochs[stage.role] * training_flops(spec.config, lengths, spec.kind)
+            adapters = spec.lora is not None
+            one = training_flops(spec.config, lengths, spec.kind, adapters=adapters)
+            total += epochs[stage.role] * one
     return total
 
 

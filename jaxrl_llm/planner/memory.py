@@ -11,6 +11,7 @@ from jaxrl_llm.planner.packing import (
     Rows,
     head_weights,
     layer_weights,
+    learned_parameters,
     rows_of,
     stored_parameters,
 )
@@ -28,7 +29,8 @@ def kept(model: Model, devices: Devices) -> float:
     size = model.stored_itemsize
     if model.learns and not model.optimizer.offload:
         size += 2 * BYTES[model.optimizer.moment_dtype]
-    return stored_parameters(model) * size / devices.shards
+    # The base below adapters is a role of its own.
+    return learned_parameters(model) * size / devices.shards
 
 
 def temporary(job: Job, work: Work, devices: Devices, own_weights: bool = False) -> float:
@@ -66,7 +68,8 @@ def _generation(
     tensor, rollout = devices.tensor("generate"), work.config.rollout
     dtype = rollout.dtype or model.settings.dtype
     itemsize = 1 if rollout.quantization == "float8" else BYTES[dtype]
-    weights = 0.0 if own_weights else stored_parameters(model) * BYTES[dtype]
+    copies = not own_weights and (not model.adapters or model.generates_merged)
+    weights = stored_parameters(model) * BYTES[dtype] if copies else 0.0
     if rollout.quantization == "float8":
         weights += model.config.num_layers * layer_weights(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
@@ -96,9 +99,10 @@ def _forward(model: Model, rows: Rows, devices: Devices) -> float:
 def _update(model: Model, rows: Rows, devices: Devices) -> float:
     config, mesh = model.config, devices.mesh
     parameters = stored_parameters(model)
+    learned = learned_parameters(model)
     adds_up = rows.micro_batches > 1
     # One micro-batch needs no sum of gradients; XLA then keeps them in the dtype of the matmuls.
-    gradients = parameters * (4 if adds_up else model.itemsize) / devices.shards
+    gradients = learned * (4 if adds_up else model.itemsize) / devices.shards
     tokens = rows.row_tokens / (mesh.sequence * mesh.tensor)
     saved = tokens * config.num_layers * saved_bytes(model)
     if mesh.pipeline > 1:
@@ -118,7 +122,9 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
 
 
 def _cast(model: Model) -> float:
-    """Weights in the dtype of the matmuls, where they are stored in another."""
+    """Weights in the dtype of the matmuls, where they are stored in another, or merged."""
+    if model.adapters:
+        return stored_parameters(model) * model.itemsize if model.merges else 0.0
     same = model.settings.dtype == model.settings.param_dtype
     return 0.0 if same else stored_parameters(model) * model.itemsize
 

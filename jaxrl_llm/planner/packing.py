@@ -84,8 +84,13 @@ def head_weights(model: Model) -> float:
     return rows * model.config.hidden_size
 
 
+def learned_parameters(model: Model) -> float:
+    """The parameters that an update changes."""
+    return model.adapters or stored_parameters(model)
+
+
 def stored_parameters(model: Model) -> float:
-    """All parameters of a model: layers, embedding and head."""
+    """All parameters of a model: layers, embedding and head; without adapters."""
     config = model.config
     if model.kind == "causal_lm":
         return num_parameters(config)

@@ -100,6 +100,8 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
     for model in work.models.values():
         if not _divides(model, mesh.tensor) or model.config.num_layers % mesh.pipeline:
             return False
+        if model.adapters and mesh.pipeline > 1:
+            return False
     rows = work.samples.count
     mini = min((rows // job.mini_batches for job in work.jobs), default=rows)
     return mini % mesh.num_replicas == 0

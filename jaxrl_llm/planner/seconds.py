@@ -16,8 +16,8 @@ from jaxrl_llm.planner.packing import (
     Rows,
     head_weights,
     layer_weights,
+    learned_parameters,
     rows_of,
-    stored_parameters,
 )
 from jaxrl_llm.planner.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
 from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
@@ -29,6 +29,7 @@ ELEMENTWISE_FORWARD = 15
 RECOMPUTED = {"none": 0.0, "projections": 0.0, "attention": 0.45, "full": 0.6}  # of a forward pass
 NARROW = 60  # matmuls of this hidden size a device run at half of the rate
 HEAD_PASSES = 4  # logits are computed twice, and have two gradients
+ADAPTED = 12  # bytes of an element of activations that the gradients of adapters read
 BACKWARD = 2.5  # attention, in forward passes
 DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever the batch
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
@@ -103,9 +104,11 @@ def _computing(
     attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * rows.pairs
     again = RECOMPUTED[model.settings.remat]
     if update:
-        matmuls = layers * (3 + again) + head * HEAD_PASSES
+        frozen = bool(model.adapters)  # weights without a gradient
+        matmuls = layers * (3 - frozen + again) + head * (HEAD_PASSES - frozen)
         attending = attention * (1 + BACKWARD + (again > 0.5))
         elementwise = ELEMENTWISE_UPDATE + ELEMENTWISE_FORWARD * (again > 0)
+        elementwise += ADAPTED * frozen
     else:
         matmuls, attending, elementwise = layers + head, attention, ELEMENTWISE_FORWARD
     width = config.hidden_size + config.intermediate_size
@@ -125,7 +128,7 @@ def _optimizer_seconds(model: Model, devices: Devices) -> float:
     """One AdamW step: everything is read and written once."""
     optimizer = model.optimizer
     moments = 4 * BYTES[optimizer.moment_dtype]
-    parameters = stored_parameters(model) / devices.shards
+    parameters = learned_parameters(model) / devices.shards
     on_device = parameters * (2 * OPTIMIZER_BYTES + moments) / devices.rates.memory
     return on_device + (parameters * moments / devices.rates.host if optimizer.offload else 0.0)
 

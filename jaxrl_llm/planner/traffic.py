@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.packing import Rows, stored_parameters
+from jaxrl_llm.planner.packing import Rows, learned_parameters, stored_parameters
 from jaxrl_llm.planner.work import BYTES, Model, Work
 
 WEIGHTS = ("pipeline", "fsdp", "sequence")  # besides tensor
@@ -53,7 +53,9 @@ def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
     parameters = stored_parameters(model)
     group = devices.size(WEIGHTS)
     # Weights twice a micro-batch, in the dtype of matmuls; their gradients once, in float32.
-    weights = parameters / mesh.tensor * (2 * model.itemsize + 4) * _share(group)
+    learned = learned_parameters(model)
+    each = 2 * model.itemsize * parameters + 4 * learned
+    weights = each / mesh.tensor * _share(group)
     received = {_weight_axes(devices): weights * rows.micro_batches}
     again = 1.4 if model.settings.remat == "full" else 1.0
     received |= _activations(model, rows, devices, mesh.tensor, passes=2.5 * again)
@@ -61,7 +63,7 @@ def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
     if mesh.pipeline > 1:
         size = rows.tokens * config.hidden_size * 4 * 2 * mesh.pipeline_rounds
         received["pipeline"] = size / (mesh.sequence * mesh.tensor)
-    received["data"] = 2 * 4 * parameters / devices.shards * _share(mesh.data)
+    received["data"] = 2 * 4 * learned / devices.shards * _share(mesh.data)
     return _without_zeros(received, 3 * rows.micro_batches * _ring_seconds(model, devices))
 
 

@@ -20,9 +20,10 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.plan.models import find_tokenizer
+from jaxrl_llm.plan.models import base_settings, find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
 from jaxrl_llm.trainer.rewarding import planned_reward
 
 Does = Literal["generate", "pass", "update"]
@@ -39,6 +40,9 @@ class Model:
     settings: ModelSettings
     rows: ActorConfig | CriticConfig  # how its passes cut samples
     learns: bool
+    adapters: int = 0  # parameters of a role that keeps adapters, and their base apart
+    merges: bool = False  # passes and updates compute with a merged copy of its weights
+    generates_merged: bool = False  # and the sampler does
 
     @property
     def itemsize(self) -> int:
@@ -160,21 +164,15 @@ def work_of(
         param_dtype=config.actor.dtype,
         attention=config.actor.attention,
     )
-    settings["reference"] = frozen
+    settings |= {"reference": frozen, BASE: base_settings(config.actor)}
+    settings[CRITIC_BASE] = base_settings(config.critic)
     roles: dict[str, Any] = {
         stage.role: stage.model for stage in planned.stages if hasattr(stage, "model")
     }
-    models = {
-        name: Model(
-            role=name,
-            config=role.spec.config,
-            kind=role.spec.kind,
-            settings=settings[name],
-            rows=config.critic if name == "critic" else config.actor,
-            learns=role.optimizer is not None,
-        )
-        for name, role in roles.items()
-    }
+    bases = planned.bases if is_offline(config) else planned.roles
+    roles |= {role.base: bases[role.base] for role in roles.values() if role.base}
+    rows = dict.fromkeys(roles, config.actor) | {"critic": config.critic}
+    models = {name: _model(name, role, settings[name], rows[name]) for name, role in roles.items()}
     if is_offline(config):
         # The one that learns has the settings of the actor, also where it is a reward model.
         models = {
@@ -194,6 +192,25 @@ def work_of(
             lengths=lengths,
         ),
         share_prompts=config.actor.share_prompts and not config.actor.shuffle,
+    )
+
+
+def _model(
+    name: str, role: Role, settings: ModelSettings, rows: ActorConfig | CriticConfig
+) -> Model:
+    """A role of the plan."""
+    spec, lora = role.spec, role.spec.lora
+    learned = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec.learned))
+    return Model(
+        role=name,
+        config=spec.config,
+        kind=spec.kind,
+        settings=settings,
+        rows=rows,
+        learns=role.optimizer is not None,
+        adapters=0 if lora is None else learned,
+        merges=lora is not None and lora.merges_updates,
+        generates_merged=lora is not None and lora.merge,
     )
 
 

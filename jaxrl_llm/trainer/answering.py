@@ -16,8 +16,9 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
-from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, spec_of
+from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
 from jaxrl_llm.plan.roles import make_role
+from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.types import Completion, Prompt

@@ -33,11 +33,11 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.learner.train_state import Params, cast
+from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
-from jaxrl_llm.plan.online import stop_ids
-from jaxrl_llm.plan.roles import Role, params_of
+from jaxrl_llm.plan.online_roles import stop_ids
+from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.tokenizer import Tokenizer
@@ -107,11 +107,15 @@ class Validator:
         self._prompts = [
             {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
         ]
+        self.role = role
         self._answer, self._compiled = self._compile(role), False
 
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
+        if role is self.role:
+            return self
         other = copy.copy(self)
+        other.role = role
         other._answer, other._compiled = self._compile(role), False
         return other
 
@@ -121,9 +125,10 @@ class Validator:
 
         def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
+            spec, params = sampling_model(role.spec, params, dtype)
             out = generate_on_mesh(
-                role.spec,
-                cast(params, dtype),
+                spec,
+                params,
                 prompts,
                 lengths,
                 sample_ids,
@@ -317,12 +322,11 @@ class AnswerEvaluation(Evaluation):
     """Answers to held-out prompts: all metrics of them, or their accuracy under one name."""
 
     validator: Validator
-    role: str
     accuracy_name: str = ""  # empty reports all metrics
     output: RunOutput | None = None  # where the answers are traced
 
     def run(self, states: States, step: int) -> dict[str, float]:
-        found = self.validator.run(params_of(states[self.role]), step)
+        found = self.validator.run(self.validator.role.params_in(states), step)
         if self.output is not None:
             self.output.validation(
                 step, found.prompts, found.completions, found.grades, found.indices

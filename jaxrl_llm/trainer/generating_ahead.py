@@ -33,7 +33,8 @@ from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.online import AHEAD, ROLLOUT_ROLE, Iteration
+from jaxrl_llm.plan.online import AHEAD, Iteration
+from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE
 from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.plan.stages import UNFINISHED
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved

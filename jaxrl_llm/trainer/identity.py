@@ -19,9 +19,9 @@ from jaxrl_llm.trainer.progress import Plan
 
 def run_identity(plan: Plan, tokenizer: Tokenizer) -> Record:
     """What a checkpoint of this run is of. It is compared at a resume."""
-    roles = dict(plan.roles)
+    roles = plan.roles | plan.bases
     if isinstance(plan, OfflinePlan) and plan.reference is not None:
-        roles["reference"] = plan.reference
+        roles[plan.reference.name] = plan.reference
     devices = plan.learner.mesh.devices
     setting = {
         **package_versions(),

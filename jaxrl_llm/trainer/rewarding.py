@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config, RewardConfig
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
-from jaxrl_llm.plan.online import stop_ids
+from jaxrl_llm.plan.online_roles import stop_ids
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names

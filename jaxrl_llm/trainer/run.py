@@ -26,10 +26,13 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online, stop_ids
+from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
+from jaxrl_llm.plan.online_roles import stop_ids
+from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.banner import about, lines, write_about
+from jaxrl_llm.trainer.bases import bases_record, read_bases
 from jaxrl_llm.trainer.batches import (
     AnyLoader,
     Batches,
@@ -141,6 +144,7 @@ class Run:
     callbacks: Callbacks
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
+    _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
 
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
@@ -278,12 +282,20 @@ class Run:
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
         loop_state["alarms"] = self.alarms.state()
         loop_state[IDENTITY] = self.identity
-        items = to_items(states, self.plan.frozen)
+        if self.plan.reloaded and not self._bases:
+            self._bases = bases_record(self.plan, states)
+        loop_state[BASES] = self._bases
+        items = to_items(states, self._apart)
         self.output.flush()
         self.watch.enter("disk space", learn=False)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.watch.enter("save")
         self.checkpoints.save(step, items, loop_state, metrics)
+
+    @property
+    def _apart(self) -> list[str]:
+        """The states that are not in every checkpoint."""
+        return [*self.plan.frozen, *self.plan.reloaded]
 
     def _save_once(self, states: States) -> None:
         """Write what every checkpoint needs and no step changes."""
@@ -305,7 +317,7 @@ class Run:
         abstract = self._abstract_states(kept_sizes(loop_state, self.config))
         frozen = self.plan.frozen
         try:
-            items, found = manager.restore(path, to_items(abstract, frozen))
+            items, found = manager.restore(path, to_items(abstract, self._apart))
             self.checkpoints.growth.begin(found[manager.NORMS])
         except DamagedCheckpoint as error:
             if path.parent != self.checkpoints.directory:
@@ -316,6 +328,7 @@ class Run:
             ) from None
         kept = {name: abstract[name] for name in frozen}
         fixed = manager.restore_frozen(path.parent, kept) if kept else {}
+        fixed |= read_bases(self.plan, loop_state.get(BASES, {}))
         return from_items(items, fixed), loop_state
 
 
@@ -427,7 +440,7 @@ class RunData:
         if isinstance(plan, OnlinePlan):
             answers = self.validator
             if answers is not None:
-                found.append(AnswerEvaluation(validator=answers, role="actor", output=output))
+                found.append(AnswerEvaluation(validator=answers, output=output))
             return found
         mesh = plan.learner.mesh
         assert records is not None
@@ -443,8 +456,7 @@ class RunData:
                 RecordEvaluation(plan.held_out, divide, batches, mesh, rows, prefix="eval_")
             )
         if self.validator is not None:
-            role = plan.learner.name
-            found.append(AnswerEvaluation(validator=self.validator, role=role))
+            found.append(AnswerEvaluation(validator=self.validator))
         return found
 
 

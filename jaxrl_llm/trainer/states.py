@@ -22,11 +22,13 @@ from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import scalar_params_from
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.models import load_params
+from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
-from jaxrl_llm.plan.online import TEACHER, Iteration, OnlinePlan
-from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.online import Iteration, OnlinePlan
+from jaxrl_llm.plan.online_roles import TEACHER
+from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
+from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import RecordBatches
 from jaxrl_llm.trainer.data import OfflineRecords, preference_data, sft_batches
@@ -49,10 +51,9 @@ def untrained_states(plan: Iteration | OnlinePlan) -> States:
     own.
     """
     states: States = {}
-    actor = _load(plan, "actor")
-    for name in plan.roles:
-        if name != "actor":
-            states[name] = plan.roles[name].state(_derive_or_load(plan, name, actor))
+    actor = _load_actor(plan, plan.roles["actor"].base or "actor")
+    for name in _others(plan):
+        states[name] = _first_state(plan, name, actor, states)
     return _with_actor(plan, states, actor)
 
 
@@ -66,16 +67,24 @@ def first_states(
     """
     config, roles = plan.config, plan.roles
     supervised = _Supervised(config=config, tokenizer=tokenizer, output=output)
-    actor = _load(plan, "actor")
-    if config.warmup is not None:
-        training = supervised.warm_up(roles["actor"], actor, config.warmup, validator)
+    base = roles["actor"].base
+    if config.warmup is None:
+        actor = _load_actor(plan, base or "actor")
+    else:
+        role = _in_full(plan)
+        actor = load_params(role, plan.sources["actor"], role_seed(config, "actor"))
+        training = supervised.warm_up(role, actor, config.warmup, validator)
         del actor
         yield training
         actor = training.take_params()
+        if base:
+            actor = _made(partial(cast, dtype=roles[base].spec.dtype), roles[base], actor)
     states: States = {}
-    for name, role in roles.items():
-        if name == "actor":
-            continue  # the last: until then others are derived from its parameters
+    for name in _others(plan):
+        role = roles[name]
+        if role.base:
+            states[name] = _first_state(plan, name, actor, states)
+            continue
         params = _derive_or_load(plan, name, actor)
         training = None
         if name == TEACHER:
@@ -90,15 +99,53 @@ def first_states(
     return _with_actor(plan, states, actor)
 
 
+def _others(plan: Iteration | OnlinePlan) -> list[str]:
+    """All roles but the actor and its base, in the order in which they can be made.
+
+    The actor is the last: until then others are derived from its parameters.
+    """
+    actor = plan.roles["actor"]
+    names = [name for name in plan.roles if name not in ("actor", actor.base)]
+    return sorted(names, key=lambda name: bool(plan.roles[name].base))
+
+
 def _with_actor(plan: Iteration | OnlinePlan, states: States, actor: Params) -> States:
-    """All states; the actor's parameters are consumed."""
+    """All states; the actor's parameters, or those of its base, are consumed."""
     states[KL_CONTROLLER] = plan.controller_state()
-    states["actor"] = plan.roles["actor"].state(actor)
+    role = plan.roles["actor"]
+    if role.base:
+        states[role.base] = actor
+        actor = first_adapters(role, actor, plan.config.actor, role_seed(plan.config, "actor"))
+    states["actor"] = role.state(actor)
     return states
 
 
-def _load(plan: Iteration | OnlinePlan, name: str) -> Params:
-    return load_params(plan.roles[name], plan.sources[name], role_seed(plan.config, name))
+def _load_actor(plan: Iteration | OnlinePlan, name: str) -> Params:
+    """The actor's weights before training, as the role `name` keeps them."""
+    return load_params(plan.roles[name], plan.sources["actor"], role_seed(plan.config, "actor"))
+
+
+def _in_full(plan: OnlinePlan | OfflinePlan) -> Role:
+    """The learner without adapters, as a warm-up trains it."""
+    config, role = plan.config, plan.learner
+    if not role.base:
+        return role
+    source = plan.source if isinstance(plan, OfflinePlan) else plan.sources["actor"]
+    assert source is not None
+    spec = spec_of(source, role.spec.kind, config.actor)
+    return make_role(
+        role.name, spec, config.actor, role.mesh, phases=config.mesh, exact=config.exact != "off"
+    )
+
+
+def _first_state(plan: Iteration | OnlinePlan, name: str, actor: Params, states: States) -> Any:
+    """What a role other than the actor keeps. A base that it has of its own is in `states`."""
+    role = plan.roles[name]
+    if not role.base:
+        return role.state(_derive_or_load(plan, name, actor))
+    base = actor if role.base == plan.roles["actor"].base else states[role.base]
+    seed = role_seed(plan.config, name)
+    return role.state(first_adapters(role, base, plan.config.critic, seed))
 
 
 def _derive_or_load(plan: Iteration | OnlinePlan, name: str, actor: Params) -> Params:
@@ -106,11 +153,12 @@ def _derive_or_load(plan: Iteration | OnlinePlan, name: str, actor: Params) -> P
     role = plan.roles[name]
     if name == "reference":
         return derive_reference(role, actor)
-    if name in plan.sources:
-        return _load(plan, name)
+    of = "critic" if name == CRITIC_BASE else name
+    if of in plan.sources:
+        return load_params(role, plan.sources[of], role_seed(plan.config, of))
     if role.spec.kind == "causal_lm":
         return derive_reference(role, actor)
-    return _derive_scalar(role, actor, role_seed(plan.config, name))
+    return _derive_scalar(role, actor, role_seed(plan.config, of))
 
 
 def derive_reference(role: Role, params: Params) -> Params:
@@ -147,6 +195,11 @@ def role_seed(config: Config, role: str) -> int:
     return config.seed * len(SEEDS) + names.index(role)
 
 
+def seed_of_base(config: Config, base: str, learner: str) -> int:
+    """The seed of the frozen weights below adapters: that of the model that they stand for."""
+    return role_seed(config, "critic" if base == CRITIC_BASE else learner)
+
+
 # ------------------------------------------------------------------------- offline
 
 
@@ -160,19 +213,29 @@ def first_offline_states(
     """Weights loaded or drawn, warmed up; the reference is what they are then."""
     config, role = plan.config, plan.learner
     assert plan.source is not None
-    params = load_params(role, plan.source, role_seed(config, role.name))
+    kept = plan.base or role  # as what the weights before training are kept
+    start = kept if config.warmup is None else _in_full(plan)
+    params = load_params(start, plan.source, role_seed(config, role.name))
     if config.warmup is not None:
         supervised = _Supervised(config=config, tokenizer=tokenizer, output=output)
-        training = supervised.warm_up(role, params, config.warmup, validator)
+        training = supervised.warm_up(start, params, config.warmup, validator)
         del params
         yield training
         params = training.take_params()
+        if plan.base is not None:
+            params = _made(partial(cast, dtype=kept.spec.dtype), kept, params)
+    states: States = {}
+    reference = params
+    if plan.base is not None:
+        states[plan.base.name] = params
+        params = first_adapters(role, params, config.actor, role_seed(config, role.name))
+    elif plan.reference is not None:
+        reference = derive_reference(plan.reference, params)
+    states[role.name] = role.state(params)
     if plan.reference is None:
-        return {role.name: role.state(params)}
-    reference = derive_reference(plan.reference, params)
-    states: States = {role.name: role.state(params)}
+        return states
     if not plan.precomputed:
-        return states | {"reference": reference}
+        return states | {plan.reference.name: reference}
     output.message("log-probs of the reference model, once")
     batches = {TRAIN: records.train_batches(), HELD_OUT: records.held_out_batches()}
     states["reference"] = {
@@ -278,7 +341,7 @@ class _Supervised:
         if validator is not None:
             accuracy = f"{prefix}/eval_accuracy"
             evaluations.append(
-                AnswerEvaluation(validator=validator, role=role.name, accuracy_name=accuracy)
+                AnswerEvaluation(validator=validator.of(role), accuracy_name=accuracy)
             )
         return self._training(name, plan, params, training, loader, evaluations)
 

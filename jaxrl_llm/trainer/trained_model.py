@@ -16,11 +16,15 @@ from jaxrl_llm.checkpoint.huggingface import (
     export,
     load_model_config,
 )
+from jaxrl_llm.checkpoint.peft import export_adapter
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
-from jaxrl_llm.models.base import ModelSpec, model_spec
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.plan.models import find_model, find_tokenizer, load_params, open_meshes, spec_of
+from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import make_role
+from jaxrl_llm.plan.weights import adapted_role, adapters_in, load_params, restored
 from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
 from jaxrl_llm.trainer.evaluate import Validation, open_validator
 from jaxrl_llm.trainer.model_card import RunFacts, model_card
@@ -50,9 +54,12 @@ def export_checkpoint(
     *,
     role: str = "actor",
     dtype: str | None = None,
+    adapter: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write one role of a checkpoint as a Hugging Face directory; returns its path.
+
+    Adapters are merged with their base, or with `adapter` written alone, in PEFT's files.
 
     Every array goes through the first device, however many the run had. `dtype` is that of the
     stored weights unless given. ValueError when the checkpoint has no such role, or when its files
@@ -62,19 +69,36 @@ def export_checkpoint(
     roles = manager.stored_roles(checkpoint)
     if role not in roles:
         raise ConfigError(f"{checkpoint} has no role {role!r}; it has {', '.join(roles)}")
-    abstract = roles[role]
+    abstract, lora = roles[role], adapters_in(checkpoint, role)
+    if adapter and lora is None:
+        raise ConfigError(
+            f"--adapter: all weights of {role!r} learned in {checkpoint}, so it has no adapter; "
+            "leave the flag out"
+        )
     kind: Kind = "scalar" if "score" in abstract else "causal_lm"
     stored = str(jax.tree.leaves(abstract)[0].dtype)
+    if lora is not None:
+        stored = dtype if dtype == "float32" else _base_dtype(checkpoint, role)
     config = _model_config(checkpoint, role, facts.config)
     files = checkpoint.parent / layout.HUGGINGFACE
     identity.check_model(checkpoint, config, files / "config.json", role)
     identity.check_tokenizer(checkpoint, load_tokenizer(files).digest(), files)
     spec = model_spec(config, kind, stored)
-    _check_shapes(spec, abstract, role)
+    dense = make_role(role, spec, ModelSettings(), make_mesh(devices=jax.local_devices()[:1]))
+    kept = dense if lora is None else adapted_role(dense, checkpoint, role)
+    _check_shapes(kept.spec.learned, abstract, role)
+    if adapter:
+        path = "" if facts.config is None else facts.config.actor.path
+        own = manager.restore_role(checkpoint, role, abstract)
+        return export_adapter(output, kept.spec, own, base=path, dtype=dtype)
+    if lora is not None:
+        params = restored(dense, checkpoint, role, dense.spec.params)
+    else:
+        params = manager.restore_role(checkpoint, role, abstract)
     return export(
         output,
         spec,
-        manager.restore_role(checkpoint, role, abstract),
+        params,
         tokenizer_files_from=files,
         model_card=model_card(spec, facts, role),
         dtype=dtype,
@@ -114,12 +138,19 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
     return load_model_config(checkpoint.parent / layout.HUGGINGFACE)
 
 
-def _check_shapes(spec: ModelSpec, abstract: Any, role: str) -> None:
+def _base_dtype(checkpoint: Path, role: str) -> str:
+    """The dtype of the base below the adapters of a role."""
+    saved = identity.read_identity(checkpoint)
+    assert saved is not None
+    return saved[identity.MODELS][role]["param_dtype"]
+
+
+def _check_shapes(params: Params, abstract: Any, role: str) -> None:
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
-    if shapes(spec.params) != shapes(abstract):
+    if shapes(params) != shapes(abstract):
         raise ValueError(
             f"the weights of role {role!r} are not of the model that its run describes; keep "
             "config.json of the run next to its folder of checkpoints"

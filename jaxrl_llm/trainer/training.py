@@ -10,7 +10,6 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
-from jaxrl_llm.plan.roles import params_of
 from jaxrl_llm.trainer.alarming import AlarmBell
 from jaxrl_llm.trainer.batches import Batches
 from jaxrl_llm.trainer.callbacks import Callbacks
@@ -85,7 +84,7 @@ class Training:
         if self.profiler is not None and self.step in self.profiler.steps:
             self.watch.enter("profile", learn=False)  # process 0 writes a trace, others wait
         found = self.batches.finish(self.step, batch, context, fetch(found))
-        trees = {name: role.spec.params for name, role in self.plan.roles.items()}
+        trees = {name: role.spec.learned for name, role in self.plan.roles.items()}
         try:
             check_gradients(found, trees, self.step, self.what)
         except NonFiniteGradients as error:
@@ -164,7 +163,7 @@ class Training:
     def take_params(self) -> Params:
         """The learner's parameters; the training gives up its states, and so their memory."""
         states, self.states = self.states, {}
-        return params_of(states[self.plan.learner.name])
+        return self.plan.learner.params_in(states)
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.total_steps or bool(every and self.step % every == 0)

@@ -64,8 +64,12 @@ COMMANDS = {
         flags=("head_dim", "window", "cache", "compiler_option"),
         peers=(),
     ),
-    # The workloads are algorithms.
-    "rl_step": Command(workloads=("ppo", "grpo"), default=("ppo",), refused=_NO_WARMUP),
+    # The workloads are algorithms; with _lora adapters learn, with _apart unmerged ones generate.
+    "rl_step": Command(
+        workloads=("ppo", "grpo", "grpo_lora", "grpo_lora_apart"),
+        default=("ppo",),
+        refused=_NO_WARMUP,
+    ),
     "layout_switch": Command(
         workloads=("switch",), default=("switch",), flags=("compiler_option",), refused=_NO_SIZES
     ),

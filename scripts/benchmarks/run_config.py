@@ -11,6 +11,7 @@ from jaxrl_llm.config import (
     CriticConfig,
     DataConfig,
     ExactAnswer,
+    LoraConfig,
     MeshConfig,
     RewardConfig,
     RolloutConfig,
@@ -38,6 +39,7 @@ def run_config(
     (num_prompts, samples), (prompt, response) = groups, lengths
     # Never read: validation asks for them, the benchmark draws its own tokens and rewards.
     tasks = (ChainSum(),)
+    lora = LoraConfig(rank=16, alpha=32, merge=not algorithm.endswith("apart"))
     config = Config(
         name="benchmark",
         total_steps=1000,
@@ -54,10 +56,11 @@ def run_config(
             hf_config=to_hf_config(model),
             dtype="bfloat16",
             ppo_mini_batch_size=num_prompts,
+            lora=lora if "lora" in algorithm else LoraConfig(),
         ),
         critic=CriticConfig(dtype="bfloat16"),
         rollout=RolloutConfig(n=samples),
-        algorithm=GRPO() if algorithm == "grpo" else PPO(),
+        algorithm=GRPO() if algorithm.startswith("grpo") else PPO(),
         reward=RewardConfig(functions=(ExactAnswer(),)),
         exact="off",
         fuse_stages=False,

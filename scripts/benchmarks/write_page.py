@@ -66,6 +66,8 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "grpo-0.5b",
             "grpo-1.5b",
             "grpo-7b",
+            "grpo-7b-lora",
+            "grpo-7b-lora-apart",
             "grpo-8b-4096",
             "ppo-0.5b",
             "ppo-1.5b",

@@ -89,6 +89,32 @@ def test_what_roles_keep_is_what_the_arrays_of_a_run_take(mesh):
         assert size == pytest.approx(real[role], rel=0.02), role  # biases and norms are split less
 
 
+def test_adapters_keep_their_moments_and_one_base():
+    lora = c.LoraConfig(rank=4)
+    config = tiny(c.PPO(use_kl_loss=True))
+    actor, critic = (replace(each, lora=lora) for each in (config.actor, config.critic))
+    config = replace(config, actor=actor, critic=critic)
+    planned = estimate(work_of(config), Devices(mesh=config.mesh, hosts=1, rates=H200))
+    real = RealPrograms(config, tuple(jax.devices()[:1]), (2,)).resident()
+    assert set(planned.kept) == {"actor", "base", "critic"}
+    for role, size in planned.kept.items():
+        assert size == pytest.approx(real[role], rel=0.02), role
+
+
+def test_adapters_make_room_for_a_large_model_and_save_time():
+    full = replace(large(), rollout=c.RolloutConfig(n=4, num_slots=64))
+    full = replace(full, actor=replace(full.actor, remat="full"))
+    adapted = replace(full, actor=replace(full.actor, lora=c.LoraConfig(rank=16, merge=False)))
+    merged = replace(full, actor=replace(full.actor, lora=c.LoraConfig(rank=16)))
+    found = [
+        estimate(work_of(each), Devices(mesh=c.MeshConfig(), hosts=1, rates=H200))
+        for each in (full, adapted, merged)
+    ]
+    assert [each.fits for each in found] == [False, True, False]
+    seconds = [each.stages[-1].seconds for each in found]
+    assert 0.6 < seconds[1] / seconds[0] < 0.8
+
+
 @pytest.mark.parametrize("slots", [1, 3, 7, 20])
 def test_decode_steps_are_those_of_a_simulation_step_by_step(slots):
     lengths = np.random.default_rng(slots).integers(1, 12, 20)

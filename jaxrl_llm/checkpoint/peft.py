@@ -1,0 +1,243 @@
+"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors, both ways."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.checkpoint.safetensors_files import (
+    LazyTensor,
+    StoredTensor,
+    float_dtype,
+    read_tensors,
+    stored_in,
+    write_safetensors,
+)
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed import multihost
+from jaxrl_llm.models.base import ModelSpec, Params
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora
+
+__all__ = ["CONFIG", "WEIGHTS", "adapter_tensors", "export_adapter", "import_adapter", "read_lora"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+TASKS: dict[Kind, str] = {"causal_lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
+_LINEAR = {"a": ".lora_A.weight", "b": ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
+_TABLE = {"a": ".lora_embedding_A", "b": ".lora_embedding_B"}  # of an embedding
+# Keys that change the function of an adapter, and the values that ours has.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "alora_invocation_tokens": (None,),
+}
+
+Leaf = tuple[str, ...]  # path of a parameter
+
+
+def adapter_tensors(spec: ModelSpec) -> dict[Leaf, HFTensor]:
+    """PEFT's tensor of each parameter of `spec` that learns."""
+    names = hf_names(spec.config, spec.kind)
+    found: dict[Leaf, HFTensor] = {}
+    for path, leaf in _leaves(spec.learned):
+        if path[0] == HEAD:
+            theirs = names[path]
+            found[path] = HFTensor(PREFIX + theirs.name, theirs.shape, leaf.shape, transpose=True)
+            continue
+        assert path[-2] == ADAPTER, path
+        weights = next(p for end in ("kernel", "table") if (p := (*path[:-2], end)) in names)
+        suffixes = _TABLE if weights == ("decoder", "embed", "table") else _LINEAR
+        module = names[weights].name.removesuffix(".weight")
+        found[path] = HFTensor(
+            PREFIX + module + suffixes[path[-1]],
+            _their_shape(path[-1], leaf.shape),
+            leaf.shape,
+            transpose=path[-1] != MAGNITUDE,
+        )
+    return found
+
+
+def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor of theirs: transposed, with joined inputs or outputs."""
+    if name == "a":
+        return shape[-1], math.prod(shape[:-1])
+    if name == "b":
+        return math.prod(shape[1:]), shape[0]
+    return (math.prod(shape),)
+
+
+# ------------------------------------------------------------------------- write
+
+
+def export_adapter(
+    directory: str | Path, spec: ModelSpec, own: Params, *, base: str, dtype: str | None = None
+) -> Path:
+    """Write the adapters that `PeftModel.from_pretrained(base_model, DIR)` reads.
+
+    `base` is the path or the hub name of the base, as adapter_config.json keeps it. Returns the
+    directory.
+
+    Requires: all processes call this. Process 0 writes.
+    """
+    directory, lora = Path(directory), spec.lora
+    assert lora is not None
+
+    def lazy(path: Leaf, tensor: HFTensor) -> LazyTensor:
+        value = own
+        for part in path:
+            value = value[part]
+        return LazyTensor(
+            tensor.name, tensor.shape, lambda: tensor.to_hf(np.asarray(multihost.fetch(value)))
+        )
+
+    tensors = [lazy(path, tensor) for path, tensor in adapter_tensors(spec).items()]
+    if multihost.is_main():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_safetensors(directory / WEIGHTS, tensors, float_dtype(dtype or lora.dtype))
+        text = json.dumps(peft_config(spec, base), indent=2)
+        (directory / CONFIG).write_text(text + "\n")
+    else:
+        for tensor in tensors:
+            tensor.fetch()  # fetching from several processes is a collective
+    multihost.barrier(f"export {directory}")
+    return directory
+
+
+def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    lora = spec.lora
+    assert lora is not None
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[spec.kind],
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(lora.modules),
+        "modules_to_save": [HEAD] if spec.kind == "scalar" else None,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+# ------------------------------------------------------------------------- read
+
+
+def read_lora(
+    directory: str | Path, config: ModelConfig, kind: Kind, *, dtype: str, dropout: float
+) -> Lora:
+    """The adapters that a PEFT directory describes; reads no weights.
+
+    Raises: ConfigError for files that are missing, and for what ours cannot do; names the key.
+    """
+    directory = Path(directory)
+    theirs = _read_config(directory)
+    stored = _stored(directory)
+    modules = {_module_of(name) for name in stored if not _is_head(name)}
+    known = {t.name.removesuffix(".weight") for t in hf_names(config, kind).values()}
+    strange = sorted(modules - known)
+    if strange:
+        raise ConfigError(
+            f"{directory} has an adapter of {strange[0]}, which this model does not have; give the "
+            "adapter of this model"
+        )
+    return Lora(
+        rank=theirs["r"],
+        alpha=theirs["lora_alpha"],
+        modules=frozenset(modules),
+        rslora=bool(theirs.get("use_rslora")),
+        dora=bool(theirs.get("use_dora")),
+        dropout=dropout,
+        dtype=dtype,
+    )
+
+
+def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None) -> Params:
+    """The parameters of `spec` that learn, of a PEFT directory, in their dtype.
+
+    Raises: ConfigError for a tensor that is missing or has another shape.
+    """
+    directory, stored = Path(directory), _stored(Path(directory))
+    wanted = {tensor.name: (path, tensor) for path, tensor in adapter_tensors(spec).items()}
+    for name, (_, tensor) in wanted.items():
+        if name not in stored or stored[name].shape != tensor.shape:
+            found = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
+            raise ConfigError(
+                f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
+                f"{tensor.shape}; give the adapter of this model"
+            )
+    params: Params = {}
+    for name, value in read_tensors([stored[name] for name in wanted]):
+        path, tensor = wanted[name]
+        node = params
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = tensor.to_ours(value)
+
+    def place(abstract: Any, value: Any) -> jax.Array:
+        return jnp.asarray(value, abstract.dtype)
+
+    placed = jax.tree.map(place, spec.learned, params)
+    return placed if shardings is None else jax.device_put(placed, shardings)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; give the folder of an adapter that PEFT saved")
+    try:
+        theirs = json.loads(path.read_text())
+        rank, alpha = int(theirs["r"]), float(theirs["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no adapter's config ({error!r}); save it again") from None
+    if rank < 1 or not alpha > 0:
+        raise ConfigError(f"{path} has r={rank} and lora_alpha={alpha}; both are positive")
+    for key, plain in _PLAIN.items():
+        if key in theirs and theirs[key] not in plain:
+            raise ConfigError(f"{path} has {key}={theirs[key]}, which is not supported")
+    return theirs
+
+
+def _stored(directory: Path) -> Mapping[str, StoredTensor]:
+    path = directory / WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist; save the adapter as safetensors")
+    return stored_in([path])
+
+
+def _is_head(name: str) -> bool:
+    return name == f"{PREFIX}{HEAD}.weight"
+
+
+def _module_of(name: str) -> str:
+    """The module whose adapter a tensor is a part of."""
+    for suffix in (*_LINEAR.values(), *_TABLE.values()):
+        if name.startswith(PREFIX) and name.endswith(suffix):
+            return name.removeprefix(PREFIX).removesuffix(suffix)
+    raise ConfigError(f"{name} is no tensor of a LoRA adapter; {CONFIG} may ask for other parts")
+
+
+def _leaves(tree: Params) -> list[tuple[Leaf, Any]]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(entry.key for entry in path), leaf) for path, leaf in found]

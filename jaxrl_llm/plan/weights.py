@@ -1,0 +1,170 @@
+"""The first parameters of a role: of a directory, a checkpoint, or a seed.
+
+A checkpoint of adapters names their base, the frozen weights below them. It is read again, and
+compared by the digests of its arrays.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.checkpoint import digests, identity, layout, manager
+from jaxrl_llm.checkpoint.huggingface import import_params, model_directory
+from jaxrl_llm.checkpoint.peft import import_adapter
+from jaxrl_llm.checkpoint.soundness import check_loaded
+from jaxrl_llm.config import AdaptedSettings, ConfigError
+from jaxrl_llm.distributed.crossing import call
+from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.learner.train_state import Params, cast
+from jaxrl_llm.models.base import init_sharded, merge_adapters, model_spec
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.plan.models import ModelSource
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
+
+BASES = "bases"  # entry of the loop state: a record of each base that is read again
+
+Record = dict[str, Any]  # in JSON's types
+
+
+def load_params(role: Role, source: ModelSource, seed: int) -> Params:
+    """First parameters of a role, laid out for training. A pure function of files and seed.
+
+    Raises: ValueError when weights are NaN, infinite or beyond use; it names the parameter.
+    """
+    if source.directory is None:
+        return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
+    if source.checkpoint is not None:
+        params = _from_checkpoint(role, source.checkpoint)
+    else:
+        params = import_params(source.directory, role.spec, role.param_shardings)
+    check_loaded(params, source.checkpoint or source.directory)
+    return params
+
+
+def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: int) -> Params:
+    """The adapters that a training begins with: new ones, or those of a PEFT folder."""
+    if not settings.lora.path:
+        return role.first_adapters(base, seed)
+    return import_adapter(settings.lora.path, role.spec, role.own_shardings)
+
+
+def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
+    """A language model takes the checkpoint's actor. A scalar model takes its reward model, or else
+    the actor's decoder with a head of zeros."""
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        role.spec.params,
+        role.param_shardings,
+    )
+    stored = manager.stored_roles(checkpoint)
+    wanted = "reward" if role.spec.kind == "scalar" and "reward" in stored else "actor"
+    if wanted not in stored:
+        raise ValueError(
+            f"{checkpoint} holds {', '.join(stored)} and no language model to begin from; name "
+            "the checkpoint of another run"
+        )
+    if not (role.spec.kind == "scalar" and wanted == "actor"):
+        return restored(role, checkpoint, wanted, abstract)
+    make = jax.jit(
+        partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
+        out_shardings=role.param_shardings["score"],
+    )
+    zeros = call(make, (), role.mesh)
+    found = restored(role, checkpoint, wanted, {"decoder": abstract["decoder"]})
+    return found | {"score": zeros}
+
+
+# ------------------------------------------------------------------------- adapters
+
+
+def restored(role: Role, checkpoint: Path, stored: str, abstract: Params) -> Params:
+    """The weights of the stored role that `abstract` names, as `role` keeps them.
+
+    Adapters are merged with their base, which is read again.
+    """
+    if adapters_in(checkpoint, stored) is None:
+        return manager.restore_role(checkpoint, stored, abstract)
+    adapted = adapted_role(role, checkpoint, stored)
+    own = manager.restore_role(checkpoint, stored, adapted.abstract())
+    base = _stored_base(role, checkpoint, stored)
+
+    def merge(own: Params, base: Params) -> Params:
+        dtype = role.spec.dtype
+        dense = merge_adapters(adapted.spec, adapted.with_base(own, base).joined, dtype)[1]
+        return cast({name: dense[name] for name in abstract}, dtype)
+
+    places = {name: role.param_shardings[name] for name in abstract}
+    return call(jax.jit(merge, out_shardings=places), (own, base), role.mesh)
+
+
+def adapters_in(checkpoint: Path, stored: str) -> Lora | None:
+    """The adapters of a role in a checkpoint; None where all of its weights learned."""
+    saved = identity.read_identity(checkpoint)
+    model = None if saved is None else saved[identity.MODELS].get(stored)
+    return None if model is None else identity.lora_of(model)
+
+
+def adapted_role(role: Role, checkpoint: Path, stored: str) -> Role:
+    """A role that keeps the adapters of a checkpoint's role, where `role` is."""
+    saved = identity.read_identity(checkpoint)
+    assert saved is not None
+    model = saved[identity.MODELS][stored]
+    lora = identity.lora_of(model)
+    spec = model_spec(role.spec.config, model["kind"], model["param_dtype"], lora=lora)
+    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
+    return replace(role, spec=spec, param_shardings=places, optimizer=None, base=BASE)
+
+
+def _stored_base(role: Role, checkpoint: Path, stored: str) -> Params:
+    """The frozen weights below the adapters of a checkpoint's role."""
+    saved = identity.read_identity(checkpoint)
+    assert saved is not None
+    models = saved[identity.MODELS]
+    name = CRITIC_BASE if stored == "critic" and CRITIC_BASE in models else BASE
+    model = models[name]
+    spec = model_spec(role.spec.config, model["kind"], model["param_dtype"])
+    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
+    kept = replace(role, name=name, spec=spec, param_shardings=places, optimizer=None, base="")
+    record = manager.loop_state(checkpoint).get(BASES, {}).get(name)
+    if record is None:
+        return manager.restore_role(checkpoint, name, kept.abstract())
+    return read_base(kept, record)
+
+
+def base_record(role: Role, source: ModelSource, seed: int, params: Params) -> Record:
+    """Where frozen weights came from, and the digest of each array. Every process calls it."""
+    where = source.checkpoint or source.directory
+    arrays = digests.array_digests({role.name: params})[role.name]
+    return {"path": "" if where is None else str(where), "seed": seed, "arrays": arrays}
+
+
+def read_base(role: Role, record: Record, source: ModelSource | None = None) -> Params:
+    """The frozen weights that a checkpoint's adapters belong to, from `source` or as it says.
+
+    Raises: ConfigError when they are not what they were; it names both places and a parameter.
+    """
+    if source is None:
+        source = ModelSource(config=role.spec.config)
+        if record["path"]:
+            found = layout.find_model_path(record["path"])
+            directory = model_directory(found.files)
+            source = replace(source, directory=directory, checkpoint=found.checkpoint)
+    params = load_params(role, source, record["seed"])
+    now = base_record(role, source, record["seed"], params)
+    was, found = record["arrays"], now["arrays"]
+    wrong = [path for path in {**was, **found} if was.get(path) != found.get(path)]
+    if wrong:
+        raise ConfigError(
+            f"the frozen weights {role.name!r} are not those that the adapters were trained on: "
+            f"{_place(now)} now, {_place(record)} then, and {digests.listed(wrong)} differ. Put "
+            "the weights back"
+        )
+    return params
+
+
+def _place(record: Record) -> str:
+    return record["path"] or f"drawn from seed {record['seed']}"

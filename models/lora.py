@@ -1,0 +1,377 @@
+"""Low-rank adapters: LoRA, rsLoRA and DoRA.
+
+LoRA: arXiv:2106.09685. rsLoRA: arXiv:2312.03732. DoRA: arXiv:2402.09353.
+A module with an adapter computes with W + scale * A B in place of its weights W. Only A and B
+learn; DoRA also learns the norm of each output. The parameters of an adapted model are two trees of
+nested dicts that are joined for a pass: the base, and what learns.
+
+Shape letters: D the module's inputs, R rank, F its outputs.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models.layers import Embedding, ParameterAxis, Projection, multiply, parameter
+from jaxrl_llm.models.weight import Weight
+from jaxrl_llm.numerics import round_by_chance
+
+ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
+ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
+MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
+DROPOUT = "dropout"  # beside the parts of a model: the key of an update's dropout
+HEAD = "score"  # of a scalar model: it learns in full
+EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
+
+Tree = Any  # nested dicts of arrays with str keys
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapters of a model; PEFT's names and meanings."""
+
+    rank: int
+    alpha: float
+    modules: frozenset[str]  # Hugging Face names, such as model.layers.0.self_attn.q_proj
+    rslora: bool = False
+    dora: bool = False
+    dropout: float = 0.0  # of the inputs, while learning
+    dtype: str = "float32"  # of A, B and what else learns
+    merge: bool = True  # compute with W + scale * A B, rounded; False computes A B apart
+
+    @property
+    def merges_updates(self) -> bool:
+        """Whether passes and updates compute with merged weights too, and not the sampler alone."""
+        return self.merge and not self.dora and not self.dropout
+
+    @property
+    def scale(self) -> float:
+        """The factor of A B."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[str]:
+    """The modules that `targets` name, among those of a model with these Hugging Face tensors.
+
+    A target is "all-linear", the end of a module's name after a dot, or a pattern of whole names.
+
+    Raises: ValueError for a target that no module has, with the names that there are.
+    """
+    every = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    linear = [name for name in every if name.endswith("_proj")]
+    tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
+    chosen: set[str] = set()
+    for target in targets:
+        found = linear if target == ALL_LINEAR else _matching(target, [*linear, *tables])
+        if not found:
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in [*linear, *tables])
+            raise ValueError(
+                f"lora.targets: no module is called {target!r} or matches it; the names are "
+                f"{ALL_LINEAR}, {', '.join(ends)}, and a pattern is of whole names, such as "
+                r"model\.layers\.[01]\..*_proj"
+            )
+        chosen.update(found)
+    return frozenset(chosen)
+
+
+def _matching(target: str, names: Sequence[str]) -> list[str]:
+    named = [name for name in names if name == target or name.endswith(f".{target}")]
+    try:
+        return named or [name for name in names if re.fullmatch(target, name)]
+    except re.error as error:
+        raise ValueError(f"lora.targets: {target!r} is no pattern: {error}") from None
+
+
+# ------------------------------------------------------------------------- modules
+
+
+class Adapter(nnx.Module):
+    """A B of one module. `shape` and `axes` are of the module's weights, inputs first."""
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
+    ) -> None:
+        inputs, outputs = shape[:contract], shape[contract:]
+        self.contract, self.scale, self.dropout = contract, lora.scale, lora.dropout
+        first, second = self._inits
+        self.a = parameter((*inputs, lora.rank), (*axes[:contract], "rank"), first, lora.dtype)
+        self.b = parameter((lora.rank, *outputs), ("rank", *axes[contract:]), second, lora.dtype)
+        # Like norms: small, and whole on each device.
+        whole = ("norm",) * len(outputs)
+        self.magnitude = parameter(outputs, whole, "ones", jnp.float32) if lora.dora else None
+
+    _inits = ("uniform", "zeros")  # a new adapter changes nothing
+    key: Any = None  # of dropout, in an update; see `set_dropout`
+
+    def _dropped(self, x: jax.Array) -> jax.Array:
+        if self.key is None:
+            return x
+        key = jax.random.wrap_key_data(self.key[...])
+        kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), 0)
+
+    def __call__(self, x: jax.Array, kernel: Any, dot: Callable[..., Any]) -> jax.Array:
+        """x times the adapted weights, with joined outputs. `kernel`: an array or `Merged`."""
+        a, b = self.a.get_value(), self.b.get_value()
+        if isinstance(kernel, Merged):
+            return merged_matmul(kernel.computed, x, a, b, self.contract, self.scale, dot)
+        z_R = multiply(self._dropped(x), a, self.contract) * self.scale
+        y_F = multiply(x, kernel, self.contract, joined=True) + multiply(z_R, b, 1, joined=True)
+        if self.magnitude is None:
+            return y_F
+        norms = column_norms(kernel, self.a[...], self.b[...], self.scale, self.contract)
+        factor = self.magnitude[...] / jax.lax.stop_gradient(norms)
+        return y_F * factor.reshape(-1).astype(y_F.dtype)
+
+
+class EmbeddingAdapter(Adapter):
+    """A B of an embedding: A is a second table, of short vectors."""
+
+    _inits = ("zeros", "unit_normal")
+
+
+class TableAdapter(Adapter):
+    """A B of a head, whose weights are a table [V, D]."""
+
+    def table(self, table_VD: jax.Array) -> jax.Array:
+        """The weights of the adapted head."""
+        return table_VD + (self.scale * self.a[...] @ self.b[...]).T.astype(table_VD.dtype)
+
+
+# ------------------------------------------------------------------------- merged weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Merged:
+    """Merged weights where a layer expects those of the base; gradients go to the adapter.
+
+    The learner makes it once an optimizer step, as it makes a `Weight`. A pass then costs what one
+    without adapters does.
+    """
+
+    computed: jax.Array
+
+
+def merged_matmul(
+    computed: jax.Array,
+    x: jax.Array,
+    a: Any,
+    b: Any,
+    contract: int,
+    scale: float,
+    dot: Callable[..., Any],
+) -> jax.Array:
+    """x times merged weights with joined outputs; the gradients are those of x, A and B.
+
+    `a` and `b`: arrays, or a `Weight` whose gradient has the stored dtype. `dot` computes the
+    product, as `jnp.tensordot`.
+    """
+    a, b = (w.stored if isinstance(w, Weight) else w for w in (a, b))
+    found: Any = _merged_matmul(computed, x, a, b, contract, scale, dot)
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _merged_matmul(
+    computed: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    contract: int,
+    scale: float,
+    dot: Callable[..., Any],
+) -> jax.Array:
+    return multiply(x, computed, contract, joined=True, dot=dot)
+
+
+def _merged_forward(
+    computed: jax.Array,
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    contract: int,
+    scale: float,
+    dot: Callable[..., Any],
+) -> tuple[jax.Array, Any]:
+    return _merged_matmul(computed, x, a, b, contract, scale, dot), (computed, x, a, b)
+
+
+def _merged_backward(
+    contract: int, scale: float, dot: Any, residuals: Any, gradient: jax.Array
+) -> Any:
+    computed, x, a, b = residuals
+    size, rank = math.prod(computed.shape[:contract]), b.shape[0]
+    x_TD, g_TF = x.reshape(-1, size), gradient.reshape(-1, computed.size // size)
+    a_DR = a.reshape(size, rank).astype(x.dtype)
+    b_RF = (scale * b).reshape(rank, -1).astype(x.dtype)
+    g_TR = jnp.einsum("TF,RF->TR", g_TF, b_RF)
+    z_TR = jnp.einsum("TD,DR->TR", x_TD, a_DR)
+    # A scaled B: its gradient has the factor, z has not.
+    b_gradient = scale * jnp.einsum("TR,TF->RF", z_TR, g_TF, preferred_element_type=b.dtype)
+    a_gradient = jnp.einsum("TD,TR->DR", x_TD, g_TR, preferred_element_type=a.dtype)
+    x_gradient = jnp.einsum("TF,DF->TD", g_TF, computed.reshape(size, -1))
+    return (
+        jnp.zeros_like(computed),  # nothing asks for it
+        x_gradient.reshape(x.shape),
+        a_gradient.reshape(a.shape),
+        b_gradient.reshape(b.shape),
+    )
+
+
+_merged_matmul.defvjp(_merged_forward, _merged_backward)
+
+
+def column_norms(kernel: Any, a: Any, b: Any, scale: float, contract: int) -> jax.Array:
+    """Norms of W + scale * A B over the inputs, float32 [*outputs]."""
+    kernel, a, b = (x.astype(jnp.float32) for x in (kernel, a, b))
+    whole = kernel + scale * jnp.tensordot(a, b, 1)
+    return jnp.sqrt(jnp.square(whole).sum(axis=tuple(range(contract))))
+
+
+def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) -> None:
+    """Give an adapter to each module of `lora`. `paths` names the tensor of each parameter.
+
+    Raises: ValueError for a tied embedding, and for DoRA of a table.
+    """
+    for path, tensor in paths.items():
+        if tensor.removesuffix(".weight") not in lora.modules or path[-1] == "bias":
+            continue
+        module = _at(model, path[:-1])
+        if isinstance(module, Projection):
+            kernel = module.kernel
+            axes = kernel.get_metadata()["axes"]
+            module.adapter = Adapter(kernel.shape, axes, module.contract, lora)
+            continue
+        assert isinstance(module, Embedding)
+        if lora.dora:
+            raise ValueError(f"lora.dora: {tensor} is a table, which has no DoRA; leave it out")
+        (V, D), (rows, columns) = module.table.shape, module.table.get_metadata()["axes"]
+        if path[0] == "head":
+            module.adapter = TableAdapter((D, V), (columns, rows), 1, lora)
+        elif getattr(model, "head", None) is None and hasattr(model, "unembedding"):
+            raise ValueError(
+                f"lora.targets: {tensor} is also the head of this model, as they are tied; leave "
+                f"{EMBEDDING} out"
+            )
+        else:
+            module.adapter = EmbeddingAdapter((V, D), (rows, columns), 1, lora)
+
+
+def set_dropout(model: nnx.Module, key: jax.Array) -> None:
+    """Have each adapter of a bound model drop its own inputs, by a key of its own."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Adapter) and module.dropout:
+            name = "/".join(map(str, path))
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            module.key = nnx.Variable(jax.random.key_data(own))
+
+
+def _at(model: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        model = model[part] if isinstance(model, nnx.Dict) else getattr(model, part)
+    return model
+
+
+# ------------------------------------------------------------------------- trees
+
+
+def split(tree: Tree) -> tuple[Tree, Tree]:
+    """The base, and what learns: adapters and the head of a scalar model."""
+    base: Tree = {}
+    own: Tree = {}
+    for key, value in tree.items():
+        if key in (ADAPTER, HEAD):
+            own[key] = value
+        elif isinstance(value, dict):
+            left, right = split(value)
+            if left:
+                base[key] = left
+            if right:
+                own[key] = right
+        else:
+            base[key] = value
+    return base, own
+
+
+def join(base: Tree, own: Tree) -> Tree:
+    """The inverse of `split`."""
+    found = dict(base)
+    for key, value in own.items():
+        known = found.get(key)
+        found[key] = join(known, value) if isinstance(known, dict) else value
+    return found
+
+
+def first_magnitudes(params: Tree, lora: Lora) -> Tree:
+    """Joined parameters whose DoRA norms are those of their modules."""
+
+    def found(_: Path, module: Tree) -> Tree:
+        adapter = module[ADAPTER]
+        a, b, kernel = adapter["a"], adapter["b"], module["kernel"]
+        norms = column_norms(kernel, a, b, lora.scale, a.ndim - 1)
+        return module | {ADAPTER: adapter | {MAGNITUDE: norms}}
+
+    return _each_adapted(params, found) if lora.dora else params
+
+
+def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+    """Parameters without adapters: W + scale * A B in `dtype`; the others are as they were."""
+
+    def dense(path: Path, module: Tree) -> Tree:
+        rest = {name: value for name, value in module.items() if name != ADAPTER}
+        return rest | _sum(path, module, lora, dtype)
+
+    return _each_adapted(params, dense)
+
+
+def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+    """The base with `Merged` weights. Adapters of tables stay apart."""
+
+    def ahead(path: Path, module: Tree) -> Tree:
+        rest = {name: value for name, value in module.items() if name != ADAPTER}
+        if "kernel" not in module:
+            return rest
+        return rest | {"kernel": Merged(_sum(path, module, lora, dtype)["kernel"])}
+
+    return split(_each_adapted(params, ahead))[0]
+
+
+def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+    """The merged weights of a module, by their name.
+
+    A base in bf16 lies on the grid of bf16, and most changes are less than half a step of it: to
+    the nearest, the sum would be the base. So it is rounded stochastically, by bits that depend on
+    the place alone: equal adapters give equal weights.
+    """
+    adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
+    a, b, old = adapter["a"], adapter["b"], module[name].astype(jnp.float32)
+    change = jnp.tensordot(a, lora.scale * b, 1, preferred_element_type=jnp.float32)
+    new = old + (change.T if path[-1] == "head" else change)  # the head is a table [V, D]
+    if MAGNITUDE in adapter:
+        new *= adapter[MAGNITUDE] / column_norms(old, a, b, lora.scale, a.ndim - 1)
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return {name: new.astype(dtype)}
+    return {name: round_by_chance(new, jnp.int32(0), zlib.crc32("/".join(path).encode()))}
+
+
+def _each_adapted(
+    tree: Tree, change: Callable[[Path, Tree], Tree], path: tuple[str, ...] = ()
+) -> Tree:
+    """`tree` with `change` applied to path and parameters of each module that has an adapter."""
+    if ADAPTER in tree:
+        return change(path, tree)
+    return {
+        name: _each_adapted(value, change, (*path, name)) if isinstance(value, dict) else value
+        for name, value in tree.items()
+    }

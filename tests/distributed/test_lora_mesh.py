@@ -1,0 +1,68 @@
+"""An iteration with adapters on eight devices equals that on one."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny import MODEL
+from tiny_iteration import first_states, in_micro_batches, open_iteration, run_step, tiny_config
+
+from jaxrl_llm.config import GRPO, LoraConfig, MeshConfig, PhaseMeshConfig
+from jaxrl_llm.distributed.layout import mesh_of
+from jaxrl_llm.distributed.multihost import fetch
+
+LORA = LoraConfig(rank=2, alpha=1.0)
+
+
+def iterate(sizes, lora, *, critic):
+    """The batch, and what actor and critic learned, after one iteration; with one update or PPO."""
+    mesh = MeshConfig(**sizes)
+    config = in_micro_batches(tiny_config(model_reward=critic), 8 // mesh.num_replicas)
+    learners = ["actor"]
+    config = replace(config, mesh=mesh, actor=replace(config.actor, lora=lora))
+    if critic:
+        learners.append("critic")
+        config = replace(config, critic=replace(config.critic, lora=lora))
+    else:
+        actor = replace(config.actor, ppo_epochs=1, ppo_mini_batch_size=16)
+        config = replace(config, actor=actor, algorithm=GRPO())
+    iteration = open_iteration(config, mesh_of(mesh, [MODEL["num_key_value_heads"]]))
+    states, batch, _ = run_step(iteration, first_states(iteration), 1)
+    assert {"actor", "base"} <= set(states) and "reference" not in states
+    return batch, {name: fetch(states[name].params) for name in learners}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lora", "critic"),
+    [
+        pytest.param({"fsdp": 4, "tensor": 2}, LORA, False, id="grpo"),
+        pytest.param(
+            {"fsdp": 4, "tensor": 2, "passes": PhaseMeshConfig(tensor=4)},
+            LORA,
+            True,
+            id="ppo",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"data": 2, "fsdp": 2, "tensor": 2},
+            replace(LORA, dora=True),
+            False,
+            id="dora",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_iteration(sizes, lora, critic):
+    batch, learned = iterate(sizes, lora, critic=critic)
+    expected, alone = iterate({}, lora, critic=critic)
+    np.testing.assert_array_equal(batch.responses, expected.responses)
+    names = ("old_logprobs", "values") if critic else ()
+    for name in ("rollout_logprobs", "reference_logprobs", *names):
+        found, one = (getattr(each, name) * each.mask for each in (batch, expected))
+        np.testing.assert_allclose(found, one, rtol=1e-4, atol=1e-4, err_msg=name)
+    # The reference is the base, so it is far from the adapted actor.
+    of_base, of_actor = expected.reference_logprobs, expected.rollout_logprobs
+    assert np.abs(np.subtract(of_base, of_actor)).max() > 0.01
+    for one, other in zip(*map(jax.tree.leaves, (learned, alone)), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)

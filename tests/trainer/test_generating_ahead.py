@@ -15,10 +15,10 @@ from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import bind
+from jaxrl_llm.trainer.answering import open_model
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import open_model
 
 STEPS = 4
 APART = {"placement.rollout": "1"}

@@ -11,7 +11,8 @@ same bits each time.
   (`generation/partial_responses.py`).
 - With dynamic sampling, all rounds of a batch come from one policy.
 - With several processes all must enter what they exchange in one order. So the main thread moves
-  fields and weights and grades: a batch comes to the actor before the next weights leave it.
+  fields and weights: a batch comes to the actor before the next weights leave it. A step grades
+  its own batch.
 
 A checkpoint keeps what was generated, also what is unfinished. The loader draws the prompts again,
 and the host grades them again.
@@ -129,7 +130,7 @@ class AheadBatches(PromptBatches):
 
     @cached_property
     def _host(self) -> ThreadPoolExecutor | None:
-        """The thread that grades; None with several processes, where the main thread does."""
+        """The thread that grades; None with several processes: each step grades its own batch."""
         return ThreadPoolExecutor(1, "grading") if jax.process_count() == 1 else None
 
     @cached_property
@@ -144,8 +145,10 @@ class AheadBatches(PromptBatches):
         first = self._current = self._ahead.popleft()
         with timer(WAITING_FOR_ROLLOUT):
             first.generated.result()
-            with host_work():
-                batch, found = first.graded.result()
+        if self._host is None:
+            self._grade(first)
+        with timer(WAITING_FOR_ROLLOUT), host_work():
+            batch, found = first.graded.result()
         for name, seconds in first.timer.timings().items():
             timer.add(name, seconds)
         self._found |= found | self._staleness(first, batch)
@@ -306,12 +309,10 @@ class AheadBatches(PromptBatches):
             self._completed(each)
 
     def _completed(self, each: Ahead) -> None:
-        """Nothing is left to generate: the host grades the responses."""
+        """Nothing is left to generate: the host grades the responses, now or in their step."""
         each.complete = True
         each.generated.set_result(None)
-        if self._host is None:
-            self._grade(each)
-        else:
+        if self._host is not None:
             self._host.submit(_guarded, each, partial(self._grade, each))
 
     def _grade(self, each: Ahead) -> None:

@@ -30,7 +30,7 @@ def trainer(**settings):
     )
     common = {
         "accelerator": accelerator,
-        "model": SimpleNamespace(training=True),
+        "model": SimpleNamespace(training=True, _modules={}),  # peft looks into it
         "aux_loss_enabled": False,
         "_metrics": Recorder(),
         "_total_train_tokens": 0,

@@ -126,7 +126,7 @@ def model_spec(
 
 
 def _with_learned_in(params: Params, dtype: str) -> Params:
-    """The parameters with those that learn beside a base in `dtype`."""
+    """The parameters, with those that learn in `dtype` and the frozen ones as they were."""
     base, own = split(params)
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)), own)
     return join(base, own)

@@ -28,7 +28,7 @@ from jaxrl_llm.numerics import round_by_chance
 ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
-DROPOUT = "dropout"  # beside the parts of a model: the key of an update's dropout
+DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
 HEAD = "score"  # of a scalar model: it learns in full
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
 

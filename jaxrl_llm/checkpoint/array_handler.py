@@ -67,7 +67,7 @@ class _ArrayHandler(type_handlers.ArrayHandler):
         if here:
             loaded = await super().deserialize([infos[i] for i in here], [given[i] for i in here])
             found = dict(zip(here, loaded, strict=True))
-        return [found[i] if i in found else _placeholder(given[i]) for i in range(len(infos))]
+        return [found[i] if i in found else _of_others(given[i]) for i in range(len(infos))]
 
 
 def _is_elsewhere(args: Any) -> bool:
@@ -76,7 +76,8 @@ def _is_elsewhere(args: Any) -> bool:
     return known and jax.process_index() not in processes_of(sharding.device_set)
 
 
-def _placeholder(args: Any) -> jax.Array:
+def _of_others(args: Any) -> jax.Array:
+    """An array that lies on other processes, as this one holds it."""
     kind = jax.ShapeDtypeStruct(args.global_shape, args.dtype, sharding=args.sharding)
     return without_data(kind)
 

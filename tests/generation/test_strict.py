@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import model_config
 
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -17,19 +18,15 @@ from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
 from jaxrl_llm.learner.rows import packed_rows, padded_rows, plan_packing
 from jaxrl_llm.models.base import init_params, model_spec
-from jaxrl_llm.models.config import ModelConfig
 
-MODEL = ModelConfig(
-    family="qwen2",
+MODEL = model_config(
     vocab_size=61,
     hidden_size=40,
     intermediate_size=72,
     num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
+    sliding_window=(None,),
     head_dim=12,
-    attention_bias=True,
-    tie_word_embeddings=True,
+    max_position_embeddings=64,
     initializer_range=0.2,
 )
 SPEC = model_spec(MODEL)

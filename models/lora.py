@@ -55,6 +55,28 @@ class Lora:
         return self.merge and not self.dora and not self.dropout
 
     @property
+    def adapts_head(self) -> bool:
+        """Whether the table of the head has an adapter."""
+        return self._has(UNEMBEDDING)
+
+    @property
+    def adapts_tables(self) -> bool:
+        """Whether the head or the embedding has an adapter; updates compute it apart."""
+        return self._has(UNEMBEDDING, EMBEDDING)
+
+    def _has(self, *ends: str) -> bool:
+        return any(name.rpartition(".")[2] in ends for name in self.modules)
+
+    def check(self) -> None:
+        """Raises: ValueError for what cannot be computed together."""
+        unlike = {"lora.dora": self.dora, "an adapter of lm_head": self.adapts_head}
+        for what in (name for name, given in unlike.items() if given):
+            if self.dropout:
+                raise ValueError(f"lora.dropout={self.dropout} with {what}: set it to 0")
+            if not self.merge:
+                raise ValueError(f"lora.merge=False with {what}: leave it True")
+
+    @property
     def scale(self) -> float:
         """The factor of A B."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

@@ -47,6 +47,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
     "alora_invocation_tokens": (None,),
+    # Other ways to begin change the base's weights too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 Leaf = tuple[str, ...]  # path of a parameter
@@ -216,7 +218,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     for key, plain in _PLAIN.items():
         if key in theirs and theirs[key] not in plain:
             raise ConfigError(f"{path} has {key}={theirs[key]}, which is not supported")
-    return theirs
+    return theirs | {"r": rank, "lora_alpha": alpha}
 
 
 def _stored(directory: Path) -> Mapping[str, StoredTensor]:

@@ -25,10 +25,9 @@ def check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
             f"{name}: expected a folder with adapter_config.json, as PEFT and "
             f"`jaxrl export --adapter` write it{nearest_file(Path(lora.path))}"
         )
-    if lora.dropout and (lora.dora or any("lm_head" in target for target in lora.targets)):
+    if lora.dropout and lora.dora:
         raise ConfigError(
-            f"config.{key}.lora.dropout={lora.dropout} does not work with lora.dora or with "
-            "lm_head among lora.targets; set it to 0"
+            f"config.{key}.lora.dropout={lora.dropout} does not work with lora.dora; set it to 0"
         )
     if config.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
         raise ConfigError(
@@ -43,11 +42,17 @@ def check_lora(config: Config, key: str, model: AdaptedSettings) -> None:
             f"{name} does not work with config.mesh.pipeline={config.mesh.pipeline}: set "
             "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
         )
-    apart = [each for each in ("placement", "node_groups") if getattr(config, each, None)]
+    apart = [each for each in ("placement", "node_groups") if getattr(config, each)]
     if apart:
         raise ConfigError(
             f"{name} does not work with config.{apart[0]}: roles share the frozen weights on the "
             f"actor's devices; leave {apart[0]} out"
+        )
+    dtypes = [each.base_dtype or each.dtype for each in (config.critic, config.actor)]
+    if key == "critic" and _shares_base(config) and dtypes[0] != dtypes[1]:
+        raise ConfigError(
+            f"config.critic.base_dtype is {dtypes[0]}: the critic shares the actor's frozen "
+            f"weights, which are {dtypes[1]}; --config.critic.base_dtype={dtypes[1]} works"
         )
     if key == "critic" and _shares_base(config) and model.tensor != config.actor.tensor:
         raise ConfigError(
@@ -71,7 +76,6 @@ def _check_unmerged(config: Config) -> None:
         f"rollout.quantization={config.rollout.quantization}": (
             config.rollout.quantization != "none"
         ),
-        "actor.lora.targets of lm_head": any("lm_head" in t for t in config.actor.lora.targets),
     }
     for what in (name for name, given in refused.items() if given):
         raise ConfigError(

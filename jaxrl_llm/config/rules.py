@@ -399,6 +399,7 @@ def _check_strict(config: Config) -> None:
         "rollout.quantization": (rollout.quantization, "none"),
         "rollout.dtype": (rollout.dtype or actor.dtype, actor.dtype),
         "placement": (config.placement or "colocated", "colocated"),
+        "partial_rollouts": (config.partial_rollouts, 0),
         **{f"mesh.{axis}": (size, 1) for axis, size in mesh.sizes.items()},
     }
     for key, model in _models(config):

@@ -41,7 +41,7 @@ from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implem
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
-from jaxrl_llm.kernels.strict import strict_scope
+from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
@@ -118,7 +118,7 @@ def generate(
     )
     state = engine.empty()
     if prompts_NP.shape[0] > 0:
-        with strict_scope(settings.strict):
+        with strict_scope(engine.strict):
             state = _run_loops(engine, state)
     return _output(state, settings.sampling, settings.pad_id)
 
@@ -129,7 +129,8 @@ def begin(*arguments: Any, **limits: Any) -> State:
     Call it inside jit. `advance` goes on from it, so that text can be shown while it is made.
     """
     engine = _engine(*arguments, **limits)
-    return engine.fill_slots(engine.prefill(engine.empty()))
+    with strict_scope(engine.strict):
+        return engine.fill_slots(engine.prefill(engine.empty()))
 
 
 def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
@@ -140,9 +141,10 @@ def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
     """
     engine = _engine(*arguments, **limits)
     until = state.steps + steps
-    return lax.while_loop(
-        lambda now: _more_live(0, now) & (now.steps < until), engine.decode, state
-    )
+    with strict_scope(engine.strict):
+        return lax.while_loop(
+            lambda now: _more_live(0, now) & (now.steps < until), engine.decode, state
+        )
 
 
 class _Engine(NamedTuple):
@@ -154,6 +156,7 @@ class _Engine(NamedTuple):
     fill_slots: Callable[[State], State]
     queue: Queue
     sizes: EngineSizes
+    strict: Strict | None
 
 
 def _engine(
@@ -228,6 +231,7 @@ def _engine(
         fill_slots=partial(fill_slots, queue, sizes.group, pages),
         queue=queue,
         sizes=sizes,
+        strict=settings.strict,
     )
 
 
@@ -320,7 +324,7 @@ def _generation_form(
 
 def _run_loops(engine: _Engine, state: State) -> State:
     """The two nested loops, then one loop for each tail."""
-    _, prefill, decode, fill_slots, queue, sizes = engine
+    _, prefill, decode, fill_slots, queue, sizes, _ = engine
     num_pending = queue.num_groups * sizes.group
     fewest = (*sizes.tails, 0)
 

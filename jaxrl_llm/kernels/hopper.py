@@ -28,6 +28,11 @@ def on_hopper() -> bool:
     return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
 
 
+def num_blocks(entries: jax.Array, block: int) -> jax.Array:
+    """The number of blocks that hold `entries`, int32."""
+    return jax.lax.div(entries + (block - 1), jnp.int32(block))
+
+
 def cache_ptxas_version() -> None:
     """Make jax ask for the version of ptxas once per process. Call it when a process starts.
 

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.kernels.hopper import num_blocks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strict:
@@ -249,8 +251,3 @@ class Runs(NamedTuple):
         end_X = jnp.where(in_first_X, self.first_end_X, self.second_end_X)
         key_XJ = begin_X[:, None] + jnp.arange(block)
         return in_first_X, key_XJ, key_XJ < end_X[:, None]
-
-
-def num_blocks(keys: Array, block: int) -> Array:
-    """The number of blocks that hold so many keys."""
-    return (keys + (block - 1)) // block

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
-from jaxrl_llm.learner.rows import ROWS, Fields, PackingPlan, packed_rows, plan_packing
+from jaxrl_llm.learner.rows import (
+    ROWS,
+    Fields,
+    PackingPlan,
+    packed_rows,
+    plan_packing,
+    strict_tokens,
+)
 
 Pass = Callable[[Fields], Any]  # of one part
 Shard = Callable[[Any], Any]
@@ -177,10 +184,14 @@ class Packed(MicroBatches):
     def _plan(self, fields: Fields) -> tuple[PackingPlan, tuple[Array, ...]]:
         lengths = _response_lengths(fields)
         samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
+        row_tokens = self.row_tokens
+        if self.align is not None:  # padding between the runs of a sample may need more
+            widths = fields["prompts"].shape[1], fields["responses"].shape[1]
+            row_tokens = max(row_tokens, strict_tokens(*widths, self.align))
         plan = plan_packing(
             fields["prompt_lengths"],
             lengths,
-            row_tokens=self.row_tokens,
+            row_tokens=row_tokens,
             group=self.group,
             num_replicas=self.num_replicas,
             rows_of_part=self.rows,

@@ -317,6 +317,11 @@ def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align:
     )
 
 
+def strict_tokens(prompt: int, response: int, align: int) -> int:
+    """The tokens of a strict row that holds a prompt and a response of these lengths."""
+    return _rounded_up(prompt - 1, align) + _rounded_up(response + 1, align)
+
+
 def _rounded_up(size: Any, multiple: int) -> Any:
     return -(-size // multiple) * multiple
 
@@ -395,7 +400,7 @@ def plan_packing(
     `group` consecutive samples answer one prompt, which is in a row once; 1 gives every sample its
     own prompt. One pass computes `rows_of_part` rows of each replica. `align` makes rows strict
     and rounds `row_tokens` up.
-    Requires: the longest prompt and the longest response together fit a row.
+    Requires: the longest prompt and the longest response together fit a row; see `strict_tokens`.
     """
     samples = prompt_lengths.shape[0] // num_replicas
     prompt_DS = prompt_lengths.reshape(num_replicas, samples)

@@ -118,7 +118,7 @@ def learner_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> Mo
 
 
 def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lora | None:
-    """The adapters that the settings ask for; None trains all weights."""
+    """The adapters that the settings ask for; None trains all weights. ValueError for a mix."""
     if not isinstance(settings, AdaptedSettings) or not settings.lora.enabled:
         return None
     given = settings.lora
@@ -126,9 +126,11 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
         found = read_lora(
             given.path, source.config, kind, dtype=settings.param_dtype, dropout=given.dropout
         )
-        return replace(found, merge=given.merge)
+        found = replace(found, merge=given.merge)
+        found.check()
+        return found
     tensors = (tensor.name for tensor in hf_names(source.config, kind).values())
-    return Lora(
+    found = Lora(
         rank=given.rank,
         alpha=given.alpha,
         modules=chosen_modules(given.targets, tensors),
@@ -138,6 +140,8 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
         dtype=settings.param_dtype,
         merge=given.merge,
     )
+    found.check()
+    return found
 
 
 def base_dtype(settings: ModelSettings) -> str:

@@ -118,11 +118,7 @@ class Role:
     @property
     def own_shardings(self) -> Params:
         """Shardings of the parameters that the role keeps itself."""
-        return self._own(self.param_shardings)
-
-    def _own(self, tree: Params) -> Params:
-        """The part that the role keeps, of a tree of all its parameters."""
-        return tree if self.spec.lora is None else split(tree)[1]
+        return self.param_shardings if self.spec.lora is None else split(self.param_shardings)[1]
 
     def state(self, params: Params) -> Any:
         """What the role keeps, made of its parameters, or of those that learn.
@@ -227,14 +223,21 @@ def make_role(
 def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
     """How the sampler and the trainer of a model compute strictly, on the devices of this process.
 
-    Raises: ValueError for a model with a sliding window, and on a GPU for one that our kernels do
-        not take.
+    Raises: ValueError for a model with a sliding window, for adapters that are computed apart, and
+        on a GPU for a model that our kernels do not take.
     """
     config = spec.config
     if any(window is not None for window in config.sliding_window):
         raise ValueError(
             "config.exact=strict: the model has layers with a sliding window, whose blocks of keys "
             "depend on the row; take another model, or --config.exact=repeatable"
+        )
+    lora = spec.lora
+    if lora is not None and (lora.adapts_tables or not lora.merges_updates):
+        raise ValueError(
+            "config.exact=strict: sampler and trainer compute the same bits with merged adapters "
+            "of projections alone; set lora.targets=all-linear, merge=True, dora=False and "
+            "dropout=0, or --config.exact=repeatable"
         )
     if jax.default_backend() != "gpu":
         return Strict(rows=STRICT_ROWS, block=16)

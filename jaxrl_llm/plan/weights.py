@@ -49,7 +49,9 @@ def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: in
     """The adapters that a training begins with: new ones, or those of a PEFT folder."""
     if not settings.lora.path:
         return role.first_adapters(base, seed)
-    return import_adapter(settings.lora.path, role.spec, role.own_shardings)
+    found = import_adapter(settings.lora.path, role.spec, role.own_shardings)
+    check_loaded(found, settings.lora.path)
+    return found
 
 
 def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
@@ -121,18 +123,28 @@ def adapted_role(role: Role, checkpoint: Path, stored: str) -> Role:
 
 def _stored_base(role: Role, checkpoint: Path, stored: str) -> Params:
     """The frozen weights below the adapters of a checkpoint's role."""
+    name, model = base_of(checkpoint, stored)
+    spec = model_spec(role.spec.config, model["kind"], model["param_dtype"])
+    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
+    kept = replace(role, name=name, spec=spec, param_shardings=places, optimizer=None, base="")
+    record = base_recorded(checkpoint, name)
+    if record is None:
+        return manager.restore_role(checkpoint, name, kept.abstract())
+    return read_base(kept, record)
+
+
+def base_of(checkpoint: Path, stored: str) -> tuple[str, Record]:
+    """The name of the base below the adapters of a checkpoint's role, and its identity."""
     saved = identity.read_identity(checkpoint)
     assert saved is not None
     models = saved[identity.MODELS]
     name = CRITIC_BASE if stored == "critic" and CRITIC_BASE in models else BASE
-    model = models[name]
-    spec = model_spec(role.spec.config, model["kind"], model["param_dtype"])
-    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
-    kept = replace(role, name=name, spec=spec, param_shardings=places, optimizer=None, base="")
-    record = manager.loop_state(checkpoint).get(BASES, {}).get(name)
-    if record is None:
-        return manager.restore_role(checkpoint, name, kept.abstract())
-    return read_base(kept, record)
+    return name, models[name]
+
+
+def base_recorded(checkpoint: Path, name: str) -> Record | None:
+    """Where a base came from; None where the checkpoint's folder keeps it, after a warm-up."""
+    return manager.loop_state(checkpoint).get(BASES, {}).get(name)
 
 
 def base_record(role: Role, source: ModelSource, seed: int, params: Params) -> Record:

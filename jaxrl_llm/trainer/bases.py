@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.weights import Record, base_record, read_base
 from jaxrl_llm.trainer.progress import Plan
@@ -18,6 +19,12 @@ def bases_record(plan: Plan, states: States) -> dict[str, Record]:
 
 def read_bases(plan: Plan, saved: dict[str, Any]) -> States:
     """The bases of a run that goes on. Raises: ConfigError where one is not what it was."""
+    if saved.keys() != plan.reloaded.keys():
+        raise ConfigError(
+            f"the checkpoint names the frozen weights {sorted(saved) or 'of its own folder'}, and "
+            f"this config {sorted(plan.reloaded) or 'those after a warm-up'}; give the warm-up and "
+            "the adapters that the run began with"
+        )
     return {
         name: read_base(plan.bases[name], saved[name], source)
         for name, source in plan.reloaded.items()

@@ -327,8 +327,8 @@ class Run:
                 f"{what}. The same command goes on from the checkpoint before it"
             ) from None
         kept = {name: abstract[name] for name in frozen}
-        fixed = manager.restore_frozen(path.parent, kept) if kept else {}
-        fixed |= read_bases(self.plan, loop_state.get(BASES, {}))
+        bases = read_bases(self.plan, loop_state.get(BASES, {}))
+        fixed = bases | (manager.restore_frozen(path.parent, kept) if kept else {})
         return from_items(items, fixed), loop_state
 
 

@@ -23,8 +23,15 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
-from jaxrl_llm.plan.roles import make_role
-from jaxrl_llm.plan.weights import adapted_role, adapters_in, load_params, restored
+from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
+from jaxrl_llm.plan.weights import (
+    adapted_role,
+    adapters_in,
+    base_of,
+    base_recorded,
+    load_params,
+    restored,
+)
 from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
 from jaxrl_llm.trainer.evaluate import Validation, open_validator
 from jaxrl_llm.trainer.model_card import RunFacts, model_card
@@ -34,6 +41,11 @@ from jaxrl_llm.trainer.model_card import RunFacts, model_card
 
 def evaluate(config: Config) -> Validation:
     """Answer and grade the config's held-out data with `actor.path`, as its validation would."""
+    if config.actor.lora.path:
+        raise ConfigError(
+            f"config.actor.lora.path={config.actor.lora.path}: an adapter alone is not evaluated; "
+            "give a run with it as the model, or a folder in which PEFT merged it"
+        )
     tokenizer = find_tokenizer("", config.actor)
     set_chat_variables(tokenizer, config.data.chat_template_kwargs)
     mesh = open_meshes(config, tokenizer)["actor"]
@@ -88,9 +100,10 @@ def export_checkpoint(
     kept = dense if lora is None else adapted_role(dense, checkpoint, role)
     _check_shapes(kept.spec.learned, abstract, role)
     if adapter:
-        path = "" if facts.config is None else facts.config.actor.path
         own = manager.restore_role(checkpoint, role, abstract)
-        return export_adapter(output, kept.spec, own, base=path, dtype=dtype)
+        return export_adapter(
+            output, kept.spec, own, base=_base_path(checkpoint, role, facts), dtype=dtype
+        )
     if lora is not None:
         params = restored(dense, checkpoint, role, dense.spec.params)
     else:
@@ -104,6 +117,15 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def _base_path(checkpoint: Path, role: str, facts: RunFacts) -> str:
+    """The base of an adapter as the config names it; empty where no files hold it alone."""
+    name, _ = base_of(checkpoint, role)
+    record = base_recorded(checkpoint, name)
+    if facts.config is None or record is None or not record["path"]:
+        return ""
+    return (facts.config.critic if name == CRITIC_BASE else facts.config.actor).path
 
 
 def run_facts(checkpoint: Path) -> RunFacts:

@@ -38,6 +38,9 @@ FLAGS = {
 }
 
 
+FAILED: list[str] = []  # what had an error; then the exit code is 1
+
+
 def flags_of(argv: list[str]) -> dict[str, str]:
     """The flags and their defaults; SystemExit for an unknown one."""
     found = dict(FLAGS)
@@ -73,6 +76,7 @@ def main(argv: list[str]) -> None:
     parts = {"attention": attention_of_both, "bits": bits, "step": step, "ops": ops}
     for name in flags["part"].split(","):
         attempt(name, partial(parts[name], flags))
+    sys.exit(min(len(FAILED), 1))
 
 
 def attempt(what: str, run: Callable[[], Any]) -> None:
@@ -82,6 +86,7 @@ def attempt(what: str, run: Callable[[], Any]) -> None:
         run()
         say(done=what, seconds=round(time.perf_counter() - start, 1))
     except Exception as error:  # the other variants are still of interest
+        FAILED.append(what)
         say(failed=what, error=f"{type(error).__name__}: {str(error)[:800]}")
 
 

@@ -19,7 +19,7 @@ from jaxrl_llm.learner.forward import (
 )
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
-from jaxrl_llm.learner.rows import packed_rows, plan_packing, rows_of
+from jaxrl_llm.learner.rows import ROWS, packed_rows, plan_packing, rows_of
 from jaxrl_llm.learner.train_step import accumulate
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
@@ -306,3 +306,17 @@ def test_an_update_equals_the_padded_one(loss_aggregation, layout):
         assert expected_parts == 1 and (parts > 1) == (layout != "one row")
         for key in metrics.keys() - {"row_use"}:
             np.testing.assert_allclose(found_metrics[key], metrics[key], rtol=2e-5, atol=1e-6)
+
+
+def test_strict_rows_hold_every_target_of_the_longest_samples():
+    """Runs begin at multiples of 64, so a sample may need more than its own tokens."""
+    P, R = 130, 100
+    fields = {
+        "prompts": jnp.ones((2, P), jnp.int32),
+        "prompt_lengths": jnp.full(2, P, jnp.int32),
+        "responses": jnp.ones((2, R), jnp.int32),
+        "mask": jnp.ones((2, R), jnp.float32),
+    }
+    parts = Packed(row_tokens=P + R, align=64).split(fields)
+    rows = [parts.at(i)[ROWS] for i in range(int(parts.num))]
+    assert sum(int(each.num_targets.sum()) for each in rows) == 2 * R

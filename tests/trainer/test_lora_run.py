@@ -6,16 +6,20 @@ import jax
 import numpy as np
 import pytest
 from test_run import config_of
+from tiny import model_config
 from tiny_run import assert_same_bits
 
 from jaxrl_llm.checkpoint import layout
-from jaxrl_llm.checkpoint.peft import CONFIG, import_adapter, read_lora
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.checkpoint.huggingface import load_model_config
+from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, import_adapter, read_lora
+from jaxrl_llm.config import ActorConfig, ConfigError, LoraConfig
 from jaxrl_llm.models.base import merge_adapters, model_spec
 from jaxrl_llm.models.lora import join
+from jaxrl_llm.plan.models import ModelSource, adapters_of, learner_spec
+from jaxrl_llm.plan.roles import strict_of
 from jaxrl_llm.trainer.answering import open_model
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import export_checkpoint
+from jaxrl_llm.trainer.trained_model import evaluate, export_checkpoint
 
 GRPO = {
     "algorithm": '{"kind": "grpo"}',
@@ -134,6 +138,70 @@ def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path):
     frozen = [n for n in run.weights(1) if n.startswith("frozen")]
     assert frozen and all("['base']" in name for name in frozen)
     assert open_model(layout.find_model_path(str(checkpoint))).spec.lora is None
+    # No file holds the base alone: PEFT must not join the adapter to the model before the warm-up.
+    folder = export_checkpoint(checkpoint, tmp_path / "adapter", adapter=True)
+    assert json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] in ("", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dropout": 0.1, "targets": (".*head",)}, "lora.dropout=0.1 with an adapter of lm_head"),
+        ({"merge": False, "targets": (".*head",)}, "lora.merge=False with an adapter of lm_head"),
+    ],
+)
+def test_patterns_and_folders_are_checked_for_what_they_choose(changes, message):
+    settings = ActorConfig(lora=LoraConfig(rank=2, **changes))
+    source = ModelSource(config=model_config(tie_word_embeddings=False))
+    with pytest.raises(ValueError, match=message):
+        adapters_of(source, "causal_lm", settings)
+
+
+def test_strict_runs_merge_projections_alone():
+    for targets, fits in ((("all-linear",), True), (("q_proj", ".*head"), False)):
+        settings = ActorConfig(lora=LoraConfig(rank=2, targets=targets))
+        source = ModelSource(config=model_config(tie_word_embeddings=False))
+        spec = learner_spec(source, "causal_lm", settings)
+        if fits:
+            strict_of(spec, "float32", "auto")
+        else:
+            with pytest.raises(ValueError, match="merged adapters of projections alone"):
+                strict_of(spec, "float32", "auto")
+
+
+def test_an_adapter_whose_beginning_changed_the_base_is_refused(tmp_path, base, trained):
+    folder = export_checkpoint(trained[1], tmp_path / "adapter", adapter=True)
+    theirs = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(theirs | {"init_lora_weights": "pissa"}))
+    config = load_model_config(base)
+    with pytest.raises(ConfigError, match="init_lora_weights=pissa, which is not supported"):
+        read_lora(folder, config, "causal_lm", dtype="float32", dropout=0)
+
+
+def test_an_adapter_alone_is_not_evaluated(tmp_path, base, trained):
+    folder = export_checkpoint(trained[1], tmp_path / "adapter", adapter=True)
+    lora = {"actor__path": str(base), "actor__lora__path": str(folder)}
+    with pytest.raises(ConfigError, match="an adapter alone is not evaluated"):
+        evaluate(config_of(tmp_path, **GRPO | lora)[1])
+
+
+def test_a_warm_up_is_not_taken_away_from_a_run_with_adapters(tmp_path):
+    run, config = config_of(tmp_path, **GRPO | {"total_steps": "1"})
+    train(config)
+    with pytest.raises(ConfigError, match="give the warm-up and the adapters"):
+        again = tmp_path / "again"
+        train(config_of(again, resume=str(run.step_path(1)), warmup="null", **GRPO)[1])
+
+
+def test_an_adapter_with_a_number_that_is_none_is_refused(tmp_path, base, trained):
+    folder = export_checkpoint(trained[1], tmp_path / "adapter", adapter=True)
+    file = folder / WEIGHTS
+    data = bytearray(file.read_bytes())
+    data[-4:] = np.float32(np.nan).tobytes()
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="not finite|NaN"):
+        lora = {"actor__path": str(base), "warmup": "null", "actor__lora__path": str(folder)}
+        train(config_of(tmp_path, **GRPO | lora)[1])
 
 
 @pytest.mark.parametrize(
@@ -149,6 +217,7 @@ def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path):
         ({"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"}, "base_dtype=bfloat16 is of"),
         ({"actor.lora.path": "nowhere"}, "expected a folder with adapter_config.json"),
         ({"critic.lora.rank": "2", "critic.tensor": "1", "mesh.tensor": "2"}, "critic.tensor=1"),
+        ({"critic.lora.rank": "2", "critic.base_dtype": "bfloat16"}, "base_dtype is bfloat16: the"),
     ],
 )
 def test_what_does_not_work_is_refused(tmp_path, flags, message):

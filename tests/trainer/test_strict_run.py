@@ -48,6 +48,7 @@ def test_sampler_and_trainer_agree_in_every_step(tmp_path, exact):
         ("mesh.fsdp=2", "mesh.fsdp=1 works"),
         ("actor.residual_dtype=bfloat16", "residual_dtype=float32 works, or .*exact=repeatable"),
         ("actor.scan_layers=true", "actor.scan_layers=False works"),
+        ("max_staleness=1 partial_rollouts=2", "partial_rollouts=0 works"),
     ],
 )
 def test_what_is_not_proven_is_refused(tmp_path, flag, words):
@@ -55,7 +56,9 @@ def test_what_is_not_proven_is_refused(tmp_path, flag, words):
     flags = [*FLAGS.items(), ("exact", "strict")]
     load_config(str(tmp_path / "tiny.py"), flags)
     with pytest.raises(ConfigError, match=words):
-        load_config(str(tmp_path / "tiny.py"), [*flags, tuple(flag.split("="))])
+        load_config(
+            str(tmp_path / "tiny.py"), [*flags, *(each.split("=") for each in flag.split())]
+        )
 
 
 def test_a_sliding_window_is_refused(tmp_path):

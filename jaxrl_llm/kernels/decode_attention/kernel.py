@@ -41,7 +41,6 @@ from jaxrl_llm.kernels.decode_attention.pipeline import (
     Scratch,
     TileJob,
     default_tuning,
-    num_blocks,
     operand_dtype,
     padded_rows,
     scratch_types,
@@ -52,7 +51,7 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
     max_entries_read,
     split_blocks,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, num_blocks
 from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
 HEAD_DIMS = (64, 128)

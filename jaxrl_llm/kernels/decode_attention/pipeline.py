@@ -18,7 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.kernels.hopper import Ref, RegisterLayout, ScratchType
+from jaxrl_llm.kernels.hopper import Ref, RegisterLayout, ScratchType, num_blocks
 
 TILE_ROWS = 64  # of a warpgroup's matmul
 MAX_GROUP_SIZE = TILE_ROWS - 1  # query heads of a KV head that the kernel takes
@@ -158,11 +158,6 @@ def scratch_types(
 def operand_dtype(cache_dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The dtype of matmul operands. Hopper converts float8 to float16, not to bfloat16."""
     return jnp.dtype(jnp.bfloat16 if cache_dtype == jnp.bfloat16 else jnp.float16)
-
-
-def num_blocks(entries: jax.Array, block: int) -> jax.Array:
-    """The number of blocks that hold `entries`."""
-    return lax.div(entries + (block - 1), jnp.int32(block))
 
 
 @partial(

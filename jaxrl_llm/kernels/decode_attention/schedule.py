@@ -15,10 +15,9 @@ from jaxrl_llm.kernels.decode_attention.pipeline import (
     MAX_GROUP_SIZE,
     TILE_ROWS,
     DecodeTuning,
-    num_blocks,
     padded_rows,
 )
-from jaxrl_llm.kernels.hopper import SMS
+from jaxrl_llm.kernels.hopper import SMS, num_blocks
 
 MAX_SPLITS = 16
 MAX_PROMPT_SPLITS = 4  # merging them takes time

@@ -164,7 +164,7 @@ def _strictly(
     if visibility is None:
         visibility = Visibility(start_BT=jnp.zeros(q_BTNH.shape[:2], jnp.int32))
     if implementation == "pallas":
-        tuning = strict_tuning(q_BTNH.shape[3])
+        tuning = strict_tuning(q_BTNH.shape[3], strict.block)
         return hopper_attention(
             q_BTNH, k_BTKH, v_BTKH, visibility=visibility, tuning=tuning, by_runs=True
         )

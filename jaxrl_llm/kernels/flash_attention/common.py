@@ -92,9 +92,9 @@ def default_tuning(head_dim: int, *, plain: bool = False) -> Tuning:
     return Tuning(block_k=64, dq_stages=1, dkv_stages=1, dkv_split=True)
 
 
-def strict_tuning(head_dim: int) -> Tuning:
-    """The sizes whose blocks of keys are those of the decode kernel, see `block_entries` there."""
-    return replace(default_tuning(head_dim), block_k=128 if head_dim == 64 else 64)
+def strict_tuning(head_dim: int, block: int) -> Tuning:
+    """The sizes for strict sums, with the blocks of keys that decoding has too."""
+    return replace(default_tuning(head_dim), block_k=block)
 
 
 def lowered_once(run: Callable[P, R]) -> Callable[P, R]:

@@ -97,6 +97,10 @@ class Iteration:
             self.continuing.trace(states, batch)
         return batch
 
+    def compile_ahead(self) -> None:
+        """Begin to compile the programs of a step in threads."""
+        self.program.compile_ahead(self.abstract_states(), self.abstract_batch())
+
     @property
     def generating(self) -> tuple[Segment, ...]:
         """Of the segments that are collected, those on devices."""

@@ -242,8 +242,8 @@ class AheadBatches(PromptBatches):
         """Run `work` with the weights of `states`: now, or in the rollout's thread."""
         self._take_over(timer)
         iteration = self.plan.at(each.step)
-        roles = [stage.role for segment in iteration.collecting for stage in segment.stages]
-        weights = {role: states[role] for role in roles if role in states}
+        roles = {role for segment in iteration.collecting for role in segment.roles}
+        weights = {role: states[role] for role in roles & states.keys()}
         weights |= iteration.program.follow(roles, states, timer, self._found)
         if self._worker is None:
             work(each, iteration, weights, timer)

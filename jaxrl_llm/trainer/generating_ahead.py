@@ -442,9 +442,7 @@ class AheadFilteredBatches(AheadBatches):
         self._prioritise(each.step, one.batch)
 
     def _close(self, each: Ahead, groups: GroupFilter) -> None:
-        batch = place_held(
-            fetch(groups.batch()), batch_sharding(self.plan.learner.mesh), self._rows
-        )
+        batch = place_held(groups.batch(), batch_sharding(self.plan.learner.mesh), self._rows)
         each.priorities = self._priorities(each.step)
         each.complete = True
         each.generated.set_result(None)

@@ -136,8 +136,7 @@ class Program:
             reads = {name: now.batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
                 reads = moves.to(mesh, reads)
-            roles = [stage.role for stage in segment.stages]
-            followed = now.states | self.follow(roles, now.states, timer, now.metrics)
+            followed = now.states | self.follow(segment.roles, now.states, timer, now.metrics)
             if takes_part(mesh):
                 timer.start(segment.name)
             learning, fixed = _split_states(followed, segment)
@@ -309,7 +308,7 @@ class Program:
     ) -> States:
         """Up-to-date states of the followers among `roles` that `states` lacks."""
         found: States = {}
-        for name in (set(roles) & self._followers.keys()) - states.keys():
+        for name in sorted((set(roles) & self._followers.keys()) - states.keys()):
             follower = self._followers[name]
             with timer(follower.timing):
                 found[name], size = follower.follow(states[follower.source])
@@ -379,8 +378,7 @@ def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, A
 def _split_states(states: States, segment: Segment) -> tuple[States, States]:
     """The states that the segment replaces (donated) and those that it only reads."""
     learning = set(segment.updated)
-    named = {name for stage in segment.stages for name in (stage.role, *stage.shares)}
-    used = named & states.keys()
+    used = segment.roles & states.keys()
     return (
         {role: states[role] for role in sorted(used & learning)},
         {role: states[role] for role in sorted(used - learning)},

@@ -287,13 +287,18 @@ def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
 
 
 def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
-    """Check that `value` is None or a number that is finite in float32."""
+    """Check that `value` is None or a number that is finite in float32.
+
+    Extras named `<function>/error` or `reason` say in the error why there is no such number.
+    """
     if value is None:
         return Graded(extras=extras)
     number = as_number(value)
     if number is None or not abs(number) <= FLOAT32_MAX:
-        why = "is no number" if number is None else "is not finite in float32"
-        message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {why}"
+        what = "is no number" if number is None else "is not finite in float32"
+        message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {what}"
+        if why := extras.get(f"{info.name}/error") or extras.get("reason"):
+            message = f"{message}: {printable(str(why))}"
         return Graded(error=CallError(kind="bad return", message=message), extras=extras)
     return Graded(value=number, extras=extras)
 

@@ -55,6 +55,12 @@ def hub_name(text: str) -> HubName | None:
             f"{text!r} is no data set of the hub: give hf://OWNER/NAME#SPLIT, or "
             "hf://OWNER/NAME/CONFIG#SPLIT"
         )
+    if "[" in split:
+        raise ValueError(
+            f"{text!r} asks for a part of a split, and only whole splits are read: give "
+            f"#{split.partition('[')[0]}, or write the part with the package datasets, "
+            f"load_dataset(..., split={split!r}).save_to_disk(FOLDER), and give that folder"
+        )
     return HubName(path="/".join(parts[:2]), config="".join(parts[2:]), split=split)
 
 

@@ -115,6 +115,8 @@ def test_names_of_the_hub():
             check_files(wrong)
     with pytest.raises(ValueError, match=r"only whole splits are read: give #train, or.*save_to"):
         check_files("hf://openai/gsm8k/main#train[:10%]")
+    with pytest.raises(ValueError, match=r"files are asked for here.*save_to_disk\(FOLDER\)"):
+        resolve_files("hf://openai/gsm8k/main#train")  # as `jaxrl generate --prompts` does
 
 
 def test_the_missing_package_is_named():

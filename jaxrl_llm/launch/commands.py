@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxrl_llm.launch import library
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
+    USER_ERROR,
     join_processes,
     run_script,
     start,
@@ -57,8 +59,11 @@ def train(argv: list[str]) -> int:
     if flags.dry_run:
         from jaxrl_llm.launch.dry_run import dry_run
 
-        for line in dry_run(start(config, num_cpu_devices=flags.devices)):
-            print(line)
+        found = dry_run(start(config, num_cpu_devices=flags.devices))
+        from jaxrl_llm.distributed.multihost import is_main
+
+        if is_main():
+            print("\n".join(found))
         return 0
     summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
     from jaxrl_llm.trainer.progress import print_summary
@@ -77,8 +82,8 @@ def generate(argv: list[str]) -> int:
                               (RUN/checkpoints/global_step_N), or a run's folder (its newest
                               checkpoint)
       --prompt=TEXT           one prompt; its answers are printed
-      --prompts=FILE          many: parquet, arrow, JSON lines, a glob or a folder, with the column
-                              prompt, messages or question
+      --prompts=FILE          many: parquet, arrow, JSON lines, CSV, a glob or a folder, with the
+                              column prompt, messages or question
       --output=FILE           where their answers go, as JSON lines; each batch when it is done
       --logprobs              also write the tokens and their log-probs
       --batch_size=64         prompts that are answered at once
@@ -365,7 +370,7 @@ def _serve(folders: list[Path], port: int) -> int:
         server = ReportServer(folders, port)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--port={port} cannot be used: {error}. Give another one") from None
-    with server:
+    with server, suppress(KeyboardInterrupt):
         print(f"{server.url}  (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
@@ -578,7 +583,8 @@ def main() -> NoReturn:
     if name in ("--help", "-h"):
         print(usage)
         sys.exit(0)
-    sys.exit(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}")
+    print(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}", file=sys.stderr)
+    sys.exit(USER_ERROR)
 
 
 def versions(*, devices: bool = False) -> list[str]:

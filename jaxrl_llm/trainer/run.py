@@ -496,6 +496,8 @@ def open_plan_and_data(
         others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
         plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        if reward is not None:
+            reward.check(config, prompts)
         num_rows = len(prompts)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
@@ -533,14 +535,22 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
             f"{run_dir} has no sound checkpoint; the damaged ones are in {damaged[0].parent}. To "
             "begin again from step 0, give another --config.run_dir, or --config.resume=never"
         )
-    if latest is not None and config.resume != "auto":
+    try:
+        refuse_overwriting(config, run_dir, latest)
+    except ConfigError:
         checkpoints.close()
+        raise
+    return checkpoints
+
+
+def refuse_overwriting(config: Config, run_dir: Path, latest: int | None) -> None:
+    """ConfigError where the folder holds a run at step `latest`, and `resume` asks for another."""
+    if latest is not None and config.resume != "auto":
         raise ConfigError(
             f"config.resume={config.resume}, but {run_dir} holds a run at step {latest}, which "
             "would be overwritten. Give another --config.run_dir, or go on with it by "
             "--config.resume=auto"
         )
-    return checkpoints
 
 
 def _resume_point(config: Config, checkpoints: CheckpointManager) -> Path | None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Len
 from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig
@@ -73,6 +74,7 @@ def _tokens_of_a_part(value: Any) -> Any:
 
 
 TokensOfAPart = Annotated[Whole, BeforeValidator(_tokens_of_a_part)]
+StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
@@ -352,6 +354,9 @@ class RolloutConfig(Record):
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
     cache_tokens: Whole = 0
     stop_token_ids: Many[int] = ()  # in addition to the tokenizer's own
+    # Strings that end a response once its text has one; they stay in it. At most 16, each of at
+    # most 32 characters. Of held-out answers too.
+    stop: StopTexts = ()
     dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"

@@ -85,6 +85,7 @@ def generate(argv: list[str]) -> int:
       --temperature=1.0       0 is greedy
       --max_new_tokens=256    most tokens of an answer
       --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --stop=TEXT             ends an answer, and stays in it; may be given several times
       --chat=auto             whether a text is a user's message: auto (where the model has a chat
                               template) | true | false
       --dtype=float32         of computation: float32 | bfloat16
@@ -111,14 +112,14 @@ def generate(argv: list[str]) -> int:
     chat = {"auto": None, "true": True, "false": False}[flags.chat]
     model = library.open_model(flags.model, dtype=flags.dtype)
     if flags.prompts is not None:
-        from jaxrl_llm.generation.sampler import SamplingParams
         from jaxrl_llm.launch.answer_file import answer_file
+        from jaxrl_llm.trainer.answering import sampling_params
 
         done = answer_file(
             model,
             flags.prompts,
             flags.output,
-            SamplingParams(**_sampling(flags)),
+            sampling_params(model, **_sampling(flags)),
             n=flags.n,
             seed=flags.seed,
             chat=chat,
@@ -149,6 +150,7 @@ def chat(argv: list[str]) -> int:
       --temperature=0.7       0 is greedy
       --max_new_tokens=512    most tokens of an answer
       --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --stop=TEXT             ends an answer, and stays in it; may be given several times
       --dtype=float32         of computation: float32 | bfloat16
       --seed=0                the same seed and lines give the same answers
     """
@@ -175,13 +177,14 @@ def _sampling_parser(*, temperature: float = 1.0, max_new_tokens: int = 256) -> 
     parser.add_argument("--max_new_tokens", type=_count, default=max_new_tokens)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def _sampling(flags: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop")
     return {name: getattr(flags, name) for name in names}
 
 

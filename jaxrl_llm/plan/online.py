@@ -26,7 +26,7 @@ from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource
-from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stop_ids
+from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stops_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, rollout_role
 from jaxrl_llm.plan.scores import HostReward, ModelScores, WeightedModel, score_stages
@@ -388,14 +388,15 @@ def _critic_warmup(config: Config, algorithm: Algorithm) -> int:
 
 def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     """How the rollout samples."""
-    rollout = config.rollout
+    rollout, stops = config.rollout, stops_of(config, tokenizer)
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
-        stop_token_ids=stop_ids(config, tokenizer),
+        stop_token_ids=stops.token_ids,
+        stop_strings=stops.strings,
     )
 
 

@@ -31,6 +31,7 @@ from jaxrl_llm.data.priority import PriorityLoader, weight_function
 from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.share import Picked, Share, digest
 from jaxrl_llm.distributed.multihost import HostRows, is_main
+from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt, RolloutBatch
@@ -408,25 +409,24 @@ def prompt_batch(
 
 def completions_of(
     tokenizer: Tokenizer,
-    stop_ids: Sequence[int],
+    stops: Stops,
     responses: np.ndarray,
     mask: np.ndarray,
     logprobs: np.ndarray,
 ) -> list[Completion]:
-    """The responses [N, R] as text, each cut at its length."""
+    """The responses [N, R] as text, each cut at its length; a stop token is no text."""
     out = []
     for row, length, row_logprobs in zip(
         responses.tolist(), mask.sum(axis=1).astype(int).tolist(), logprobs.tolist(), strict=True
     ):
         tokens = tuple(row[:length])
-        finished = bool(tokens) and tokens[-1] in stop_ids
-        text_ids = tokens[:-1] if finished else tokens
+        text_ids = tokens[:-1] if tokens and tokens[-1] in stops.token_ids else tokens
         out.append(
             Completion(
                 tokens=tokens,
                 text=tokenizer.decode(text_ids),
                 logprobs=tuple(row_logprobs[:length]),
-                finished=finished,
+                finished=stops.end(tokens),
             )
         )
     return out

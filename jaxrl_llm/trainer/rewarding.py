@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxrl_llm.config import Config, RewardConfig
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
-from jaxrl_llm.plan.online_roles import stop_ids
+from jaxrl_llm.generation.stop_strings import Stops
+from jaxrl_llm.plan.online_roles import stops_of
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
@@ -48,7 +49,7 @@ class RewardFunctions(HostReward):
 
     manager: RewardManager
     tokenizer: Tokenizer
-    stop_ids: tuple[int, ...]
+    stops: Stops
     _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
 
     @property
@@ -107,7 +108,7 @@ class RewardFunctions(HostReward):
     def _completions(
         self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
-        return completions_of(self.tokenizer, self.stop_ids, responses, mask, logprobs)
+        return completions_of(self.tokenizer, self.stops, responses, mask, logprobs)
 
 
 @dataclass(frozen=True)
@@ -167,5 +168,5 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
     return RewardFunctions(
         manager=stack.enter_context(manager),
         tokenizer=tokenizer,
-        stop_ids=stop_ids(config, tokenizer),
+        stops=stops_of(config, tokenizer),
     )

@@ -168,6 +168,10 @@ class DataConfig(Record):
     # Online: draw prompts by their earlier scores, instead of in shuffled epochs.
     priority: Maybe[PrioritySettings] = None
     priority_uniform: Fraction = 0.1  # share of the draws that is uniform
+    # Online: a column of numbers, such as difficulty or extra_info.level. The first batches go
+    # through the prompts from its lowest value to its highest; shuffled epochs follow.
+    curriculum: str = ""
+    curriculum_steps: Whole = 0  # batches of that; 0 takes each prompt once
     num_workers: Whole = 0  # reader processes; 0 reads in a thread
     prefetch: Count = 2  # batches
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError, GivenRows, SupervisedConfig
+from jaxrl_llm.data.curriculum import ascending_batches, column_values
 from jaxrl_llm.data.dataset import (
     RowRules,
     Sources,
@@ -99,7 +100,7 @@ def load_run_prompts(
 def train_batches(
     config: Config, prompts: Sequence[Prompt], rows: HostRows | None = None
 ) -> PromptLoader | PriorityLoader:
-    """Endless batches of training prompts, in epochs or by priority.
+    """Endless batches of training prompts: in epochs, after a curriculum, or by priority.
 
     In epochs only the prompts of `rows` are read, the samples that this process holds; None reads
     all.
@@ -126,6 +127,21 @@ def train_batches(
         shuffle=data.shuffle,
         prefetch=data.prefetch,
         groups=None if rows is None else held_groups(rows, config.rollout.n),
+        first=_curriculum(config, prompts),
+    )
+
+
+def _curriculum(config: Config, prompts: Sequence[Prompt]) -> np.ndarray | None:
+    """Places of the prompts that come first; None without a curriculum."""
+    data = config.data
+    if not data.curriculum:
+        return None
+    return ascending_batches(
+        column_values(prompts, data.curriculum),
+        batch_size=data.train_batch_size,
+        steps=data.curriculum_steps,
+        seed=config.seed,
+        shuffle=data.shuffle,
     )
 
 

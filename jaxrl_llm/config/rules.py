@@ -538,6 +538,11 @@ def _check_rewards(config: Config) -> None:
             "config.reward has neither functions nor a model: set "
             "--config.reward.functions=[my_rewards.py:my_function]"
         )
+    if reward.process_rewards and not reward.functions:
+        raise ConfigError(
+            "config.reward.process_rewards=true, and no function that could score steps: set "
+            "--config.reward.functions=[my_rewards.py:my_function]"
+        )
     if reward.weights and len(reward.weights) != len(reward.functions):
         ones = ",".join(["1"] * len(reward.functions))
         raise ConfigError(

@@ -398,6 +398,8 @@ class RewardConfig(Record):
     num_workers: Count = 2  # processes for user functions
     timeout_s: Positive = 30.0  # a call
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
+    # Functions may score the steps of a response, each at its last token: docs/write-a-reward.md.
+    process_rewards: bool = False
     memory_gb: Positive = 16.0  # of a process for user functions, with all that it starts
     file_gb: Positive = 4.0  # of a file that a user function writes
     # Variables, such as OPENAI_API_KEY, that user functions get although they look secret.

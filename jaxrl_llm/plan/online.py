@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
+from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.config import AlgorithmSettings, Composed, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
@@ -29,7 +30,13 @@ from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stops_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, rollout_role
-from jaxrl_llm.plan.scores import HostReward, ModelScores, WeightedModel, score_stages
+from jaxrl_llm.plan.scores import (
+    HostReward,
+    ModelScores,
+    StepTokenRewards,
+    WeightedModel,
+    score_stages,
+)
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
 from jaxrl_llm.tokenizer import Tokenizer
@@ -533,6 +540,7 @@ class _Planning:
                 if model.weight
             ],
             by_user=self.own_stages,
+            steps=config.data.max_response_length if config.reward.process_rewards else 0,
         )
         found += self.own_stages
         return found + self._updates(sizes, own_logprobs=own_logprobs)
@@ -588,10 +596,12 @@ class _Planning:
 
     def _rewards_and_advantages(self) -> list[Stage]:
         algorithm = self.algorithm
-        rewards: Stage = stages.TokenRewards()
-        if algorithm.kl_reward is not None:
+        process, kl_reward = self.config.reward.process_rewards, algorithm.kl_reward
+        rewards: Stage = StepTokenRewards() if process else stages.TokenRewards()
+        if kl_reward is not None:
+            kl_reward = with_steps(kl_reward) if process else kl_reward
             rewards = stages.PenalisedRewards(
-                functions=(algorithm.kl_reward,), controller=algorithm.kl_controller
+                functions=(kl_reward,), controller=algorithm.kl_controller
             )
         advantages = stages.Advantages(
             functions=(algorithm.advantage,),

@@ -55,6 +55,12 @@ def hub_name(text: str) -> HubName | None:
             f"{text!r} is no data set of the hub: give hf://OWNER/NAME#SPLIT, or "
             "hf://OWNER/NAME/CONFIG#SPLIT"
         )
+    if "[" in split:
+        raise ValueError(
+            f"{text!r} asks for a part of a split, and only whole splits are read: give "
+            f"#{split.partition('[')[0]}, or write the part with the package datasets, "
+            f"load_dataset(..., split={split!r}).save_to_disk(FOLDER), and give that folder"
+        )
     return HubName(path="/".join(parts[:2]), config="".join(parts[2:]), split=split)
 
 
@@ -80,9 +86,14 @@ def resolve_files(pattern: str) -> list[DataFile]:
     picks one of several splits. No row is read.
 
     Raises:
-        ValueError: nothing is there (with the nearest name), the kind of file is unknown, or a
-            folder has several splits and none was picked.
+        ValueError: nothing is there (with the nearest name), the kind of file is unknown, a folder
+            has several splits and none was picked, or it is a name of the hub.
     """
+    if pattern.startswith(HUB):
+        raise ValueError(
+            f"{pattern!r} is a data set of the hub, and files are asked for here: write it with "
+            "the package datasets, load_dataset(...).save_to_disk(FOLDER), and give that folder"
+        )
     base, _, split = pattern.partition("#")
     if Path(pattern).exists():  # a name may contain "#"
         base, split = pattern, ""

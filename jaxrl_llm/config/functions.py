@@ -142,7 +142,8 @@ class Judge(Grader):
     max_tokens: Count = 512
     concurrency: Count = 32  # requests at a time, of each worker
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Positive = 60.0  # of one request; reward.timeout_s is of all of a step
+    request_s: Positive = 60.0  # of one request; total_s ends it sooner
+    total_s: Positive = 25.0  # of all requests of a step; below reward.timeout_s
     requests_per_minute: Whole = 0  # of each worker; 0 has no limit
     cache_file: str = ""  # JSON lines that later runs reuse; empty keeps answers in memory
     key_variable: str = "OPENAI_API_KEY"  # name it in reward.environment too

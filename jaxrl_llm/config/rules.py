@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
-from jaxrl_llm.config.functions import Code
 from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.lora_rules import check_lora
 from jaxrl_llm.config.order_rules import check_order
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
+from jaxrl_llm.config.reward_rules import check_rewards, check_times, graders
 from jaxrl_llm.config.schema import (
     AUTO,
     Config,
@@ -38,7 +38,7 @@ def check(config: Config) -> None:
         _check_offline_batches(config)
     else:
         _check_batches(config)
-        _check_rewards(config)
+        check_rewards(config)
     _check_phases_of_mesh(config)
     _check_trainings(config)
     _check_teacher(config)
@@ -47,6 +47,7 @@ def check(config: Config) -> None:
     _check_strict(config)
     _check_data(config)
     check_order(config, offline=is_offline(config))
+    check_times(config)
     _check_functions(config)
     for key, model in _models(config):
         _check_learning_weights(config, key, model)
@@ -531,45 +532,6 @@ def _check_data(config: Config) -> None:
         )
 
 
-def _check_rewards(config: Config) -> None:
-    reward = config.reward
-    if not reward.functions and reward.model is None:
-        raise ConfigError(
-            "config.reward has neither functions nor a model: set "
-            "--config.reward.functions=[my_rewards.py:my_function]"
-        )
-    if reward.process_rewards and not reward.functions:
-        raise ConfigError(
-            "config.reward.process_rewards=true, and no function that could score steps: set "
-            "--config.reward.functions=[my_rewards.py:my_function]"
-        )
-    if reward.weights and len(reward.weights) != len(reward.functions):
-        ones = ",".join(["1"] * len(reward.functions))
-        raise ConfigError(
-            f"config.reward.weights={list(reward.weights)}: {len(reward.weights)} weights for "
-            f"{len(reward.functions)} functions; [{ones}] works"
-        )
-    for index, function in enumerate(reward.functions):
-        if isinstance(function, Code) and function.total_s >= reward.timeout_s:
-            raise ConfigError(
-                f"config.reward.functions.{index}.total_s={function.total_s:g} does not end before "
-                f"config.reward.timeout_s={reward.timeout_s:g}, so slow code counts as a failed "
-                f"call: --config.reward.timeout_s={function.total_s + 5:g} works"
-            )
-    for i, extra in enumerate(config.models):
-        if extra.weight and extra.kind != "scalar":
-            raise ConfigError(
-                f"config.models.{i}.weight={extra.weight:g}: {extra.name} is a language model, "
-                "which gives no score; set its kind to scalar, or the weight to 0"
-            )
-    model = reward.model
-    if model is not None and not model.path and model.training is None:
-        raise ConfigError(
-            "config.reward.model has no path and no training: set --config.reward.model.path=DIR, "
-            "or --config.reward.model.training={} to train it in the run"
-        )
-
-
 def _check_profile(config: Config) -> None:
     late = [step for step in config.profile.steps if step > config.total_steps]
     if late:
@@ -615,12 +577,7 @@ def _check_functions(config: Config) -> None:
     named: list[tuple[str, Any]] = [
         ("algorithm", config.algorithm),
         ("data.priority", config.data.priority),
-        ("validation.grader", config.validation.grader),
-        *(
-            (f"validation.graders.{i}.grader", one.grader)
-            for i, one in enumerate(config.validation.graders)
-        ),
-        *((f"reward.functions.{i}", f) for i, f in enumerate(config.reward.functions)),
+        *graders(config),
         *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
     ]
     for key, given in named:

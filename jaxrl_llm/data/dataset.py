@@ -401,7 +401,12 @@ def _content(row: RawRow | BadRow) -> str | None:
 
 
 def _default_source(name: str) -> str:
-    """The data_source of rows that name none: the file's name without folder and ending."""
+    """The data_source of rows that name none: the file's name without folder and ending.
+
+    A name on the hub has no ending.
+    """
+    if name.startswith(HUB):
+        return name.rpartition("/")[2]
     return Path(name.rpartition(":")[2]).stem
 
 

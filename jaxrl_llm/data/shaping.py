@@ -8,6 +8,7 @@ from jaxrl_llm.data.sources import BadRow, RawRow, Rows
 from jaxrl_llm.references import nearest
 
 CONVERSATIONS = ("prompt", "messages")  # columns that may get the system prompt
+ANSWERS = ("chosen", "rejected")  # columns that get it where none of those is there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,18 @@ class Shape:
         return replace(self, columns={})
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row as its format is found. Raises ValueError for a column that is not there."""
+        """The row as its format is found.
+
+        Raises ValueError for a column that is not there, and for a row without a conversation that
+        could take the system prompt.
+        """
         found = self._renamed(row)
         if self.chat and isinstance(found.get("prompt"), str):
             found["prompt"] = [{"role": "user", "content": found["prompt"]}]
         if self.system_prompt:
+            self._check_conversation(found)
             names = [name for name in CONVERSATIONS if found.get(name) is not None]
-            for name in names or ("chosen", "rejected"):
+            for name in names or ANSWERS:
                 if _is_conversation(found.get(name)):
                     found[name] = self._with_system(found[name])
         return found
@@ -50,6 +56,16 @@ class Shape:
         renamed = {ours: row[theirs] for ours, theirs in self.columns.items()}
         taken = set(self.columns.values()) | renamed.keys()
         return {name: value for name, value in row.items() if name not in taken} | renamed
+
+    def _check_conversation(self, row: Mapping[str, Any]) -> None:
+        if not any(isinstance(row.get(name), list) for name in (*CONVERSATIONS, *ANSWERS)):
+            chat = (
+                "" if self.chat else "--config.data.prompt_style=chat makes one of a prompt, and "
+            )
+            raise ValueError(
+                "config.data.system_prompt goes before a conversation, and the row has none: "
+                f"{'' if self.chat else chat}--config.data.system_prompt= leaves it out"
+            )
 
     def _with_system(self, messages: list[Any]) -> list[Any]:
         first = messages[0]

@@ -77,8 +77,8 @@ def generate(argv: list[str]) -> int:
                               (RUN/checkpoints/global_step_N), or a run's folder (its newest
                               checkpoint)
       --prompt=TEXT           one prompt; its answers are printed
-      --prompts=FILE          many: parquet, arrow, JSON lines, a glob or a folder, with the column
-                              prompt, messages or question
+      --prompts=FILE          many: parquet, arrow, JSON lines, CSV, a glob or a folder, with the
+                              column prompt, messages or question
       --output=FILE           where their answers go, as JSON lines; each batch when it is done
       --logprobs              also write the tokens and their log-probs
       --batch_size=64         prompts that are answered at once

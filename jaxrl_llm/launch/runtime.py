@@ -285,8 +285,9 @@ def _check_used_devices(num_cpu_devices: int, exact: bool) -> None:
         )
     if exact and jax.default_backend() == "gpu" and EXACT not in os.environ.get("XLA_FLAGS", ""):
         print(
-            "config.exact=true comes too late: this program has used the GPU already, so a resumed "
-            f"run may differ in its last bits. Set XLA_FLAGS=--{EXACT}=true before it starts",
+            "config.exact=repeatable (or strict) comes too late: this program has used the GPU "
+            "already, so a resumed run may differ in its last bits. Set "
+            f"XLA_FLAGS=--{EXACT}=true before it starts, or config.exact=off",
             file=sys.stderr,
             flush=True,
         )

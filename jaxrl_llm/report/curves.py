@@ -54,21 +54,29 @@ class MetricsFile:
     def __init__(self, path: Path):
         self._path = path
         self._offset = 0
+        self._last = b""  # the line before the offset
         self.curves: dict[str, Curve] = {}
 
-    def read(self) -> None:
-        """Take in whole new lines. A file that became shorter is read from its start."""
+    def read(self) -> bool:
+        """Take in whole new lines; whether it began again.
+
+        It does where the last line that it read is no longer in its place: a run that resumes cuts
+        the file back, and the file may have grown beyond that place since.
+        """
         if not self._path.exists():
-            return
-        if self._path.stat().st_size < self._offset:
-            self._offset, self.curves = 0, {}
+            return False
         with open(self._path, "rb") as file:
-            file.seek(self._offset)
+            file.seek(self._offset - len(self._last))
+            begins_again = file.read(len(self._last)) != self._last
+            if begins_again:
+                self._offset, self._last, self.curves = 0, b"", {}
+                file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # it is being written
-                self._offset += len(line)
+                self._offset, self._last = self._offset + len(line), line
                 self._take(json.loads(line))
+        return begins_again
 
     def _take(self, entry: Mapping[str, Any]) -> None:
         step = int(entry[GLOBAL_STEP])

@@ -26,16 +26,18 @@ class RunFiles:
 
     def read(self) -> dict[str, Any]:
         """The run as the page takes it: name, about, config, curves, alarms, samples, texts."""
-        samples = self._trace.samples()
+        curves = self._curves()
+        samples, left_out = self._trace.samples()
         alarms = list(read_jsonl(path for path in [self.folder / EVENTS] if path.exists()))
         return {
             "name": self.name,
             "about": _object_in(self.folder / ABOUT),
             "config": dict(flat(_object_in(self.folder / CONFIG))),
-            "curves": self._curves(),
+            "curves": curves,
             "alarms": alarms[-MOST_ALARMS:],
             "num_alarms": len(alarms),
             "samples": samples,
+            "samples_left_out": left_out,
             "texts": self._texts.of({token for s in samples for token in s["tokens"]}),
         }
 
@@ -45,7 +47,8 @@ class RunFiles:
         for path in [self.folder / METRICS, *sorted(self.folder.glob(f"*/{METRICS}"))]:
             prefix = "" if path.parent == self.folder else f"{path.parent.name}: "
             file = self._metrics.setdefault(prefix, MetricsFile(path))
-            file.read()
+            if file.read():  # the run has resumed: it writes its trace again, too
+                self._trace.forget()
             found |= {prefix + name: curve.to_json() for name, curve in file.curves.items()}
         return found
 

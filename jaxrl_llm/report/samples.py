@@ -1,10 +1,11 @@
 """Some samples of a trace: found by bisecting its files, so a trace of any size is quick."""
 
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TRAIN, VALIDATION = "train", "validation"
 MOST_STEPS = {TRAIN: 48, VALIDATION: 12}  # steps whose samples are shown
@@ -20,60 +21,90 @@ _SHOWN = ("step", "policy_version", "index", "data_source", "row", "finished", "
 
 
 class Trace:
-    """The trace of a run. What was read once is kept: a line never changes while a run goes on."""
+    """The trace of a run. What was read once is kept: a line only changes when a run resumes."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._read: dict[tuple[Path, int], list[dict[str, Any]]] = {}
 
-    def samples(self) -> list[dict[str, Any]]:
-        """Some samples of evenly spread steps, each as the page shows it."""
-        found: list[dict[str, Any]] = []
-        wanted: dict[tuple[Path, int], None] = {}
-        for files in self._files():
-            wanted |= dict.fromkeys(_spread_steps(files))
-        for file, step in wanted:
-            found += self._of_step(file, step)
-        self._read = {key: kept for key, kept in self._read.items() if key in wanted}
-        return _within(found, MOST_BYTES)
+    def forget(self) -> None:
+        """Read everything again: the run has resumed."""
+        self._read = {}
 
-    def _files(self) -> list[list[Path]]:
-        """The files of each kind and process, in the order of their steps."""
-        found: dict[str, list[Path]] = {}
-        for file in sorted(self._folder.glob("*.jsonl")):
-            match = _NAME.fullmatch(file.name)
-            if match is not None and first_step(file) is not None:
-                found.setdefault(match[1] + (match[2] or ""), []).append(file)
-        return list(found.values())
+    def samples(self) -> tuple[list[dict[str, Any]], int]:
+        """Some samples of evenly spread steps, each as the page shows it, and how many more of
+        these steps were left out for their size.
+        """
+        before, self._read = self._read, {}
+        for kind, files in self._files():
+            self._read_steps(kind, files, before)
+        found = [sample for samples in self._read.values() for sample in samples]
+        within = _within(found, MOST_BYTES)
+        return within, len(found) - len(within)
 
-    def _of_step(self, file: Path, step: int) -> list[dict[str, Any]]:
-        key = file, step
-        if len(self._read.get(key, ())) < A_STEP:
-            kind = kind_of(file)
-            self._read[key] = [shown(row, kind) for row in rows_of_step(file, step, A_STEP)]
-        return self._read[key]
+    def _files(self) -> Iterator[tuple[str, list[tuple[Path, int]]]]:
+        """The files of each kind and process, with their first steps, in the order of these."""
+        found: dict[tuple[str, str], list[tuple[Path, int]]] = {}
+        for path in sorted(self._folder.glob("*.jsonl")):
+            match = _NAME.fullmatch(path.name)
+            if match is not None:
+                with open(path, "rb") as file:
+                    first = step_at(file, 0)
+                if first is not None:
+                    found.setdefault((match[1], match[2] or ""), []).append((path, first))
+        return ((kind, files) for (kind, _), files in found.items())
+
+    def _read_steps(
+        self,
+        kind: str,
+        files: list[tuple[Path, int]],
+        before: Mapping[tuple[Path, int], list[dict[str, Any]]],
+    ) -> None:
+        """Read the samples of some steps, as far as they are not in `before`."""
+        with open(files[-1][0], "rb") as file:
+            steps = spread(files[0][1], last_step(file), MOST_STEPS[kind])
+        ends = [first for _, first in files[1:]] + [steps[-1] + 1]
+        beyond = False  # whether a step is after all those of the file before
+        for (path, first), end in zip(files, ends, strict=True):
+            wanted = [first] * beyond + [step for step in steps if first <= step < end]
+            beyond = False
+            if not wanted:
+                continue
+            with open(path, "rb") as file:
+                for step in wanted:
+                    offset = first_line_of(file, step)
+                    found = step_at(file, offset)
+                    if found is None:
+                        beyond = True
+                        break
+                    rows = self._read.get((path, found)) or before.get((path, found), [])
+                    if len(rows) < A_STEP:  # more may have been written since
+                        rows = [shown(row, kind) for row in rows_at(file, offset, A_STEP)]
+                    self._read[path, found] = rows
 
 
-def kind_of(file: Path) -> str:
-    """Of training or of validation."""
-    return TRAIN if file.name.startswith(TRAIN) else VALIDATION
+def spread(first: int, last: int, most: int) -> list[int]:
+    """At most `most` steps from `first` to `last`, both among them.
+
+    The others lie on a grid of a power of two, so a later grid reuses what was read for this one.
+    """
+    stride = 1
+    while True:
+        grid = range(first + 1 + -(first + 1) % stride, last, stride)
+        if len(grid) + 2 <= most:
+            return sorted({first, last, *grid})
+        stride *= 2
 
 
-def first_step(file: Path) -> int | None:
-    """The step of the first line; None for a file without any."""
-    return step_at(file, 0)
-
-
-def step_at(file: Path, offset: int) -> int | None:
+def step_at(file: IO[bytes], offset: int) -> int | None:
     """The step of the line at `offset`; None at the end of the file."""
-    with open(file, "rb") as opened:
-        opened.seek(offset)
-        return _step_of(opened.readline())
+    file.seek(offset)
+    return _step_of(file.readline())
 
 
-def last_step(file: Path) -> int:
+def last_step(file: IO[bytes]) -> int:
     """The step of the last line, also while another line is being written."""
-    last = first_step(file) or 0
+    last = step_at(file, 0) or 0
     gap = 1
     while step_at(file, first_line_of(file, last + gap)) is not None:
         last, gap = last + gap, gap * 2
@@ -84,38 +115,36 @@ def last_step(file: Path) -> int:
     return last
 
 
-def rows_of_step(file: Path, step: int, most: int) -> list[dict[str, Any]]:
-    """The first `most` rows of a step, or of the first step after it that the file holds."""
+def rows_at(file: IO[bytes], offset: int, most: int) -> list[dict[str, Any]]:
+    """The first `most` rows of the step whose first line is at `offset`."""
     rows: list[dict[str, Any]] = []
-    with open(file, "rb") as opened:
-        opened.seek(first_line_of(file, step))
-        for line in opened:
-            if len(rows) == most or not line.endswith(b"\n"):
-                break
-            row = json.loads(line)
-            if rows and row["step"] != rows[0]["step"]:
-                break
-            rows.append(row)
+    file.seek(offset)
+    for line in file:
+        if len(rows) == most or not line.endswith(b"\n"):
+            break
+        row = json.loads(line)
+        if rows and row["step"] != rows[0]["step"]:
+            break
+        rows.append(row)
     return rows
 
 
-def first_line_of(file: Path, step: int) -> int:
+def first_line_of(file: IO[bytes], step: int) -> int:
     """The offset of the first line whose step is `step` or later. Steps never decrease."""
-    with open(file, "rb") as opened:
-        low, high = 0, file.stat().st_size  # the line begins in [low, high]
-        while low < high:
-            middle = (low + high) // 2
-            opened.seek(middle)
-            if middle:
-                opened.seek(middle - 1)
-                opened.readline()  # to the start of a line
-            start = opened.tell()
-            found = _step_of(opened.readline())
-            if start >= high or found is None or found >= step:
-                high = middle
-            else:
-                low = opened.tell()
-        return low
+    low, high = 0, file.seek(0, os.SEEK_END)  # the line begins in [low, high]
+    while low < high:
+        middle = (low + high) // 2
+        file.seek(middle)
+        if middle:
+            file.seek(middle - 1)
+            file.readline()  # to the start of a line
+        start = file.tell()
+        found = _step_of(file.readline())
+        if start >= high or found is None or found >= step:
+            high = middle
+        else:
+            low = file.tell()
+    return low
 
 
 def shown(row: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -152,32 +181,6 @@ def _step_of(line: bytes) -> int | None:
     """The step of a whole line; None for one that is being written."""
     match = _STEP.match(line) if line.endswith(b"\n") else None
     return None if match is None else int(match[1])
-
-
-def _spread_steps(files: list[Path]) -> Iterator[tuple[Path, int]]:
-    """(file, step) of evenly spread steps of one kind and process; steps may have gaps.
-
-    They lie on a grid of a power of two, so a later grid reuses what was read for this one.
-    """
-    first, last = first_step(files[0]) or 0, last_step(files[-1])
-    stride = 1
-    while last - first > MOST_STEPS[kind_of(files[0])] * stride:
-        stride *= 2
-    for step in sorted({first, last, *range(first - first % stride, last, stride)}):
-        found = _from_step(files, step)
-        if found is not None:
-            yield found
-
-
-def _from_step(files: list[Path], step: int) -> tuple[Path, int] | None:
-    """The first step from `step` on, and its file."""
-    starts = [first_step(file) or 0 for file in files]
-    begun = sum(start <= step for start in starts)
-    for file in files[max(begun - 1, 0) : begun + 1]:
-        found = step_at(file, first_line_of(file, step))
-        if found is not None:
-            return file, found
-    return None
 
 
 def _within(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:

@@ -29,15 +29,25 @@ class SourceGraders:
     default: RewardManager
     by_source: Mapping[str, RewardManager]
 
-    def check(self, sources: Sequence[str]) -> None:
-        """Raises ValueError for a grader of a source that is not among `sources`."""
-        for name in self.by_source:
-            if name not in sources:
+    def check(
+        self, columns: Mapping[str, Sequence[str]], renamed: Mapping[str, str] | None = None
+    ) -> None:
+        """Before anything is generated: whether the graders fit the held-out rows.
+
+        `columns` are those of the rows of each source. Raises ValueError for a grader of a source
+        that is not among them, and for a column that a grader asks for and its rows do not have.
+        """
+        for name, grader in self.by_source.items():
+            if name not in columns:
                 raise ValueError(
                     f"config.validation.graders has a grader for the source {name!r}, and no "
-                    f"held-out row is of it{nearest(name, sources)}. The sources are: "
-                    f"{', '.join(sorted(set(sources)))}"
+                    f"held-out row is of it{nearest(name, columns)}. The sources are: "
+                    f"{', '.join(sorted(columns))}"
                 )
+            grader.check(columns[name], renamed)
+        others = [found for source, found in columns.items() if source not in self.by_source]
+        if others:
+            self.default.check(sorted({name for found in others for name in found}), renamed)
 
     def score(
         self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]", step: int

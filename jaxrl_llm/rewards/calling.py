@@ -9,7 +9,7 @@ import asyncio
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +26,8 @@ MAX_DEPTH = 32  # of lists and maps in the trace
 LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
 # Columns that the resolved fields of a prompt replace.
 RESOLVED = ("prompt", "completion", "data_source", "ground_truth")
+# What a TRL function can ask for beside columns.
+GIVEN_FIELDS = ("prompts", "completions", "completion_ids", "data_source", "ground_truth")
 
 
 # ------------------------------------------------------------------------- requests
@@ -57,19 +59,23 @@ class SampleCall:
 
 
 def batch_call(
-    prompts: "Sequence[Prompt]", completions: "Sequence[Completion]", state: TrainerState
+    prompts: "Sequence[Prompt]",
+    completions: "Sequence[Completion]",
+    state: TrainerState,
+    wanted: Iterable[str] = (),
 ) -> BatchCall:
     """The arguments of a TRL function.
 
     A conversational prompt gets a conversational completion. A raw column named `data_source` or
-    `ground_truth` does not replace the resolved value.
+    `ground_truth` does not replace the resolved value. Columns of `wanted` that no prompt of the
+    batch has are None.
     """
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     fields: dict[str, list[Any]] = {
         "data_source": [p.data_source for p in prompts],
         "ground_truth": [p.ground_truth for p in prompts],
     }
-    for name in names:
+    for name in names | dict.fromkeys(wanted):
         if name not in RESOLVED:
             fields[name] = [p.columns.get(name) for p in prompts]
     fields["prompts"] = [p.text if p.messages is None else list(p.messages) for p in prompts]
@@ -99,18 +105,28 @@ def sample_call(prompt: "Prompt", completion: "Completion") -> SampleCall:
     )
 
 
-def check_columns(info: FunctionInfo, request: BatchCall | SampleCall) -> None:
-    """Refuse a function that asks for a column that no row of the batch has."""
-    given = set(request.fields)
-    if isinstance(request, BatchCall):
-        given |= set(LOGGING)
+def check_columns(
+    info: FunctionInfo, columns: Iterable[str], renamed: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a function that asks for a column that no row has. Raises ValueError.
+
+    `renamed` has our names and the data's, of columns that config.data.columns renames.
+    """
+    if info.kind == "sample":
+        return
+    rows = {*GIVEN_FIELDS, *columns}
     for name in info.required:
-        if name not in given:
-            raise ValueError(
-                f"The reward function {info.path} asks for {name!r}{nearest(name, given)}; the "
-                f"rows have: {', '.join(sorted(request.fields))}. Add the column to the data, or "
-                "give the parameter a default."
-            )
+        if name in rows or name in LOGGING:
+            continue
+        ours = next((ours for ours, theirs in (renamed or {}).items() if theirs == name), None)
+        hidden = f", which config.data.columns renames to {ours!r}" if ours else ""
+        near = "" if ours else nearest(name, {*rows, *LOGGING})
+        remedy = f"Ask for {ours!r}, or add" if ours else "Add"
+        raise ValueError(
+            f"The reward function {info.path} asks for {name!r}{hidden}{near}; the rows have: "
+            f"{', '.join(sorted(rows))}. {remedy} the column to the data, or give the parameter a "
+            "default."
+        )
 
 
 def split_batch(request: BatchCall) -> list[BatchCall]:
@@ -291,7 +307,10 @@ def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
 
 
 def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
-    """Check that `value` is None, a number that is finite in float32, or rewards of steps."""
+    """Check that `value` is None, a number that is finite in float32, or rewards of steps.
+
+    Extras named `<function>/error` or `reason` say in the error why there is no such number.
+    """
     if value is None:
         return Graded(extras=extras)
     if has_steps(value):
@@ -304,8 +323,10 @@ def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
         return Graded(value=steps.total, extras=extras, steps=steps)
     number = as_number(value)
     if number is None or not abs(number) <= FLOAT32_MAX:
-        why = "is no number" if number is None else "is not finite in float32"
-        message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {why}"
+        what = "is no number" if number is None else "is not finite in float32"
+        message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {what}"
+        if why := extras.get(f"{info.name}/error") or extras.get("reason"):
+            message = f"{message}: {printable(str(why))}"
         return Graded(error=CallError(kind="bad return", message=message), extras=extras)
     return Graded(value=number, extras=extras)
 

@@ -5,6 +5,7 @@ sample get the same reward without another request.
 """
 
 import hashlib
+import http.client
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,8 +28,12 @@ RUNS_IN_POOL = True  # a call waits for a server
 TEMPLATE, PATTERN = JUDGE_TEMPLATE, JUDGE_PATTERN
 FIELDS = ("question", "response", "ground_truth")
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
+FATAL = (401, 403, 404)  # and redirects: no request can work
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0  # between two tries of a request
 MOST_BYTES = 1 << 20  # of an answer
+LEAST_S = 0.01  # of a request: 0 would not block
+UNANSWERED = (OSError, http.client.HTTPException)  # what a server that is away or broken raises
+ERROR_COLUMN = "judge/error"  # `calling.grade` puts its texts into the failures
 
 
 class JudgeError(Exception):
@@ -55,6 +60,7 @@ def judge(
     concurrency: int = 32,
     retries: int = 4,
     request_s: float = 60.0,
+    total_s: float = 25.0,
     requests_per_minute: int = 0,
     cache_file: str = "",
     key_variable: str = "OPENAI_API_KEY",
@@ -62,14 +68,16 @@ def judge(
     """The last number that `pattern` finds in the judge's answer, over `scale`.
 
     `url` ends before /chat/completions, as in http://127.0.0.1:8000/v1. `template` has the fields
-    {question}, {response} and {ground_truth}. A sample without a score, for which a request
-    failed `retries` + 1 times, is NaN, so it counts as failed; the trace has the reason.
+    {question}, {response} and {ground_truth}. A sample without a score is NaN, so it counts as
+    failed: a request failed `retries` + 1 times, or `total_s` seconds had passed since the call.
+    The trace and the failure have the reason.
     """
+    until = time.monotonic() + total_s
     server = _server(url, request_s, retries, requests_per_minute, key_variable)
-    answers, errors = _cache(cache_file), [""] * len(prompts)
-    gave_up = threading.Event()
+    answers = _cache(cache_file)
+    fatal: list[str] = []  # why no request can work
 
-    def one(i: int) -> tuple[float, str]:
+    def one(i: int) -> _Judged:
         texts = (_last_text(prompts[i]), _last_text(completions[i]), _truth(ground_truth[i]))
         body = {
             "model": model,
@@ -80,25 +88,35 @@ def judge(
         try:
             answer = answers.get(url, body)
             if answer is None:
-                if gave_up.is_set():
-                    raise JudgeError("not asked: another request failed for good")
-                answer = server.ask(body)
+                if fatal:
+                    raise JudgeError(f"not asked, as another request failed for good: {fatal[0]}")
+                answer = server.ask(body, until)
                 answers.put(url, body, answer)
-            return read_score(answer, pattern) / scale, answer
+            return _Judged(read_score(answer, pattern, scale) / scale, answer)
         except JudgeError as error:
-            errors[i] = str(error)
             if error.fatal:
-                gave_up.set()
-            return math.nan, ""
+                fatal.append(str(error))
+            return _Judged(error=str(error))
 
-    with ThreadPoolExecutor(concurrency) as threads:
-        found = list(threads.map(one, range(len(prompts))))
-    log_extra("judge/answer", [answer for _, answer in found])
-    if any(errors):
-        log_extra("judge/error", errors)
-        if all(errors):  # the message then says why, and not only that a number is missing
-            raise JudgeError(next(filter(None, errors)))
-    return [score for score, _ in found]
+    threads = ThreadPoolExecutor(concurrency)
+    futures = [threads.submit(one, i) for i in range(len(prompts))]
+    answered = wait(futures, max(until - time.monotonic(), 0.0)).done
+    threads.shutdown(wait=False)  # a thread ends with its request, whose answer is still cached
+    late = _Judged(error="not answered: total_s has passed")
+    found = [future.result() if future in answered else late for future in futures]
+    log_extra("judge/answer", [judged.answer for judged in found])
+    if any(judged.error for judged in found):
+        log_extra(ERROR_COLUMN, [judged.error for judged in found])
+    return [judged.score for judged in found]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One sample: its score with the judge's answer, or why it has none."""
+
+    score: float = math.nan
+    answer: str = ""
+    error: str = ""
 
 
 def prepare(*, url: str, template: str = TEMPLATE, pattern: str = PATTERN, **_: Any) -> None:
@@ -117,13 +135,16 @@ def filled(template: str, texts: Sequence[str]) -> str:
     return re.sub("{(" + "|".join(FIELDS) + ")}", lambda match: values[match[1]], template)
 
 
-def read_score(answer: str, pattern: str) -> float:
-    """The last number that the pattern finds. Raises JudgeError."""
+def read_score(answer: str, pattern: str, scale: float) -> float:
+    """The last number that the pattern finds, from -scale to scale. Raises JudgeError."""
     found = re.findall(pattern, answer)
     try:
-        return float(found[-1])
+        score = float(found[-1])
     except (IndexError, ValueError):
         raise JudgeError(f"no score in the judge's answer: {answer[-200:]!r}") from None
+    if not abs(score) <= scale:
+        raise JudgeError(f"the score {score:g} is beyond scale={scale:g}: {answer[-200:]!r}")
+    return score
 
 
 def _last_text(value: Any) -> str:
@@ -157,52 +178,69 @@ class Server:
     _next: float = 0.0  # when the next request may start
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, body: Mapping[str, Any]) -> str:
-        """The answer's text. Raises JudgeError."""
+    def ask(self, body: Mapping[str, Any], until: float) -> str:
+        """The answer's text, before the monotonic time `until`. Raises JudgeError."""
         what = ""
         for attempt in range(self.retries + 1):
-            self._wait_for_turn()
+            self._wait_for_turn(until, what)
             try:
-                return self._send(body)
+                return self._send(body, until)
             except urllib.error.HTTPError as error:
                 with error:
-                    what = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+                    what = f"HTTP {error.code}: {_text_of(error)}"
                 if error.code not in RETRIED:
-                    raise JudgeError(self._explained(error.code, what), fatal=True) from None
+                    fatal = error.code in FATAL or error.code < 400
+                    raise JudgeError(self._explained(error.code, what), fatal=fatal) from None
                 asked = error.headers.get("Retry-After", "")
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (*UNANSWERED, ValueError, LookupError, TypeError) as error:
                 what, asked = f"{type(error).__name__}: {error}", ""
             if attempt < self.retries:
-                time.sleep(_pause(attempt, asked))
+                _sleep(_pause(attempt, asked), until, what)
         raise JudgeError(f"{self.url} failed {self.retries + 1} times; the last time: {what}")
 
-    def _send(self, body: Mapping[str, Any]) -> str:
+    def _send(self, body: Mapping[str, Any], until: float) -> str:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self.key_variable):
             headers["Authorization"] = f"Bearer {key}"
         data, address = json.dumps(body).encode(), f"{self.url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(address, data, headers, method="POST")
         opener = urllib.request.build_opener(_NoRedirect)
-        with opener.open(request, timeout=self.request_s) as answer:
+        limit = max(min(self.request_s, until - time.monotonic()), LEAST_S)
+        with opener.open(request, timeout=limit) as answer:
             found = json.loads(answer.read(MOST_BYTES))
         text = found["choices"][0]["message"]["content"]
         if not isinstance(text, str):
             raise ValueError("the answer has no text")
         return text
 
-    def _wait_for_turn(self) -> None:
-        if not self.per_minute:
-            return
+    def _wait_for_turn(self, until: float, what: str) -> None:
         with self._lock:
-            turn = max(self._next, time.monotonic())
-            self._next = turn + 60.0 / self.per_minute
-        time.sleep(max(turn - time.monotonic(), 0.0))
+            turn = max(self._next, time.monotonic()) if self.per_minute else time.monotonic()
+            if turn < until and self.per_minute:  # a request that is not made takes no turn
+                self._next = turn + 60.0 / self.per_minute
+        _sleep(turn - time.monotonic(), until, what)
 
     def _explained(self, code: int, what: str) -> str:
         if code not in (401, 403):
             return what
         name = self.key_variable
         return f"{what}; set {name}, and --config.reward.environment='[\"{name}\"]'"
+
+
+def _text_of(error: urllib.error.HTTPError) -> str:
+    """The start of what the server wrote; empty where that cannot be read."""
+    try:
+        return error.read(500).decode(errors="replace")
+    except UNANSWERED:
+        return ""
+
+
+def _sleep(seconds: float, until: float, what: str) -> None:
+    """Pause before a request. Raises JudgeError, with the last failure, if it ends too late."""
+    if time.monotonic() + max(seconds, 0.0) >= until:
+        last = f"; the last time: {what}" if what else ""
+        raise JudgeError(f"not asked{' again' if what else ''}: total_s has passed{last}")
+    time.sleep(max(seconds, 0.0))
 
 
 def _pause(attempt: int, asked: str) -> float:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -137,6 +137,7 @@ class RewardManager:
         self._failure_value = failure_value
         self._give_up_after = give_up_after
         self._total_steps = total_steps
+        self._wanted: tuple[str, ...] = ()  # columns that functions ask for and some row has
         references = [worker_reference(function) for function in functions]
         self._pool = WorkerPool(
             references,
@@ -167,6 +168,17 @@ class RewardManager:
         if info.isolated:
             local = None
         return _Function(name=name, weight=weight, info=info, index=index, local=local)
+
+    def check(self, columns: Collection[str], renamed: Mapping[str, str] | None = None) -> None:
+        """Refuse functions that ask for none of the `columns` of the rows. Raises ValueError.
+
+        `renamed` has our names and the data's, of columns that config.data.columns renames. A
+        batch may then lack a column that other rows have: its values are None there.
+        """
+        for function in self._functions:
+            check_columns(function.info, columns, renamed)
+        asked = {name for function in self._functions for name in function.info.required}
+        self._wanted = tuple(name for name in columns if name in asked)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -277,10 +289,10 @@ class RewardManager:
         state: TrainerState,
     ) -> list[tuple[_Function, list[Reply]]]:
         """Replies of each function: one for all samples, or one for each."""
-        batch = batch_call(prompts, completions, state)
+        batch = batch_call(prompts, completions, state, self._wanted)
         samples = [sample_call(p, c) for p, c in zip(prompts, completions, strict=True)]
         for function in self._functions:
-            check_columns(function.info, function.calls(batch, samples)[0])
+            check_columns(function.info, batch.fields)
         # The pool works while our own functions run here.
         pending = {
             function.index: self._submit(function, batch, samples)

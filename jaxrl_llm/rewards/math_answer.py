@@ -3,8 +3,10 @@ r"""Reward for a mathematical answer in \boxed{}, compared by value with math-ve
 Text of a model is parsed as LaTeX by a grammar; nothing in it is evaluated as Python.
 """
 
+import math
 import re
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 RUNS_IN_POOL = True  # a comparison can take seconds, and a huge power can only be killed
@@ -12,6 +14,10 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 MOST_CHARACTERS = 2_000  # of an answer: no true one is longer
 MOST_BOXES = 64  # that are looked at, from the end
 FARTHEST = 2 * MOST_CHARACTERS  # a box that is still open there is not closed
+
+
+class NotGradedError(Exception):
+    """Why it is not known whether an answer is right."""
 
 
 def math_answer(
@@ -22,7 +28,9 @@ def math_answer(
     `\frac{1}{2}` equals `0.5`, `x = 2` equals `2`, `\{2, 1\}` equals `\{1, 2\}`. The ground truth
     is LaTeX or a number, with or without \boxed{}. `pred` is the answer in a form in which equal
     numbers are equal texts; validation votes with it. Each of parsing and comparing may take
-    `seconds`. Raises ValueError for a row without ground truth.
+    `seconds`. The score is NaN, a counted failure, where that is not enough, and where the ground
+    truth is no mathematics and the answer has another text. Raises ValueError for a row without
+    ground truth.
     """
     if ground_truth is None:
         raise ValueError("the row has no ground truth: math_answer needs one in every row")
@@ -32,10 +40,14 @@ def math_answer(
         return {"score": 0.0, "reason": "no whole \\boxed{} in the completion"}
     if len(answer) > MOST_CHARACTERS:
         return {"score": 0.0, "reason": f"the answer has {len(answer)} characters"}
-    given = _parse(answer, seconds)
-    pred = str(given[0])[:MOST_CHARACTERS] if given else answer
-    if answer == expected or (given and _equal(_parse(expected, seconds), given, seconds)):
-        return {"score": score, "pred": pred}
+    pred = answer
+    try:
+        given = _parse(answer, seconds, "the answer")
+        pred = str(given[0])[:MOST_CHARACTERS] if given else answer
+        if answer == expected or _equal(expected, given, seconds):
+            return {"score": score, "pred": pred}
+    except NotGradedError as error:
+        return {"score": math.nan, "pred": pred, "reason": str(error)}
     reason = f"answered {answer[:40]!r}, not {expected[:40]!r}"
     return {"score": 0.0, "pred": pred, "reason": reason}
 
@@ -71,15 +83,41 @@ def _closing(text: str, opened: int) -> int | None:
     return None
 
 
-def _parse(answer: str, seconds: int) -> list[Any]:
-    """The expression, then its text; empty for what cannot be read in time."""
+def _parse(answer: str, seconds: int, what: str) -> list[Any]:
+    """The expression, then its text; only the text, or nothing, for what cannot be read.
+
+    Raises NotGradedError when it takes too long.
+    """
     from math_verify import LatexExtractionConfig, parse  # pyright: ignore[reportMissingImports]
+    from math_verify.errors import TimeoutException  # pyright: ignore[reportMissingImports]
 
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
-    return parse(f"\\boxed{{{answer}}}", extraction_config=latex, parsing_timeout=seconds)
+    boxed = f"\\boxed{{{answer}}}"
+    try:
+        return parse(boxed, extraction_config=latex, parsing_timeout=seconds, raise_on_error=True)
+    except TimeoutException:
+        raise NotGradedError(f"reading {what} {answer[:40]!r} takes over {seconds} s") from None
+    except Exception:  # math-verify and sympy raise whatever they like over text of a model
+        return []
 
 
-def _equal(expected: list[Any], given: list[Any], seconds: int) -> bool:
+def _equal(truth: str, given: list[Any], seconds: int) -> bool:
+    """Raises NotGradedError when that is not known."""
     from math_verify import verify  # pyright: ignore[reportMissingImports]
+    from math_verify.errors import TimeoutException  # pyright: ignore[reportMissingImports]
 
-    return bool(expected) and verify(expected, given, timeout_seconds=seconds)
+    expected = _parse(truth, seconds, "the ground truth")
+    if all(isinstance(form, str) for form in expected):
+        raise NotGradedError(f"the ground truth {truth[:40]!r} cannot be read as mathematics")
+    late = False
+    for pair in product(expected, given):
+        try:
+            if verify(*pair, timeout_seconds=seconds, raise_on_error=True):
+                return True
+        except TimeoutException:
+            late = True
+        except Exception:  # such as for things that have no order: they are not equal
+            continue
+    if late:
+        raise NotGradedError(f"comparing with {truth[:40]!r} takes over {seconds} s")
+    return False

@@ -176,8 +176,17 @@ def complete(
     sampling = _for_model(model, prompts, sampling)
     rows = min(batch_size, len(prompts))
     for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
-        yield _answer_batch(model, batch, sampling, n, seed, first=first * n, rows=rows)
+        yield _answer_batch(
+            model,
+            _Batch(
+                prompts=prompts[first : first + batch_size],
+                sampling=sampling,
+                n=n,
+                seed=seed,
+                first=first * n,
+                rows=rows,
+            ),
+        )
 
 
 def _for_model(
@@ -195,30 +204,35 @@ def _for_model(
     return replace(sampling, stop_token_ids=model.tokenizer.stop_ids, max_new_tokens=limit)
 
 
-def _answer_batch(
-    model: OpenModel,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    n: int,
-    seed: int,
-    *,
-    first: int,
-    rows: int,
-) -> list[Answer]:
-    """Answers in a program of `rows` prompts; `first` is the number of samples before these."""
-    how, arguments = _arguments(model, prompts, sampling, n, seed, first=first, rows=rows)
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """Prompts that one program answers."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    seed: int
+    n: int = 1  # samples of each prompt
+    first: int = 0  # samples before these, of other batches
+    rows: int = 1  # of the program; more than there are prompts only in a last batch
+
+
+def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
+    how, arguments = _arguments(model, batch)
     out = jax.device_get(_program(model, generate, how)(model.params, *arguments))
-    found = completions_of(model.tokenizer, sampling.stops, out.tokens, out.mask, out.logprobs)
+    found = completions_of(
+        model.tokenizer, batch.sampling.stops, out.tokens, out.mask, out.logprobs
+    )
     return [
-        Answer(prompt=prompt, completions=tuple(found[row * n : (row + 1) * n]))
-        for row, prompt in enumerate(prompts)
+        Answer(prompt=prompt, completions=tuple(found[row * batch.n : (row + 1) * batch.n]))
+        for row, prompt in enumerate(batch.prompts)
     ]
 
 
 def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: int) -> Iterator[str]:
     """The text of one answer in pieces of a few tokens."""
     sampling = _for_model(model, [prompt], sampling)
-    how, arguments = _arguments(model, [prompt], sampling, 1, seed, first=0, rows=1)
+    batch = _Batch(prompts=[prompt], sampling=sampling, seed=seed)
+    how, arguments = _arguments(model, batch)
     state = _program(model, begin, how)(model.params, *arguments)
     further, shown, live = _program(model, advance, how), "", True
     while live:
@@ -241,30 +255,22 @@ class _How(NamedTuple):
     longest: int  # tokens of a row and its answer
 
 
-def _arguments(
-    model: OpenModel,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    n: int,
-    seed: int,
-    *,
-    first: int,
-    rows: int,
-) -> tuple[_How, tuple[Any, ...]]:
-    """The arguments of the engine, in `rows` prompts of which the last may be empty."""
+def _arguments(model: OpenModel, batch: _Batch) -> tuple[_How, tuple[Any, ...]]:
+    """The arguments of the engine, in rows of which the last may be empty."""
+    n, rows, prompts = batch.n, batch.rows, batch.prompts
     lengths = np.zeros(rows, np.int32)
     lengths[: len(prompts)] = [len(prompt.token_ids) for prompt in prompts]
     positions = model.spec.config.max_position_embeddings
-    limits = np.clip(positions - lengths, 1, sampling.max_new_tokens)
+    limits = np.clip(positions - lengths, 1, batch.sampling.max_new_tokens)
     tokens = np.zeros((rows, row_width(int(lengths.max()), positions)), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt.token_ids)] = prompt.token_ids
-    settings = GenerationSettings(sampling=sampling, group=n, pad_id=model.tokenizer.pad_id)
+    settings = GenerationSettings(sampling=batch.sampling, group=n, pad_id=model.tokenizer.pad_id)
     return _How(tokens.shape, settings, int((lengths + limits).max())), (
         np.repeat(tokens, n, axis=0),
         np.repeat(lengths, n),
-        first + np.arange(rows * n, dtype=np.uint32),
-        jax.random.key(seed),
+        batch.first + np.arange(rows * n, dtype=np.uint32),
+        jax.random.key(batch.seed),
         np.repeat(limits, n),
     )
 

@@ -49,7 +49,7 @@ from jaxrl_llm.trainer.data import (
 )
 from jaxrl_llm.trainer.held_out_statistics import interval_metrics
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.rewarding import worker_limits
+from jaxrl_llm.trainer.rewarding import columns_by_source, worker_limits
 from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt
 
@@ -176,11 +176,11 @@ class Validator:
                     completions.append(completion)
         with host_work():
             graded = self._grader.score(prompts, completions, step)
-        sources, grades, answers = self._all_grades(indices, prompts, graded)
-        self._grader.check(sources)
+        sources, grades, answers, failed = self._all_grades(indices, prompts, graded)
         return Validation(
             metrics=accuracy_metrics(sources, grades, self._n, answers)
-            | interval_metrics(sources, grades >= CORRECT, self._n),
+            | interval_metrics(sources, grades >= CORRECT, self._n)
+            | failure_metrics(sources, failed),
             accuracy=float((grades >= CORRECT).mean()),
             num_samples={name: sources.count(name) for name in dict.fromkeys(sources)},
             indices=indices,
@@ -192,31 +192,40 @@ class Validator:
 
     def _all_grades(
         self, indices: list[int], prompts: list[Prompt], graded: Grades
-    ) -> tuple[list[str], np.ndarray, list[Any]]:
-        """Source, grade and answer of every sample of all processes, in order."""
+    ) -> tuple[list[str], np.ndarray, list[Any], list[bool]]:
+        """Source, grade, answer and whether grading failed, of every sample of all processes."""
         sources = [prompt.data_source for prompt in prompts]
         answers = [_answer(extras) for extras in graded.extras]
+        without = {failure.index for failure in graded.failures}
+        failed = [i in without for i in range(len(prompts))]
         if jax.process_count() == 1:
-            return sources, graded.scores, answers
+            return sources, graded.scores, answers, failed
         texts = [None if answer is None or self._n == 1 else str(answer) for answer in answers]
-        own = zip(indices, sources, graded.scores.tolist(), texts, strict=True)
+        own = zip(indices, sources, graded.scores.tolist(), texts, failed, strict=True)
         everyone = gather_objects(list(own), "grades")
         samples = sorted((sample for one in everyone for sample in one), key=lambda s: s[0])
-        _, sources, grades, answers = (list(column) for column in zip(*samples, strict=True))
-        return sources, np.array(grades, np.float32), answers
+        _, sources, grades, answers, failed = (
+            list(column) for column in zip(*samples, strict=True)
+        )
+        return sources, np.array(grades, np.float32), answers, failed
 
 
 def open_validator(
     config: Config, actor: Role, tokenizer: Tokenizer, run_dir: Path | None, stack: ExitStack
 ) -> Validator:
-    """Held-out prompts, their grader, and the program that answers them."""
+    """Held-out prompts, their grader, and the program that answers them.
+
+    Raises ValueError for graders that do not fit the rows.
+    """
     validation, stops = config.validation, stops_of(config, tokenizer)
+    grader = open_graders(config, stack)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
+    grader.check(columns_by_source(prompts), config.data.columns)
     return Validator(
         prompts,
         role=actor,
         tokenizer=tokenizer,
-        grader=open_graders(config, stack),
+        grader=grader,
         settings=GenerationSettings(
             sampling=SamplingParams(
                 max_new_tokens=config.data.max_response_length,
@@ -284,6 +293,14 @@ def accuracy_metrics(
         if voted:
             metrics[f"val-core/{source}/acc/maj@{n}/mean"] = float(np.mean(voted))
     return metrics
+
+
+def failure_metrics(sources: Sequence[str], failed: Sequence[bool]) -> dict[str, float]:
+    """`val-aux/<source>/failures`: samples without a grade, which count as wrong."""
+    found = dict.fromkeys(sources, 0.0)
+    for source, without in zip(sources, failed, strict=True):
+        found[source] += without
+    return {f"val-aux/{source}/failures": count for source, count in found.items()}
 
 
 def _majority(answers: Sequence[Any], right: np.ndarray) -> float:

@@ -33,7 +33,9 @@ def _row(source: str, num_samples: int, metrics: Mapping[str, float], n: int) ->
         row[f"best@{n}"] = _with_interval(best, metrics, f"{more}best@{n}")
         if f"{core}maj@{n}/mean" in metrics:
             row[f"maj@{n}"] = f"{metrics[f'{core}maj@{n}/mean']:.3f}"
-    return row | {"mean grade": f"{metrics[f'val-core/{source}/reward/mean@{n}']:.3f}"}
+    row["mean grade"] = f"{metrics[f'val-core/{source}/reward/mean@{n}']:.3f}"
+    failures = metrics[f"val-aux/{source}/failures"]
+    return row | ({"not graded": f"{failures:.0f}"} if failures else {})
 
 
 def _with_interval(value: float, metrics: Mapping[str, float], name: str) -> str:

@@ -1,6 +1,6 @@
 """Python reward functions, as the host stages call them: each process grades the rows it owns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import Config, RewardConfig
+from jaxrl_llm.data.share import own_indices
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.online_roles import stops_of
@@ -53,6 +54,11 @@ class RewardFunctions(HostReward):
     stops: Stops
     process_rewards: bool = False  # rewards of steps go to the tokens that end them
     _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
+
+    def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
+        """Refuse functions that ask for a column that no prompt has. Raises ValueError."""
+        found = columns_by_source(prompts).values()
+        self.manager.check(sorted({name for x in found for name in x}), config.data.columns)
 
     @property
     def names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -167,6 +173,19 @@ def worker_limits(rewards: RewardConfig) -> WorkerLimits:
     return WorkerLimits(
         memory_gb=rewards.memory_gb, file_gb=rewards.file_gb, environment=rewards.environment
     )
+
+
+def columns_by_source(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
+    """The columns of the rows of each data source, over all processes, which all must call it."""
+    own: dict[str, set[str]] = {}
+    for index in own_indices(prompts):
+        own.setdefault(prompts[index].data_source, set()).update(prompts[index].columns)
+    everyone = gather_objects({source: sorted(x) for source, x in own.items()}, "columns")
+    sources = sorted({source for found in everyone for source in found})
+    return {
+        source: sorted({name for found in everyone for name in found.get(source, ())})
+        for source in sources
+    }
 
 
 def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:

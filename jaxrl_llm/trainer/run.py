@@ -484,6 +484,8 @@ def open_plan_and_data(
         others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
         plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
+        if reward is not None:
+            reward.check(config, prompts)
         num_rows = len(prompts)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))

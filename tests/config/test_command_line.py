@@ -274,6 +274,14 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             "--config.reward.functions=[{kind: code, total_s: 30}]",
             ["functions.0.total_s=30", "--config.reward.timeout_s=35 works"],
         ),
+        (
+            "--config.reward.functions=[{kind: judge, url: 'http://a', model: m, total_s: 40}]",
+            ["functions.0.total_s=40", "--config.reward.timeout_s=45 works"],
+        ),
+        (
+            "--config.validation.graders=[{source: a, grader: {kind: code, total_s: 31}}]",
+            ["validation.graders.0.grader.total_s=31", "--config.reward.timeout_s=36 works"],
+        ),
         ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
         ("--config.reward.functions=[]", ["neither functions nor a model"]),
         ("--config.reward.model.dtype=bfloat16", ["reward.model has no path and no training"]),

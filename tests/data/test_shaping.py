@@ -6,6 +6,7 @@ import sys
 import pytest
 from chat_tokenizer import TEMPLATE, write_chat_tokenizer
 
+from jaxrl_llm.config import ChainSum
 from jaxrl_llm.data.dataset import RowRules, Sources, load_prompts
 from jaxrl_llm.data.hub import hub_files
 from jaxrl_llm.data.shaping import Shape
@@ -26,7 +27,6 @@ OTHER = {"role": "system", "content": "own"}
         (Shape(columns={"prompt": "a"}), {"a": "q", "prompt": "old"}, {"prompt": "q"}),
         (Shape(columns={"a": "b", "b": "a"}), {"a": 1, "b": 2}, {"a": 2, "b": 1}),
         (Shape(chat=True), {"prompt": "q"}, {"prompt": [USER]}),
-        (Shape(system_prompt="s"), {"prompt": "q"}, {"prompt": "q"}),
         (Shape(system_prompt="s"), {"prompt": [USER]}, {"prompt": [SYSTEM, USER]}),
         (Shape(system_prompt="s"), {"messages": [OTHER, USER]}, {"messages": [OTHER, USER]}),
         (Shape(chat=True, system_prompt="s"), {"prompt": "q"}, {"prompt": [SYSTEM, USER]}),
@@ -49,6 +49,25 @@ def test_a_row_in_its_shape(shape, row, expected):
 def test_a_column_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="no column 'qestion'; did you mean 'question'"):
         Shape(columns={"prompt": "qestion"}).of({"question": "q"})
+
+
+@pytest.mark.parametrize(
+    ("chat", "row", "message"),
+    [
+        (False, {"prompt": "q", "answer": "a"}, "--config.data.prompt_style=chat makes one"),
+        (False, {"text": "q"}, "row has none: --config.data.prompt_style=chat"),
+        (True, {"chosen": "a", "rejected": "b"}, "row has none: --config.data.system_prompt= "),
+    ],
+)
+def test_a_system_prompt_that_would_be_ignored_is_refused(chat, row, message):
+    with pytest.raises(ValueError, match=message):
+        Shape(chat=chat, system_prompt="s").of(row)
+
+
+def test_tasks_refuse_a_system_prompt_that_they_would_ignore():
+    sources = Sources(tasks=(ChainSum(size=4),), shape=Shape(system_prompt="s"))
+    with pytest.raises(ValueError, match="4 of 4 rows.*\n.*prompt_style=chat"):
+        load_prompts(sources, load_tokenizer("char"), RowRules(max_length=9))
 
 
 def test_a_csv_file_is_read(tmp_path):
@@ -94,6 +113,10 @@ def test_names_of_the_hub():
     for wrong in ("hf://gsm8k#train", "hf://openai/gsm8k", "hf://a//b#c", "hf://a/b/c/d#e"):
         with pytest.raises(ValueError, match="hf://OWNER/NAME#SPLIT"):
             check_files(wrong)
+    with pytest.raises(ValueError, match=r"only whole splits are read: give #train, or.*save_to"):
+        check_files("hf://openai/gsm8k/main#train[:10%]")
+    with pytest.raises(ValueError, match=r"files are asked for here.*save_to_disk\(FOLDER\)"):
+        resolve_files("hf://openai/gsm8k/main#train")  # as `jaxrl generate --prompts` does
 
 
 def test_the_missing_package_is_named():
@@ -114,13 +137,13 @@ def test_a_data_set_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
     real = datasets.load_dataset
 
     def load(path, name, *, split):
-        assert (path, name, split) == ("owner/name", None, "train")
+        assert (path, name, split) == ("owner/name-v1.5", None, "train")
         return real("json", data_files=str(tmp_path / "x.jsonl"), split=split, cache_dir=tmp_path)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    sources = Sources(files=("hf://owner/name#train",))
+    sources = Sources(files=("hf://owner/name-v1.5#train",))
     found = load_prompts(sources, load_tokenizer("char"), RowRules(max_length=9)).items
-    assert [(p.text, p.ground_truth, p.data_source) for p in found] == [("1+1=", "2", "name")]
+    assert [(p.text, p.ground_truth, p.data_source) for p in found] == [("1+1=", "2", "name-v1.5")]
 
 
 def test_without_a_network_the_remedy_is_named(monkeypatch):

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from written_run import A_STEP, ATTACKS, STEPS, lines, metrics, sample, write_run
 
-from jaxrl_llm.report import html, refresher
+from jaxrl_llm.report import html, refresher, samples
 from jaxrl_llm.report.curves import Curve, MetricsFile
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.report.run_files import RunFiles, open_runs
-from jaxrl_llm.report.samples import Trace, first_line_of, last_step, rows_of_step
+from jaxrl_llm.report.samples import Trace, first_line_of, last_step, rows_at, spread
 from jaxrl_llm.report.server import ReportServer
 
 
@@ -56,6 +56,23 @@ def test_metrics_are_read_as_they_are_written(tmp_path):
     assert file.curves["timing_s/step"].steps == [1]
 
 
+def test_a_run_that_resumed_between_two_reads_is_read_again(tmp_path):
+    """The file was cut back and has grown beyond its old size, so its size alone says nothing."""
+    folder = write_run(tmp_path / "run")
+    run = RunFiles(folder)
+    assert run.read()["samples"][-1]["score"] == 1.0
+    again = [metrics(step) | {"timing_s/gen": 2.0} for step in range(11, STEPS + 11)]
+    path = folder / "metrics.jsonl"
+    path.write_text(lines([metrics(step) for step in range(1, 11)] + again))
+    held_out = folder / "trace" / "validation-00000000.jsonl"
+    held_out.write_text(held_out.read_text().replace('"score": 1.0', '"score": 2.0'))
+    found = run.read()
+    curve = found["curves"]["timing_s/gen"]
+    assert curve["steps"] == [*range(1, STEPS + 11)]
+    assert curve["values"] == [1.0] * 10 + [2.0] * STEPS
+    assert found["samples"][-1]["score"] == 2.0
+
+
 def test_steps_are_found_as_by_reading_every_line(tmp_path):
     draw = random.Random(0)
     for case in range(40):
@@ -63,12 +80,22 @@ def test_steps_are_found_as_by_reading_every_line(tmp_path):
         rows = [{"step": step, "text": "x" * draw.randrange(60)} for step in steps]
         file = tmp_path / f"train-{case:08d}.jsonl"
         file.write_text(lines(rows) + draw.choice(["", '{"st', '{"step": 11, "te']))
-        for wanted in range(13):
-            later = [row for row in rows if row["step"] >= wanted]
-            found = rows_of_step(file, wanted, 99)
-            assert found == [row for row in later if row["step"] == later[0]["step"]]
-            assert first_line_of(file, wanted) == len(lines(rows[: len(rows) - len(later)]))
-        assert last_step(file) == steps[-1]
+        with open(file, "rb") as opened:
+            for wanted in range(13):
+                later = [row for row in rows if row["step"] >= wanted]
+                offset = first_line_of(opened, wanted)
+                assert offset == len(lines(rows[: len(rows) - len(later)]))
+                found = rows_at(opened, offset, 99)
+                assert found == [row for row in later if row["step"] == later[0]["step"]]
+            assert last_step(opened) == steps[-1]
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 48), (1, 49), (0, 48), (7, 1000), (5, 5), (0, 96)])
+def test_spread_steps_are_no_more_than_asked_for(first, last):
+    steps = spread(first, last, 48)
+    assert len(steps) <= 48 and steps[0] == first and steps[-1] == last
+    gaps = {b - a for a, b in zip(steps[1:-2], steps[2:-1], strict=True)}
+    assert len(gaps) <= 1 and (last - first > 47 or steps == list(range(first, last + 1)))
 
 
 def test_samples_are_of_evenly_spread_steps(tmp_path):
@@ -79,11 +106,29 @@ def test_samples_are_of_evenly_spread_steps(tmp_path):
         (folder / f"train-{first:08d}.jsonl").write_text(lines(rows))
     (folder / "train.process1-00000900.jsonl").write_text(lines([sample(950, 3)]))
     (folder / "validation-00000000.jsonl").write_text(lines([sample(s, 0) for s in (0, 250, 999)]))
-    found = Trace(folder).samples()
+    found, left_out = Trace(folder).samples()
     train = [s["step"] for s in found if s["kind"] == "train"]
     assert set(train) == {1, *range(32, 999, 32), 950, 999}
-    assert train.count(64) == 3
+    assert train.count(64) == 3 and left_out == 0
     assert [s["step"] for s in found if s["kind"] == "validation"] == [0, 250, 999]
+
+
+def test_a_file_is_opened_once_for_its_step_and_once_for_its_samples(tmp_path, monkeypatch):
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    for first in range(0, 200, 10):
+        rows = [sample(step, 0) for step in range(first, first + 10)]
+        (folder / f"train-{first:08d}.jsonl").write_text(lines(rows))
+    opened = []
+
+    def counting(path, mode):
+        opened.append(path)
+        return open(path, mode)
+
+    monkeypatch.setattr(samples, "open", counting, raising=False)
+    found, _ = Trace(folder).samples()
+    assert len({s["step"] for s in found}) == 26  # 0, 8, ..., 192, 199
+    assert len(opened) <= 2 * 20 + 1
 
 
 def test_long_samples_are_cut(tmp_path, monkeypatch):
@@ -99,6 +144,7 @@ def test_long_samples_are_cut(tmp_path, monkeypatch):
     assert first["num_tokens"] == 9000 and len(first["tokens"]) == 1024
     assert "44000 characters left out" in first["response"]
     assert first["details"]["logprobs"][0] == -0.1235
+    assert len(run["samples"]) + run["samples_left_out"] == 40 and run["samples_left_out"] > 0
 
 
 def test_the_page_has_the_run(tmp_path):

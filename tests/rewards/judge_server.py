@@ -31,7 +31,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(307, "", {"Location": "/v1/elsewhere"})
         if "broken" in text:
             return self.answer(500, "oh")
-        score = "It is good.\n**Score: 7.5**" if "mute" not in text else "I would rather not."
+        if "too long" in text:
+            return self.answer(400, "more tokens than the context")
+        if "garbled" in text:
+            self.wfile.write(b"no HTTP\r\n\r\n")
+            return
+        if "slow" in text:
+            time.sleep(5)
+        score = "I would rather not." if "mute" in text else "It is good.\n**Score: 7.5**"
+        score = "Score: 11" if "generous" in text else score
         found = {"choices": [{"message": {"role": "assistant", "content": score}}]}
         self.answer(200, json.dumps(found))
 

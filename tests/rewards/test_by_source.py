@@ -40,9 +40,22 @@ def test_each_source_has_its_grader(tmp_path):
         assert found.scores.tolist() == [1.0, 0.0, 0.5, 1.0, 0.0]
         assert [failure.index for failure in found.failures] == [4]
         assert "no '#### <number>'" in found.extras[1]["gsm8k/reason"]
-        with pytest.raises(ValueError, match="source 'gsm8k'.*did you mean 'gsm8'"):
-            graders.check(["gsm8", "own"])
-        graders.check(["gsm8k", "own", "a"])
+
+
+def test_graders_that_do_not_fit_the_rows_are_refused(tmp_path):
+    (tmp_path / "own.py").write_text("def hard(completions, level):\n    return level\n")
+    with (
+        RewardManager([ExactAnswer()]) as exact,
+        RewardManager([Custom(path=f"{tmp_path / 'own.py'}:hard")], num_workers=1) as hard,
+    ):
+        graders = SourceGraders(default=exact, by_source={"own": hard})
+        with pytest.raises(ValueError, match="source 'own'.*did you mean 'owner'"):
+            graders.check({"owner": ["level"], "b": []})
+        with pytest.raises(ValueError, match="hard asks for 'level'.*Add the column"):
+            graders.check({"own": [], "b": ["level"]})
+        graders.check({"own": ["level"], "b": []})
+        with pytest.raises(ValueError, match="asks for 'level'; the rows have: comp"):
+            SourceGraders(default=hard, by_source={"b": exact}).check({"a": [], "b": ["level"]})
 
 
 def test_graders_of_sources_are_set_on_the_command_line():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -78,9 +79,11 @@ def test_a_text_is_not_filled_again():
 
 
 def test_the_last_score_counts():
-    assert read_score("Score: 3, no.\nScore: 8", module.PATTERN) == 8
+    assert read_score("Score: 3, no.\nScore: 8", module.PATTERN, 10.0) == 8
     with pytest.raises(JudgeError, match="no score.*no idea"):
-        read_score("no idea", module.PATTERN)
+        read_score("no idea", module.PATTERN, 10.0)
+    with pytest.raises(JudgeError, match="11 is beyond scale=10"):
+        read_score("Score: 11", module.PATTERN, 10.0)
 
 
 def test_the_server_is_asked_as_the_settings_say(server, monkeypatch):
@@ -100,19 +103,44 @@ def test_a_busy_server_is_asked_again(server):
 
 
 def test_a_failure_is_one_sample(server):
-    scores, logged = ask(server, "fine", "broken", "mute", retries=1)
-    assert scores[0] == 0.75 and math.isnan(scores[1]) and math.isnan(scores[2])
-    assert "failed 2 times; the last time: HTTP 500" in logged["judge/error"][1]
-    assert "no score" in logged["judge/error"][2]
+    texts = ("fine", "broken", "mute", "garbled", "generous")
+    scores, logged = ask(server, *texts, retries=1)
+    assert scores[0] == 0.75 and all(map(math.isnan, scores[1:]))
+    _, broken, mute, garbled, generous = logged["judge/error"]
+    assert "failed 2 times; the last time: HTTP 500" in broken and "no score" in mute
+    assert "failed 2 times; the last time: BadStatusLine" in garbled and "beyond" in generous
+
+
+def test_a_request_that_the_server_refuses_is_one_sample(server):
+    scores, logged = ask(server, "too long", "fine", concurrency=1)
+    assert math.isnan(scores[0]) and scores[1] == 0.75
+    assert logged["judge/error"] == ["HTTP 400: more tokens than the context", ""]
+    assert len(server.requests()) == 2
+
+
+def test_a_slow_judge_is_asked_once(server):
+    """Neither the judge's retries nor the pool, after a failed call, repeat a slow request."""
+    function = Judge(url=server.url, model="m", total_s=0.7)
+    prompt = Prompt(token_ids=(1,), text="q?")
+    answers = [
+        Completion(tokens=(2,), text=text, logprobs=(0.0,), finished=True)
+        for text in ("slow 1", "slow 2")
+    ]
+    with RewardManager([function], timeout=2.0, num_workers=1, limits=WorkerLimits()) as manager:
+        began = time.monotonic()
+        result = manager.score([prompt] * 2, answers, step=1)
+        assert time.monotonic() - began < 2.0
+    assert len(server.requests()) == 2
+    assert len(result.failures) == 2 and "total_s has passed" in result.failures[0].message
 
 
 @pytest.mark.parametrize(
     ("text", "message"), [("locked", "401.*reward.environment"), ("moved", "HTTP 307")]
 )
 def test_what_can_never_work_is_not_repeated(server, text, message):
-    with pytest.raises(JudgeError, match=message):
-        ask(server, *(f"{text} {i}" for i in range(20)), concurrency=1)
-    assert len(server.requests()) == 1
+    scores, logged = ask(server, *(f"{text} {i}" for i in range(20)), concurrency=1)
+    assert all(map(math.isnan, scores)) and len(server.requests()) == 1
+    assert all(re.search(message, error) for error in logged["judge/error"])
 
 
 def test_a_repeated_request_is_answered_from_the_cache(server, tmp_path):
@@ -142,6 +170,7 @@ def test_it_runs_in_the_pool(server):
         result = manager.score([prompt] * 2, answers, step=1)
     assert result.scores.tolist() == [0.75, -1.0]
     assert [failure.index for failure in result.failures] == [1]
+    assert "not finite in float32: no score" in result.failures[0].message
     assert "no score" in result.extras[1]["judge/error"]
     assert "Question:\nq?\n" in server.requests()[0]["body"]["messages"][0]["content"]
 

@@ -1,7 +1,9 @@
 r"""The grader of \boxed{} answers: cases worked out by hand, and texts that take too long."""
 
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -69,7 +71,17 @@ def test_what_cannot_be_graded():
 
 def test_a_huge_power_takes_its_time_and_no_more():
     found = math_answer(r"\boxed{10^{10^{10}}}", "1", seconds=1)
-    assert found["score"] == 0.0
+    assert math.isnan(found["score"]) and found["reason"] == "comparing with '1' takes over 1 s"
+
+
+@pytest.mark.parametrize("truth", [r"\frac{", "", "$$", r"3 \le"])
+def test_a_ground_truth_that_is_no_mathematics_is_a_failure(truth):
+    found = math_answer(r"\boxed{2}", truth)
+    assert math.isnan(found["score"]) and "cannot be read as mathematics" in found["reason"]
+
+
+def test_an_equal_text_is_right_without_mathematics():
+    assert math_answer(r"\boxed{3 \le}", r"3 \le")["score"] == 1.0
 
 
 def test_it_runs_in_the_pool():
@@ -78,8 +90,11 @@ def test_it_runs_in_the_pool():
     answers = [Completion(tokens=(2,), text=t, logprobs=(0.0,), finished=True) for t in texts]
     with RewardManager([MathAnswer(score=2.0)], num_workers=1) as manager:
         result = manager.score([prompt] * 2, answers, step=1)
+        failed = manager.score([replace(prompt, ground_truth=r"\frac{")], answers[1:], step=2)
     assert result.scores.tolist() == [2.0, 0.0] and not result.failures
     assert result.extras[1]["math_answer/pred"] == "2"
+    assert "cannot be read as mathematics" in failed.failures[0].message
+    assert failed.metrics["rewards/math_answer/failures"] == 1
 
 
 def test_a_missing_package_is_named_before_the_run():

@@ -256,6 +256,17 @@ def test_missing_column_is_refused(rewards):
         score([rewards("needs_column")], "a")
 
 
+def test_a_column_that_no_row_has_is_refused_before_the_first_step(rewards):
+    with RewardManager([rewards("needs_column")], num_workers=1) as manager:
+        with pytest.raises(ValueError, match=r"asks for 'solution'; did you mean 'solutions'"):
+            manager.check(["solutions"])
+        with pytest.raises(ValueError, match=r"renames to 'answer'; .* Ask for 'answer', or add"):
+            manager.check(["answer"], {"answer": "solution"})
+        manager.check(["solution", "other"])
+        # Rows of another source do not have it, and a batch may hold only those.
+        assert "NoneType" in manager.score(*samples("a"), step=1).failures[0].message
+
+
 def test_module_path_and_format_in_the_pool(tmp_path, monkeypatch):
     (tmp_path / "house_rewards.py").write_text("def one(solution_str):\n    return 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,9 +1,21 @@
 """Held-out metrics by hand: means, best and majority over the samples of a prompt."""
 
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_iteration import open_iteration, tiny_config
 
-from jaxrl_llm.trainer.evaluate import accuracy_metrics
+from jaxrl_llm import config as c
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer import evaluate
+from jaxrl_llm.trainer.evaluate import accuracy_metrics, open_validator
 
 # Two prompts of one source and one of another, four samples each.
 SOURCES = ["a"] * 8 + ["b"] * 4
@@ -76,3 +88,60 @@ def test_of_grades_of_0_and_1_the_mean_reward_is_the_accuracy():
     grades = np.float32([1.0, 0.0, 1.0])
     found = accuracy_metrics(["a"] * 3, grades, 1)
     assert found["val-core/a/reward/mean@1"] == found["val-core/a/acc/mean@1"] == 2 / 3
+
+
+# ------------------------------------------------------------------------- graders of a run
+
+ROWS = [
+    {"prompt": "1+1=", "question": "?", "ground_truth": "2", "data_source": "a"},
+    {"prompt": "1+2=", "question": "?", "data_source": "a"},
+    {"prompt": "1+3=", "question": "?", "ground_truth": "4", "data_source": "b"},
+]
+
+
+def with_rows(folder: Path, **changes: Any) -> c.Config:
+    (folder / "held_out.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    config = tiny_config()
+    data = replace(config.data, val_files=(str(folder / "held_out.jsonl"),))
+    return replace(config, data=data, validation=replace(config.validation, **changes))
+
+
+def test_answers_that_could_not_be_graded_are_counted(tmp_path, monkeypatch):
+    """The second row has no ground truth."""
+
+    def answers(spec, params, prompts, *_, **__):
+        shape = (len(prompts), 5)
+        zeros = jnp.zeros(shape)
+        return SimpleNamespace(tokens=zeros.astype(int), mask=zeros, logprobs=zeros)
+
+    monkeypatch.setattr(evaluate, "generate_on_mesh", answers)
+    config, role = with_rows(tmp_path), open_iteration(tiny_config()).roles["actor"]
+    with ExitStack() as stack:
+        validator = open_validator(config, role, load_tokenizer("char"), None, stack)
+        metrics = validator.run({}, 0).metrics
+    failures = {name: x for name, x in metrics.items() if name.endswith("/failures")}
+    assert failures == {"val-aux/a/failures": 1.0, "val-aux/b/failures": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "message"),
+    [
+        (
+            {},
+            {"graders": (c.SourceGrader(source="aa", grader=c.GSM8K()),)},
+            "the source 'aa'.*did you mean 'a'",
+        ),
+        ({}, {"grader": "asks"}, "asks for 'level'; the rows have"),
+        ({"level_2": "question"}, {"grader": "asks"}, "'level'; did you mean 'level_2'"),
+    ],
+)
+def test_graders_that_do_not_fit_are_refused_before_a_model_is_used(
+    tmp_path, columns, changes, message
+):
+    (tmp_path / "own.py").write_text("def asks(completions, level):\n    return level\n")
+    if "grader" in changes:
+        changes = {"grader": c.Custom(path=f"{tmp_path / 'own.py'}:asks")}
+    config = with_rows(tmp_path, **changes)
+    config = replace(config, data=replace(config.data, columns=columns))
+    with ExitStack() as stack, pytest.raises(ValueError, match=message):
+        open_validator(config, None, load_tokenizer("char"), None, stack)  # pyright: ignore

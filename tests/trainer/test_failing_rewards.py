@@ -1,8 +1,18 @@
 """A reward function that always fails ends the run; one that fails for a while does not."""
 
+import json
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from tiny_iteration import tiny_config
 from tiny_run import TOTAL_STEPS, TinyRun
+
+from jaxrl_llm import config as c
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.run import open_plan_and_data
 
 FAILING = """
 def digits(completions, trainer_state):
@@ -27,3 +37,21 @@ def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     run_with(tmp_path, [])
     assert f"resumed from {run.step_path(6)}" in run.finish()
     assert run.saved_steps()[-1] == TOTAL_STEPS
+
+
+def test_a_column_that_the_config_renames_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def asks(completions, answer):\n    return answer\n")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}))
+    config = tiny_config(model_reward=False)
+    data = replace(
+        config.data,
+        train_files=(str(tmp_path / "train.jsonl"),),
+        columns={"prompt": "question", "ground_truth": "answer"},
+    )
+    reward = replace(config.reward, functions=(c.Custom(path=f"{tmp_path / 'own.py'}:asks"),))
+    config = replace(config, data=data, reward=reward)
+    message = "asks for 'answer', which config.data.columns renames to 'ground_truth'"
+    with ExitStack() as stack, pytest.raises(ValueError, match=message):
+        open_plan_and_data(
+            config, load_tokenizer("char"), {"actor": make_mesh()}, tmp_path / "run", stack
+        )

@@ -9,7 +9,6 @@ const QUANTITIES = [
   ["ratio", "trainer / sampler, before the update", (d) => difference(d.old_logprobs, d.logprobs, Math.exp)],
   ["kl", "policy less reference, log", (d) => difference(d.old_logprobs, d.reference_logprobs, (x) => x)],
   ["value", "of the critic", (d) => d.values],
-  ["entropy", "of the policy", (d) => d.entropies],
   ["surprise", "minus log-prob", (d) => d.logprobs && d.logprobs.map((x) => -x)],
 ];
 
@@ -51,7 +50,9 @@ class SamplesTab {
 
   limits() {
     const { steps, a_step: each } = this.page.data.limits;
-    return note(`The page holds the first ${each} samples of at most ${steps} training steps; `
+    const left = this.page.runs().reduce((sum, run) => sum + run.samples_left_out, 0);
+    return note(`The page holds the first ${each} samples of at most ${steps} training steps`
+      + (left ? `, less ${left} that were left out for their size; ` : "; ")
       + "the trace in the run's folder has all of them.");
   }
 

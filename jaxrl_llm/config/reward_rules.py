@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl_llm.config.functions import Code, Judge
+from jaxrl_llm.config.functions import Code, Judge, Remote
 from jaxrl_llm.config.records import ConfigError
 from jaxrl_llm.config.schema import Config
 
@@ -47,7 +47,7 @@ def check_times(config: Config) -> None:
     """Graders with a limit of their own end before their call does. Raises: ConfigError."""
     limit = config.reward.timeout_s
     for key, function in graders(config):
-        if isinstance(function, Code | Judge) and function.total_s >= limit:
+        if isinstance(function, Code | Judge | Remote) and function.total_s >= limit:
             raise ConfigError(
                 f"config.{key}.total_s={function.total_s:g} does not end before "
                 f"config.reward.timeout_s={limit:g}, so slow work counts as a failed call: "

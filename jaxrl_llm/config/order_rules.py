@@ -16,6 +16,11 @@ def check_order(config: Config, *, offline: bool) -> None:
                 f"config.data.curriculum_steps={data.curriculum_steps} and no column: name one, "
                 "--config.data.curriculum=difficulty"
             )
+    elif data.streaming:
+        raise ConfigError(
+            f"{key} reads the column of all rows, and config.data.streaming=true reads none before "
+            "it is needed: set one of them"
+        )
     elif offline:
         raise ConfigError(
             f"{key} is for online runs: set --config.data.curriculum='', sort the file, and set "

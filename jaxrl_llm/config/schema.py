@@ -175,6 +175,9 @@ class DataConfig(Record):
     num_workers: Whole = 0  # reader processes; 0 reads in a thread
     prefetch: Count = 2  # batches
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
+    # Read training rows when a batch needs them, for files larger than memory: docs/data.md. Only
+    # the first 1,000 rows of each source are checked before the first step.
+    streaming: bool = False
     dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
 
     @property

@@ -93,7 +93,7 @@ def load_run_prompts(
     config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path | None
 ) -> Sequence[Prompt]:
     """Prompts of `sources` under the run's length limits; bad rows go to a file in `run_dir`."""
-    rules = _rules(config, run_dir, config.data.max_prompt_length)
+    rules = _rules(config, run_dir, config.data.max_prompt_length, sources)
     return load_prompts(sources, tokenizer, rules).items
 
 
@@ -174,7 +174,7 @@ def _load(
     config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
 ) -> tuple[Sequence[OfflineRecord], set[str]]:
     """Records of a kind, and the formats of their sources."""
-    rules = _rules(config, run_dir, config.data.max_row_length)
+    rules = _rules(config, run_dir, config.data.max_row_length, sources)
     loaded = LOADERS[kind](sources, tokenizer, rules)
     items: Any = loaded.items
     if kind == "unpaired":
@@ -345,7 +345,7 @@ def _collate(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = 
     )
 
 
-def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
+def _rules(config: Config, run_dir: Path | None, max_length: int, sources: Sources) -> RowRules:
     data = config.data
     return RowRules(
         max_length=max_length,
@@ -353,6 +353,7 @@ def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
         filter_overlong=data.filter_overlong_prompts,
         max_bad_fraction=data.max_bad_fraction,
         bad_rows_file=run_dir / BAD_ROWS if run_dir is not None and is_main() else None,
+        streaming=data.streaming and sources.split == "train",
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.chat_template import try_template
+from jaxrl_llm.token_bytes import UnknownBytes, bytes_of_tokens
 
 Message = Mapping[str, Any]
 
@@ -86,6 +87,10 @@ class Tokenizer(Protocol):
 
     def save(self, directory: str | Path) -> None:
         """Write files from which transformers' AutoTokenizer gives the same ids."""
+        ...
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id; none for special tokens. ValueError where they are not known."""
         ...
 
     def digest(self) -> str:
@@ -167,6 +172,10 @@ class CharTokenizer:
             CHAR_MARK: "char",
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def token_bytes(self) -> list[bytes]:
+        """The characters; padding and end have none."""
+        return [b"", b"", *(character.encode() for character in ALPHABET)]
 
     def digest(self) -> str:
         """Of the texts, in the order of their ids."""
@@ -290,6 +299,13 @@ class HFTokenizer:
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer's files and its chat template."""
         self._tokenizer.save_pretrained(str(directory))
+
+    def token_bytes(self) -> list[bytes]:
+        """What joined gives the decoded text. ValueError where that is not known."""
+        try:
+            return bytes_of_tokens(self._tokenizer)
+        except UnknownBytes as error:
+            raise ValueError(f"that of {self.path!r} is not: {error}") from None
 
     def digest(self) -> str:
         """Of the vocabulary, the special ids, the chat template, and how samples of it are split.

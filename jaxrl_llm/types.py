@@ -69,6 +69,8 @@ class RolloutBatch:
     model_scores: Float[Array, " B"] | None = None
     # What the reward functions said, one column each and unweighted; NaN where one said None.
     reward_parts: Float[Array, "B K"] | None = None
+    # The part of the scores that reward functions gave to steps, at the last token of each.
+    step_rewards: Float[Array, "B R"] | None = None
     rewards: Float[Array, "B R"] | None = None  # per token: the score at the last token, less KL
     advantages: Float[Array, "B R"] | None = None
     returns: Float[Array, "B R"] | None = None

@@ -23,6 +23,17 @@ def score_to_rewards(scores: Float[Array, " B"], mask: Float[Array, "B R"]) -> F
     return jnp.where(positions == last[:, None], scores[:, None], 0.0)
 
 
+def spread_to_steps(
+    rewards: Float[Array, "B R"], step_rewards: Float[Array, "B R"], mask: Float[Array, "B R"]
+) -> Float[Array, "B R"]:
+    """`rewards` with the part `step_rewards` of each score moved from the last token to its steps.
+
+    The sum over the tokens stays, so estimators of groups read the whole score.
+    """
+    kept = jnp.where(mask != 0, step_rewards, 0.0)
+    return rewards + kept - score_to_rewards(jnp.sum(kept, axis=1), mask)
+
+
 def gae(
     rewards: Float[Array, "B R"],
     values: Float[Array, "B R"],

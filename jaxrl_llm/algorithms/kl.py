@@ -8,13 +8,14 @@ http://joschu.net/blog/kl-approx.html
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.advantages import score_to_rewards
+from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
+from jaxrl_llm.algorithms.fields import FieldFunction, field_names
 from jaxrl_llm.numerics import absolute, clip, masked_count, masked_mean, safe_divide
 from jaxrl_llm.references import nearest
 
@@ -130,6 +131,19 @@ def kl_in_reward(
     """
     kl = masked_kl(estimator, old_logprobs, reference_logprobs, mask)
     return jax.lax.stop_gradient((score_to_rewards(scores, mask) - coef * kl, kl))
+
+
+def with_steps(kl_reward: Callable[..., Any]) -> Callable[..., Any]:
+    """`kl_reward` whose rewards of tokens also follow the field `step_rewards`."""
+    own = field_names(kl_reward)
+    reads = tuple(dict.fromkeys((*own, "mask", "step_rewards")))
+
+    def with_rewards_of_steps(*values: Any, **settings: Any) -> tuple[Tokens, Tokens]:
+        given = dict(zip(reads, values, strict=True))
+        rewards, kl = kl_reward(*(given[name] for name in own), **settings)
+        return spread_to_steps(rewards, given["step_rewards"], given["mask"]), kl
+
+    return FieldFunction(with_rewards_of_steps, reads)
 
 
 def batch_kl(kl: Tokens, mask: Tokens) -> Float[Array, ""]:

@@ -23,7 +23,7 @@ from jaxrl_llm.config.records import (
 
 __all__ = [
     "Grader", "ExactAnswer", "GSM8K", "MathAnswer", "FormatMatch", "LengthRange",
-    "OverlongPenalty", "Code", "Judge", "JUDGE_TEMPLATE", "JUDGE_PATTERN",
+    "OverlongPenalty", "Code", "Judge", "Remote", "JUDGE_TEMPLATE", "JUDGE_PATTERN",
     "Priority", "FailureRate", "Learnability", "Spread", "Task", "ChainSum", "Products",
     "SpellBackward", "GRADERS", "RewardFunction", "PRIORITIES", "PrioritySettings", "TASKS",
     "TaskSettings",
@@ -149,7 +149,24 @@ class Judge(Grader):
     key_variable: str = "OPENAI_API_KEY"  # name it in reward.environment too
 
 
-GRADERS = (ExactAnswer, GSM8K, MathAnswer, FormatMatch, LengthRange, OverlongPenalty, Code, Judge)
+@record
+class Remote(Grader):
+    """The scores that a server of yours answers for rows in JSON."""
+
+    kind: ClassVar[str] = "remote"
+    url: str  # the whole address: http://127.0.0.1:8001/grade
+    batch_size: Count = 32  # rows of a request
+    concurrency: Count = 8  # requests at a time
+    retries: Whole = 4  # after a first failure, with a growing pause
+    request_s: Positive = 60.0  # of one request
+    total_s: Positive = 25.0  # of all rows of a step; below reward.timeout_s
+    key_variable: str = "REWARD_SERVER_KEY"  # a bearer token; name it in reward.environment too
+
+
+GRADERS = (
+    *(ExactAnswer, GSM8K, MathAnswer, FormatMatch, LengthRange, OverlongPenalty),
+    *(Code, Judge, Remote),
+)
 RewardFunction = Annotated[Grader | Custom, one_of(*GRADERS, Custom, Given)]
 OwnFunction = Annotated[Custom, one_of(Custom)]
 

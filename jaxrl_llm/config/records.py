@@ -250,5 +250,7 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
         if name in context:
             value = context[name] + other if works is None else works
             return f"must be {words.format(f'{context[name]:g}')}; {value:g} works"
+    if "min_length" in context or "max_length" in context:
+        return error["msg"].replace("String should", "must").replace("Tuple should", "must")
     expected = _EXPECTED.get(kind.partition("_")[0])
     return f"expected {expected}" if expected else error["msg"].removeprefix("Value error, ")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxrl_llm.config.functions import Code, Judge
+from jaxrl_llm.config.functions import Code, Judge, Remote
 from jaxrl_llm.config.records import ConfigError
 from jaxrl_llm.config.schema import Config
 
@@ -16,6 +16,11 @@ def check_rewards(config: Config) -> None:
     if not reward.functions and reward.model is None:
         raise ConfigError(
             "config.reward has neither functions nor a model: set "
+            "--config.reward.functions=[my_rewards.py:my_function]"
+        )
+    if reward.process_rewards and not reward.functions:
+        raise ConfigError(
+            "config.reward.process_rewards=true, and no function that could score steps: set "
             "--config.reward.functions=[my_rewards.py:my_function]"
         )
     if reward.weights and len(reward.weights) != len(reward.functions):
@@ -42,7 +47,7 @@ def check_times(config: Config) -> None:
     """Graders with a limit of their own end before their call does. Raises: ConfigError."""
     limit = config.reward.timeout_s
     for key, function in graders(config):
-        if isinstance(function, Code | Judge) and function.total_s >= limit:
+        if isinstance(function, Code | Judge | Remote) and function.total_s >= limit:
             raise ConfigError(
                 f"config.{key}.total_s={function.total_s:g} does not end before "
                 f"config.reward.timeout_s={limit:g}, so slow work counts as a failed call: "

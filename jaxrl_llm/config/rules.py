@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.algorithms import Offline
-from jaxrl_llm.config.functions import Spread
 from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.lora_rules import check_lora
+from jaxrl_llm.config.order_rules import check_order
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.records import ConfigError, Custom
 from jaxrl_llm.config.reward_rules import check_rewards, check_times, graders
@@ -46,7 +46,7 @@ def check(config: Config) -> None:
     _check_profile(config)
     _check_strict(config)
     _check_data(config)
-    _check_priority(config)
+    check_order(config, offline=is_offline(config))
     check_times(config)
     _check_functions(config)
     for key, model in _models(config):
@@ -529,27 +529,6 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             "config.data.tokenizer is empty and config.actor.path, whose tokenizer would be taken, "
             "too; --config.data.tokenizer=char works"
-        )
-
-
-def _check_priority(config: Config) -> None:
-    priority = config.data.priority
-    if priority is None:
-        return
-    key = f"config.data.priority={priority.label}"
-    if is_offline(config):
-        raise ConfigError(
-            f"{key}: an offline run scores no answers; set --config.data.priority=null"
-        )
-    if not config.data.shuffle:
-        raise ConfigError(
-            f"{key} draws at random, and config.data.shuffle=false asks for the order of the "
-            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
-        )
-    if isinstance(priority, Spread) and config.rollout.n == 1:
-        raise ConfigError(
-            f"{key}: reads the std of a prompt's samples, and config.rollout.n=1 makes one; "
-            "config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
         )
 
 

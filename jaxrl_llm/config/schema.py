@@ -7,6 +7,7 @@ import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Len
 from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig
@@ -73,6 +74,7 @@ def _tokens_of_a_part(value: Any) -> Any:
 
 
 TokensOfAPart = Annotated[Whole, BeforeValidator(_tokens_of_a_part)]
+StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
@@ -166,9 +168,16 @@ class DataConfig(Record):
     # Online: draw prompts by their earlier scores, instead of in shuffled epochs.
     priority: Maybe[PrioritySettings] = None
     priority_uniform: Fraction = 0.1  # share of the draws that is uniform
+    # Online: a column of numbers, such as difficulty or extra_info.level. The first batches go
+    # through the prompts from its lowest value to its highest; shuffled epochs follow.
+    curriculum: str = ""
+    curriculum_steps: Whole = 0  # batches of that; 0 takes each prompt once
     num_workers: Whole = 0  # reader processes; 0 reads in a thread
     prefetch: Count = 2  # batches
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
+    # Read training rows when a batch needs them, for files larger than memory: docs/data.md. Only
+    # the first 1,000 rows of each source are checked before the first step.
+    streaming: bool = False
     dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
 
     @property
@@ -352,6 +361,9 @@ class RolloutConfig(Record):
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
     cache_tokens: Whole = 0
     stop_token_ids: Many[int] = ()  # in addition to the tokenizer's own
+    # Strings that end a response once its text has one; they stay in it. At most 16, each of at
+    # most 32 characters. Of held-out answers too.
+    stop: StopTexts = ()
     dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"
@@ -389,6 +401,8 @@ class RewardConfig(Record):
     num_workers: Count = 2  # processes for user functions
     timeout_s: Positive = 30.0  # a call
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
+    # Functions may score the steps of a response, each at its last token: docs/write-a-reward.md.
+    process_rewards: bool = False
     memory_gb: Positive = 16.0  # of a process for user functions, with all that it starts
     file_gb: Positive = 4.0  # of a file that a user function writes
     # Variables, such as OPENAI_API_KEY, that user functions get although they look secret.

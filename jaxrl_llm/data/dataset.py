@@ -47,6 +47,7 @@ from jaxrl_llm.data.sources import (
     open_rows,
     takes_split,
 )
+from jaxrl_llm.data.streaming import FirstRows, Skipped, Streamed, StreamedSource
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
 from jaxrl_llm.data_files import HUB, DataFile, hub_name, resolve_files
 from jaxrl_llm.distributed.multihost import gather_objects
@@ -115,6 +116,7 @@ class RowRules:
     filter_overlong: bool = False  # leave longer rows out instead, and count them
     max_bad_fraction: float = 0.0  # fraction of rows that may be set aside
     bad_rows_file: str | Path | None = None  # JSON lines; each bad row is added once
+    streaming: bool = False  # check the first rows only, and read each when a batch needs it
 
     def __post_init__(self) -> None:
         if self.max_length < 1:
@@ -193,12 +195,15 @@ def _load(
 ) -> Loaded[T]:
     truncation = "error" if rules.filter_overlong else rules.truncation
     own: list[_Stripe[T]] = []
+    streamed: list[StreamedSource] = []
     for name, rows in _read(sources, purpose):
         every = (row for row in rows.read(0, len(rows)) if isinstance(row, RawRow))
         first = list(islice(every, DETECTION_ROWS))
         kind = _source_format(name, first, purpose, sources.keys) if first else ""
         reader = _Reader(name, kind, rows, convert, fit, rules.max_length, truncation)
-        own.append(_check_stripe(reader, rules.filter_overlong))
+        checked = replace(reader, rows=FirstRows(rows)) if rules.streaming else reader
+        own.append(_check_stripe(checked, rules.filter_overlong))
+        streamed.append(StreamedSource(rows, reader.records_of))
         if own[-1].error:
             break
     # One list a process, of one summary a source.
@@ -220,7 +225,7 @@ def _load(
     if rules.bad_rows_file is not None:
         _set_aside(bad, Path(rules.bad_rows_file))
     _check_bad(bad, num_rows, rules)
-    items = _joined(own, found)
+    items = _streamed(own, streamed, rules) if rules.streaming else _joined(own, found)
     if not items:
         raise ValueError(
             f"no rows are left of {num_rows} ({num_overlong} of them overlong): check "
@@ -325,6 +330,29 @@ def _joined(own: Sequence[_Stripe[T]], found: Sequence[Sequence[Any]]) -> Sequen
         sources.append(Source(stripe.reader.records_at, counts))
         first += int(counts.sum())
     return Striped(sources, kept)
+
+
+def _streamed(
+    own: Sequence[_Stripe[T]], sources: Sequence[StreamedSource], rules: RowRules
+) -> Sequence[T]:
+    """All records, of which none is kept. ValueError where a row gives several."""
+    if any(count > 1 for stripe in own for count in stripe.counts):
+        raise ValueError(
+            "config.data.streaming: a row of this data gives several records, and streaming needs "
+            "one a row; set --config.data.streaming=false"
+        )
+    file = rules.bad_rows_file
+    skipped = Skipped(
+        max_bad_fraction=rules.max_bad_fraction,
+        filter_overlong=rules.filter_overlong,
+        set_aside=partial(_set_one_aside, None if file is None else Path(file)),
+    )
+    return Streamed(sources, skipped)
+
+
+def _set_one_aside(file: Path | None, row: BadRow) -> None:
+    if file is not None:
+        _set_aside([row], file)
 
 
 def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:

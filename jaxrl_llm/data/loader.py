@@ -10,6 +10,7 @@ Every process computes the same order, and reads only the records that its rows 
 """
 
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -20,6 +21,7 @@ from jaxrl_llm.data.share import Picked, Tokens, digest
 from jaxrl_llm.types import Prompt
 
 NEXT_BATCH = "next_batch"  # the only entry of a position that changes
+CURRICULUM = "curriculum"  # stands for the places that come first, where there are such
 
 T = TypeVar("T", bound=Tokens)
 B = TypeVar("B")
@@ -38,6 +40,7 @@ class Loader(Generic[T, B]):
             spawned, so a script needs its `if __name__ == "__main__"`.
         prefetch: batches that each worker makes ahead; 0 makes each batch when it is requested.
         unchanged: other facts, in JSON's types, that must be equal when a position is restored.
+        first: places of the records that come before the first epoch: a curriculum.
 
     Raises:
         ValueError: no records, or a batch size below 1.
@@ -54,6 +57,7 @@ class Loader(Generic[T, B]):
         num_workers: int = 0,
         prefetch: int = 2,
         unchanged: Mapping[str, Any] | None = None,
+        first: np.ndarray | None = None,
     ) -> None:
         if not items:
             raise ValueError("there are no rows to make batches from")
@@ -74,7 +78,11 @@ class Loader(Generic[T, B]):
 
         order = grain.MapDataset.source(range(len(items))).seed(self._order["seed"])
         order = order.shuffle() if shuffle else order
-        batches = _Batches(items, order.repeat(), batch_size, collate)
+        order = order.repeat()
+        if first is not None:
+            order = _Then(first, order)
+            self._unchanged[CURRICULUM] = zlib.crc32(first.astype("<i8").tobytes())
+        batches = _Batches(items, order, batch_size, collate)
         self._batches: Any = grain.MapDataset.source(batches)
         self._next_batch = 0
         self._iterator: Any = None
@@ -115,6 +123,11 @@ class Loader(Generic[T, B]):
             ValueError: the state belongs to other data, another order or another batch size.
         """
         check_position(state, self.get_state())
+        if CURRICULUM in state and CURRICULUM not in self._unchanged:
+            raise ValueError(
+                "the checkpoint's run has a curriculum and this one none: resume with its "
+                "config.data.curriculum, or start a new run from the checkpoint's weights"
+            )
         self.close()
         self._next_batch = int(state[NEXT_BATCH])
 
@@ -145,6 +158,20 @@ class Loader(Generic[T, B]):
         if self._digest is None:
             self._digest = digest(self._items)
         return self._digest
+
+
+class _Then:
+    """The places `first`, and the endless order after them."""
+
+    def __init__(self, first: np.ndarray, order: Any):
+        self._first, self._order = first, order
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        before = len(self._first)
+        return int(self._first[index]) if index < before else self._order[index - before]
 
 
 class _Batches(Generic[T, B]):
@@ -185,6 +212,7 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
         shuffle: bool = True,
         prefetch: int = 2,
         groups: np.ndarray | None = None,
+        first: np.ndarray | None = None,
     ) -> None:
         super().__init__(
             prompts,
@@ -193,6 +221,7 @@ class PromptLoader(Loader[Prompt, list[Prompt]]):
             seed=seed,
             shuffle=shuffle,
             prefetch=prefetch,
+            first=first,
         )
 
 

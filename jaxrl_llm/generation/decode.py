@@ -82,6 +82,11 @@ def decode(
     stalled += jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
     at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
+    stop_states_N = state.stop_states_N
+    if sampling.stop_strings is not None and stop_states_N is not None:
+        stop_states_B = sampling.stop_strings.step(stop_states_N[row_B], tokens_B)
+        ended_B |= stop_states_B == sampling.stop_strings.found
+        stop_states_N = stop_states_N.at[at[0]].set(stop_states_B, mode="drop", unique_indices=True)
     return state._replace(
         cache=cache,
         table=table,
@@ -92,6 +97,7 @@ def decode(
         ),
         tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
         logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
+        stop_states_N=stop_states_N,
         steps=state.steps + 1,
         slot_steps=state.slot_steps + live_B.shape[0],
         live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),

@@ -208,6 +208,7 @@ def _engine(
         group=sizes.group,
         prefill=sizes.prefill,
         align=align,
+        strings=settings.sampling.stop_strings,
     )
     # The strict matmul gives an output the same bits in any kernel; XLA's chunks do not.
     in_chunks = settings.strict is not None and not settings.strict.kernels
@@ -362,11 +363,14 @@ def _output(state: State, sampling: SamplingParams, pad_id: int) -> GenerationOu
     lengths_N = jnp.sum(written_NR, axis=1)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
     last_N = jnp.take_along_axis(state.tokens_NR, last_N1, axis=1)[:, 0]
+    finished_N = (lengths_N > 0) & sampling.is_stop(last_N)
+    if sampling.stop_strings is not None:
+        finished_N |= state.stop_states_N == sampling.stop_strings.found
     return GenerationOutput(
         tokens=jnp.where(written_NR, state.tokens_NR, pad_id),
         mask=written_NR.astype(jnp.float32),
         logprobs=state.logprobs_NR,
-        finished=(lengths_N > 0) & sampling.is_stop(last_N),
+        finished=finished_N,
         steps=state.steps,
         prefills=state.prefills,
         slot_steps=state.slot_steps,

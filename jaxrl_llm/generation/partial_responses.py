@@ -8,12 +8,13 @@ cut follows from the step and from its length, never from a clock.
 Shape letters: N samples, P prompt tokens, R response tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxrl_llm.generation.sampler import SamplingParams
 
 NO_VERSION = -1  # of what is no token
 
@@ -59,11 +60,11 @@ def versions_of(mask_NR: jax.Array, version_N: jax.Array) -> jax.Array:
 
 
 def are_unfinished(
-    responses: Responses, prompt_lengths_N: jax.Array, is_stop: Callable[[jax.Array], jax.Array]
+    responses: Responses, prompt_lengths_N: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
     """Which responses were cut before their end: bool [N]. Rows without a prompt have none."""
     cut_N = responses.lengths_N < responses.tokens_NR.shape[1]
-    stopped_N = (responses.lengths_N > 0) & is_stop(responses.last_N(responses.tokens_NR))
+    stopped_N = sampling.have_ended(responses.tokens_NR, responses.mask_NR)
     return cut_N & ~stopped_N & (prompt_lengths_N > 0)
 
 

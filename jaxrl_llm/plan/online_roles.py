@@ -6,6 +6,7 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError, ModelSettings
+from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
@@ -21,6 +22,15 @@ ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE, BASE, 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Token ids that end a response: the tokenizer's and the config's own."""
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
+
+
+def stops_of(config: Config, tokenizer: Tokenizer) -> Stops:
+    """What ends a response. ConfigError for stop strings that the tokenizer cannot have."""
+    try:
+        strings = stop_strings(config.rollout.stop, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"config.rollout.stop: {error}") from error
+    return Stops(stop_ids(config, tokenizer), strings)
 
 
 def roles_of(

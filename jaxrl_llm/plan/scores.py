@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.learner.forward import response_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
@@ -18,6 +19,7 @@ from jaxrl_llm.plan.dataflow import HOST, Stage, StageOutput
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import ModelStage
 
+STEP_REWARDS = "step_rewards"
 GREEDY_SCORE = "critic/greedy_score/mean"
 
 
@@ -47,12 +49,14 @@ def score_stages(
     micro_batches: MicroBatches,
     others: Sequence[WeightedModel] = (),
     by_user: tuple[Stage, ...] = (),
+    steps: int = 0,
 ) -> list[Stage]:
     """Stages that write the scores of the samples and of the greedy answers.
 
     One source, `model` or `reward`, writes the score itself. Of several sources each writes its
     part, and a sum adds `weight` times the model's, and the scores of `others` with their weights.
     A stage of the user's that writes the score gets the parts in any case, and there is no sum.
+    `steps` is the response length where functions also give rewards of steps; 0 is off.
     """
     taken = {name for stage in by_user for name in stage.writes}
     several = (reward is not None) + (model is not None) + len(others) > 1
@@ -65,7 +69,8 @@ def score_stages(
         if reward is not None and greedy:
             found.append(FunctionScoresOfGreedy(reward=reward, writes=(of_functions,), group=group))
         elif reward is not None:
-            found.append(FunctionScores(reward=reward, writes=(of_functions, "reward_parts")))
+            own = (of_functions, "reward_parts", *((STEP_REWARDS,) if steps else ()))
+            found.append(FunctionScores(reward=reward, writes=own, response_length=steps))
         if model is not None and greedy:
             found.append(
                 ModelScoresOfGreedy(
@@ -184,6 +189,10 @@ class HostReward(ABC):
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores of the rows given [N], the parts [N, K] and metrics."""
 
+    def step_rewards(self, context: Any, mask: Any) -> np.ndarray:
+        """The part of the scores just given that belongs to steps, at their last tokens [N, R]."""
+        return np.zeros(mask.shape, np.float32)
+
     @abstractmethod
     def greedy(
         self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
@@ -196,7 +205,8 @@ class FunctionScores(Stage):
     """Python rewards of the samples, on the host: their score, and its parts."""
 
     reward: HostReward
-    writes: tuple[str, ...] = ("scores", "reward_parts")
+    writes: tuple[str, ...] = ("scores", "reward_parts")  # and perhaps step_rewards
+    response_length: int = 0  # R, for step_rewards
 
     name = "reward"
     role = HOST
@@ -204,13 +214,34 @@ class FunctionScores(Stage):
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         parts = jax.ShapeDtypeStruct((rows, len(self.reward.names)), jnp.float32)
-        return super().shapes(rows) | {"reward_parts": parts}
+        found = super().shapes(rows) | {"reward_parts": parts}
+        if STEP_REWARDS in self.writes:
+            shape = (rows, self.response_length)
+            found[STEP_REWARDS] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return found
 
     def __call__(
         self, state: Any, step: Any, *, responses: Any, mask: Any, rollout_logprobs: Any
     ) -> StageOutput:
         scores, parts, metrics = self.reward.score(state, step, responses, mask, rollout_logprobs)
-        return StageOutput(dict(zip(self.writes, (scores, parts), strict=True)), metrics)
+        written = [scores, parts]
+        if STEP_REWARDS in self.writes:
+            written.append(self.reward.step_rewards(state, mask))
+        return StageOutput(dict(zip(self.writes, written, strict=True)), metrics)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTokenRewards(Stage):
+    """The rewards of steps at their last tokens, and the rest of the score at the last of all."""
+
+    name = "kl"
+    writes = ("rewards",)
+
+    def __call__(
+        self, state: Any, step: Any, *, scores: Any, mask: Any, step_rewards: Any
+    ) -> StageOutput:
+        rewards = spread_to_steps(score_to_rewards(scores, mask), step_rewards, mask)
+        return StageOutput({"rewards": rewards})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

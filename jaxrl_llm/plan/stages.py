@@ -210,7 +210,7 @@ class Generate(ModelStage):
             return StageOutput(dict(zip(SAMPLED, found, strict=True)), metrics)
         version = jnp.full(prompt_lengths.shape, parts.first_version(step))
         responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
-        left = are_unfinished(responses, prompt_lengths, settings.sampling.is_stop)
+        left = are_unfinished(responses, prompt_lengths, settings.sampling)
         writes = dict(zip(self.writes, responses, strict=True))
         return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
 
@@ -246,7 +246,7 @@ class ContinueResponses(ModelStage):
     ) -> StageOutput:
         sampling, parts = self.how.settings.sampling, self.parts
         before = Responses(responses, mask, rollout_logprobs, policy_versions)
-        go_on = are_unfinished(before, prompt_lengths, sampling.is_stop)
+        go_on = are_unfinished(before, prompt_lengths, sampling)
         # The others are rows without a prompt: they generate nothing and take no slot.
         whole, lengths = join(prompts, prompt_lengths, before)
         # No version was left out: each one works on all that had not ended.
@@ -268,7 +268,7 @@ class ContinueResponses(ModelStage):
         )
         new = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
         after = append(before, new)
-        left = are_unfinished(after, prompt_lengths, sampling.is_stop)
+        left = are_unfinished(after, prompt_lengths, sampling)
         metrics = {
             UNFINISHED: left.sum(),
             "rollout/decode_steps": out.steps.max(),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.rewards.loading import FunctionInfo
+from jaxrl_llm.rewards.steps import Steps, has_steps, read_steps
 
 if TYPE_CHECKING:  # types.py imports jax
     from jaxrl_llm.types import Completion, Prompt
@@ -159,6 +160,7 @@ class Graded:
     value: float | None = None
     error: CallError | None = None
     extras: dict[str, Any] = field(default_factory=dict)
+    steps: Steps | None = None  # that add up to `value`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +297,8 @@ class _Prepared:
 def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
     if not isinstance(result, Mapping):
         return grade(info, result, {})
+    if has_steps(result):
+        return grade(info, result, {})
     extras = {str(k): plain(v) for k, v in result.items() if k != "score"}
     if "score" not in result:
         message = f"{info.name} returned a dict without 'score'; its keys: {shorten(list(result))}"
@@ -303,12 +307,20 @@ def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
 
 
 def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
-    """Check that `value` is None or a number that is finite in float32.
+    """Check that `value` is None, a number that is finite in float32, or rewards of steps.
 
     Extras named `<function>/error` or `reason` say in the error why there is no such number.
     """
     if value is None:
         return Graded(extras=extras)
+    if has_steps(value):
+        extras = extras | {str(name): plain(entry) for name, entry in value.items()}
+        try:
+            steps = read_steps(value)
+        except ValueError as error:
+            message = f"{info.name} returned {error}"
+            return Graded(error=CallError(kind="bad return", message=message), extras=extras)
+        return Graded(value=steps.total, extras=extras, steps=steps)
     number = as_number(value)
     if number is None or not abs(number) <= FLOAT32_MAX:
         what = "is no number" if number is None else "is not finite in float32"

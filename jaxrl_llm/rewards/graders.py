@@ -14,6 +14,7 @@ from jaxrl_llm.rewards.length import length_range
 from jaxrl_llm.rewards.loading import absolute_path
 from jaxrl_llm.rewards.math_answer import math_answer
 from jaxrl_llm.rewards.overlong import overlong_penalty
+from jaxrl_llm.rewards.remote import remote
 
 FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.ExactAnswer: exact_answer,
@@ -24,6 +25,7 @@ FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.OverlongPenalty: overlong_penalty,
     c.Code: code,
     c.Judge: judge,
+    c.Remote: remote,
 }
 
 

@@ -36,6 +36,7 @@ from jaxrl_llm.rewards.loading import (
 )
 from jaxrl_llm.rewards.pool import Hopeless, Task, WorkerLimits, WorkerPool
 from jaxrl_llm.rewards.statistics import RewardStatistics
+from jaxrl_llm.rewards.steps import Steps
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
     from jaxrl_llm.types import Completion, Prompt
@@ -71,6 +72,8 @@ class RewardResult:
     statistics: RewardStatistics  # adds up over the processes that graded parts of a batch
     extras: list[dict[str, Any]]  # one a sample: log_extra columns, other keys of verl dicts
     failures: list[RewardFailure] = field(default_factory=list)
+    # Of each sample: the weight of a function, and the rewards of steps that it gave.
+    steps: list[list[tuple[float, Steps]]] = field(default_factory=list)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -211,10 +214,18 @@ class RewardManager:
             replies = self._call_all(prompts, completions, state)
         parts = {f.name: np.zeros(0, np.float32) for f in self._functions}
         extras: list[dict[str, Any]] = [{} for _ in prompts]
+        steps: list[list[tuple[float, Steps]]] = [[] for _ in prompts]
         logged: dict[str, list[float]] = {}
         errors: list[tuple[str, int, CallError]] = []
         for function, answers in replies:
-            graded = _per_sample(answers, len(prompts))
+            graded = [
+                _with_checked_steps(function.name, grade, completion)
+                for grade, completion in zip(
+                    _per_sample(answers, len(prompts)), completions, strict=True
+                )
+            ]
+            for own, grade in zip(steps, graded, strict=True):
+                own += [] if grade.steps is None else [(function.weight, grade.steps)]
             parts[function.name] = self._values(graded)
             errors += [(function.name, i, g.error) for i, g in enumerate(graded) if g.error]
             # verl's keys belong to one function, TRL's columns to the whole run.
@@ -235,6 +246,7 @@ class RewardManager:
             statistics=_statistics(logged, parts, failures),
             extras=extras,
             failures=failures,
+            steps=steps,
         )
 
     def _values(self, graded: Sequence[Graded]) -> np.ndarray:
@@ -348,6 +360,18 @@ def _per_sample(replies: Sequence[Reply], num_samples: int) -> list[Graded]:
             count = num_samples if len(replies) == 1 else 1
             graded.extend([Graded(error=reply.error)] * count)
     assert len(graded) == num_samples, (len(graded), num_samples)
+    return graded
+
+
+def _with_checked_steps(function: str, graded: Graded, completion: "Completion") -> Graded:
+    """An error in place of steps that end behind the response."""
+    if graded.steps is None:
+        return graded
+    try:
+        graded.steps.check(completion)
+    except ValueError as error:
+        message = f"{function} returned {error}"
+        return Graded(error=CallError(kind="bad return", message=message), extras=graded.extras)
     return graded
 
 

@@ -18,6 +18,7 @@ from jaxrl_llm.rewards.calling import (
     printable,
 )
 from jaxrl_llm.rewards.loading import FunctionInfo
+from jaxrl_llm.rewards.steps import ENDS, SCORES, Steps, read_steps
 from jaxrl_llm.rewards.wire import Malformed, pack_answer, pack_request
 
 LONGEST = 8000  # characters of an error, which the worker has shortened already
@@ -83,8 +84,15 @@ def pack_replies(number: int, replies: list[Reply], maximum: int) -> bytes:
 
 
 def _of_reply(reply: Reply) -> list[Any]:
-    graded = [[g.value, _of_error(g.error), g.extras] for g in reply.graded]
+    graded = [[g.value, _of_error(g.error), g.extras, _of_steps(g.steps)] for g in reply.graded]
     return [graded, reply.metrics, _of_error(reply.error)]
+
+
+def _of_steps(steps: Steps | None) -> dict[str, Any] | None:
+    if steps is None:
+        return None
+    ends = next(name for name, unit in ENDS.items() if unit == steps.unit)
+    return {SCORES: list(steps.scores), ends: list(steps.ends)}
 
 
 def _of_error(error: CallError | None) -> list[Any] | None:
@@ -121,7 +129,7 @@ def _reply(row: Any, size: int) -> Reply:
 
 
 def _graded(row: Any) -> Graded:
-    value, error, extras = _list(row, 3)
+    value, error, extras, given = _list(row, 4)
     if value is not None:
         value = _number(value)
         if not math.isfinite(value):
@@ -129,7 +137,11 @@ def _graded(row: Any) -> Graded:
     if not isinstance(extras, dict):
         raise Malformed("extras that are no map")
     error = None if error is None else _error(error)
-    return Graded(value=value, error=error, extras=plain(extras))
+    try:
+        steps = None if given is None else read_steps(given)
+    except (ValueError, TypeError):
+        raise Malformed("rewards of steps that are none") from None
+    return Graded(value=value, error=error, extras=plain(extras), steps=steps)
 
 
 def _error(row: Any) -> CallError:

@@ -14,6 +14,7 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.generation.engine import advance, begin, generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
@@ -59,6 +60,7 @@ class OpenModel:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        stop: str | Sequence[str] = (),
         n: int = 1,
         seed: int = 0,
         chat: bool | None = None,
@@ -69,16 +71,22 @@ class OpenModel:
         A prompt is a text, or a conversation: a list of {"role": ..., "content": ...}. A text is a
         user's message where the model has a chat template; `chat` says so or denies it.
         `temperature` 0 is greedy. Log-probs are those of the full softmax at the temperature.
-        `batch_size` prompts are answered at once.
+        `batch_size` prompts are answered at once. An answer ends with the token that completes one
+        of `stop`, which stays in its text.
 
         Guarantees: the same prompts, `n` and `seed` give the same samples.
-        Raises: ValueError for a prompt that leaves no position of the model, before any is
-            answered.
+        Raises: ValueError for a prompt that leaves no position of the model, and for stop strings
+            that the tokenizer cannot have, before any is answered.
         """
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         read = [read_prompt(prompt, self.tokenizer, chat=chat) for prompt in given]
-        sampling = SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+        sampling = sampling_params(
+            self,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=stop,
         )
         batches = complete(self, read, sampling, n=n, seed=seed, batch_size=batch_size)
         return [answer for batch in batches for answer in batch]
@@ -91,6 +99,7 @@ class OpenModel:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         chat: bool | None = None,
     ) -> Iterator[str]:
@@ -99,8 +108,13 @@ class OpenModel:
         Guarantees: the text that `generate` gives. Raises what `generate` raises.
         """
         read = read_prompt(prompt, self.tokenizer, chat=chat)
-        sampling = SamplingParams(
-            max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+        sampling = sampling_params(
+            self,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=stop,
         )
         yield from _stream(self, read, sampling, seed)
 
@@ -116,6 +130,17 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
         params=load_params(role, source, seed=0),
         tokenizer=find_tokenizer("", settings),
     )
+
+
+def sampling_params(
+    model: OpenModel, *, stop: str | Sequence[str] = (), **values: Any
+) -> SamplingParams:
+    """How a model answers; an answer ends with the token that completes a string of `stop`.
+
+    ValueError for a value out of bounds, and a string that the tokenizer cannot have.
+    """
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    return SamplingParams(stop_strings=stop_strings(texts, model.tokenizer), **values)
 
 
 def read_prompt(
@@ -195,7 +220,7 @@ def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
     how, arguments = _arguments(model, batch)
     out = jax.device_get(_program(model, generate, how)(model.params, *arguments))
     found = completions_of(
-        model.tokenizer, batch.sampling.stop_token_ids, out.tokens, out.mask, out.logprobs
+        model.tokenizer, batch.sampling.stops, out.tokens, out.mask, out.logprobs
     )
     return [
         Answer(prompt=prompt, completions=tuple(found[row * batch.n : (row + 1) * batch.n]))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError, GivenRows, SupervisedConfig
+from jaxrl_llm.data.curriculum import ascending_batches, column_values
 from jaxrl_llm.data.dataset import (
     RowRules,
     Sources,
@@ -31,6 +32,7 @@ from jaxrl_llm.data.priority import PriorityLoader, weight_function
 from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.share import Picked, Share, digest
 from jaxrl_llm.distributed.multihost import HostRows, is_main
+from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt, RolloutBatch
@@ -91,14 +93,14 @@ def load_run_prompts(
     config: Config, sources: Sources, tokenizer: Tokenizer, run_dir: Path | None
 ) -> Sequence[Prompt]:
     """Prompts of `sources` under the run's length limits; bad rows go to a file in `run_dir`."""
-    rules = _rules(config, run_dir, config.data.max_prompt_length)
+    rules = _rules(config, run_dir, config.data.max_prompt_length, sources)
     return load_prompts(sources, tokenizer, rules).items
 
 
 def train_batches(
     config: Config, prompts: Sequence[Prompt], rows: HostRows | None = None
 ) -> PromptLoader | PriorityLoader:
-    """Endless batches of training prompts, in epochs or by priority.
+    """Endless batches of training prompts: in epochs, after a curriculum, or by priority.
 
     In epochs only the prompts of `rows` are read, the samples that this process holds; None reads
     all.
@@ -125,6 +127,21 @@ def train_batches(
         shuffle=data.shuffle,
         prefetch=data.prefetch,
         groups=None if rows is None else held_groups(rows, config.rollout.n),
+        first=_curriculum(config, prompts),
+    )
+
+
+def _curriculum(config: Config, prompts: Sequence[Prompt]) -> np.ndarray | None:
+    """Places of the prompts that come first; None without a curriculum."""
+    data = config.data
+    if not data.curriculum:
+        return None
+    return ascending_batches(
+        column_values(prompts, data.curriculum),
+        batch_size=data.train_batch_size,
+        steps=data.curriculum_steps,
+        seed=config.seed,
+        shuffle=data.shuffle,
     )
 
 
@@ -157,7 +174,7 @@ def _load(
     config: Config, sources: Sources, kind: str, tokenizer: Tokenizer, run_dir: Path | None
 ) -> tuple[Sequence[OfflineRecord], set[str]]:
     """Records of a kind, and the formats of their sources."""
-    rules = _rules(config, run_dir, config.data.max_row_length)
+    rules = _rules(config, run_dir, config.data.max_row_length, sources)
     loaded = LOADERS[kind](sources, tokenizer, rules)
     items: Any = loaded.items
     if kind == "unpaired":
@@ -328,7 +345,7 @@ def _collate(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = 
     )
 
 
-def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
+def _rules(config: Config, run_dir: Path | None, max_length: int, sources: Sources) -> RowRules:
     data = config.data
     return RowRules(
         max_length=max_length,
@@ -336,6 +353,7 @@ def _rules(config: Config, run_dir: Path | None, max_length: int) -> RowRules:
         filter_overlong=data.filter_overlong_prompts,
         max_bad_fraction=data.max_bad_fraction,
         bad_rows_file=run_dir / BAD_ROWS if run_dir is not None and is_main() else None,
+        streaming=data.streaming and sources.split == "train",
     )
 
 
@@ -408,25 +426,24 @@ def prompt_batch(
 
 def completions_of(
     tokenizer: Tokenizer,
-    stop_ids: Sequence[int],
+    stops: Stops,
     responses: np.ndarray,
     mask: np.ndarray,
     logprobs: np.ndarray,
 ) -> list[Completion]:
-    """The responses [N, R] as text, each cut at its length."""
+    """The responses [N, R] as text, each cut at its length; a stop token is no text."""
     out = []
     for row, length, row_logprobs in zip(
         responses.tolist(), mask.sum(axis=1).astype(int).tolist(), logprobs.tolist(), strict=True
     ):
         tokens = tuple(row[:length])
-        finished = bool(tokens) and tokens[-1] in stop_ids
-        text_ids = tokens[:-1] if finished else tokens
+        text_ids = tokens[:-1] if tokens and tokens[-1] in stops.token_ids else tokens
         out.append(
             Completion(
                 tokens=tokens,
                 text=tokenizer.decode(text_ids),
                 logprobs=tuple(row_logprobs[:length]),
-                finished=finished,
+                finished=stops.end(tokens),
             )
         )
     return out

@@ -36,7 +36,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
-from jaxrl_llm.plan.online_roles import stop_ids
+from jaxrl_llm.plan.online_roles import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.manager import RewardManager
@@ -93,7 +93,7 @@ class Validator:
         self.num_prompts = len(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
-        self._stop_ids = settings.sampling.stop_token_ids
+        self._stops = settings.sampling.stops
         self._n = settings.group
         self._batch_size = min(batch_size, _up_to(len(prompts), role.mesh.size))
         self._max_prompt_length = max_prompt_length
@@ -169,7 +169,7 @@ class Validator:
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)
                 tokens, mask, logprobs = fetch_rows(out, self._rows)
-            found = completions_of(self._tokenizer, self._stop_ids, tokens, mask, logprobs)
+            found = completions_of(self._tokenizer, self._stops, tokens, mask, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
                 if first + row < self.num_prompts * self._n:  # the others only fill the batch
                     indices.append(first + row)
@@ -219,7 +219,7 @@ def open_validator(
 
     Raises ValueError for graders that do not fit the rows.
     """
-    validation = config.validation
+    validation, stops = config.validation, stops_of(config, tokenizer)
     grader = open_graders(config, stack)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
     grader.check(columns_by_source(prompts), config.data.columns)
@@ -233,7 +233,8 @@ def open_validator(
                 max_new_tokens=config.data.max_response_length,
                 temperature=validation.temperature,
                 top_p=validation.top_p,
-                stop_token_ids=stop_ids(config, tokenizer),
+                stop_token_ids=stops.token_ids,
+                stop_strings=stops.strings,
             ),
             group=validation.n,
             num_slots=config.rollout.num_slots,

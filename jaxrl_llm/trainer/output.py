@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config, as_dict
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
+from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import JsonlFile
@@ -60,7 +61,7 @@ class RunOutput(MetricsLog):
         run_dir: Path,
         *,
         tokenizer: Tokenizer,
-        stop_ids: tuple[int, ...],
+        stops: Stops,
         resume_step: int | None,
         callbacks: Callbacks,
     ):
@@ -68,7 +69,7 @@ class RunOutput(MetricsLog):
         self._config = config
         self.run_dir = run_dir
         self._tokenizer = tokenizer
-        self._stop_ids = stop_ids
+        self._stops = stops
         self._callbacks = callbacks
         self._stack = ExitStack()
         keep = -1 if resume_step is None else resume_step
@@ -319,7 +320,7 @@ class RunOutput(MetricsLog):
         fields = (batch.responses, batch.mask, batch.rollout_logprobs, batch.scores)
         responses, mask, logprobs, scores = fetch_rows(fields, context.rows)
         context.completions = completions_of(
-            self._tokenizer, self._stop_ids, responses, mask, logprobs
+            self._tokenizer, self._stops, responses, mask, logprobs
         )
         return scores
 

@@ -10,12 +10,14 @@ import numpy as np
 from jaxrl_llm.config import Config, RewardConfig
 from jaxrl_llm.data.share import own_indices
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
-from jaxrl_llm.plan.online_roles import stop_ids
+from jaxrl_llm.generation.stop_strings import Stops
+from jaxrl_llm.plan.online_roles import stops_of
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
 from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.rewards.statistics import merge
+from jaxrl_llm.rewards.steps import last_tokens
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.signals import host_work
@@ -49,7 +51,8 @@ class RewardFunctions(HostReward):
 
     manager: RewardManager
     tokenizer: Tokenizer
-    stop_ids: tuple[int, ...]
+    stops: Stops
+    process_rewards: bool = False  # rewards of steps go to the tokens that end them
     _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
 
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
@@ -78,6 +81,11 @@ class RewardFunctions(HostReward):
         prompts = context.prompts_of(context.rows.owned)
         with host_work():
             reward = context.reward = self.manager.score(prompts, context.completions, step)
+        if any(reward.steps) and not self.process_rewards:
+            raise ValueError(
+                "a reward function gives rewards of steps (step_scores), and nothing would read "
+                "where they end: set --config.reward.process_rewards=true"
+            )
         columns = np.stack([reward.parts[name] for name in self.names], axis=1)
         first = reward.failures[0].describe() if reward.failures else ""
         own = [reward.statistics.to_json(), len(reward.scores), first]
@@ -110,10 +118,21 @@ class RewardFunctions(HostReward):
         with host_work():
             return self.manager.score(prompts, completions, step).scores
 
+    def step_rewards(self, context: StepContext, mask: np.ndarray) -> np.ndarray:
+        """The rewards of steps at their last tokens, weighted: float32, the shape of `mask`."""
+        assert context.reward is not None
+        found = np.zeros(mask.shape, np.float32)
+        samples = zip(context.completions, context.reward.steps, strict=True)
+        for row, (completion, given) in enumerate(samples):
+            for weight, steps in given:
+                places = last_tokens(steps, completion, self.tokenizer)
+                np.add.at(found[row], places, weight * np.array(steps.scores, np.float32))
+        return found
+
     def _completions(
         self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
-        return completions_of(self.tokenizer, self.stop_ids, responses, mask, logprobs)
+        return completions_of(self.tokenizer, self.stops, responses, mask, logprobs)
 
 
 @dataclass(frozen=True)
@@ -186,5 +205,6 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
     return RewardFunctions(
         manager=stack.enter_context(manager),
         tokenizer=tokenizer,
-        stop_ids=stop_ids(config, tokenizer),
+        stops=stops_of(config, tokenizer),
+        process_rewards=rewards.process_rewards,
     )

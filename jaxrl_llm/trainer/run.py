@@ -27,7 +27,7 @@ from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
-from jaxrl_llm.plan.online_roles import stop_ids
+from jaxrl_llm.plan.online_roles import stops_of
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.alarming import AlarmBell
@@ -391,7 +391,7 @@ def open_run(
                 config,
                 run_dir,
                 tokenizer=tokenizer,
-                stop_ids=stop_ids(config, tokenizer),
+                stops=stops_of(config, tokenizer),
                 resume_step=resume_step,
                 callbacks=called,
             )

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from pieces import Pieces
 from tiny import model_config
 
 from jaxrl_llm.distributed.layout import Layout, cuts_for, generation_layout, train_layout
@@ -15,6 +16,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding, shardings
 from jaxrl_llm.generation.engine import generate, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.models.base import init_params, model_spec
 
 VOCAB, P, R, N = 24, 6, 10, 24
@@ -32,7 +34,8 @@ def inputs():
     return params, tokens, lengths, np.arange(N, dtype=np.uint32), jax.random.key(1)
 
 
-SAMPLED = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
+STRINGS = stop_strings(("aba", "bbb"), Pieces())
+SAMPLED = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5), stop_strings=STRINGS)
 GREEDY = SamplingParams(max_new_tokens=R, temperature=0.0, stop_token_ids=(1,))
 KV_HEADS = SPEC.config.num_kv_heads
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pieces import Pieces
 from test_generation import CONFIG, P, R, prompts
 
 from jaxrl_llm.generation.engine import generate
@@ -18,9 +19,11 @@ from jaxrl_llm.generation.partial_responses import (
 )
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.models.base import init_params, model_spec
 
-SAMPLING = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5))
+STRINGS = stop_strings(("aba", "bbb"), Pieces())
+SAMPLING = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5), stop_strings=STRINGS)
 
 
 def test_a_response_in_parts_has_the_tokens_of_one_go():
@@ -38,7 +41,7 @@ def test_a_response_in_parts_has_the_tokens_of_one_go():
         first = generate(spec, params, tokens, lengths, ids, key, settings, limits_N=limits)
         zeros = jnp.zeros(5, jnp.int32)
         parts = Responses(first.tokens, first.mask, first.logprobs, versions_of(first.mask, zeros))
-        go_on = are_unfinished(parts, lengths, SAMPLING.is_stop)
+        go_on = are_unfinished(parts, lengths, SAMPLING)
         rows, longer = join(tokens, lengths, parts)
         longer, begun = jnp.where(go_on, longer, 0), parts.lengths_N
         rest = generate(

@@ -53,6 +53,19 @@ def test_a_file_of_prompts_is_answered(folder, model, tmp_path, capsys):
     assert "2/2 prompts answered" in capsys.readouterr().err
 
 
+def test_stop_strings(folder, model, tmp_path, capsys):
+    (answer,) = model.generate("hi", max_new_tokens=9, seed=3)
+    text = answer.text
+    stop = text[3:5]
+    end = text.index(stop) + 2
+    (cut,) = model.generate("hi", max_new_tokens=9, seed=3, stop=stop)
+    assert (cut.text, cut.completions[0].finished) == (text[:end], True)
+    assert "".join(model.stream("hi", max_new_tokens=9, seed=3, stop=[stop])) == text[:end]
+    flags = [f"--model={folder}", "--prompt=hi", "--max_new_tokens=9", "--seed=3"]
+    assert commands.generate([*flags, "--stop=never", f"--stop={stop}"]) == 0
+    assert capsys.readouterr().out == text[:end] + "\n"
+
+
 def test_parquet_and_no_logprobs(folder, tmp_path):
     parquet.write_table(pa.table({"question": ["hi", "ho"]}), tmp_path / "p.parquet")
     output = tmp_path / "out.jsonl"

@@ -49,6 +49,18 @@ def test_the_decay_of_the_actor_counts_the_steps_that_it_takes():
     assert rate_at(phases, "actor", 16) == 0.0 < rate_at(phases, "actor", 15)
 
 
+@pytest.mark.parametrize("kl", [True, False])
+def test_rewards_of_steps_reach_the_rewards_of_tokens(kl):
+    config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": kl})
+    plan = planned(replace(config, reward=replace(config.reward, process_rewards=True)))
+    stages = {stage.name: stage for stage in plan.iterations[0].stages}
+    assert "step_rewards" in stages["reward"].writes and "step_rewards" in stages["kl"].reads
+    assert stages["reward"].shapes(12)["step_rewards"].shape == (12, 5)
+    assert "step_rewards" not in {
+        field for stage in planned(config).iterations[0].stages for field in stage.reads
+    }
+
+
 class PadsOutside(CharTokenizer):
     """Pads with an id that models of 24 tokens do not have."""
 

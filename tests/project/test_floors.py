@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Rooms of each floor. A room is a package, or the files named together.
 FLOORS: list[list[tuple[str, ...]]] = [
-    [("types",), ("numerics",), ("references", "data_files", "chat_template")],
+    [("types",), ("numerics",), ("references", "data_files", "chat_template", "token_bytes")],
     [("config",)],
     [("kernels",), ("distributed",), ("algorithms",), ("observability",), ("tokenizer",)],
     [("models",), ("report",)],

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.config import Judge
+from jaxrl_llm.rewards import http_client
 from jaxrl_llm.rewards import judge as module
-from jaxrl_llm.rewards.judge import Answers, JudgeError, filled, judge, prepare, read_score
+from jaxrl_llm.rewards.http_client import RequestError
+from jaxrl_llm.rewards.judge import Answers, filled, judge, prepare, read_score
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.types import Completion, Prompt
@@ -51,9 +53,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeServer]:
 
 @pytest.fixture
 def server(running: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> JudgeServer:
-    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.01)
     module._cache.cache_clear()
-    module._server.cache_clear()
+    http_client.server_of.cache_clear()
     running.requests()
     return running
 
@@ -80,9 +82,9 @@ def test_a_text_is_not_filled_again():
 
 def test_the_last_score_counts():
     assert read_score("Score: 3, no.\nScore: 8", module.PATTERN, 10.0) == 8
-    with pytest.raises(JudgeError, match="no score.*no idea"):
+    with pytest.raises(RequestError, match="no score.*no idea"):
         read_score("no idea", module.PATTERN, 10.0)
-    with pytest.raises(JudgeError, match="11 is beyond scale=10"):
+    with pytest.raises(RequestError, match="11 is beyond scale=10"):
         read_score("Score: 11", module.PATTERN, 10.0)
 
 

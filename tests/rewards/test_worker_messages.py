@@ -14,6 +14,7 @@ from jaxrl_llm import config as c
 from jaxrl_llm.rewards.calling import CallError, Graded, Reply
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.rewards.messages import pack_replies, replies_of
+from jaxrl_llm.rewards.steps import Steps
 from jaxrl_llm.rewards.wire import (
     LENGTH,
     Malformed,
@@ -136,13 +137,17 @@ def framed(message):
         (LENGTH.pack(2**40), "1099511627776 bytes; at most"),
         (framed(b"\xdd\xff\xff\xff\xff" * 500), "is not msgpack"),  # lists of 2**32 in lists
         (framed(b"\x91" * 100_000 + b"\xc0"), "is not msgpack"),
-        (framed(pack_answer([999, [[[[9.0, None, {}]], [], None]]])), "belongs to no request"),
+        (
+            framed(pack_answer([999, [[[[9.0, None, {}, None]], [], None]]])),
+            "belongs to no request",
+        ),
         (framed(pack_answer([2, []])), "another length"),
-        (framed(pack_answer([2, [[[[1.0, None, {}]] * 2, [], None]]])), "another length"),
-        (framed(pack_answer([2, [[[[math.nan, None, {}]], [], None]]])), "not finite"),
-        (framed(pack_answer([2, [[[["9", None, {}]], [], None]]])), "number belongs"),
-        (framed(pack_answer([2, [[[[9.0, None, []]], [], None]]])), "no map"),
-        (framed(pack_answer([2, [[[[9.0, None, {}]], [[1, 1]], None]]])), "text belongs"),
+        (framed(pack_answer([2, [[[[1.0, None, {}, None]] * 2, [], None]]])), "another length"),
+        (framed(pack_answer([2, [[[[math.nan, None, {}, None]], [], None]]])), "not finite"),
+        (framed(pack_answer([2, [[[["9", None, {}, None]], [], None]]])), "number belongs"),
+        (framed(pack_answer([2, [[[[9.0, None, [], None]], [], None]]])), "no map"),
+        (framed(pack_answer([2, [[[[9.0, None, {}, None]], [[1, 1]], None]]])), "text belongs"),
+        (framed(pack_answer([2, [[[[9.0, None, {}, {"step_scores": [9]}]], [], None]]])), "steps"),
         (framed(pack_answer([2, [[[], [], ["evil", "", False]]]])), "no kind"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -159,7 +164,8 @@ def test_an_incomplete_answer_runs_into_the_limit(grade):
 
 
 def test_changed_answers_are_replies_or_malformed():
-    graded = Graded(value=0.5, extras={"a": [1, "b", {"c": None}]})
+    steps = Steps(scores=(0.5,), ends=(3,), unit="tokens")
+    graded = Graded(value=0.5, extras={"a": [1, "b", {"c": None}]}, steps=steps)
     error = CallError(kind="exception", message="no")
     replies = [Reply(graded=(graded,), metrics=(("m", 1.0),)), Reply(error=error)]
     sound = pack_replies(7, replies, 10**6)

@@ -1,0 +1,130 @@
+"""Records that are read and tokenised when a batch needs them, so that memory stays flat.
+
+Only the first rows of each source are checked before the first step. A later row that is bad or too
+long is replaced by the next good one: the rows alone decide it, so a resumed run finds the same.
+"""
+
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import jax
+
+from jaxrl_llm.data.formats import Overlong
+from jaxrl_llm.data.share import Share
+from jaxrl_llm.data.sources import BadRow, RawRow, Rows
+
+T = TypeVar("T")
+CHECKED_ROWS = 1000  # of each source, before the first step
+DIGESTED = 256  # records that stand for all in the digest of a checkpoint
+MOST_SKIPPED = 1000  # rows one after the other
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FirstRows(Rows):
+    """The first rows of a source, for the check before the first step."""
+
+    rows: Rows
+
+    def __len__(self) -> int:
+        return min(len(self.rows), CHECKED_ROWS)
+
+    def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        return self.rows.read(start, min(stop, len(self)))
+
+
+@dataclass(frozen=True)
+class StreamedSource:
+    """One source, and how its rows become records."""
+
+    rows: Rows
+    records_of: Callable[[RawRow], Sequence[Any]]  # ValueError for a bad row, Overlong for a long
+
+
+@dataclass
+class Skipped:
+    """Counts of this process, of a run that may set rows aside."""
+
+    max_bad_fraction: float
+    filter_overlong: bool
+    set_aside: Callable[[BadRow], None]  # writes it to the list of bad rows
+    read: int = 0
+    bad: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def count(self) -> None:
+        """A row was read."""
+        with self._lock:
+            self.read += 1
+
+    def skip(self, row: BadRow) -> None:
+        """Set a bad row aside. ValueError where there are more than the run allows."""
+        with self._lock:
+            self.bad += 1
+            most = self.max_bad_fraction * max(self.read, CHECKED_ROWS)
+        if self.bad > most:
+            raise ValueError(
+                f"{row.source} row {row.row}: {row.reason}\nIt is bad row {self.bad} of "
+                f"{self.read} that were read, more than config.data.max_bad_fraction="
+                f"{self.max_bad_fraction} allows. Repair or remove it, or raise "
+                "config.data.max_bad_fraction to leave bad rows out"
+            )
+        log.warning("A bad row is left out: %s row %d: %s", row.source, row.row, row.reason)
+        self.set_aside(row)
+
+
+class Streamed(Share[T]):
+    """The records of sources one after the other, each read when it is asked for.
+
+    There are as many as rows: record i is that of row i, or of the next good row after it.
+    """
+
+    def __init__(self, sources: Sequence[StreamedSource], skipped: Skipped):
+        self._sources, self._skipped = list(sources), skipped
+        self._ends = list(accumulate(len(source.rows) for source in sources))
+
+    @property
+    def own(self) -> Iterable[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the sample that this process digests: evenly spaced, not all."""
+        every = -(-len(self) // DIGESTED)
+        sample = range(0, len(self), every)
+        return sample[jax.process_index() :: jax.process_count()]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _item(self, index: int) -> T:
+        for further in range(min(MOST_SKIPPED, len(self))):
+            found = self._record((index + further) % len(self))
+            if found:
+                return found[0]
+        raise ValueError(f"{MOST_SKIPPED} rows one after the other are bad or too long")
+
+    def _record(self, index: int) -> Sequence[T]:
+        """The record of a row; none where it is left out."""
+        number = bisect_right(self._ends, index)
+        source = self._sources[number]
+        row = source.rows.one(index - (self._ends[number - 1] if number else 0))
+        self._skipped.count()
+        if isinstance(row, RawRow):
+            try:
+                return source.records_of(row)
+            except Overlong as error:
+                if not self._skipped.filter_overlong:
+                    raise ValueError(f"{row.source} row {row.row}: {error}") from None
+                return ()
+            except ValueError as error:
+                row = BadRow(row.source, row.row, str(error))
+        self._skipped.skip(row)
+        return ()

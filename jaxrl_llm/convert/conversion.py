@@ -9,14 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config import Config, load_config
+from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS
 from jaxrl_llm.config.records import explain, field_names, validate
 from jaxrl_llm.config.schema import as_dict
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
 from jaxrl_llm.data_files import check_files
-from jaxrl_llm.references import is_hub_name
+from jaxrl_llm.references import check_path, is_hub_name
 
 ALGORITHM = "algorithm."
 
@@ -116,7 +116,12 @@ def _answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
         return Ours({rule: value})
     if isinstance(rule, NotNeeded | NoCounterpart):
         return rule
-    return rule(value, source)
+    try:
+        return rule(value, source)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError) as error:
+        raise ConfigError(f"{key}={value}: cannot be read: {error}") from None
 
 
 def _nearest_key(key: str, table: Mapping[str, Rule]) -> str:
@@ -227,8 +232,13 @@ def _is_here(path: str) -> bool:
 
 
 def _function_is_here(path: str) -> bool:
-    module = path.rpartition(":")[0]
-    return not module.endswith(".py") or Path(module).expanduser().is_file()
+    if ":" not in path:
+        return True
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _functions(config: Config) -> list[str]:

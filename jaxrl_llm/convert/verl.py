@@ -3,13 +3,11 @@
 Keys and defaults are those of verl 0.8 to 0.10.
 """
 
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.convert.conversion import Dialect
 from jaxrl_llm.convert.rules import (
-    Answer,
     NoCounterpart,
     NotNeeded,
     Ours,
@@ -22,7 +20,6 @@ from jaxrl_llm.convert.rules import (
     part_of,
     path_at,
 )
-from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.convert.verl_rewards import set_rewards
 from jaxrl_llm.convert.verl_sizes import (
     ACTOR,
@@ -34,8 +31,52 @@ from jaxrl_llm.convert.verl_sizes import (
     set_schedules,
     set_steps,
 )
+from jaxrl_llm.convert.verl_values import (
+    ENGINE,
+    IMAGES,
+    KERNELS,
+    LAYOUT,
+    MODEL,
+    MOE,
+    PASSES,
+    PROCESSES,
+    PROFILER,
+    TURNS,
+    adapter_rank,
+    adapter_targets,
+    aggregation,
+    betas,
+    column,
+    correction_loss,
+    critic_mini_batch,
+    critic_only,
+    critic_path,
+    critic_warmup,
+    custom_class,
+    dtype_at,
+    every,
+    files_at,
+    filter_metric,
+    filter_rounds,
+    generated_length,
+    learning_dtype,
+    manager,
+    min_learning_rate,
+    offload,
+    optimizer_kind,
+    quantization,
+    recompute,
+    resume,
+    samples_cut,
+    schedule,
+    threshold,
+    top_k,
+    trackers,
+    val_sampling,
+    val_top_k,
+)
 
-MODEL, REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
+REF = "actor_rollout_ref.ref"
 
 # Defaults of verl that a run depends on. Of others, ours are the same.
 DEFAULTS: dict[str, Any] = {
@@ -67,238 +108,6 @@ DEFAULTS: dict[str, Any] = {
     "trainer.n_gpus_per_node": 8,
 }
 
-PASSES = NotNeeded("passes without gradient take the actor's sizes")
-LAYOUT = NotNeeded("weights are split by the mesh and stay on the devices")
-ENGINE = NotNeeded("one engine generates inside the training program")
-KERNELS = NotNeeded("XLA compiles and fuses; logits are computed in blocks")
-PROCESSES = NotNeeded("no Ray actors: one program a host")
-PROFILER = NotNeeded("`profile.steps` is the switch; one trace has all")
-MOE = only(1, "1 is no split of experts", "mixture of experts is missing here")
-IMAGES = NoCounterpart("images, video and sound are missing here: text models only")
-TURNS = NoCounterpart("many turns and tools are missing here: one answer a prompt")
-
-
-def files_at(key: str) -> Rule:
-    """A list of files, or one."""
-
-    def rule(value: Any, source: Source) -> Answer:
-        return Ours({key: [str(Path(str(file)).expanduser()) for file in many(value)]})
-
-    return rule
-
-
-def every(key: str) -> Rule:
-    """Steps between two events; verl's -1 is never."""
-    return lambda value, source: Ours({key: max(int(value), 0)})
-
-
-def critic_only(rule: Rule) -> Rule:
-    """A key of the critic, which only GAE has."""
-
-    def checked(value: Any, source: Source) -> Answer:
-        if not has_critic(source):
-            return NotNeeded("the estimator needs no critic")
-        if isinstance(rule, str):
-            return Ours({rule: value})
-        return rule(value, source) if callable(rule) else rule
-
-    return checked
-
-
-# ------------------------------------------------------------------------- single keys
-
-
-def column(ours: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        return Ours({} if value == ours else {f"data.columns.{ours}": value}, "the same name here")
-
-    return rule
-
-
-def samples_cut(value: Any, source: Source) -> Answer:
-    if value in (-1, None):
-        return NotNeeded("-1 takes all rows")
-    return NoCounterpart("write a file with so many rows")
-
-
-def _custom_class(value: Any, source: Source) -> Answer:
-    if not value:
-        return NotNeeded("none is the default")
-    return NoCounterpart("write a class that yields rows: `data.dataset_class` (docs/data.md)")
-
-
-def _optimizer_kind(value: Any, source: Source) -> Answer:
-    if str(value).lower() in ("adamw", "adam"):
-        return NotNeeded("AdamW is the optimizer")
-    return NoCounterpart("AdamW is the only optimizer")
-
-
-def _min_learning_rate(role: str, theirs: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        rate = source.number(f"{theirs}.optim.lr") or 1e-6
-        return Ours({f"{role}.optimizer.min_learning_rate_ratio": min(value / rate, 1.0)})
-
-    return rule
-
-
-def _betas(role: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        betas = value_of(value) if isinstance(value, str) else value
-        return Ours({f"{role}.optimizer.b1": betas[0], f"{role}.optimizer.b2": betas[1]})
-
-    return rule
-
-
-def _schedule(role: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        if value is None:
-            return NotNeeded("null is the default")
-        if value in ("constant", "linear", "cosine"):
-            return Ours({f"{role}.optimizer.schedule": value})
-        return NoCounterpart("constant, linear and cosine are the schedules")
-
-    return rule
-
-
-def dtype_at(key: str) -> Rule:
-    names = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-
-    def rule(value: Any, source: Source) -> Answer:
-        found = names.get(str(value), str(value))
-        if found in ("bfloat16", "float32"):
-            return Ours({key: found})
-        return NoCounterpart(f"{key} is float32 or bfloat16")
-
-    return rule
-
-
-def _offload(role: str) -> Rule:
-    return lambda value, source: Ours({f"{role}.optimizer.offload": bool(value)})
-
-
-def _recompute(value: Any, source: Source) -> Answer:
-    return Ours({"actor.remat": "full"} if value == "full" else {"actor.remat": "projections"})
-
-
-def _learning_dtype(value: Any, source: Source) -> Answer:
-    if str(value) in ("fp32", "float32", "bf16", "bfloat16"):
-        return NotNeeded("weights that learn are float32")
-    return NoCounterpart("weights that learn are float32")
-
-
-def adapter_targets(value: Any, source: Source) -> Answer:
-    return Ours({"actor.lora.targets": list(many(value))})
-
-
-def _adapter_rank(value: Any, source: Source) -> Answer:
-    if source.get(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"):
-        return NotNeeded("the adapter's folder says its rank")
-    return Ours({"actor.lora.rank": value})
-
-
-def _top_k(value: Any, source: Source) -> Answer:
-    return Ours({"rollout.top_k": max(int(value or 0), 0)})
-
-
-def _val_top_k(value: Any, source: Source) -> Answer:
-    if value in (-1, 0, None):
-        return NotNeeded("it is off")
-    return NoCounterpart("validation has temperature and top_p: set `validation.top_p`")
-
-
-def _val_sampling(value: Any, source: Source) -> Answer:
-    sampled = source.get(f"{ROLLOUT}.val_kwargs.do_sample")
-    temperature = source.get(f"{ROLLOUT}.val_kwargs.temperature")
-    return Ours({"validation.temperature": float(temperature or 0.0) if sampled else 0.0})
-
-
-def _generated_length(key: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        if value == source.get(key):
-            return NotNeeded(f"the same as {key}")
-        return NoCounterpart(f"{key} is the only length: set it")
-
-    return rule
-
-
-def _quantization(value: Any, source: Source) -> Answer:
-    if value is None:
-        return NotNeeded("null is the default")
-    if str(value) in ("fp8", "float8"):
-        return Ours({"rollout.quantization": "float8"})
-    return NoCounterpart("`rollout.quantization` is none or float8")
-
-
-def _aggregation(value: Any, source: Source) -> Answer:
-    loss = source.get(f"{ACTOR}.policy_loss.loss_mode")
-    if loss in ("gspo", "sapo", "geo_mean"):
-        return NotNeeded(f"{loss} is a mean over responses, in verl too")
-    return Ours({"algorithm.loss_aggregation": value})
-
-
-def _filter_metric(value: Any, source: Source) -> Answer:
-    return Ours({"rollout.filter_groups.metric": "score"}, "the score of a sample")
-
-
-def _filter_rounds(value: Any, source: Source) -> Answer:
-    if not value:
-        return NotNeeded("without a limit there; 10 rounds here")
-    return Ours({"rollout.filter_groups.max_num_gen_batches": value})
-
-
-def _threshold(key: str) -> Rule:
-    def rule(value: Any, source: Source) -> Answer:
-        if isinstance(value, list):
-            value = ",".join(str(entry) for entry in value)
-        return Ours({key: value})
-
-    return rule
-
-
-def _correction_loss(value: Any, source: Source) -> Answer:
-    if value in ("ppo_clip", None):
-        return NotNeeded("the clipped loss is the one")
-    return NoCounterpart("set `algorithm.bypass_mode` and an algorithm without a clip (gpg)")
-
-
-def _trackers(value: Any, source: Source) -> Answer:
-    names = [str(name) for name in many(value)]
-    known = [name for name in names if name in ("wandb", "mlflow", "trackio")]
-    others = set(names) - set(known) - {"console", "tensorboard", "file"}
-    if others:
-        return NoCounterpart(f"write a tracker for {', '.join(sorted(others))}: docs/trackers.md")
-    return Ours({"log.trackers": known}, "console and TensorBoard are always there")
-
-
-def _resume(value: Any, source: Source) -> Answer:
-    if value == "resume_path":
-        path = source.get("trainer.resume_from_path")
-        return Ours({"resume": str(path)}, "the folder of a checkpoint of ours")
-    return Ours({"resume": "never" if value == "disable" else "auto"})
-
-
-def _critic_warmup(value: Any, source: Source) -> Answer:
-    return Ours({"critic.warmup_steps": max(int(value) - 1, 0)}, "verl counts one more")
-
-
-def _manager(value: Any, source: Source) -> Answer:
-    if value in ("naive", "dapo", "prime"):
-        return NotNeeded("reward.functions is a list; workers run them")
-    return NoCounterpart("write a reward with TRL's signature, which gets the whole batch")
-
-
-def _critic_path(value: Any, source: Source) -> Answer:
-    if value == source.get(f"{MODEL}.path"):
-        return Ours({}, "critic.path is empty: it starts from the actor's weights")
-    return Ours({"critic.path": str(Path(str(value)).expanduser())})
-
-
-def _critic_mini_batch(value: Any, source: Source) -> Answer:
-    if value == source.get(f"{ACTOR}.ppo_mini_batch_size"):
-        return NotNeeded("the critic takes the actor's")
-    return NoCounterpart("the critic takes actor.ppo_mini_batch_size")
-
-
 # ------------------------------------------------------------------------- tables
 
 
@@ -311,18 +120,18 @@ def optimizer_keys(theirs: str, role: str) -> dict[str, Rule]:
         f"{theirs}.optim.lr_warmup_steps": part_of(f"{ours}.warmup_steps"),
         f"{theirs}.optim.lr_warmup_steps_ratio": part_of(f"{ours}.warmup_steps"),
         f"{theirs}.optim.weight_decay": f"{ours}.weight_decay",
-        f"{theirs}.optim.betas": _betas(role),
+        f"{theirs}.optim.betas": betas(role),
         f"{theirs}.optim.clip_grad": f"{ours}.max_grad_norm",
         f"{theirs}.grad_clip": f"{ours}.max_grad_norm",
-        f"{theirs}.optim.lr_scheduler_type": _schedule(role),
-        f"{theirs}.optim.warmup_style": _schedule(role),
-        f"{theirs}.optim.lr_decay_style": _schedule(role),
+        f"{theirs}.optim.lr_scheduler_type": schedule(role),
+        f"{theirs}.optim.warmup_style": schedule(role),
+        f"{theirs}.optim.lr_decay_style": schedule(role),
         f"{theirs}.optim.min_lr_ratio": f"{ours}.min_learning_rate_ratio",
-        f"{theirs}.optim.min_lr": _min_learning_rate(role, theirs),
-        f"{theirs}.optim.optimizer": _optimizer_kind,
+        f"{theirs}.optim.min_lr": min_learning_rate(role, theirs),
+        f"{theirs}.optim.optimizer": optimizer_kind,
         f"{theirs}.optim.optimizer_impl": NotNeeded("optax computes AdamW"),
         f"{theirs}.optim.total_training_steps": NotNeeded("the schedule ends with the run"),
-        f"{override}.optimizer_cpu_offload": _offload(role),
+        f"{override}.optimizer_cpu_offload": offload(role),
         f"{override}.*": NotNeeded("`optimizer.offload` moves the whole state"),
     }
 
@@ -339,13 +148,13 @@ def _learner(theirs: str, role: str, fsdp: str) -> dict[str, Rule]:
         f"{theirs}.ppo_max_token_len_per_gpu": part_of(f"{role}.micro_batch_tokens"),
         f"{theirs}.forward_micro_batch_size_per_gpu": PASSES,
         f"{theirs}.forward_max_token_len_per_gpu": PASSES,
-        f"{theirs}.{fsdp}.optimizer_offload": _offload(role),
-        f"{theirs}.{fsdp}.offload_policy": _offload(role),
+        f"{theirs}.{fsdp}.optimizer_offload": offload(role),
+        f"{theirs}.{fsdp}.offload_policy": offload(role),
         f"{theirs}.{fsdp}.dtype": dtype_at(f"{role}.dtype"),
         f"{theirs}.{fsdp}.mixed_precision.param_dtype": dtype_at(f"{role}.dtype"),
-        f"{theirs}.{fsdp}.model_dtype": _learning_dtype,
+        f"{theirs}.{fsdp}.model_dtype": learning_dtype,
         **{f"{theirs}.{fsdp}.{name}": LAYOUT for name in FSDP_KEYS},
-        f"{megatron}.optimizer_offload": _offload(role),
+        f"{megatron}.optimizer_offload": offload(role),
         f"{megatron}.expert_model_parallel_size": MOE,
         f"{megatron}.expert_tensor_parallel_size": NotNeeded("it splits experts only"),
         f"{megatron}.dtype": dtype_at(f"{role}.dtype"),
@@ -426,8 +235,8 @@ DATA: dict[str, Rule] = {
     "data.validation_shuffle": NotNeeded("the order changes no metric"),
     "data.trust_remote_code": NotNeeded("no code of a model is run"),
     "data.use_shm": NotNeeded("files are mapped into memory"),
-    "data.custom_cls.path": _custom_class,
-    "data.custom_cls.name": _custom_class,
+    "data.custom_cls.path": custom_class,
+    "data.custom_cls.name": custom_class,
     "data.apply_chat_template_kwargs.*": part_of("data.chat_template_kwargs"),
     "data.image_key": IMAGES,
     "data.image_patch_size": IMAGES,
@@ -449,12 +258,12 @@ MODELS: dict[str, Rule] = {
     f"{MODEL}.tiled_mlp.*": KERNELS,
     f"{MODEL}.trust_remote_code": NotNeeded("no code of a model is run"),
     f"{MODEL}.torch_dtype": dtype_at("actor.dtype"),
-    f"{MODEL}.lora_rank": _adapter_rank,
+    f"{MODEL}.lora_rank": adapter_rank,
     f"{MODEL}.lora_alpha": "actor.lora.alpha",
     f"{MODEL}.target_modules": adapter_targets,
     f"{MODEL}.exclude_modules": not_null("name the modules in `actor.lora.targets`"),
     f"{MODEL}.lora_adapter_path": path_at("actor.lora.path"),
-    f"{MODEL}.lora.rank": _adapter_rank,
+    f"{MODEL}.lora.rank": adapter_rank,
     f"{MODEL}.lora.alpha": "actor.lora.alpha",
     f"{MODEL}.lora.dropout": "actor.lora.dropout",
     f"{MODEL}.lora.merge": "actor.lora.merge",
@@ -472,7 +281,7 @@ UPDATE: dict[str, Rule] = {
     f"{ACTOR}.megatron.pipeline_model_parallel_size": part_of("mesh.pipeline"),
     f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": part_of("mesh.pipeline_rounds"),
     f"{ACTOR}.megatron.context_parallel_size": part_of("mesh.sequence"),
-    f"{ACTOR}.megatron.override_transformer_config.recompute_granularity": _recompute,
+    f"{ACTOR}.megatron.override_transformer_config.recompute_granularity": recompute,
     f"{ACTOR}.megatron.override_transformer_config.*": KERNELS,
     f"{ACTOR}.fsdp_config.fsdp_size": part_of("mesh.fsdp"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": part_of("mesh.sequence"),
@@ -484,7 +293,7 @@ UPDATE: dict[str, Rule] = {
     f"{ACTOR}.clip_ratio_low": "algorithm.clip_low",
     f"{ACTOR}.clip_ratio_high": "algorithm.clip_high",
     f"{ACTOR}.clip_ratio_c": "algorithm.clip_c",
-    f"{ACTOR}.loss_agg_mode": _aggregation,
+    f"{ACTOR}.loss_agg_mode": aggregation,
     f"{ACTOR}.loss_scale_factor": "algorithm.loss_scale",
     f"{ACTOR}.entropy_coeff": "algorithm.entropy_coef",
     f"{ACTOR}.use_kl_loss": "algorithm.use_kl_loss",
@@ -521,14 +330,14 @@ GENERATION: dict[str, Rule] = {
     f"{ROLLOUT}.n": "rollout.n",
     f"{ROLLOUT}.temperature": "rollout.temperature",
     f"{ROLLOUT}.top_p": "rollout.top_p",
-    f"{ROLLOUT}.top_k": _top_k,
+    f"{ROLLOUT}.top_k": top_k,
     f"{ROLLOUT}.do_sample": only(True, "it samples", "set `rollout.temperature=0`"),
     f"{ROLLOUT}.dtype": dtype_at("rollout.dtype"),
     f"{ROLLOUT}.max_num_seqs": "rollout.num_slots",
-    f"{ROLLOUT}.quantization": _quantization,
+    f"{ROLLOUT}.quantization": quantization,
     f"{ROLLOUT}.ignore_eos": not_null("a response ends at its stop token"),
-    f"{ROLLOUT}.prompt_length": _generated_length("data.max_prompt_length"),
-    f"{ROLLOUT}.response_length": _generated_length("data.max_response_length"),
+    f"{ROLLOUT}.prompt_length": generated_length("data.max_prompt_length"),
+    f"{ROLLOUT}.response_length": generated_length("data.max_response_length"),
     f"{ROLLOUT}.calculate_log_probs": NotNeeded("the sampler's log-probs are always kept"),
     f"{ROLLOUT}.expert_parallel_size": MOE,
     f"{ROLLOUT}.log_prob_micro_batch_size": PASSES,
@@ -540,9 +349,9 @@ GENERATION: dict[str, Rule] = {
     f"{ROLLOUT}.agent.num_workers": PROCESSES,
     f"{ROLLOUT}.val_kwargs.n": "validation.n",
     f"{ROLLOUT}.val_kwargs.top_p": "validation.top_p",
-    f"{ROLLOUT}.val_kwargs.top_k": _val_top_k,
-    f"{ROLLOUT}.val_kwargs.temperature": _val_sampling,
-    f"{ROLLOUT}.val_kwargs.do_sample": _val_sampling,
+    f"{ROLLOUT}.val_kwargs.top_k": val_top_k,
+    f"{ROLLOUT}.val_kwargs.temperature": val_sampling,
+    f"{ROLLOUT}.val_kwargs.do_sample": val_sampling,
     **{f"{ROLLOUT}.{name}": ENGINE for name in ENGINE_KEYS},
 }
 
@@ -551,13 +360,13 @@ VALUE_MODEL: dict[str, Rule] = {
     for key, rule in {
         **_learner(CRITIC, "critic", "fsdp"),
         **_learner(CRITIC, "critic", "model.fsdp_config"),
-        "critic.model.path": _critic_path,
+        "critic.model.path": critic_path,
         "critic.model.enable_gradient_checkpointing": flag("critic.remat", on="full", off="none"),
         **{
             f"critic.model.{name}": NotNeeded("the critic is read like the actor")
             for name in ("use_remove_padding", "trust_remote_code", "tokenizer_path", "use_shm")
         },
-        "critic.ppo_mini_batch_size": _critic_mini_batch,
+        "critic.ppo_mini_batch_size": critic_mini_batch,
         "critic.ppo_epochs": "critic.ppo_epochs",
         "critic.cliprange_value": "algorithm.cliprange_value",
         "critic.ulysses_sequence_parallel_size": NotNeeded("roles share mesh.sequence"),
@@ -580,21 +389,21 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
     "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.filter_groups.enable": "rollout.filter_groups.enable",
-    "algorithm.filter_groups.metric": _filter_metric,
-    "algorithm.filter_groups.max_num_gen_batches": _filter_rounds,
+    "algorithm.filter_groups.metric": filter_metric,
+    "algorithm.filter_groups.max_num_gen_batches": filter_rounds,
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_is",
-    "algorithm.rollout_correction.rollout_is_threshold": _threshold(
+    "algorithm.rollout_correction.rollout_is_threshold": threshold(
         "algorithm.rollout_is_threshold"
     ),
     "algorithm.rollout_correction.rollout_is_batch_normalize": (
         "algorithm.rollout_is_batch_normalize"
     ),
-    "algorithm.rollout_correction.rollout_rs": _threshold("algorithm.rollout_rs"),
-    "algorithm.rollout_correction.rollout_rs_threshold": _threshold(
+    "algorithm.rollout_correction.rollout_rs": threshold("algorithm.rollout_rs"),
+    "algorithm.rollout_correction.rollout_rs_threshold": threshold(
         "algorithm.rollout_rs_threshold"
     ),
     "algorithm.rollout_correction.bypass_mode": "algorithm.bypass_mode",
-    "algorithm.rollout_correction.loss_type": _correction_loss,
+    "algorithm.rollout_correction.loss_type": correction_loss,
     "algorithm.gdpo_reward_keys": NoCounterpart("name one function a part in reward.functions"),
     "algorithm.use_pf_ppo": not_null("PF-PPO is missing: write an algorithm"),
     "algorithm.pf_ppo.*": NoCounterpart("PF-PPO is missing: write an algorithm"),
@@ -614,7 +423,7 @@ REWARDS: dict[str, Rule] = {
                 {
                     "custom_reward_function.path": FUNCTION,
                     "custom_reward_function.name": FUNCTION,
-                    "reward_manager.name": _manager,
+                    "reward_manager.name": manager,
                     "reward_manager.source": NotNeeded("functions are named by path"),
                     "num_workers": "reward.num_workers",
                     "reward_kwargs.*": FUNCTION,
@@ -629,7 +438,7 @@ REWARDS: dict[str, Rule] = {
     },
     "reward_model.enable": part_of("reward.model"),
     "reward_model.model.path": part_of("reward.model.path"),
-    "reward_model.reward_manager": _manager,
+    "reward_model.reward_manager": manager,
     "reward_model.reward_kwargs.*": FUNCTION,
     "reward_model.launch_reward_fn_async": NotNeeded("workers grade while stages run"),
     "reward_model.sandbox_fusion.*": NoCounterpart("`code` is our sandbox: reward.functions"),
@@ -643,7 +452,7 @@ REWARDS: dict[str, Rule] = {
 TRAINER: dict[str, Rule] = {
     "trainer.project_name": NotNeeded("WANDB_PROJECT and the like name it: docs/trackers.md"),
     "trainer.experiment_name": lambda value, source: Ours({"name": str(value)} if value else {}),
-    "trainer.logger": _trackers,
+    "trainer.logger": trackers,
     "trainer.log_val_generations": "log.num_samples",
     "trainer.rollout_data_dir": NotNeeded("`log.trace` keeps every sample in the run's folder"),
     "trainer.validation_data_dir": NotNeeded("the run's folder has them"),
@@ -655,10 +464,10 @@ TRAINER: dict[str, Rule] = {
     "trainer.total_training_steps": part_of("total_steps"),
     "trainer.val_before_train": "validation.before_train",
     "trainer.val_only": not_null("`jaxrl evaluate` does that"),
-    "trainer.critic_warmup": _critic_warmup,
+    "trainer.critic_warmup": critic_warmup,
     "trainer.default_local_dir": "run_dir",
     "trainer.default_hdfs_dir": not_null("mount it, or copy the run's folder"),
-    "trainer.resume_mode": _resume,
+    "trainer.resume_mode": resume,
     "trainer.resume_from_path": part_of("resume"),
     "trainer.max_actor_ckpt_to_keep": lambda value, source: Ours(
         {"checkpoint.keep_latest": value} if value else {}

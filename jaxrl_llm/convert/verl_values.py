@@ -1,0 +1,250 @@
+"""Single keys of verl: the rules of those whose value changes, and the answers that many share."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.convert.rules import (
+    Answer,
+    NoCounterpart,
+    NotNeeded,
+    Ours,
+    Rule,
+    Source,
+    many,
+    only,
+)
+from jaxrl_llm.convert.values import value_of
+from jaxrl_llm.convert.verl_sizes import ACTOR, ROLLOUT, has_critic
+
+MODEL = "actor_rollout_ref.model"
+
+PASSES = NotNeeded("passes without gradient take the actor's sizes")
+LAYOUT = NotNeeded("weights are split by the mesh and stay on the devices")
+ENGINE = NotNeeded("one engine generates inside the training program")
+KERNELS = NotNeeded("XLA compiles and fuses; logits are computed in blocks")
+PROCESSES = NotNeeded("no Ray actors: one program a host")
+PROFILER = NotNeeded("`profile.steps` is the switch; one trace has all")
+MOE = only(1, "1 is no split of experts", "mixture of experts is missing here")
+IMAGES = NoCounterpart("images, video and sound are missing here: text models only")
+TURNS = NoCounterpart("many turns and tools are missing here: one answer a prompt")
+
+
+def files_at(key: str) -> Rule:
+    """A list of files, or one."""
+
+    def rule(value: Any, source: Source) -> Answer:
+        return Ours({key: [str(Path(str(file)).expanduser()) for file in many(value)]})
+
+    return rule
+
+
+def every(key: str) -> Rule:
+    """Steps between two events; verl's -1 is never."""
+    return lambda value, source: Ours({key: max(int(value), 0)})
+
+
+def critic_only(rule: Rule) -> Rule:
+    """A key of the critic, which only GAE has."""
+
+    def checked(value: Any, source: Source) -> Answer:
+        if not has_critic(source):
+            return NotNeeded("the estimator needs no critic")
+        if isinstance(rule, str):
+            return Ours({rule: value})
+        return rule(value, source) if callable(rule) else rule
+
+    return checked
+
+
+# ------------------------------------------------------------------------- single keys
+
+
+def column(ours: str) -> Rule:
+    def rule(value: Any, source: Source) -> Answer:
+        return Ours({} if value == ours else {f"data.columns.{ours}": value}, "the same name here")
+
+    return rule
+
+
+def samples_cut(value: Any, source: Source) -> Answer:
+    if value in (-1, None):
+        return NotNeeded("-1 takes all rows")
+    return NoCounterpart("write a file with so many rows")
+
+
+def custom_class(value: Any, source: Source) -> Answer:
+    if not value:
+        return NotNeeded("none is the default")
+    return NoCounterpart("write a class that yields rows: `data.dataset_class` (docs/data.md)")
+
+
+def optimizer_kind(value: Any, source: Source) -> Answer:
+    if str(value).lower() in ("adamw", "adam"):
+        return NotNeeded("AdamW is the optimizer")
+    return NoCounterpart("AdamW is the only optimizer")
+
+
+def min_learning_rate(role: str, theirs: str) -> Rule:
+    def rule(value: Any, source: Source) -> Answer:
+        rate = source.number(f"{theirs}.optim.lr") or 1e-6
+        return Ours({f"{role}.optimizer.min_learning_rate_ratio": min(value / rate, 1.0)})
+
+    return rule
+
+
+def betas(role: str) -> Rule:
+    def rule(value: Any, source: Source) -> Answer:
+        betas = value_of(value) if isinstance(value, str) else value
+        return Ours({f"{role}.optimizer.b1": betas[0], f"{role}.optimizer.b2": betas[1]})
+
+    return rule
+
+
+def schedule(role: str) -> Rule:
+    def rule(value: Any, source: Source) -> Answer:
+        if value is None:
+            return NotNeeded("null is the default")
+        if value in ("constant", "linear", "cosine"):
+            return Ours({f"{role}.optimizer.schedule": value})
+        return NoCounterpart("constant, linear and cosine are the schedules")
+
+    return rule
+
+
+def dtype_at(key: str) -> Rule:
+    names = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+
+    def rule(value: Any, source: Source) -> Answer:
+        found = names.get(str(value), str(value))
+        if found in ("bfloat16", "float32"):
+            return Ours({key: found})
+        return NoCounterpart(f"{key} is float32 or bfloat16")
+
+    return rule
+
+
+def offload(role: str) -> Rule:
+    return lambda value, source: Ours({f"{role}.optimizer.offload": bool(value)})
+
+
+def recompute(value: Any, source: Source) -> Answer:
+    return Ours({"actor.remat": "full"} if value == "full" else {"actor.remat": "projections"})
+
+
+def learning_dtype(value: Any, source: Source) -> Answer:
+    if str(value) in ("fp32", "float32", "bf16", "bfloat16"):
+        return NotNeeded("weights that learn are float32")
+    return NoCounterpart("weights that learn are float32")
+
+
+def adapter_targets(value: Any, source: Source) -> Answer:
+    return Ours({"actor.lora.targets": list(many(value))})
+
+
+def adapter_rank(value: Any, source: Source) -> Answer:
+    if source.get(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"):
+        return NotNeeded("the adapter's folder says its rank")
+    return Ours({"actor.lora.rank": value})
+
+
+def top_k(value: Any, source: Source) -> Answer:
+    return Ours({"rollout.top_k": max(int(value or 0), 0)})
+
+
+def val_top_k(value: Any, source: Source) -> Answer:
+    if value in (-1, 0, None):
+        return NotNeeded("it is off")
+    return NoCounterpart("validation has temperature and top_p: set `validation.top_p`")
+
+
+def val_sampling(value: Any, source: Source) -> Answer:
+    sampled = source.get(f"{ROLLOUT}.val_kwargs.do_sample")
+    temperature = source.get(f"{ROLLOUT}.val_kwargs.temperature")
+    return Ours({"validation.temperature": float(temperature or 0.0) if sampled else 0.0})
+
+
+def generated_length(key: str) -> Rule:
+    def rule(value: Any, source: Source) -> Answer:
+        if value == source.get(key):
+            return NotNeeded(f"the same as {key}")
+        return NoCounterpart(f"{key} is the only length: set it")
+
+    return rule
+
+
+def quantization(value: Any, source: Source) -> Answer:
+    if value is None:
+        return NotNeeded("null is the default")
+    if str(value) in ("fp8", "float8"):
+        return Ours({"rollout.quantization": "float8"})
+    return NoCounterpart("`rollout.quantization` is none or float8")
+
+
+def aggregation(value: Any, source: Source) -> Answer:
+    loss = source.get(f"{ACTOR}.policy_loss.loss_mode")
+    if loss in ("gspo", "sapo", "geo_mean"):
+        return NotNeeded(f"{loss} is a mean over responses, in verl too")
+    return Ours({"algorithm.loss_aggregation": value})
+
+
+def filter_metric(value: Any, source: Source) -> Answer:
+    return Ours({"rollout.filter_groups.metric": "score"}, "the score of a sample")
+
+
+def filter_rounds(value: Any, source: Source) -> Answer:
+    if not value:
+        return NotNeeded("without a limit there; 10 rounds here")
+    return Ours({"rollout.filter_groups.max_num_gen_batches": value})
+
+
+def threshold(key: str) -> Rule:
+    def rule(value: Any, source: Source) -> Answer:
+        if isinstance(value, list):
+            value = ",".join(str(entry) for entry in value)
+        return Ours({key: value})
+
+    return rule
+
+
+def correction_loss(value: Any, source: Source) -> Answer:
+    if value in ("ppo_clip", None):
+        return NotNeeded("the clipped loss is the one")
+    return NoCounterpart("set `algorithm.bypass_mode` and an algorithm without a clip (gpg)")
+
+
+def trackers(value: Any, source: Source) -> Answer:
+    names = [str(name) for name in many(value)]
+    known = [name for name in names if name in ("wandb", "mlflow", "trackio")]
+    others = set(names) - set(known) - {"console", "tensorboard", "file"}
+    if others:
+        return NoCounterpart(f"write a tracker for {', '.join(sorted(others))}: docs/trackers.md")
+    return Ours({"log.trackers": known}, "console and TensorBoard are always there")
+
+
+def resume(value: Any, source: Source) -> Answer:
+    if value == "resume_path":
+        path = source.get("trainer.resume_from_path")
+        return Ours({"resume": str(path)}, "the folder of a checkpoint of ours")
+    return Ours({"resume": "never" if value == "disable" else "auto"})
+
+
+def critic_warmup(value: Any, source: Source) -> Answer:
+    return Ours({"critic.warmup_steps": max(int(value) - 1, 0)}, "verl counts one more")
+
+
+def manager(value: Any, source: Source) -> Answer:
+    if value in ("naive", "dapo", "prime"):
+        return NotNeeded("reward.functions is a list; workers run them")
+    return NoCounterpart("write a reward with TRL's signature, which gets the whole batch")
+
+
+def critic_path(value: Any, source: Source) -> Answer:
+    if value == source.get(f"{MODEL}.path"):
+        return Ours({}, "critic.path is empty: it starts from the actor's weights")
+    return Ours({"critic.path": str(Path(str(value)).expanduser())})
+
+
+def critic_mini_batch(value: Any, source: Source) -> Answer:
+    if value == source.get(f"{ACTOR}.ppo_mini_batch_size"):
+        return NotNeeded("the critic takes the actor's")
+    return NoCounterpart("the critic takes actor.ppo_mini_batch_size")

@@ -78,6 +78,7 @@ class _Statements:
         words: list[Token] = []
         depth = 0
         while (token := self.peek()) is not None:
+            depth += (token.plain == "[[") - (token.plain == "]]")
             if token.operator in ("\n", ";", ";;", "|", "&", "&&", "||") and not depth:
                 break
             if token.operator == ")" and not depth:
@@ -276,7 +277,7 @@ class _Run:
             return True, ""
         if words[0].plain in ("[", "[[", "test"):
             try:
-                return self._test([word for word in words if not word.operator]), ""
+                return self._either(words), ""
             except Unknown as unknown:
                 return None, str(unknown)
         if words[0].plain == "shift":
@@ -332,7 +333,7 @@ class _Run:
             if part.kind == "text" or part.quoted and len(fields) == 1:
                 text, begun = text + fields[0], begun or not is_list or bool(fields[0])
                 continue
-            if not part.quoted and split and len(fields) == 1:
+            if not part.quoted and split and len(fields) == 1 and not _is_quoted_default(part):
                 fields = _split(fields[0])
             for i, entry in enumerate(fields):
                 if i:
@@ -406,6 +407,11 @@ class _Run:
         return str(_arithmetic(filled, text))
 
 
+def _is_quoted_default(part: Part) -> bool:
+    """Whether a part is ${X:-"..."}, which stays one word."""
+    return part.kind == "variable" and bool(re.fullmatch(r"\w+:?-\".*\"", part.text, re.DOTALL))
+
+
 def _split(text: str) -> list[str]:
     """Words of a text that was not quoted; a part that is not known is not split."""
     return [found[0] for found in re.finditer("(?:\x00[^\x00]*\x00|[^\\s\x00])+", text)]
@@ -450,14 +456,17 @@ def _after_equals(word: Token) -> tuple[Part, ...]:
 
 
 def _tests(words: list[Token]) -> list[tuple[list[Token], str]]:
-    """Commands of a condition, each with the && or || after it."""
+    """Commands of a condition, each with the && or || after it. [[ a && b ]] is two."""
     found: list[tuple[list[Token], str]] = []
     test: list[Token] = []
+    opened: list[Token] = []
     for word in [*words, Token(0, operator=";")]:
+        if word.plain in ("[[", "]]"):
+            opened = [word] if word.plain == "[[" else []
         if word.operator in ("&&", "||", ";", "\n"):
             if test:
                 found.append((test, word.operator))
-            test = []
+            test = list(opened)
         elif not word.operator:
             test.append(word)
     return found
@@ -485,9 +494,8 @@ SIGNS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Div: lambda a, b: int(a / b),  # a shell rounds to 0
+    ast.Mod: lambda a, b: a - b * int(a / b),
 }
 
 

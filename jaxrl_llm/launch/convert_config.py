@@ -1,5 +1,6 @@
 """The command convert-config: a command line of verl or TRL becomes a config file of ours."""
 
+import argparse
 import os
 from pathlib import Path
 
@@ -79,5 +80,5 @@ def _check_new(file: Path) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{text}: must be 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
     return int(text)

@@ -86,6 +86,13 @@ def only(expected: Any, why: str, remedy: str) -> Rule:
     return rule
 
 
+def epochs(source: Source, has_steps: bool) -> Answer:
+    """A number of epochs, which rows turn into steps."""
+    if source.rows or has_steps:
+        return Ours(part_of="total_steps")
+    return NoCounterpart("a run counts steps; --rows=N turns epochs into them")
+
+
 def path_at(key: str) -> Rule:
     """A file or folder, whose ~ is written out."""
 

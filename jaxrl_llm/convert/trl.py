@@ -15,6 +15,7 @@ from jaxrl_llm.convert.rules import (
     Ours,
     Rule,
     Source,
+    epochs,
     flag,
     many,
     not_null,
@@ -176,6 +177,10 @@ def _logging(value: Any, source: Source) -> Answer:
     return Ours({"log.console_every": max(1, int(value))})
 
 
+def _epochs(value: Any, source: Source) -> Answer:
+    return epochs(source, source.number("max_steps") > 0)
+
+
 def _eval_batch(value: Any, source: Source) -> Answer:
     return Ours({"data.val_batch_size": int(value) * source.devices})
 
@@ -256,7 +261,7 @@ LEARNING: dict[str, Rule] = {
     "per_device_eval_batch_size": _eval_batch,
     "eval_accumulation_steps": NotNeeded("metrics are summed as they come"),
     "auto_find_batch_size": NoCounterpart("`jaxrl plan` finds sizes that fit"),
-    "num_train_epochs": part_of("total_steps"),
+    "num_train_epochs": _epochs,
     "max_steps": part_of("total_steps"),
     "learning_rate": "actor.optimizer.learning_rate",
     "lr_scheduler_type": _schedule,
@@ -604,7 +609,11 @@ def _set_data(source: Source, values: dict[str, Any], notes: list[str]) -> None:
         return
     config = source.get("dataset_config")
     path = f"{name}/{config}" if config else str(name)
-    place = str(path) if Path(str(name)).expanduser().exists() else f"hf://{path}"
+    here = Path(str(name)).expanduser()
+    if here.is_file():
+        values["data.train_files"] = [str(here)]
+        return
+    place = str(here) if here.is_dir() else f"hf://{path}"
     values["data.train_files"] = [f"{place}#{source.get('dataset_train_split')}"]
     if source.get("eval_strategy") != "no":
         values["data.val_files"] = [f"{place}#{source.get('dataset_test_split')}"]
@@ -620,11 +629,7 @@ def _set_lengths(source: Source, values: dict[str, Any], notes: list[str]) -> No
     longest = source.whole("max_seq_length", "max_length")
     response = values.get("data.max_response_length") or longest - longest // 2
     values["data.max_response_length"] = response
-    values.setdefault("data.max_prompt_length", max(longest - response, 1))
-    notes.append(
-        f"data.max_prompt_length and max_response_length share TRL's {longest} tokens; compare "
-        "them with your rows"
-    )
+    values.setdefault("data.max_prompt_length", max(longest - response, 1))  # the sum counts
     if source.trainer == "sft":
         notes.append("the loss is on completions, or on the assistant's turns of `messages`")
 

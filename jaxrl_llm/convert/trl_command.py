@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.convert.conversion import Conversion, convert
+from jaxrl_llm.convert.conversion import Conversion, convert, rows_of
 from jaxrl_llm.convert.rules import Source
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in
 from jaxrl_llm.convert.trl import COMMON_DEFAULTS, DEFAULTS, SCRIPTS, TRAINERS, TRL
@@ -45,7 +45,7 @@ def convert_trl(
         given=given,
         defaults=COMMON_DEFAULTS | DEFAULTS[trainer],
         devices=devices or processes or 1,
-        rows=rows,
+        rows=rows or rows_of([str(given.get("dataset_name", ""))]),
         trainer=trainer,
     )
     return convert(source, TRL)

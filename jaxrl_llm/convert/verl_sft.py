@@ -133,12 +133,8 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     _set_steps(source, values, notes)
     _set_mesh(source, values)
     longest = source.whole("data.max_length")
-    values["data.max_prompt_length"] = longest // 2
+    values["data.max_prompt_length"] = longest // 2  # the sum limits a row
     values["data.max_response_length"] = longest - longest // 2
-    notes.append(
-        f"data.max_prompt_length and max_response_length: {longest} tokens together; only a prompt "
-        "is limited by itself"
-    )
     _set_passes(source, values, notes)
     return notes
 

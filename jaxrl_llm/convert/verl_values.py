@@ -10,6 +10,7 @@ from jaxrl_llm.convert.rules import (
     Ours,
     Rule,
     Source,
+    epochs,
     many,
     only,
 )
@@ -60,31 +61,45 @@ def critic_only(rule: Rule) -> Rule:
 
 
 def column(ours: str) -> Rule:
+    """A column of the data, whose name may differ from ours."""
+
     def rule(value: Any, source: Source) -> Answer:
-        return Ours({} if value == ours else {f"data.columns.{ours}": value}, "the same name here")
+        if value == ours:
+            return Ours(note="the same name here")
+        return Ours({f"data.columns.{ours}": value})
 
     return rule
 
 
+def total_epochs(value: Any, source: Source) -> Answer:
+    """Passes through the data."""
+    return epochs(source, source.get("trainer.total_training_steps") is not None)
+
+
 def samples_cut(value: Any, source: Source) -> Answer:
+    """A number of rows to take; -1 is all."""
     if value in (-1, None):
         return NotNeeded("-1 takes all rows")
     return NoCounterpart("write a file with so many rows")
 
 
 def custom_class(value: Any, source: Source) -> Answer:
+    """A data set class of verl."""
     if not value:
         return NotNeeded("none is the default")
     return NoCounterpart("write a class that yields rows: `data.dataset_class` (docs/data.md)")
 
 
 def optimizer_kind(value: Any, source: Source) -> Answer:
+    """The optimizer by name."""
     if str(value).lower() in ("adamw", "adam"):
         return NotNeeded("AdamW is the optimizer")
     return NoCounterpart("AdamW is the only optimizer")
 
 
 def min_learning_rate(role: str, theirs: str) -> Rule:
+    """The lowest rate as a share of the highest."""
+
     def rule(value: Any, source: Source) -> Answer:
         rate = source.number(f"{theirs}.optim.lr") or 1e-6
         return Ours({f"{role}.optimizer.min_learning_rate_ratio": min(value / rate, 1.0)})
@@ -93,6 +108,8 @@ def min_learning_rate(role: str, theirs: str) -> Rule:
 
 
 def betas(role: str) -> Rule:
+    """AdamW's two decays."""
+
     def rule(value: Any, source: Source) -> Answer:
         betas = value_of(value) if isinstance(value, str) else value
         return Ours({f"{role}.optimizer.b1": betas[0], f"{role}.optimizer.b2": betas[1]})
@@ -101,6 +118,8 @@ def betas(role: str) -> Rule:
 
 
 def schedule(role: str) -> Rule:
+    """The schedule after the warm-up."""
+
     def rule(value: Any, source: Source) -> Answer:
         if value is None:
             return NotNeeded("null is the default")
@@ -112,6 +131,7 @@ def schedule(role: str) -> Rule:
 
 
 def dtype_at(key: str) -> Rule:
+    """A type of computation, by any of its names."""
     names = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
     def rule(value: Any, source: Source) -> Answer:
@@ -124,46 +144,56 @@ def dtype_at(key: str) -> Rule:
 
 
 def offload(role: str) -> Rule:
+    """Whether the optimizer's state is in CPU memory."""
     return lambda value, source: Ours({f"{role}.optimizer.offload": bool(value)})
 
 
 def recompute(value: Any, source: Source) -> Answer:
+    """Megatron's activation checkpointing."""
     return Ours({"actor.remat": "full"} if value == "full" else {"actor.remat": "projections"})
 
 
 def learning_dtype(value: Any, source: Source) -> Answer:
+    """The type of stored weights, which is float32 here."""
     if str(value) in ("fp32", "float32", "bf16", "bfloat16"):
         return NotNeeded("weights that learn are float32")
     return NoCounterpart("weights that learn are float32")
 
 
 def adapter_targets(value: Any, source: Source) -> Answer:
+    """Modules that get adapters."""
     return Ours({"actor.lora.targets": list(many(value))})
 
 
 def adapter_rank(value: Any, source: Source) -> Answer:
+    """The rank, unless an adapter's folder says it."""
     if source.get(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"):
         return NotNeeded("the adapter's folder says its rank")
     return Ours({"actor.lora.rank": value})
 
 
 def top_k(value: Any, source: Source) -> Answer:
+    """Top-k sampling; -1 is off in verl, 0 here."""
     return Ours({"rollout.top_k": max(int(value or 0), 0)})
 
 
 def val_top_k(value: Any, source: Source) -> Answer:
+    """Top-k sampling of validation, which is missing here."""
     if value in (-1, 0, None):
         return NotNeeded("it is off")
     return NoCounterpart("validation has temperature and top_p: set `validation.top_p`")
 
 
 def val_sampling(value: Any, source: Source) -> Answer:
+    """The temperature of validation; without do_sample it is greedy."""
     sampled = source.get(f"{ROLLOUT}.val_kwargs.do_sample")
     temperature = source.get(f"{ROLLOUT}.val_kwargs.temperature")
     return Ours({"validation.temperature": float(temperature or 0.0) if sampled else 0.0})
 
 
 def generated_length(key: str) -> Rule:
+    """A length of the engine, which has to be that of the data."""
+
     def rule(value: Any, source: Source) -> Answer:
         if value == source.get(key):
             return NotNeeded(f"the same as {key}")
@@ -173,6 +203,7 @@ def generated_length(key: str) -> Rule:
 
 
 def quantization(value: Any, source: Source) -> Answer:
+    """The quantization of generation."""
     if value is None:
         return NotNeeded("null is the default")
     if str(value) in ("fp8", "float8"):
@@ -181,6 +212,7 @@ def quantization(value: Any, source: Source) -> Answer:
 
 
 def aggregation(value: Any, source: Source) -> Answer:
+    """How a loss is aggregated, where the loss does not say it itself."""
     loss = source.get(f"{ACTOR}.policy_loss.loss_mode")
     if loss in ("gspo", "sapo", "geo_mean"):
         return NotNeeded(f"{loss} is a mean over responses, in verl too")
@@ -188,16 +220,20 @@ def aggregation(value: Any, source: Source) -> Answer:
 
 
 def filter_metric(value: Any, source: Source) -> Answer:
+    """What must vary in a group."""
     return Ours({"rollout.filter_groups.metric": "score"}, "the score of a sample")
 
 
 def filter_rounds(value: Any, source: Source) -> Answer:
+    """Rounds of dynamic sampling; 0 has no limit in verl."""
     if not value:
         return NotNeeded("without a limit there; 10 rounds here")
     return Ours({"rollout.filter_groups.max_num_gen_batches": value})
 
 
 def threshold(key: str) -> Rule:
+    """One threshold, or several as a text."""
+
     def rule(value: Any, source: Source) -> Answer:
         if isinstance(value, list):
             value = ",".join(str(entry) for entry in value)
@@ -207,12 +243,14 @@ def threshold(key: str) -> Rule:
 
 
 def correction_loss(value: Any, source: Source) -> Answer:
+    """The loss under rollout correction."""
     if value in ("ppo_clip", None):
         return NotNeeded("the clipped loss is the one")
     return NoCounterpart("set `algorithm.bypass_mode` and an algorithm without a clip (gpg)")
 
 
 def trackers(value: Any, source: Source) -> Answer:
+    """Trackers that are packaged here."""
     names = [str(name) for name in many(value)]
     known = [name for name in names if name in ("wandb", "mlflow", "trackio")]
     others = set(names) - set(known) - {"console", "tensorboard", "file"}
@@ -222,6 +260,7 @@ def trackers(value: Any, source: Source) -> Answer:
 
 
 def resume(value: Any, source: Source) -> Answer:
+    """How a run begins."""
     if value == "resume_path":
         path = source.get("trainer.resume_from_path")
         return Ours({"resume": str(path)}, "the folder of a checkpoint of ours")
@@ -229,22 +268,26 @@ def resume(value: Any, source: Source) -> Answer:
 
 
 def critic_warmup(value: Any, source: Source) -> Answer:
+    """Iterations of the critic alone."""
     return Ours({"critic.warmup_steps": max(int(value) - 1, 0)}, "verl counts one more")
 
 
 def manager(value: Any, source: Source) -> Answer:
+    """verl's reward manager."""
     if value in ("naive", "dapo", "prime"):
         return NotNeeded("reward.functions is a list; workers run them")
     return NoCounterpart("write a reward with TRL's signature, which gets the whole batch")
 
 
 def critic_path(value: Any, source: Source) -> Answer:
+    """The critic's weights; empty is the actor's."""
     if value == source.get(f"{MODEL}.path"):
         return Ours({}, "critic.path is empty: it starts from the actor's weights")
     return Ours({"critic.path": str(Path(str(value)).expanduser())})
 
 
 def critic_mini_batch(value: Any, source: Source) -> Answer:
+    """The critic's mini-batch, which is the actor's here."""
     if value == source.get(f"{ACTOR}.ppo_mini_batch_size"):
         return NotNeeded("the critic takes the actor's")
     return NoCounterpart("the critic takes actor.ppo_mini_batch_size")

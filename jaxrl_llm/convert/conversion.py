@@ -161,7 +161,7 @@ def _drop_settings(values: dict[str, Any], answers: dict[str, Answer]) -> None:
     for key, answer in answers.items():
         if isinstance(answer, Ours) and answer.values and set(answer.values) <= set(dropped):
             answers[key] = NotNeeded(f"`{kind}` does not read it")
-            if kind == "pair":
+            if kind == "pair" and values.get("algorithm.loss_mode") != "gpg":
                 answers[key] = NoCounterpart(
                     "`pair` takes the loss's own; write a function (docs/add-an-algorithm.md)"
                 )

@@ -10,7 +10,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.convert.conversion import Conversion, convert, rows_of
 from jaxrl_llm.convert.rules import Source
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in
-from jaxrl_llm.convert.trl import COMMON_DEFAULTS, DEFAULTS, SCRIPTS, TRAINERS, TRL
+from jaxrl_llm.convert.trl import TRL
+from jaxrl_llm.convert.trl_keys import COMMON_DEFAULTS, DEFAULTS, SCRIPTS, TRAINERS
 from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.references import nearest
 

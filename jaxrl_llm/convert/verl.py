@@ -46,6 +46,7 @@ from jaxrl_llm.convert.verl_values import (
     adapter_targets,
     aggregation,
     betas,
+    clip,
     column,
     correction_loss,
     critic_mini_batch,
@@ -59,7 +60,9 @@ from jaxrl_llm.convert.verl_values import (
     filter_metric,
     filter_rounds,
     generated_length,
+    importance,
     learning_dtype,
+    learns_without_ratio,
     manager,
     min_learning_rate,
     offload,
@@ -73,7 +76,6 @@ from jaxrl_llm.convert.verl_values import (
     top_k,
     total_epochs,
     trackers,
-    val_sampling,
     val_top_k,
 )
 
@@ -291,8 +293,8 @@ UPDATE: dict[str, Rule] = {
     f"{ACTOR}.ppo_epochs": "actor.ppo_epochs",
     f"{ACTOR}.shuffle": "actor.shuffle",
     f"{ACTOR}.clip_ratio": NotNeeded("verl reads clip_ratio_low and clip_ratio_high, both 0.2"),
-    f"{ACTOR}.clip_ratio_low": "algorithm.clip_low",
-    f"{ACTOR}.clip_ratio_high": "algorithm.clip_high",
+    f"{ACTOR}.clip_ratio_low": clip("low"),
+    f"{ACTOR}.clip_ratio_high": clip("high"),
     f"{ACTOR}.clip_ratio_c": "algorithm.clip_c",
     f"{ACTOR}.loss_agg_mode": aggregation,
     f"{ACTOR}.loss_scale_factor": "algorithm.loss_scale",
@@ -351,8 +353,10 @@ GENERATION: dict[str, Rule] = {
     f"{ROLLOUT}.val_kwargs.n": "validation.n",
     f"{ROLLOUT}.val_kwargs.top_p": "validation.top_p",
     f"{ROLLOUT}.val_kwargs.top_k": val_top_k,
-    f"{ROLLOUT}.val_kwargs.temperature": val_sampling,
-    f"{ROLLOUT}.val_kwargs.do_sample": val_sampling,
+    f"{ROLLOUT}.val_kwargs.temperature": lambda value, source: Ours(
+        {"validation.temperature": float(value)}
+    ),
+    f"{ROLLOUT}.val_kwargs.do_sample": NotNeeded("temperature 0 is greedy; verl reads that alone"),
     **{f"{ROLLOUT}.{name}": ENGINE for name in ENGINE_KEYS},
 }
 
@@ -392,11 +396,11 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.filter_groups.enable": "rollout.filter_groups.enable",
     "algorithm.filter_groups.metric": filter_metric,
     "algorithm.filter_groups.max_num_gen_batches": filter_rounds,
-    "algorithm.rollout_correction.rollout_is": "algorithm.rollout_is",
-    "algorithm.rollout_correction.rollout_is_threshold": threshold(
+    "algorithm.rollout_correction.rollout_is": importance("algorithm.rollout_is"),
+    "algorithm.rollout_correction.rollout_is_threshold": importance(
         "algorithm.rollout_is_threshold"
     ),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+    "algorithm.rollout_correction.rollout_is_batch_normalize": importance(
         "algorithm.rollout_is_batch_normalize"
     ),
     "algorithm.rollout_correction.rollout_rs": threshold("algorithm.rollout_rs"),
@@ -545,7 +549,6 @@ LOSSES = {
     "dro": "dro",
 }
 PAIRED = {*LOSSES, "vanilla", "gpg"} - {"dro"}
-DIVERGENCE = {"clip_low": "divergence_low", "clip_high": "divergence_high"}
 
 
 def _set_algorithm(source: Source, values: dict[str, Any]) -> None:
@@ -556,6 +559,8 @@ def _set_algorithm(source: Source, values: dict[str, Any]) -> None:
     estimator = str(source.get("algorithm.adv_estimator"))
     loss = str(source.get(f"{ACTOR}.policy_loss.loss_mode"))
     base = estimator.removesuffix("_vectorized")
+    if learns_without_ratio(source):
+        loss = "gpg"
     if (estimator, loss) == ("gpg", "gpg"):
         kind = "gpg"
     elif loss == "vanilla" and estimator in ESTIMATORS:
@@ -572,20 +577,22 @@ def _set_algorithm(source: Source, values: dict[str, Any]) -> None:
             f"{', '.join(LOSSES)}. Your own is one function: docs/add-an-algorithm.md"
         )
     values["algorithm.kind"] = kind
-    if kind.startswith("dppo"):
-        for theirs, ours in DIVERGENCE.items():
-            values[f"algorithm.{ours}"] = values[f"algorithm.{theirs}"]
 
 
 def _set_distillation(source: Source, values: dict[str, Any]) -> None:
     loss = "distillation.distillation_loss."
     mode = str(source.get(f"{loss}loss_mode") or "k3")
-    if "topk" in mode:
+    by_advantage = bool(source.get(f"{loss}use_policy_gradient"))
+    if by_advantage and mode != "k1":
+        raise ConfigError(
+            f"{loss}loss_mode={mode} as an advantage has no counterpart; k1 has, or "
+            "use_policy_gradient=False"
+        )
+    if mode == "forward_kl_topk":
         values["algorithm.kind"] = "distillation_top_k"
         values["teacher.top_k"] = source.whole(f"{loss}topk") or 32
     else:
-        values["algorithm.kind"] = "distillation"
-        values["algorithm.kl_type"] = "k1" if source.get(f"{loss}use_policy_gradient") else mode
+        values |= {"algorithm.kind": "distillation", "algorithm.kl_type": mode}
     if "teacher.path" not in values:
         raise ConfigError("distillation.enabled=True needs one teacher: teacher_model.model_path")
 
@@ -612,9 +619,13 @@ def _set_critic(source: Source, values: dict[str, Any]) -> None:
 def finish(source: Source, values: dict[str, Any]) -> list[str]:
     """Values that need several of verl's keys; notes about them."""
     notes: list[str] = []
+    if not source.get("data.train_files"):
+        notes.append("data.train_files: the command line names no data; set it")
+    if "actor.path" not in values:
+        raise ConfigError(f"{MODEL}.path is missing: give it")
     for check in (_set_algorithm, _set_chat_variables, _set_critic, set_mesh):
         check(source, values)
-    if values["algorithm.kind"] == "pair":
+    if values.get("algorithm.loss_mode", "gpg") != "gpg":
         notes.append("algorithm: `pair` takes the loss's own clip, not clip_ratio_low and _high")
     for add in (set_steps, set_schedules, set_passes, set_rewards):
         add(source, values, notes)

@@ -130,6 +130,8 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     """Values that need several of verl's keys; notes about them."""
     notes: list[str] = []
     values["algorithm.kind"] = "sft"
+    if "actor.path" not in values:
+        raise ConfigError("model.path is missing: give it")
     _set_steps(source, values, notes)
     _set_mesh(source, values)
     longest = source.whole("data.max_length")

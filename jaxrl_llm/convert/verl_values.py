@@ -15,7 +15,7 @@ from jaxrl_llm.convert.rules import (
     only,
 )
 from jaxrl_llm.convert.values import value_of
-from jaxrl_llm.convert.verl_sizes import ACTOR, ROLLOUT, has_critic
+from jaxrl_llm.convert.verl_sizes import ACTOR, has_critic
 
 MODEL = "actor_rollout_ref.model"
 
@@ -184,13 +184,6 @@ def val_top_k(value: Any, source: Source) -> Answer:
     return NoCounterpart("validation has temperature and top_p: set `validation.top_p`")
 
 
-def val_sampling(value: Any, source: Source) -> Answer:
-    """The temperature of validation; without do_sample it is greedy."""
-    sampled = source.get(f"{ROLLOUT}.val_kwargs.do_sample")
-    temperature = source.get(f"{ROLLOUT}.val_kwargs.temperature")
-    return Ours({"validation.temperature": float(temperature or 0.0) if sampled else 0.0})
-
-
 def generated_length(key: str) -> Rule:
     """A length of the engine, which has to be that of the data."""
 
@@ -233,20 +226,48 @@ def filter_rounds(value: Any, source: Source) -> Answer:
 
 def threshold(key: str) -> Rule:
     """One threshold, or several as a text."""
+    return lambda value, source: Ours({key: _joined(value)})
+
+
+def _joined(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+def clip(end: str) -> Rule:
+    """An end of the clip, which bounds a divergence in DPPO."""
 
     def rule(value: Any, source: Source) -> Answer:
-        if isinstance(value, list):
-            value = ",".join(str(entry) for entry in value)
-        return Ours({key: value})
+        loss = str(source.get(f"{ACTOR}.policy_loss.loss_mode"))
+        name = "divergence" if loss.startswith("dppo") else "clip"
+        return Ours({f"algorithm.{name}_{end}": value})
 
     return rule
 
 
+def learns_without_ratio(source: Source) -> bool:
+    """Whether rollout correction replaces the loss by that of REINFORCE."""
+    folder = "algorithm.rollout_correction."
+    loss = source.get(f"{folder}loss_type")
+    return bool(source.get(f"{folder}bypass_mode")) and loss == "reinforce"
+
+
 def correction_loss(value: Any, source: Source) -> Answer:
     """The loss under rollout correction."""
-    if value in ("ppo_clip", None):
-        return NotNeeded("the clipped loss is the one")
-    return NoCounterpart("set `algorithm.bypass_mode` and an algorithm without a clip (gpg)")
+    if learns_without_ratio(source):
+        return Ours(part_of="algorithm", note="log-probs times weights times advantages")
+    return NotNeeded("the ratio of the clipped loss is the correction")
+
+
+def importance(key: str) -> Rule:
+    """A setting of importance weights, which a clipped loss does not take in bypass mode."""
+
+    def rule(value: Any, source: Source) -> Answer:
+        bypass = source.get("algorithm.rollout_correction.bypass_mode")
+        if bypass and not learns_without_ratio(source):
+            return NotNeeded("verl computes it for metrics alone, with bypass_mode")
+        return Ours({key: _joined(value)})
+
+    return rule
 
 
 def trackers(value: Any, source: Source) -> Answer:

@@ -116,6 +116,24 @@ def test_sft_of_the_newest_version():
     assert config.data.max_row_length == 1024
 
 
+def test_the_clip_of_dppo_bounds_a_divergence():
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl "
+    ends = "actor_rollout_ref.actor.clip_ratio_low=0.05 actor_rollout_ref.actor.clip_ratio_high=0.1"
+    found = converted("algorithm.adv_estimator=grpo " + loss + ends).config.algorithm
+    # verl's own default of the bound on the ratio, 3, and not that of the paper.
+    assert found == c.DPPOKL(divergence_low=0.05, divergence_high=0.1, clip_c=3.0)
+
+
+def test_rollout_correction_without_a_ratio_is_policy_gradient():
+    found = from_verl("rollout_correction/run_qwen2_5_7b_fsdp").config.algorithm
+    assert isinstance(found, c.Pair) and found.loss_mode == "gpg"
+    assert found.bypass_mode and (found.rollout_is, found.rollout_is_threshold) == ("sequence", 2.0)
+    # The clipped loss has the correction in its ratio: verl does not weigh again.
+    folder = "algorithm.rollout_correction."
+    clipped = converted(f"{folder}bypass_mode=True {folder}rollout_is=token").config.algorithm
+    assert isinstance(clipped, c.PPO) and clipped.bypass_mode and clipped.rollout_is is None
+
+
 def test_distillation_has_a_teacher():
     config = from_verl("on_policy_distillation_trainer/run_qwen3_8b_fsdp").config
     assert isinstance(config.algorithm, c.Distillation | c.DistillationTopK)
@@ -193,6 +211,7 @@ def test_an_unlisted_pair_says_that_its_clip_is_lost():
         ("data.truncation=up", "config.data.truncation='up': expected one of error"),
         ("data.train_batch_size=640", "must divide config.data.train_batch_size=640; 320 works"),
         ("actor_rollout_ref.actor.optim.lr=-1", "must be 0 or more"),
+        ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path is missing"),
         ("oops", "'oops' is no key=value of verl"),
     ],
 )

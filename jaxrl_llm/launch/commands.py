@@ -1,4 +1,4 @@
-"""The commands: train, plan, generate, evaluate, export, prepare, verify, report, doctor.
+"""The commands: train, plan, generate, evaluate, export, prepare, verify, report, doctor, ...
 
 `jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
+from jaxrl_llm.launch.convert_config import convert_config
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
@@ -575,6 +576,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,
+    "convert-config": convert_config,
     "verify": verify,
     "report": report,
     "doctor": doctor,
@@ -597,7 +599,8 @@ def help_of(name: str) -> str:
 
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
     """Run one command on the process's arguments and exit."""
-    run_script(command, argv, help_text=partial(help_of, command.__name__))
+    name = next(name for name, each in COMMANDS.items() if each is command)
+    run_script(command, argv, help_text=partial(help_of, name))
 
 
 def main() -> NoReturn:

@@ -51,6 +51,14 @@ CONFIGS = {
 }
 
 
+def their_tensors(names: dict, ours: dict) -> dict[str, np.ndarray]:
+    """Their tensors of our parameters by path; the parts of a fused one are joined."""
+    found: dict[str, list] = {}
+    for path, tensor in sorted(names.items(), key=lambda item: item[1].first_row):
+        found.setdefault(tensor.name, []).append(tensor.to_hf(ours[path]))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
 def random_tensors(
     config: ModelConfig, kind: Kind = "causal_lm", dtype: str = "float32", seed: int = 0
 ) -> dict[str, np.ndarray]:
@@ -58,7 +66,7 @@ def random_tensors(
     rng = np.random.default_rng(seed)
     return {
         tensor.name: (
-            0.2 * rng.normal(size=tensor.shape) + tensor.name.endswith("norm.weight")
+            0.2 * rng.normal(size=tensor.whole_shape) + tensor.name.endswith("norm.weight")
         ).astype(NUMPY_DTYPES[dtype])
         for tensor in hf_names(config, kind).values()
     }

@@ -88,8 +88,10 @@ class ModelConfig:
             self.rope_scaling.check(self.rotary_dim, self.rope_theta)
 
     def _check_multipliers(self) -> None:
+        if not 0 < self.rotary_factor <= 1:
+            raise ValueError(f"rotary_factor is {self.rotary_factor}: it must be in (0, 1]")
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
-        for name in (*names, "logits_scaling", "local_rope_theta", "rotary_factor"):
+        for name in (*names, "logits_scaling", "local_rope_theta"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}: it must be a positive number")

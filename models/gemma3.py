@@ -41,7 +41,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         rope_theta=1e6,
         tie_word_embeddings=True,
     )
-    scale = hf.get("query_pre_attn_scalar", 256) ** -0.5
+    scale = common.positive(hf, "query_pre_attn_scalar", 256) ** -0.5
     own = {"attention_multiplier": scale, "norms": "both", "qk_norm": True}
     own |= features(hf["hidden_size"])
     return ModelConfig(**fields, **own, sliding_window=windows, local_rope_theta=local)

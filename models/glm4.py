@@ -44,6 +44,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     # Of this family an absent factor means 0.5.
     partial = {"partial_rotary_factor": config.rotary_factor}
     hf["rope_parameters"] |= partial
+    hf["pad_token_id"] = None  # transformers' default needs the published vocabulary
     return {**hf, **partial, "attention_bias": config.attention_bias}
 
 

@@ -27,7 +27,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, "granite", attention_bias=False, mlp_bias=False)
     fields = common.common_from_hf(hf, "granite", max_position_embeddings=2048)
-    given: dict[str, Any] = {name: float(hf.get(name, 1.0)) for name in MULTIPLIERS}
+    given: dict[str, Any] = {name: float(common.positive(hf, name, 1.0)) for name in MULTIPLIERS}
     return ModelConfig(**fields, **given)
 
 

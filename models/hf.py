@@ -224,9 +224,23 @@ def _partial_rotary(hf: Mapping[str, Any]) -> float | None:
     """The share of a head that rope rotates, if the config gives one."""
     rope, key = _rope_keys(hf), "partial_rotary_factor"
     given = (rope.get(key) if isinstance(rope, Mapping) else None) or hf.get(key)
-    if given is not None and not is_positive(given):
-        raise ValueError(f"config.json has {key}={given!r}: give a positive number")
-    return given
+    return None if given is None else positive({key: given}, key, 1.0)
+
+
+def positive(hf: Mapping[str, Any], key: str, default: float) -> Any:
+    """The number of a key; null counts as absent. Raises: ValueError if it is not positive."""
+    value = _value(hf, key, default)
+    if not is_positive(value):
+        raise ValueError(f"config.json has {key}={value!r}: give a positive number")
+    return value
+
+
+def entries(hf: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    """The list or the map of a key. Raises: ValueError for a value of another type."""
+    value = hf.get(key) or default
+    if not isinstance(value, kind):
+        raise ValueError(f"config.json has {key}={value!r}: give a {kind.__name__}")
+    return value
 
 
 def rope_from_hf(
@@ -352,18 +366,18 @@ def by_layer_type_from_hf(
 
     Raises: ValueError for a scaled rope of layers with a window.
     """
-    both = hf.get("rope_parameters") or {}
-    local = both.get(LOCAL) or {}
+    both = entries(hf, "rope_parameters", dict, {})
+    local = entries(both, LOCAL, dict, {})
     refuse_unless(local, f"{family} with a window", rope_type="default")
-    theta = float(local.get("rope_theta") or hf.get("rope_local_base_freq") or 10000.0)
-    rope = {**(both.get(FULL) or {}), **(hf.get("rope_scaling") or {})}
-    period = hf.get("sliding_window_pattern", defaults["sliding_window_pattern"])
+    theta = positive(local, "rope_theta", positive(hf, "rope_local_base_freq", 10000.0))
+    rope = entries(both, FULL, dict, {}) | entries(hf, "rope_scaling", dict, {})
+    period = positive(hf, "sliding_window_pattern", defaults["sliding_window_pattern"])
     layers = _require(hf, "num_hidden_layers", family)
     types = hf.get("layer_types") or [LOCAL if (i + 1) % period else FULL for i in range(layers)]
     window = hf.get("sliding_window", defaults["sliding_window"])
     keys = {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
     whole = {**hf, "rope_scaling": None, "rope_parameters": rope}
-    return whole, theta, windows_from_hf(keys, layers)
+    return whole, float(theta), windows_from_hf(keys, layers)
 
 
 def by_layer_type_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     if isinstance(scaling := config.rope_scaling, LongRope):
         original = scaling.original_max_position_embeddings
         hf["original_max_position_embeddings"] = original
+    hf["pad_token_id"] = None  # transformers' default needs the published vocabulary
     return {**hf, "sliding_window": window, "attention_bias": False}
 
 

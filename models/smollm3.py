@@ -26,8 +26,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         rope_theta=2e6,
         tie_word_embeddings=True,
     )
-    layers, interval = fields["num_layers"], hf.get("no_rope_layer_interval", 4)
-    rope = hf.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)]
+    layers, interval = fields["num_layers"], common.positive(hf, "no_rope_layer_interval", 4)
+    every = [(i + 1) % interval for i in range(layers)]
+    rope = common.entries(hf, "no_rope_layers", list, every)  # 1 where a layer has rope
     # transformers puts its window on the layers without rope.
     types = ["full_attention" if rotates else "sliding_attention" for rotates in rope]
     windows = common.windows_from_hf(
@@ -48,6 +49,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     return {
         **hf,
         **common.windows_to_hf(config),
+        "pad_token_id": None,  # transformers' default needs the published vocabulary
         "no_rope_layers": [int(rotates) for rotates in config.rope_layers],
         "attention_bias": False,
         "mlp_bias": False,

@@ -34,7 +34,7 @@ class _WithDecoder(nnx.Module):
         run_layers: RunLayers | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states [B, T, D] and the new cache; see `Decoder.__call__`."""
-        return self.decoder(
+        hidden_BTD, cache = self.decoder(
             tokens_BT,
             positions_BT,
             attend=attend,
@@ -44,6 +44,10 @@ class _WithDecoder(nnx.Module):
             residual_dtype=residual_dtype,
             run_layers=run_layers,
         )
+        return self._for_head(hidden_BTD), cache
+
+    def _for_head(self, hidden_BTD: jax.Array) -> jax.Array:
+        return hidden_BTD
 
 
 class CausalLM(_WithDecoder):
@@ -52,6 +56,11 @@ class CausalLM(_WithDecoder):
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         self.decoder = Decoder(config, form=form, dtype=dtype)
         self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
+
+    def _for_head(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Hidden states whose product with the table gives the logits as the family scales them."""
+        scaling = self.decoder.config.logits_scaling
+        return hidden_BTD if scaling == 1.0 else hidden_BTD * (1 / scaling)
 
     def unembedding(self) -> jax.Array:
         """The weights of the head [V, D]; the embedding table when they are tied."""

@@ -104,6 +104,8 @@ def num_parameters(config: ModelConfig) -> int:
     N, K = config.num_heads, config.num_kv_heads
     projections = D * (N + 2 * K) * H + N * H * D + 3 * D * F
     biases = (N + 2 * K) * H if config.attention_bias else 0
-    norms = 2 * D + (2 * H if config.qk_norm else 0)
+    norms = (4 if config.norms == "both" else 2) * D
+    if config.qk_norm:
+        norms += (N + K) * H if config.qk_norm_whole else 2 * H
     tables = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
     return config.num_layers * (projections + biases + norms) + tables + D

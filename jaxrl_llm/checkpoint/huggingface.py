@@ -33,7 +33,7 @@ from jaxrl_llm.models.families import (
     ignored_tensor,
     to_hf_config,
 )
-from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.models.hf import HFTensor, stored_parts
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -133,8 +133,9 @@ def import_params(
     names = hf_names(spec.config, spec.kind)
     stored = stored_tensors(directory)
     new_head = _check_kind(directory, spec)
-    wanted = {t.name: path for path, t in names.items() if not (new_head and path[0] == "score")}
-    _check_tensors(directory, spec, stored, {name: names[path] for name, path in wanted.items()})
+    wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
+    shapes = {name: parts[0][1].whole_shape for name, parts in wanted.items()}
+    _check_tensors(directory, spec, stored, shapes)
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -145,8 +146,8 @@ def import_params(
 
     params: Params = {}
     for name, value in read_tensors([stored[name] for name in wanted]):
-        path = wanted[name]
-        place(path, names[path].to_ours(value))
+        for path, tensor in wanted[name]:
+            place(path, tensor.to_ours(value))
         del value  # before the next one is read
     for path, tensor in names.items():
         if tensor.name not in wanted:
@@ -316,7 +317,7 @@ def _check_tensors(
     directory: Path,
     spec: ModelSpec,
     stored: Mapping[str, StoredTensor],
-    wanted: Mapping[str, HFTensor],
+    wanted: Mapping[str, tuple[int, ...]],
 ) -> None:
     missing = [name for name in wanted if name not in stored]
     unexpected = [
@@ -332,17 +333,17 @@ def _check_tensors(
             f"{directory} {' and '.join(parts)}; its weights are not those of a "
             f"{spec.config.family} {spec.kind} model as its config.json describes it"
         )
-    for name, tensor in wanted.items():
+    for name, shape in wanted.items():
         found = stored[name]
         if name == "score.weight" and found.shape[0] != 1:
             raise ValueError(
                 f"{directory} classifies into {found.shape[0]} labels; a critic or reward model "
                 f"has one (num_labels=1)"
             )
-        if found.shape != tensor.shape:
+        if found.shape != shape:
             raise ValueError(
                 f"tensor {name!r} of {directory} has shape {found.shape} where the model has "
-                f"{tensor.shape}; make the spec from load_model_config({str(directory)!r})"
+                f"{shape}; make the spec from load_model_config({str(directory)!r})"
             )
         if found.dtype not in _READABLE:
             raise ValueError(
@@ -372,12 +373,15 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
 
 
 def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
-    def lazy(path: tuple[str, ...], tensor: HFTensor) -> LazyTensor:
-        return LazyTensor(
-            tensor.name, tensor.shape, lambda: tensor.to_hf(_fetch(_get(params, path)))
-        )
+    def lazy(name: str, parts: list[tuple[tuple[str, ...], HFTensor]]) -> LazyTensor:
+        def fetch() -> np.ndarray:
+            found = [tensor.to_hf(_fetch(_get(params, path))) for path, tensor in parts]
+            return found[0] if len(found) == 1 else np.concatenate(found)
 
-    return [lazy(path, tensor) for path, tensor in hf_names(spec.config, spec.kind).items()]
+        return LazyTensor(name, parts[0][1].whole_shape, fetch)
+
+    stored = stored_parts(hf_names(spec.config, spec.kind))
+    return [lazy(name, parts) for name, parts in stored.items()]
 
 
 def _fetch(value: Any) -> np.ndarray:

@@ -179,6 +179,84 @@ CASES: dict[str, dict[str, Any]] = {
             },
         ),
     ),
+    # The first layer has no rope.
+    "smollm3": case(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            no_rope_layers=[0, 1],
+            use_sliding_window=True,
+            sliding_window=5,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "granite": case(
+        "granite",
+        "GraniteForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            logits_scaling=1.5,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "phi3_window": case(
+        "phi3", "Phi3ForCausalLM", **sizes(24, 3, 1, sliding_window=5, pad_token_id=0)
+    ),
+    # Phi-4-mini: grouped heads, three quarters of a head rotated, longrope.
+    "phi3_partial_longrope": case(
+        "phi3",
+        "Phi3ForCausalLM",
+        **sizes(
+            32,
+            4,
+            2,
+            partial_rotary_factor=0.75,
+            original_max_position_embeddings=8,
+            rope_scaling={
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [1.0, 4.0, 6.0],
+            },
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+    ),
+    "olmo2": case("olmo2", "Olmo2ForCausalLM", **sizes(24, 3, 1)),
+    "glm4": case(
+        "glm4", "Glm4ForCausalLM", **sizes(20, 5, 1, head_dim=8, pad_token_id=0, eos_token_id=1)
+    ),
+    "gemma": case(
+        "gemma",
+        "GemmaForCausalLM",
+        **sizes(16, 2, 1, head_dim=6, hidden_act="gelu", tie_word_embeddings=True),
+    ),
+    # A window with a rope base of its own; the head dim is not the square of the scale.
+    "gemma3_text": case(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            head_dim=8,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=6,
+            rope_scaling={"rope_type": "linear", "factor": 4.0},
+            rope_local_base_freq=100.0,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 
@@ -204,8 +282,10 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
     with torch.no_grad():
         hidden = model.model(input_ids=torch.from_numpy(tokens).long()).last_hidden_state
-        head = model.score if hasattr(model, "score") else model.lm_head
-        return head(hidden).numpy()
+        if not hasattr(model, "score"):
+            # Some families scale the head's output, so the model itself computes it.
+            return model(input_ids=torch.from_numpy(tokens).long()).logits.float().numpy()
+        return model.score(hidden).numpy()
 
 
 def weights(model: Any) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import (
     Float8Projection,
     Form,
+    HeadsNorm,
     Projection,
     RMSNorm,
     apply_rope,
@@ -67,8 +68,12 @@ class Attention(nnx.Module):
             self.qkv = projection((D, N + 2 * K, H), ("embed", "merged", "head_dim"))
         self.o = kind((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
         norm = partial(RMSNorm, H, axis="head_dim", eps=config.rms_norm_eps, dtype=dtype)
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm else None
+        if config.qk_norm_whole:
+            whole = partial(HeadsNorm, head_dim=H, eps=config.rms_norm_eps, dtype=dtype)
+            self.q_norm, self.k_norm = whole(N, axis="q_heads"), whole(K, axis="kv_heads")
+        else:
+            self.q_norm = norm() if config.qk_norm else None
+            self.k_norm = norm() if config.qk_norm else None
 
     def __call__(
         self,

@@ -15,6 +15,7 @@ from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.kernels.strict import Strict, by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import Experts, Routed, Routing
 from jaxrl_llm.models.layers import (
     MLP,
     PROJECTION,
@@ -48,7 +49,11 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
         self.attention = Attention(config, window=window, form=form, dtype=dtype)
         self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
-        self.mlp = MLP(config, form=form, dtype=dtype)
+        self.mlp = (
+            MLP(config, form=form, dtype=dtype)
+            if config.mixture is None
+            else Experts(config, config.mixture, dtype=dtype)
+        )
 
     def __call__(
         self,
@@ -56,13 +61,18 @@ class Block(nnx.Module):
         rope: tuple[jax.Array, jax.Array],
         layer_cache: Any,
         attend: Attend,
-    ) -> tuple[jax.Array, Any]:
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, Any, Routed | None]:
         strict = strict_in_scope()
         if strict is not None and not strict.kernels:
-            return self._strictly(strict, x_BTD, rope, layer_cache, attend)
+            return *self._strictly(strict, x_BTD, rope, layer_cache, attend), None
         mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
         x_BTD = x_BTD + scattered(mixed_BTD)
-        return x_BTD + scattered(self.mlp(self.mlp_norm(x_BTD))), new_cache
+        if isinstance(self.mlp, Experts):
+            y_BTD, routed = self.mlp(self.mlp_norm(x_BTD), routing)
+        else:
+            y_BTD, routed = self.mlp(self.mlp_norm(x_BTD)), None
+        return x_BTD + scattered(y_BTD), new_cache, routed
 
     def _strictly(
         self,
@@ -123,13 +133,15 @@ class Decoder(nnx.Module):
         scan: bool = False,
         residual_dtype: DTypeLike | None = None,
         run_layers: RunLayers | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states after the final norm [B, T, D], and one new cache a layer.
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
+        """Hidden states after the final norm [B, T, D], one new cache a layer, and what routers did.
 
         `remat`: see `Remat`. `scan` runs one compiled layer in a loop over stacked weights: the
         program is smaller, but the weights are copied. `residual_dtype` is the dtype of the
         residual stream; None takes that of the parameters. `run_layers` computes the layers in
-        another way.
+        another way. `routing` is for layers of experts; what their routers did has the layers as
+        its first dim.
 
         Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers of different windows.
@@ -141,12 +153,13 @@ class Decoder(nnx.Module):
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
         if run_layers is not None:
             assert cache is None
-            return norm(run_layers(layers, x_BTD)), ()
+            return norm(run_layers(layers, x_BTD)), (), None
         if scan:
             assert cache is None
-            return norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
-        new_cache = []
-        runs: dict[Any, Callable[..., tuple[Any, Any]]] = {}
+            x_BTD, routed = _scanned(layers, x_BTD, rope, attend, remat, routing)
+            return norm(x_BTD), (), routed
+        new_cache, routed = [], []
+        runs: dict[Any, Callable[..., Any]] = {}
         for i, layer in enumerate(layers):
             graphdef, state = nnx.split(layer)
             layer_cache = None if cache is None else cache[i]
@@ -154,9 +167,14 @@ class Decoder(nnx.Module):
                 # Equal layers share one jitted function, which is traced, differentiated and
                 # lowered once. XLA inlines it, so the program is the same.
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
-            x_BTD, new_layer_cache = runs[graphdef](state, x_BTD, rope, layer_cache)
+            of_layer = None if routing is None else routing.of_layer(i)
+            x_BTD, new_layer_cache, layer_routed = runs[graphdef](
+                state, x_BTD, rope, layer_cache, of_layer
+            )
             new_cache.append(new_layer_cache)
-        return norm(x_BTD), tuple(new_cache)
+            routed.append(layer_routed)
+        every = jax.tree.map(lambda *layers: jnp.stack(layers), *routed)
+        return norm(x_BTD), tuple(new_cache), every
 
     def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,10 +193,12 @@ class Decoder(nnx.Module):
         return by_rows(strict, lambda state, x: nnx.merge(graphdef, state)(x), state, x_BTD)
 
 
-def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tuple[Any, Any]]:
+def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., Any]:
     # The parameters are an argument: an nnx module must not cross a jax transformation.
-    def run(state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend)
+    def run(
+        state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any, routing: Routing | None
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend, routing)
 
     return rematerialised(run, remat)
 
@@ -198,8 +218,13 @@ def rematerialised(
 
 
 def _scanned(
-    layers: list[Block], x_BTD: jax.Array, rope: Any, attend: Attend, remat: Remat
-) -> jax.Array:
+    layers: list[Block],
+    x_BTD: jax.Array,
+    rope: Any,
+    attend: Attend,
+    remat: Remat,
+    routing: Routing | None,
+) -> tuple[jax.Array, Routed | None]:
     windows = {layer.attention.window for layer in layers}
     if len(windows) > 1:
         raise ValueError(f"layers of windows {windows} cannot be scanned: set scan_layers to false")
@@ -207,7 +232,12 @@ def _scanned(
     run = _block_fn(graphdefs[0], attend, remat)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
-    def body(x_BTD: jax.Array, state: Any) -> tuple[jax.Array, None]:
-        return run(state, x_BTD, rope, None)[0], None
+    each = None if routing is None else [routing.of_layer(i) for i in range(len(layers))]
+    of_layers = None if each is None else jax.tree.map(lambda *xs: jnp.stack(xs), *each)
 
-    return jax.lax.scan(body, x_BTD, stacked)[0]
+    def body(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, Routed | None]:
+        state, of_layer = layer
+        x_BTD, _, routed = run(state, x_BTD, rope, None, of_layer)
+        return x_BTD, routed
+
+    return jax.lax.scan(body, x_BTD, (stacked, of_layers))

@@ -5,11 +5,13 @@ imports transformers: the functions take and return dicts.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxrl_llm.models.config import Kind, ModelConfig
+import numpy as np
+
+from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
 from jaxrl_llm.models.rope import ROPE_KINDS, RopeScaling, is_positive
 
 Path = tuple[str, ...]  # path of a leaf in the nested dict of parameters
@@ -45,14 +47,56 @@ class HFTensor:
             return array.reshape(self.shape)
         return array.reshape(self.shape[::-1]).T
 
+    @property
+    def parts(self) -> tuple["HFTensor", ...]:
+        """The tensors of a file that make up our parameter."""
+        return (self,)
 
-def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Our parameter from the arrays of `parts`."""
+        (array,) = arrays
+        return self.to_ours(array)
+
+    def part_of(self, array: Any, index: int) -> Any:
+        """The array of `parts[index]` from our parameter."""
+        return self.to_hf(array)
+
+
+@dataclass(frozen=True)
+class HFStack:
+    """One of our parameters whose first dim counts tensors of a checkpoint, one an expert."""
+
+    parts: tuple[HFTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the first tensor."""
+        return self.parts[0].name
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].our_shape)
+
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Our parameter from the arrays of `parts`."""
+        pairs = zip(self.parts, arrays, strict=True)
+        return np.stack([part.to_ours(array) for part, array in pairs])
+
+    def part_of(self, array: Any, index: int) -> Any:
+        """The array of `parts[index]` from our parameter."""
+        return self.parts[index].to_hf(array[index])
+
+
+Names = dict[Path, HFTensor | HFStack]
+
+
+def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path, for a Llama-like layout.
 
     A tied model has no head, so it has no `lm_head.weight`.
     """
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    names: dict[Path, HFTensor] = {
+    names: Names = {
         ("decoder", "embed", "table"): HFTensor("model.embed_tokens.weight", (V, D), (V, D)),
         ("decoder", "norm", "scale"): HFTensor("model.norm.weight", (D,), (D,)),
     }
@@ -63,13 +107,16 @@ def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
             ("mlp_norm", "post_attention_layernorm"),
         ):
             names[*layer, ours, "scale"] = HFTensor(f"{prefix}.{theirs}.weight", (D,), (D,))
-        for name in ("gate", "up"):
-            names[*layer, "mlp", name, "kernel"] = HFTensor(
-                f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+        if config.mixture is not None:
+            names |= _expert_names(config, config.mixture, (*layer, "mlp"), prefix)
+        else:
+            for name in ("gate", "up"):
+                names[*layer, "mlp", name, "kernel"] = HFTensor(
+                    f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+                )
+            names[*layer, "mlp", "down", "kernel"] = HFTensor(
+                f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
             )
-        names[*layer, "mlp", "down", "kernel"] = HFTensor(
-            f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
-        )
         names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
     if kind == "scalar":
         names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
@@ -78,9 +125,33 @@ def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
     return names
 
 
-def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path, HFTensor]:
+# Where a file keeps the experts of a layer: the module, and the names of gate, up and down.
+_EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+_USUAL_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+def _expert_names(config: ModelConfig, mixture: Mixture, path: Path, layer: str) -> Names:
+    """The router and the stacked experts. Files have a tensor for each projection and expert."""
+    D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
+    module, theirs = _EXPERTS.get(config.family, _USUAL_EXPERTS)
+    prefix = f"{layer}.{module}"
+    names: Names = {
+        (*path, "router", "kernel"): HFTensor(f"{prefix}.gate.weight", (E, D), (D, E), True)
+    }
+    for ours, name in zip(("gate", "up", "down"), theirs, strict=True):
+        I, O = (F, D) if ours == "down" else (D, F)
+        names[*path, ours, "kernel"] = HFStack(
+            tuple(
+                HFTensor(f"{prefix}.experts.{e}.{name}.weight", (O, I), (I, O), transpose=True)
+                for e in range(E)
+            )
+        )
+    return names
+
+
+def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
     D, H = config.hidden_size, config.head_dim
-    names: dict[Path, HFTensor] = {}
+    names: Names = {}
     for name, heads in (
         ("q", config.num_heads),
         ("k", config.num_kv_heads),
@@ -97,6 +168,11 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path,
     names[*path, "o", "kernel"] = HFTensor(
         f"{prefix}.o_proj.weight", (D, N * H), (N, H, D), transpose=True
     )
+    if config.qk_norm_whole:
+        for name, heads in (("q_norm", N), ("k_norm", config.num_kv_heads)):
+            names[*path, name, "scale"] = HFTensor(
+                f"{prefix}.{name}.weight", (heads * H,), (heads, H)
+            )
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
             names[*path, name, "scale"] = HFTensor(f"{prefix}.{name}.weight", (H,), (H,))
@@ -294,12 +370,35 @@ def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:
 
 def check_features(config: ModelConfig, **allowed: Any) -> None:
     """Raises: ValueError that names a field which the config's family cannot have."""
-    for name, value in allowed.items():
+    for name, value in ({"mixture": None, "qk_norm_whole": False} | allowed).items():
         if getattr(config, name) != value:
             raise ValueError(
                 f"{config.family} has {name}={value}, not {getattr(config, name)}: "
                 "change it or take the family that has it"
             )
+
+
+def mixture_from_hf(
+    hf: Mapping[str, Any], family: str, *, experts: str, size: str, normalized: bool
+) -> Mixture:
+    """The experts of every layer; `experts` and `size` are the family's keys.
+
+    Raises: ValueError for a missing key.
+    """
+    return Mixture(
+        num_experts=_require(hf, experts, family),
+        experts_per_token=_require(hf, "num_experts_per_tok", family),
+        expert_size=_require(hf, size, family),
+        normalized=normalized,
+    )
+
+
+def check_mixture(config: ModelConfig, **allowed: Any) -> Mixture:
+    """`check_features` of a family with experts. Returns the experts."""
+    if config.mixture is None:
+        raise ValueError(f"{config.family} has experts: give mixture, or take a dense family")
+    check_features(config, mixture=config.mixture, **allowed)
+    return config.mixture
 
 
 def check_head_size(config: ModelConfig) -> None:

@@ -193,6 +193,21 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, scale, self.eps, total)
 
 
+class HeadsNorm(nnx.Module):
+    """`RMSNorm` over the last two dims: one mean square over all heads, a scale for each entry."""
+
+    def __init__(
+        self, heads: int, *, axis: ParameterAxis, head_dim: int, eps: float, dtype: DTypeLike
+    ) -> None:
+        self.eps = eps
+        self.scale = parameter((heads, head_dim), (axis, "head_dim"), "ones", dtype)
+
+    def __call__(self, x_BTNH: jax.Array) -> jax.Array:
+        x = x_BTNH.astype(jnp.float32)
+        mean = jnp.square(x).mean(axis=(-2, -1), keepdims=True)
+        return (x * jax.lax.rsqrt(mean + self.eps)).astype(x_BTNH.dtype) * self.scale[...]
+
+
 class Embedding(nnx.Module):
     """A table of token vectors. A token id outside the table gives NaN, not another token's row."""
 

@@ -5,6 +5,7 @@ weight file plus the largest tensor. Export fetches one tensor at a time from th
 of each family in `models/` has the names of its tensors.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -33,7 +34,7 @@ from jaxrl_llm.models.families import (
     ignored_tensor,
     to_hf_config,
 )
-from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.models.hf import HFStack, HFTensor
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -58,7 +59,8 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 _TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
     (
         ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers"),
+         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers",
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         int, "a whole number below 2**31", 2**31,
     ),
     (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
@@ -133,8 +135,10 @@ def import_params(
     names = hf_names(spec.config, spec.kind)
     stored = stored_tensors(directory)
     new_head = _check_kind(directory, spec)
-    wanted = {t.name: path for path, t in names.items() if not (new_head and path[0] == "score")}
-    _check_tensors(directory, spec, stored, {name: names[path] for name, path in wanted.items()})
+    stored_paths = [path for path in names if not (new_head and path[0] == "score")]
+    wanted = {part.name: path for path in stored_paths for part in names[path].parts}
+    parts = {part.name: part for path in stored_paths for part in names[path].parts}
+    _check_tensors(directory, spec, stored, parts)
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -144,13 +148,17 @@ def import_params(
         _put(params, path, _place(value, sharding, target))
 
     params: Params = {}
+    read: dict[str, np.ndarray] = {}  # those whose parameter waits for the tensors of more experts
     for name, value in read_tensors([stored[name] for name in wanted]):
         path = wanted[name]
-        place(path, names[path].to_ours(value))
+        read[name] = value
+        needed = [part.name for part in names[path].parts]
+        if all(part in read for part in needed):
+            place(path, names[path].joined([read.pop(part) for part in needed]))
         del value  # before the next one is read
-    for path, tensor in names.items():
-        if tensor.name not in wanted:
-            place(path, np.zeros(tensor.our_shape, target))
+    for path in names:
+        if path not in stored_paths:
+            place(path, np.zeros(names[path].our_shape, target))
     # The order of `spec.params`, so that the two trees print and iterate in the same order.
     return jax.tree.map(lambda _, value: value, spec.params, params)
 
@@ -372,12 +380,20 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
 
 
 def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
-    def lazy(path: tuple[str, ...], tensor: HFTensor) -> LazyTensor:
-        return LazyTensor(
-            tensor.name, tensor.shape, lambda: tensor.to_hf(_fetch(_get(params, path)))
-        )
+    # Tensors are written in this order, so those of one parameter are cut from one copy.
+    fetched = functools.lru_cache(maxsize=1)(lambda path: _fetch(_get(params, path)))
 
-    return [lazy(path, tensor) for path, tensor in hf_names(spec.config, spec.kind).items()]
+    def lazy(path: tuple[str, ...], tensor: HFTensor | HFStack, index: int) -> LazyTensor:
+        def fetch() -> np.ndarray:
+            if len(tensor.parts) == 1:
+                return tensor.part_of(_fetch(_get(params, path)), index)
+            return tensor.part_of(fetched(path), index)
+
+        part = tensor.parts[index]
+        return LazyTensor(part.name, part.shape, fetch)
+
+    names = hf_names(spec.config, spec.kind)
+    return [lazy(p, tensor, i) for p, tensor in names.items() for i in range(len(tensor.parts))]
 
 
 def _fetch(value: Any) -> np.ndarray:

@@ -22,6 +22,7 @@ from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob
 from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
 from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.experts import Routing
 
 
 def decode(
@@ -71,6 +72,7 @@ def decode(
         attend=decode_attend(context, attention, heads),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
+        routing=None if spec.config.mixture is None else Routing(real_BT=live_B[:, None]),
     )
     index_B = count_B if queue.begun_N is None else queue.begun_N[row_B] + count_B
     keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], index_B)

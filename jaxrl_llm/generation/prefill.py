@@ -15,6 +15,7 @@ from jaxrl_llm.generation.sizes import EngineSizes
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.experts import Routing
 
 
 def prefill(
@@ -59,6 +60,7 @@ def prefill(
         ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
+        routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),
     )
     place_C = jnp.arange(prompt_rows)
     prompts_C = jnp.minimum(state.prefilled + place_C, num_groups - 1)

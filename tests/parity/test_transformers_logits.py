@@ -56,8 +56,10 @@ def test_their_weights_give_their_logits(name):
     config = config.for_context(tokens.shape[1])
     _, kind = families.find_architecture(hf)
     names = families.hf_names(config, kind)
-    assert {tensor.name for tensor in names.values()} == set(weights)
-    params = nested({path: t.to_ours(weights[t.name]) for path, t in names.items()})
+    assert {part.name for t in names.values() for part in t.parts} == set(weights)
+    params = nested(
+        {path: t.joined([weights[part.name] for part in t.parts]) for path, t in names.items()}
+    )
     ours = our_output(model_spec(config, kind), params, tokens)
     np.testing.assert_allclose(ours, make_goldens.logits(model, tokens), atol=1e-4)
 
@@ -69,6 +71,8 @@ def test_our_weights_give_our_logits_there(name, kind):
 
     # Exported as a run of rows of 14 tokens would.
     config = families.config_from_hf(make_goldens.CASES[name]).for_context(14)
+    if config.mixture is not None:
+        pytest.skip("test_transformers_experts.py compares whole folders")
     spec, names = model_spec(config, kind), families.hf_names(config, kind)
     rng = np.random.default_rng(3)
     flat = {p: 0.25 * rng.standard_normal(t.our_shape, np.float32) for p, t in names.items()}

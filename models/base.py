@@ -87,7 +87,7 @@ def model_spec(
     Raises: ValueError when the family has no such model (see each family's `check`), or a module of
         `lora` cannot have an adapter.
     """
-    check_family(config, kind)
+    check_family(config)
     name = jnp.dtype(dtype).name
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if config.mixture is not None and form.startswith("float8"):

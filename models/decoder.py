@@ -91,6 +91,7 @@ class Block(nnx.Module):
 
         def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
             layer = nnx.merge(graphdef, state)
+            assert isinstance(layer.mlp, MLP)
             x_CD = x_CD + layer.attention.o(out_CNH)
             return x_CD + layer.mlp(layer.mlp_norm(x_CD))
 
@@ -135,7 +136,7 @@ class Decoder(nnx.Module):
         run_layers: RunLayers | None = None,
         routing: Routing | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
-        """Hidden states after the final norm [B, T, D], one new cache a layer, and what routers did.
+        """Hidden states after the final norm [B, T, D], a new cache a layer, and what routers did.
 
         `remat`: see `Remat`. `scan` runs one compiled layer in a loop over stacked weights: the
         program is smaller, but the weights are copied. `residual_dtype` is the dtype of the

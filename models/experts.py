@@ -53,8 +53,8 @@ class Router(nnx.Module):
     def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
         self.mixture = mixture
         # Small, and every device needs all of it: only the storage is split.
-        shape, axes = (config.hidden_size, mixture.num_experts), ("embed", "norm")
-        self.kernel = parameter(shape, axes, "normal", dtype)
+        shape = (config.hidden_size, mixture.num_experts)
+        self.kernel = parameter(shape, ("embed", "norm"), "normal", dtype)
 
     def __call__(self, x_BTD: jax.Array, routing: Routing | None) -> tuple[jax.Array, Routed]:
         """The weights [B, T, K] of the chosen experts, and the choice."""
@@ -129,8 +129,8 @@ def experts_of_tokens(
 ) -> jax.Array:
     """The weighted sum over the chosen experts, in the dtype of x."""
     B, T, D = x_BTD.shape
-    flat = (x.reshape(B * T, -1) for x in (x_BTD, weights_BTK, chosen_BTK))
-    return _own_experts(*flat, kernels, first=0).reshape(B, T, D)
+    x_ND, weights_NK, chosen_NK = (x.reshape(B * T, -1) for x in (x_BTD, weights_BTK, chosen_BTK))
+    return _own_experts(x_ND, weights_NK, chosen_NK, kernels, first=0).reshape(B, T, D)
 
 
 def _own_experts(

@@ -139,10 +139,15 @@ def _expert_names(config: ModelConfig, mixture: Mixture, path: Path, layer: str)
         (*path, "router", "kernel"): HFTensor(f"{prefix}.gate.weight", (E, D), (D, E), True)
     }
     for ours, name in zip(("gate", "up", "down"), theirs, strict=True):
-        I, O = (F, D) if ours == "down" else (D, F)
+        inputs, outputs = (F, D) if ours == "down" else (D, F)
         names[*path, ours, "kernel"] = HFStack(
             tuple(
-                HFTensor(f"{prefix}.experts.{e}.{name}.weight", (O, I), (I, O), transpose=True)
+                HFTensor(
+                    f"{prefix}.experts.{e}.{name}.weight",
+                    (outputs, inputs),
+                    (inputs, outputs),
+                    transpose=True,
+                )
                 for e in range(E)
             )
         )

@@ -68,6 +68,10 @@ def config_record(config: ModelConfig) -> Record:
     scaling = config.rope_scaling
     if scaling is not None:
         found["rope_scaling"] = {"rope_type": scaling.kind} | dataclasses.asdict(scaling)
+    if config.mixture is not None:
+        found["mixture"] = dataclasses.asdict(config.mixture)
+    if not config.qk_norm_whole:
+        del found["qk_norm_whole"]  # checkpoints of older versions do not have it
     return json.loads(json.dumps(found))  # lists in place of tuples
 
 

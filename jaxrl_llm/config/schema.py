@@ -269,6 +269,10 @@ class ActorConfig(AdaptedSettings):
     # 0 gives each sample its own padded row.
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
+    # Of a mixture of experts, in all of the actor's updates, the warm-up's too: coefficients of
+    # the load-balance loss (transformers' formula) and of the z-loss of the routers.
+    router_aux_loss_coef: NotNegative = 0.0
+    router_z_loss_coef: NotNegative = 0.0
 
 
 @record

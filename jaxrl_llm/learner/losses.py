@@ -22,6 +22,7 @@ from jaxrl_llm.learner.forward import (
     response_statistics,
     response_values,
 )
+from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.rows import SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
@@ -40,6 +41,7 @@ class PolicyLoss:
     settings: ForwardSettings
     temperature: float
     own_logprobs: bool = False
+    router: RouterLoss = RouterLoss()  # of a mixture of experts
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -101,6 +103,10 @@ class PolicyLoss:
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term
+        if found.routed is not None:
+            share = mask.sum() / jnp.maximum(counts["global_tokens"], 1)
+            term, of_router = self.router(found.routed, share)
+            total, metrics = total + term, metrics | of_router
         metrics |= attention_work(rows, self.spec, self.settings)
         return total, (metrics, (logprobs, entropy)) if self.own_logprobs else metrics
 

@@ -82,6 +82,7 @@ class Rows:
     ranges: Ranges | None = None
     sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
     column: Int[Array, "B X"] | None = None
+    real: Bool[Array, "B T"] | None = None  # the tokens that are no padding; None where all are
     response_length: int = field(metadata={"static": True})
     shared: bool = field(default=False, metadata={"static": True})
     rows_of_replica: int = field(default=1, metadata={"static": True})  # in a packed pass
@@ -126,6 +127,7 @@ class Rows:
             self,
             tokens=ordered(self.tokens),
             positions=ordered(self.positions),
+            real=None if self.real is None else ordered(self.real),
             predictors=dealt(inverse[self.predictors]),
             targets=dealt(self.targets),
             num_targets=num,
@@ -255,11 +257,12 @@ def padded_rows(
     prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
     align: int | None = None,
+    response_lengths: Int[Array, " B"] | None = None,
 ) -> Rows:
     """One row a sample, prompt + response without a gap, padded on the right.
 
     Padding follows the response, so causal attention hides it from every real token. With `align`
-    rows are strict.
+    rows are strict. Without `response_lengths` all tokens count as real.
     """
     if align is not None:
         return _strict_rows(prompts, prompt_lengths, responses, align)
@@ -275,12 +278,16 @@ def padded_rows(
         jnp.take_along_axis(responses, offset, axis=1),
     )
     before = prompt_lengths[:, None] - 1 + jnp.arange(num_response)
+    real = None
+    if response_lengths is not None:
+        real = position < (prompt_lengths + response_lengths)[:, None]
     return Rows(
         tokens=tokens,
         positions=jnp.broadcast_to(position, tokens.shape),
         predictors=jnp.maximum(before, 0),
         targets=responses,
         included=jnp.ones(prompts.shape[0], bool),
+        real=real,
         response_length=num_response,
     )
 
@@ -343,7 +350,11 @@ def rows_of(fields: Fields, align: int | None = None) -> Rows:
     """The rows of a part of a batch: its packed rows, or one row a sample (see `padded_rows`)."""
     if ROWS in fields:
         return fields[ROWS]
-    return padded_rows(fields["prompts"], fields["prompt_lengths"], fields["responses"], align)
+    lengths = fields.get("response_lengths")  # given where the mask excludes tokens
+    if lengths is None:
+        lengths = fields["mask"].sum(axis=-1).astype(jnp.int32)
+    prompts, responses = fields["prompts"], fields["responses"]
+    return padded_rows(prompts, fields["prompt_lengths"], responses, align, lengths)
 
 
 @jax.tree_util.register_dataclass
@@ -563,6 +574,7 @@ def _packed_row(
         "predictors": jnp.clip(predictors_T, 0, row_tokens - 1)[target_X],
         "targets": tokens_T[target_X],
         "num_targets": in_response_T.sum(),
+        "real": real_T,
         "target_tokens": target_X,
         "ranges": Ranges(
             start=jnp.where(real_T, first_T, row_tokens),

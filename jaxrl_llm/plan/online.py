@@ -25,6 +25,7 @@ from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
+from jaxrl_llm.plan.mixtures import check_mixtures, router_loss
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stop_ids
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
@@ -328,6 +329,7 @@ def plan_iteration(
     collecting = group(collected)
     used = {name for stage in planned for name in (stage.role, *stage.shares)}
     roles = {name: role for name, role in roles.items() if name in used}
+    check_mixtures(config, roles)
     shardings = {name: role.shardings for name, role in roles.items()}
     make_program = partial(
         Program,
@@ -619,6 +621,7 @@ class _Planning:
             settings=actor.forward,
             temperature=config.rollout.temperature,
             own_logprobs=own_logprobs,
+            router=router_loss(config, actor),
         )
         update = stages.Update(
             model=actor,

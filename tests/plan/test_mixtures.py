@@ -1,0 +1,58 @@
+"""What a plan says of mixtures of experts before any array exists."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from tiny import MODEL
+from tiny_iteration import even_tokens, tiny_config
+
+from jaxrl_llm.config import ConfigError, LoraConfig
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.tokenizer import CharTokenizer
+from jaxrl_llm.trainer.rewarding import ArrayReward
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "vocab_size": 96,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+OLMOE = EXPERTS | {"model_type": "olmoe"}
+
+
+def planned(model, **changes):
+    config = tiny_config(model_reward=False)
+    actor = replace(config.actor, hf_config=MODEL | model, **changes.pop("actor", {}))
+    for name, value in changes.items():
+        of = getattr(config, name)
+        changes[name] = replace(of, **value) if isinstance(value, dict) else value
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = replace(config, actor=actor, **changes)
+    return plan_iteration(config, CharTokenizer(), mesh, ArrayReward(even_tokens))
+
+
+def test_the_coefficients_are_those_of_the_actor():
+    found = planned(EXPERTS, actor={"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.2})
+    update = next(stage for stage in found.stages if stage.name == "update_actor")
+    assert (update.loss.router.aux_coef, update.loss.router.z_coef) == (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
+        (EXPERTS, {"exact": "strict"}, "exact=repeatable works"),
+        (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
+        (EXPERTS, {"mesh": {"sequence": 2}}, "mesh.sequence=1 works"),
+        (EXPERTS, {"mesh": {"pipeline": 2}}, "mesh.pipeline=1 works"),
+        (EXPERTS, {"actor": {"lora": LoraConfig(rank=2)}}, "targets=q_proj,k_proj"),
+        (OLMOE, {}, "olmoe has no scalar model"),
+    ],
+)
+def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        planned(model, **changes)

@@ -80,6 +80,13 @@ class ModelConfig:
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.head_dim, self.rope_theta)
 
+    @property
+    def active_size(self) -> int:
+        """The inner size that a token is computed with: of the MLP, or of its experts together."""
+        if self.mixture is None:
+            return self.intermediate_size
+        return self.mixture.experts_per_token * self.mixture.expert_size
+
     def for_context(self, length: int) -> "ModelConfig":
         """This model with the rope frequencies of a run whose rows have up to `length` tokens.
 

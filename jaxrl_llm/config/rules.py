@@ -419,7 +419,7 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
     """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
     sizes = _hf_config(key, model)
     mesh = _mesh(config, key)
-    by_heads = ("num_attention_heads", "intermediate_size", "vocab_size")
+    by_heads = ("num_attention_heads", "intermediate_size", "vocab_size", "moe_intermediate_size")
     names = {
         "mesh.tensor": (mesh.tensor, by_heads),
         "mesh.generation.tensor": (mesh.generation.tensor or 1, by_heads),

@@ -14,7 +14,9 @@ from jaxrl_llm.learner.router_losses import RouterLoss, load_balance, load_metri
 from jaxrl_llm.models.base import init_params, model_spec
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.experts import Experts, Routed, Routing
+from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.lora import chosen_modules
+from jaxrl_llm.models.shapes import SHAPES, active_parameters, num_parameters
 
 MIXTURE = Mixture(num_experts=4, experts_per_token=2, expert_size=5, normalized=True)
 CONFIG = tiny_config("qwen3_moe", qk_norm=True, hidden_size=6, num_heads=2, mixture=MIXTURE)
@@ -150,3 +152,17 @@ def test_every_expert_starts_with_its_own_weights():
     gate = params["decoder"]["layers"]["0"]["mlp"]["gate"]["kernel"]
     assert gate.shape == (4, 6, 5)
     assert not np.allclose(gate[0], gate[1])
+
+
+def test_parameters_and_flops_count_the_experts_of_a_token():
+    assert num_parameters(CONFIG) == model_spec(CONFIG).num_params
+    olmoe = replace(CONFIG, family="olmoe", qk_norm=False, qk_norm_whole=True, head_dim=4)
+    olmoe = replace(olmoe, num_kv_heads=1, hidden_size=8, intermediate_size=5)
+    assert num_parameters(olmoe) == model_spec(olmoe).num_params
+    # As the files of Qwen/Qwen3-30B-A3B have them; its page says 3.3 billion active ones.
+    assert num_parameters(SHAPES["qwen3-30b-a3b"]) == 30_532_122_624
+    assert 3.3e9 < active_parameters(SHAPES["qwen3-30b-a3b"]) < 3.4e9
+    # Two experts of size 5, of four, cost what a dense layer of size 10 costs, and a router.
+    dense = replace(CONFIG, family="qwen3", mixture=None, intermediate_size=10)
+    router = 2 * CONFIG.num_layers * 6 * 4
+    assert forward_flops(CONFIG, (3, 4)) == forward_flops(dense, (3, 4)) + router * 7

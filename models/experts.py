@@ -15,8 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxrl_llm.distributed.layout import Layout, layout_in_scope
+from jaxrl_llm.distributed.mesh import axis_size
+from jaxrl_llm.kernels.flash_attention import gathered
 from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
 
@@ -127,10 +131,90 @@ Kernels = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F] and down 
 def experts_of_tokens(
     x_BTD: jax.Array, weights_BTK: jax.Array, chosen_BTK: jax.Array, kernels: Kernels
 ) -> jax.Array:
-    """The weighted sum over the chosen experts, in the dtype of x."""
+    """The weighted sum over the chosen experts, in the dtype of x.
+
+    Where the mesh axis `expert` splits the experts, each device of a group gathers the tokens of
+    the group, computes its own experts, and the sums are scattered back to the tokens' devices.
+    """
+    layout = layout_in_scope()
+    if layout is not None:
+        return _split_experts(layout, x_BTD, weights_BTK, chosen_BTK, kernels)
     B, T, D = x_BTD.shape
     x_ND, weights_NK, chosen_NK = (x.reshape(B * T, -1) for x in (x_BTD, weights_BTK, chosen_BTK))
-    return _own_experts(x_ND, weights_NK, chosen_NK, kernels, first=0).reshape(B, T, D)
+    y_ND = _own_experts(x_ND, weights_NK, chosen_NK, kernels, first=0)
+    return y_ND.astype(x_BTD.dtype).reshape(B, T, D)
+
+
+def _split_experts(
+    layout: Layout,
+    x_BTD: jax.Array,
+    weights_BTK: jax.Array,
+    chosen_BTK: jax.Array,
+    kernels: Kernels,
+) -> jax.Array:
+    """`experts_of_tokens` on the devices of a layout, each with its own rows."""
+    rows = () if x_BTD.shape[0] % layout.num_replicas else layout.axes("batch")
+    experts, heads = layout.axes("expert"), layout.axes("mlp")
+    # Devices along these axes have the same tokens and parts of the sum.
+    parts = (*(axis for axis in experts if axis not in rows), *heads)
+    group = tuple(axis for axis in experts if axis in rows)
+    apart = tuple(axis for axis in rows if axis not in experts)  # they have the same weights
+
+    def local(
+        x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, *kernels: jax.Array
+    ) -> jax.Array:
+        _, B, T, D = x_1BTD.shape
+        x_1ND, weights_1NK, chosen_1NK = (
+            _gathered(x.reshape(1, B * T, -1), group) for x in (x_1BTD, weights_1BTK, chosen_BTK)
+        )
+        gate, up, down = (kernel[0] for kernel in kernels)
+        first = _number(layout, experts) * gate.shape[0]
+        y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], (gate, up, down), first)
+        return _scattered_sum(y_ND, group).astype(x_1BTD.dtype).reshape(1, B, T, D)
+
+    # The tokens of a tensor group are gathered, as before a dense layer.
+    x_BTD, weights_BTK, chosen_BTK = (
+        layout.constrain(x, "batch", "tokens", None) for x in (x_BTD, weights_BTK, chosen_BTK)
+    )
+    token, into, out = P(parts, rows), P(apart, experts, None, heads), P(apart, experts, heads)
+    # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
+    others = {axis for axis, size in layout.mesh.shape.items() if size > 1}
+    # One copy for each device that computes a part. Of one array for all, the gradient would be
+    # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
+    y_SBTD = jax.shard_map(
+        local,
+        mesh=layout.mesh.abstract_mesh,
+        in_specs=(token, token, P(rows), into, into, out),
+        out_specs=token,
+        axis_names={*rows, *experts, *heads, *others},
+        check_vma=False,
+    )(
+        _copies(layout, parts, x_BTD),
+        _copies(layout, parts, weights_BTK),
+        chosen_BTK,
+        *(_copies(layout, apart, kernel.astype(x_BTD.dtype)) for kernel in kernels),
+    )
+    if y_SBTD.shape[0] == 1:
+        return y_SBTD[0]
+    return jax.lax.reduce(y_SBTD, jnp.zeros((), y_SBTD.dtype), jax.lax.add, (0,))
+
+
+def _copies(layout: Layout, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (axis_size(layout.mesh, *axes), *x.shape))
+
+
+def _number(layout: Layout, axes: tuple[str, ...]) -> jax.Array | int:
+    """The number of this device along `axes`, inside a shard_map."""
+    return jax.lax.axis_index(axes) if axis_size(layout.mesh, *axes) > 1 else 0
+
+
+def _gathered(x_1N: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return gathered(x_1N, axes) if axes else x_1N
+
+
+def _scattered_sum(y_ND: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over a group of devices of float32 rows, each row on the device of its token."""
+    return jax.lax.psum_scatter(y_ND, axes, scatter_dimension=0, tiled=True) if axes else y_ND
 
 
 def _own_experts(
@@ -140,7 +224,10 @@ def _own_experts(
     kernels: Kernels,
     first: jax.Array | int,
 ) -> jax.Array:
-    """The part of the sum of those experts whose weights these are, counted from `first` on."""
+    """The part of the sum of those experts whose weights these are, counted from `first` on.
+
+    The result is float32.
+    """
     (N, K), num = chosen_NK.shape, kernels[0].shape[0]
     own_NK = chosen_NK - first
     own_P = jnp.where((own_NK >= 0) & (own_NK < num), own_NK, num).reshape(-1)
@@ -159,8 +246,7 @@ def _own_experts(
     dot = partial(_grouped, sizes_E=sizes_E)
     y_MD = dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
     y_NKD = _moved(y_MD, place_P, order_M).reshape(N, K, -1)
-    y_ND = jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
-    return y_ND.astype(x_ND.dtype)
+    return jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
 
 
 def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:

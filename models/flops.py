@@ -15,8 +15,8 @@ from jaxrl_llm.models.shapes import active_parameters
 def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
     """Parameters that multiply each token: all except an embedding that is not the head too.
 
-    A scalar model has no vocabulary head; its head is one row. Of a mixture of experts these are the
-    experts of one token, and the router.
+    A scalar model has no vocabulary head; its head is one row. Of a mixture, these are the router
+    and the experts of one token.
     """
     table = config.vocab_size * config.hidden_size
     tables = 1 if config.tie_word_embeddings else 2

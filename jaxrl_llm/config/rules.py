@@ -80,6 +80,7 @@ def _is_offline(algorithm: Any) -> bool:
 def _replicas(config: Config) -> str:
     mesh = config.mesh
     stages = f" × pipeline {mesh.pipeline}" if mesh.pipeline > 1 else ""
+    stages += f" × expert {mesh.expert}" if mesh.expert > 1 else ""
     return (
         f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data}{stages} × fsdp "
         f"{mesh.fsdp})"
@@ -425,7 +426,8 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
         "mesh.generation.tensor": (mesh.generation.tensor or 1, by_heads),
         "mesh.passes.tensor": (mesh.passes.tensor or 1, by_heads),
         f"{key}.tensor": (model.tensor or 1, by_heads),
-        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.sequence, ("hidden_size",)),
+        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence, ("hidden_size",)),
+        "mesh.expert": (mesh.expert, ("num_experts", "num_local_experts")),
     }
     for name_of_size, (parts, of_axis) in names.items():
         given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
@@ -442,8 +444,8 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
                     )
                 if name_of_size == "mesh.fsdp" and parts != mesh.fsdp:
                     raise ConfigError(
-                        f"config.mesh: pipeline × fsdp × sequence = {parts} splits the weights and "
-                        f"does not divide {name}={size} of the model config.{key}; sizes whose "
+                        f"config.mesh: pipeline × fsdp × expert × sequence = {parts} splits the "
+                        f"weights and does not divide {name}={size} of the model config.{key}; sizes whose "
                         f"product is {fitting[-1]} work, with config.mesh.data for other devices"
                     )
                 raise ConfigError(

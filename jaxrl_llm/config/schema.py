@@ -89,6 +89,7 @@ class MeshConfig(Record):
 
     data: Count = 1  # replicas of the weights, for example one a node
     fsdp: Count = 1  # shards of the weights; each is a replica of the batch too
+    expert: Count = 1  # shards of the experts of a layer; each is a replica of the batch too
     sequence: Count = 1  # shards of the tokens of a row (context parallelism)
     tensor: Count = 1  # shards of heads, MLP and vocabulary
     pipeline: Count = 1  # stages of layers; each is a replica of the batch outside of the layers
@@ -107,6 +108,7 @@ class MeshConfig(Record):
             "data": self.data,
             "pipeline": self.pipeline,
             "fsdp": self.fsdp,
+            "expert": self.expert,
             "sequence": self.sequence,
             "tensor": self.tensor,
         }
@@ -118,7 +120,7 @@ class MeshConfig(Record):
     @property
     def num_replicas(self) -> int:
         """How many ways a batch is split."""
-        return self.data * self.pipeline * self.fsdp
+        return self.data * self.pipeline * self.fsdp * self.expert
 
     def replicas_with(self, tensor: int) -> int:
         """How many ways a model with its own tensor size splits a batch; 0 is the mesh's size."""
@@ -128,7 +130,7 @@ class MeshConfig(Record):
             return self.num_replicas * (self.tensor // tensor)
         # A larger group takes the axes next to `tensor`, from the innermost on.
         left, replicas = tensor // self.tensor, self.num_replicas
-        for axis in ("sequence", "fsdp", "pipeline", "data"):
+        for axis in ("sequence", "expert", "fsdp", "pipeline", "data"):
             taken = math.gcd(left, self.sizes[axis])
             left //= taken
             replicas //= 1 if axis == "sequence" else taken

@@ -85,17 +85,18 @@ TRAIN_RULES = ShardingRules(
     layers="pipeline",
     # Every axis that shares the work of one sample also shares the storage of weights. They are in
     # the order of the mesh, so that neighbouring devices hold neighbouring parts.
-    embed=("pipeline", "fsdp", "sequence"),
+    embed=("pipeline", "fsdp", "expert", "sequence"),
     vocab="tensor",
     q_heads="tensor",
     kv_heads="tensor",
     mlp="tensor",
+    expert="expert",
     expert_embed=("pipeline", "fsdp", "sequence"),
     # Norms and biases are small. To split them would save nothing and cost a collective each.
 )
 # Only `embed` is dropped, a dim that nothing else splits: the switch is a plain all-gather.
 GENERATION_RULES = TRAIN_RULES.replace(
-    embed=None, expert_embed=None, tokens=None, residual=None, layers=None
+    embed=None, expert=None, expert_embed=None, tokens=None, residual=None, layers=None
 )
 
 

@@ -16,6 +16,13 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
         check_family(role.spec.config, role.spec.kind)
         if role.spec.config.mixture is not None:
             _check_mixture(config, name)
+    mixtures = [role for role in roles.values() if role.spec.config.mixture is not None]
+    if config.mesh.expert > 1 and not mixtures:
+        raise ConfigError(
+            f"config.mesh.expert={config.mesh.expert}: no model of the run has experts; "
+            f"--config.mesh.expert=1 --config.mesh.fsdp={config.mesh.fsdp * config.mesh.expert} "
+            "works"
+        )
     actor = roles.get("actor")
     given = [coef for coef in _COEFS if getattr(config.actor, coef)]
     if given and (actor is None or actor.spec.config.mixture is None):

@@ -178,12 +178,14 @@ def _split_experts(
     )
     token, into, out = P(parts, rows), P(apart, experts, None, heads), P(apart, experts, heads)
     # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
-    others = {axis for axis, size in layout.mesh.shape.items() if size > 1}
+    in_scope = jax.sharding.get_abstract_mesh()
+    mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
+    others = {a for a, size in mesh.shape.items() if size > 1 and a not in mesh.manual_axes}
     # One copy for each device that computes a part. Of one array for all, the gradient would be
     # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
     y_SBTD = jax.shard_map(
         local,
-        mesh=layout.mesh.abstract_mesh,
+        mesh=mesh,
         in_specs=(token, token, P(rows), into, into, out),
         out_specs=token,
         axis_names={*rows, *experts, *heads, *others},

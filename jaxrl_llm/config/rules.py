@@ -445,8 +445,9 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
                 if name_of_size == "mesh.fsdp" and parts != mesh.fsdp:
                     raise ConfigError(
                         f"config.mesh: pipeline × fsdp × expert × sequence = {parts} splits the "
-                        f"weights and does not divide {name}={size} of the model config.{key}; sizes whose "
-                        f"product is {fitting[-1]} work, with config.mesh.data for other devices"
+                        f"weights and does not divide {name}={size} of the model config.{key}; "
+                        f"sizes whose product is {fitting[-1]} work, with config.mesh.data for "
+                        "other devices"
                     )
                 raise ConfigError(
                     f"config.{name_of_size}={parts}: does not divide {name}={size} of the model "

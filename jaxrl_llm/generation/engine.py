@@ -17,6 +17,7 @@ Shape letters: N samples, P prompt tokens, R response tokens.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS, TAIL_STEPS
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
 from jaxrl_llm.generation.kv_cache import HeadAxes, page_entries
 from jaxrl_llm.generation.pages import page_sizes
@@ -277,21 +278,26 @@ def generate_on_mesh(
         limits_N = jnp.full((num_samples,), settings.sampling.max_new_tokens, jnp.int32)
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
 
+    # The partitioner cannot split a grouped matmul: layers of experts split it themselves.
+    mixed = split and spec.config.mixture is not None
+    of_experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
+
     def one_replica(
         params: Any, prompts: Any, lengths: Any, ids: Any, key: Any, limits: Any, begun: Any = None
     ) -> GenerationOutput:
-        output = generate(
-            spec,
-            params,
-            prompts,
-            lengths,
-            ids,
-            key,
-            settings,
-            limits_N=limits,
-            begun_N=begun,
-            heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
-        )
+        with of_experts.for_layers() if of_experts else nullcontext():
+            output = generate(
+                spec,
+                params,
+                prompts,
+                lengths,
+                ids,
+                key,
+                settings,
+                limits_N=limits,
+                begun_N=begun,
+                heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
+            )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()

@@ -45,6 +45,7 @@ def test_the_coefficients_are_those_of_the_actor():
     ("model", "changes", "message"),
     [
         ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
+        ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
         (EXPERTS, {"exact": "strict"}, "exact=repeatable works"),
         (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
         (EXPERTS, {"mesh": {"sequence": 2}}, "mesh.sequence=1 works"),

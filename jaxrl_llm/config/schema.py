@@ -362,6 +362,9 @@ class RolloutConfig(Record):
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    # Of a mixture of experts: old log-probs and updates send each token to the experts that it had
+    # in the rollout. It takes layers × experts of a token bytes for each token of a batch.
+    routing_replay: bool = True
 
 
 @record

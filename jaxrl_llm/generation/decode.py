@@ -66,7 +66,7 @@ def decode(
         slots_per_prompt=group,
         heads=heads,
     )
-    hidden_B1D, cache = model(
+    hidden_B1D, cache, routed = model.routed(
         jnp.where(live_B, slots.token_B, 0)[:, None],
         (prompt_B + own_B)[:, None],
         attend=decode_attend(context, attention, heads),
@@ -84,7 +84,13 @@ def decode(
     stalled += jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
     at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
+    routes = state.routes
+    if routes is not None and routed is not None:
+        chosen_BLK = routed.chosen_BTK[:, :, 0].swapaxes(0, 1).astype(routes.read_NR.dtype)
+        read_NR = routes.read_NR.at[at].set(chosen_BLK, mode="drop", unique_indices=True)
+        routes = routes._replace(read_NR=read_NR)
     return state._replace(
+        routes=routes,
         cache=cache,
         table=table,
         slots=slots._replace(

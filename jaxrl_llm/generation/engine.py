@@ -68,6 +68,9 @@ class GenerationOutput:
     slot_steps: jax.Array  # slots computed, summed over all steps
     live_slot_steps: jax.Array  # of those, the ones that decoded a sample
     stalled_slot_steps: jax.Array  # of those, the ones in which a sample waited for a page
+    # The experts of each token of prompt and response, int8 or int16 [N, P + R, L, K]; -1 where
+    # there is no token, or none that was read. None unless `record_routes`.
+    routes: jax.Array | None = None
 
 
 def compiler_options(samples: int, num_slots: int) -> dict[str, bool]:
@@ -121,7 +124,7 @@ def generate(
     if prompts_NP.shape[0] > 0:
         with strict_scope(engine.strict):
             state = _run_loops(engine, state)
-    return _output(state, settings.sampling, settings.pad_id)
+    return _output(state, settings.sampling, settings.pad_id, engine.queue.lengths_N)
 
 
 def begin(*arguments: Any, **limits: Any) -> State:
@@ -226,6 +229,7 @@ def _engine(
             prompt_rows=sizes.prompt_rows,
             cache_dtype=cache_dtype,
             max_new_tokens=max_new_tokens,
+            record_routes=settings.record_routes,
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how),
@@ -363,7 +367,9 @@ def _more_live(number: int, state: State) -> jax.Array:
     return state.slots.num_live > number
 
 
-def _output(state: State, sampling: SamplingParams, pad_id: int) -> GenerationOutput:
+def _output(
+    state: State, sampling: SamplingParams, pad_id: int, prompt_lengths_N: jax.Array
+) -> GenerationOutput:
     written_NR = state.tokens_NR >= 0
     lengths_N = jnp.sum(written_NR, axis=1)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
@@ -378,4 +384,5 @@ def _output(state: State, sampling: SamplingParams, pad_id: int) -> GenerationOu
         slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
         stalled_slot_steps=state.stalled_slot_steps,
+        routes=None if state.routes is None else state.routes.of_samples(prompt_lengths_N),
     )

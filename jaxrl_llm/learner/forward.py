@@ -151,7 +151,7 @@ def routed_states(
         )
     routing = None
     if rows is not None and model.decoder.config.mixture is not None:
-        routing = Routing(real_BT=rows.real)
+        routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
     of_layout = contextlib.nullcontext() if layout is None else layout.scope()
     with of_layout, strict_scope(settings.strict):
         hidden, _, routed = model.routed(

@@ -23,7 +23,7 @@ from jaxrl_llm.learner.forward import (
     response_values,
 )
 from jaxrl_llm.learner.router_losses import RouterLoss
-from jaxrl_llm.learner.rows import SAMPLE_ROWS, Fields, rows_of
+from jaxrl_llm.learner.rows import ROUTES, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 
@@ -42,6 +42,7 @@ class PolicyLoss:
     temperature: float
     own_logprobs: bool = False
     router: RouterLoss = RouterLoss()  # of a mixture of experts
+    replays_routes: bool = False  # tokens take the experts that they had in the rollout
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -50,6 +51,8 @@ class PolicyLoss:
         reads = _reads(algorithm.policy_loss, algorithm.kl_loss)
         if algorithm.rejection is not None:
             reads = (*reads, "loss_mask")
+        if self.replays_routes:
+            reads = (*reads, ROUTES)
         if self.own_logprobs:
             reads = tuple(dict.fromkeys((*reads, "rollout_logprobs")))
             reads = tuple(name for name in reads if name != "old_logprobs")

@@ -24,6 +24,13 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
             "works"
         )
     actor = roles.get("actor")
+    replayed = actor is not None and replays_routes(config, actor)
+    if replayed and config.partial_rollouts:
+        raise ConfigError(
+            f"config.partial_rollouts={config.partial_rollouts} does not work with "
+            "config.rollout.routing_replay: the experts of a response that was cut are not kept; "
+            "--config.rollout.routing_replay=False works"
+        )
     given = [coef for coef in _COEFS if getattr(config.actor, coef)]
     if given and (actor is None or actor.spec.config.mixture is None):
         raise ConfigError(
@@ -46,6 +53,11 @@ def _check_mixture(config: Config, name: str) -> None:
                 f"config.{key}={value} does not work with a mixture of experts, which the model "
                 f"{name} is; --config.{key}={works_with} works"
             )
+
+
+def replays_routes(config: Config, actor: Role) -> bool:
+    """Whether the actor's tokens take the experts in its passes that they had in the rollout."""
+    return config.rollout.routing_replay and actor.spec.config.mixture is not None
 
 
 def router_loss(config: Config, role: Role) -> RouterLoss:

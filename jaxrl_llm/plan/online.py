@@ -25,7 +25,7 @@ from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
-from jaxrl_llm.plan.mixtures import check_mixtures, router_loss
+from jaxrl_llm.plan.mixtures import check_mixtures, replays_routes, router_loss
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stop_ids
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
@@ -498,7 +498,9 @@ class _Planning:
         old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
         found: list[Stage] = [
             *self._generation(),
-            stages.OldLogprobs(writes=old, **passes("actor")),
+            stages.OldLogprobs(
+                writes=old, replays_routes=replays_routes(config, roles["actor"]), **passes("actor")
+            ),
             stages.FrozenLogprobs(
                 name="ref", writes=("reference_logprobs",), **passes("reference")
             ),
@@ -551,6 +553,7 @@ class _Planning:
                 cache_tokens=config.rollout.cache_tokens,
                 pad_id=self.pad_id,
                 quantization=config.rollout.quantization,
+                record_routes=replays_routes(config, self.roles["actor"]),
                 attention=sampler.forward.attention,
                 strict=sampler.forward.strict,
             ),
@@ -622,6 +625,7 @@ class _Planning:
             temperature=config.rollout.temperature,
             own_logprobs=own_logprobs,
             router=router_loss(config, actor),
+            replays_routes=replays_routes(config, actor),
         )
         update = stages.Update(
             model=actor,

@@ -38,7 +38,7 @@ from jaxrl_llm.learner.forward import (
     response_values,
 )
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
+from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
     Adapted,
     Metrics,
@@ -182,6 +182,8 @@ class Generate(ModelStage):
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.how.settings.record_routes:
+            return (*SAMPLED, ROUTES)
         return SAMPLED if self.parts is None else (*SAMPLED, "policy_versions")
 
     @property
@@ -206,8 +208,8 @@ class Generate(ModelStage):
             "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
         }
         if parts is None:
-            found = (out.tokens, out.mask, out.logprobs)
-            return StageOutput(dict(zip(SAMPLED, found, strict=True)), metrics)
+            found = (out.tokens, out.mask, out.logprobs, out.routes)
+            return StageOutput(dict(zip((*SAMPLED, ROUTES), found, strict=True)), metrics)
         version = jnp.full(prompt_lengths.shape, parts.first_version(step))
         responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
         left = are_unfinished(responses, prompt_lengths, settings.sampling.is_stop)
@@ -321,8 +323,14 @@ class OldLogprobs(ModelStage):
     writes: tuple[str, ...] = ("old_logprobs",)
     micro_batches: MicroBatches
     temperature: float
+    replays_routes: bool = False  # tokens take the experts that they had in the rollout
 
     name = "old_log_prob"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the samples, and their experts where these are replayed."""
+        return (*super().reads, ROUTES) if self.replays_routes else super().reads
 
     def __call__(
         self,
@@ -334,6 +342,7 @@ class OldLogprobs(ModelStage):
         responses: Any,
         mask: Any,
         rollout_logprobs: Any,
+        **routes: Any,
     ) -> StageOutput:
         with_squares = "sum_pi_squared" in self.writes
         spec, params = pass_model(self.model, state)
@@ -350,7 +359,7 @@ class OldLogprobs(ModelStage):
             )
             return found.logprobs, found.entropy, found.sum_squares
 
-        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        samples = sample_fields(prompts, prompt_lengths, responses, mask) | routes
         (old, entropy, squares), parts = self.micro_batches.join_counted(forward, samples)
         rollout = {"rollout_logprobs": rollout_logprobs, "mask": mask}
         metrics = policy_metrics((old, entropy), rollout) | self.count(parts)

@@ -57,7 +57,7 @@ def empty_routes(
     mixture = config.mixture
     assert mixture is not None
     each = (config.num_layers, mixture.experts_per_token)
-    dtype = jnp.int8 if mixture.num_experts < 128 else jnp.int16
+    dtype = jnp.int8 if mixture.num_experts <= 128 else jnp.int16
     return Routes(
         prompts_GP=jnp.full((num_groups, prompt, *each), -1, dtype),
         read_NR=jnp.full((num_samples, response, *each), -1, dtype),

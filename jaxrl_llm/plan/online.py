@@ -24,6 +24,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
+from jaxrl_llm.plan.correction import correction
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
 from jaxrl_llm.plan.mixtures import check_mixtures, replays_routes, router_loss
 from jaxrl_llm.plan.models import ModelSource
@@ -516,8 +517,8 @@ class _Planning:
                 stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
                 stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
-        correction = stages.correction(algorithm)
-        found += [] if correction is None else [correction]
+        correcting = correction(algorithm)
+        found += [] if correcting is None else [correcting]
         found += [self._extra_model(passes(model.name)) for model in config.models]
         reward = roles.get("reward")
         found += score_stages(

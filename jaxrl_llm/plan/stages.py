@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
-from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
@@ -477,32 +476,6 @@ class Values(ModelStage):
 
 
 # ------------------------------------------------------------------------- the algorithm's
-
-
-def correction(algorithm: Algorithm) -> "Correction | None":
-    """The stage of what the algorithm weighs and rejects; None where it does neither."""
-    named = {"importance_weights": algorithm.importance, "loss_mask": algorithm.rejection}
-    named = {name: fn for name, fn in named.items() if fn is not None}
-    if not named:
-        return None
-    return Correction(writes=tuple(named), functions=tuple(named.values()))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Correction(Stage):
-    """Rollout correction: the function that gives each field that is written."""
-
-    writes: tuple[str, ...]
-    functions: Sequence[Callable[..., Any]]
-
-    name = "rollout_corr"
-
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
-        writes, metrics = {}, {}
-        for name, fn in zip(self.writes, self.functions, strict=True):
-            writes[name], found = fn(*(fields[field] for field in field_names(fn)))
-            metrics |= found
-        return StageOutput(writes, metrics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,26 @@ Kind = Literal["causal_lm", "scalar"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Experts in place of the feed-forward layer: each token is computed by some of them."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # inner size of an expert
+    normalized: bool  # whether the weights of a token's experts add up to 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "experts_per_token", "expert_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is more than num_experts "
+                f"{self.num_experts}: a token chooses different experts"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and features of a decoder of any family.
 
@@ -34,6 +54,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # on the q, k and v projections; never on the output
     qk_norm: bool = False  # RMS norm of each q and k head before rope
+    mixture: Mixture | None = None  # in every layer; None: each layer has one MLP
     sliding_window: tuple[int | None, ...] = ()
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02  # standard deviation of fresh weights
@@ -114,6 +135,13 @@ class ModelConfig:
 
     def _has_window(self, layer: int) -> bool:
         return self.sliding_window[layer] is not None
+
+    @property
+    def active_size(self) -> int:
+        """The inner size that a token is computed with: of the MLP, or of its experts together."""
+        if self.mixture is None:
+            return self.intermediate_size
+        return self.mixture.experts_per_token * self.mixture.expert_size
 
     def for_context(self, length: int) -> "ModelConfig":
         """This model with the rope frequencies of a run whose rows have up to `length` tokens.

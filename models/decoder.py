@@ -16,6 +16,7 @@ from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.kernels.strict import Strict, by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import Experts, Routed, Routing
 from jaxrl_llm.models.layers import (
     MLP,
     PROJECTION,
@@ -66,7 +67,11 @@ class Block(nnx.Module):
         self.attention = Attention(config, kind=kind, form=form, dtype=dtype)
         self.attention_out_norm = norm() if after else None
         self.mlp_norm = norm(float8=float8) if before else None
-        self.mlp = MLP(config, form=form, dtype=dtype)
+        self.mlp = (
+            MLP(config, form=form, dtype=dtype)
+            if config.mixture is None
+            else Experts(config, config.mixture, dtype=dtype)
+        )
         self.mlp_out_norm = norm() if after else None
 
     def __call__(
@@ -75,15 +80,20 @@ class Block(nnx.Module):
         rope: tuple[jax.Array, ...],
         layer_cache: Any,
         attend: Attend,
-    ) -> tuple[jax.Array, Any]:
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, Any, Routed | None]:
         strict = strict_in_scope()
         if strict is not None and not strict.kernels:
-            return self._strictly(strict, x_BTD, rope, layer_cache, attend)
+            return *self._strictly(strict, x_BTD, rope, layer_cache, attend), None
         read_BTD = self._read(x_BTD, self.attention_norm)
         mixed_BTD, new_cache = self.attention(read_BTD, rope, layer_cache, attend)
         x_BTD = x_BTD + self._addend(scattered(mixed_BTD), self.attention_out_norm)
-        mixed_BTD = self.mlp(self._read(x_BTD, self.mlp_norm))
-        return x_BTD + self._addend(scattered(mixed_BTD), self.mlp_out_norm), new_cache
+        read_BTD = self._read(x_BTD, self.mlp_norm)
+        if isinstance(self.mlp, Experts):
+            mixed_BTD, routed = self.mlp(read_BTD, routing)
+        else:
+            mixed_BTD, routed = self.mlp(read_BTD), None
+        return x_BTD + self._addend(scattered(mixed_BTD), self.mlp_out_norm), new_cache, routed
 
     def _read(self, x_BTD: jax.Array, norm: RMSNorm | None) -> Any:
         """What attention or MLP reads; without a norm the residual stream in their dtype."""
@@ -114,6 +124,7 @@ class Block(nnx.Module):
 
         def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
             layer = nnx.merge(graphdef, state)
+            assert isinstance(layer.mlp, MLP)
             x_CD = x_CD + layer._addend(layer.attention.o(out_CNH), layer.attention_out_norm)
             mixed_CD = layer.mlp(layer._read(x_CD, layer.mlp_norm))
             return x_CD + layer._addend(mixed_CD, layer.mlp_out_norm)
@@ -162,14 +173,16 @@ class Decoder(nnx.Module):
         scan: bool = False,
         residual_dtype: DTypeLike | None = None,
         run_layers: RunLayers | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states after the final norm [B, T, D], and one new cache a layer.
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
+        """Hidden states after the final norm [B, T, D], a new cache a layer, and what routers did.
 
         `remat`: see `Remat`. `scan` runs one compiled layer, or one period of a pattern of layers,
         in a loop over stacked weights: the program is smaller, but the weights are copied. The
         layers after the last whole period run one by one. `residual_dtype` is the dtype of the
         residual stream; None takes that of the parameters. `run_layers` computes the layers in
-        another way.
+        another way. `routing` is for layers of experts; what their routers did has the layers as
+        its first dim.
 
         Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers that repeat no pattern.
@@ -183,12 +196,13 @@ class Decoder(nnx.Module):
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
         if run_layers is not None:
             assert cache is None
-            return norm(run_layers(layers, x_BTD)), ()
+            return norm(run_layers(layers, x_BTD)), (), None
         if scan:
             assert cache is None
-            return norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
-        new_cache = []
-        runs: dict[Any, Callable[..., tuple[Any, Any]]] = {}
+            x_BTD, routed = _scanned(layers, x_BTD, rope, attend, remat, routing)
+            return norm(x_BTD), (), routed
+        new_cache, routed = [], []
+        runs: dict[Any, Callable[..., Any]] = {}
         for i, layer in enumerate(layers):
             graphdef, state = nnx.split(layer)
             layer_cache = None if cache is None else cache[i]
@@ -196,9 +210,14 @@ class Decoder(nnx.Module):
                 # Equal layers share one jitted function, which is traced, differentiated and
                 # lowered once. XLA inlines it, so the program is the same.
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
-            x_BTD, new_layer_cache = runs[graphdef](state, x_BTD, rope, layer_cache)
+            of_layer = None if routing is None else routing.of_layer(i)
+            x_BTD, new_layer_cache, layer_routed = runs[graphdef](
+                state, x_BTD, rope, layer_cache, of_layer
+            )
             new_cache.append(new_layer_cache)
-        return norm(x_BTD), tuple(new_cache)
+            routed.append(layer_routed)
+        every = jax.tree.map(lambda *layers: jnp.stack(layers), *routed)
+        return norm(x_BTD), tuple(new_cache), every
 
     def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
         def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, ...]:
@@ -217,10 +236,12 @@ class Decoder(nnx.Module):
         return by_rows(strict, lambda state, x: nnx.merge(graphdef, state)(x), state, x_BTD)
 
 
-def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tuple[Any, Any]]:
+def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., Any]:
     # The parameters are an argument: an nnx module must not cross a jax transformation.
-    def run(state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend)
+    def run(
+        state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any, routing: Routing | None
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend, routing)
 
     return rematerialised(run, remat)
 
@@ -240,24 +261,46 @@ def rematerialised(
 
 
 def _scanned(
-    layers: list[Block], x_BTD: jax.Array, rope: Any, attend: Attend, remat: Remat
-) -> jax.Array:
+    layers: list[Block],
+    x_BTD: jax.Array,
+    rope: Any,
+    attend: Attend,
+    remat: Remat,
+    routing: Routing | None,
+) -> tuple[jax.Array, Routed | None]:
     graphdefs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
     period = period_of(graphdefs)
     runs = {graphdef: _block_fn(graphdef, attend, remat) for graphdef in set(graphdefs)}
     whole = len(layers) - len(layers) % period
-    stacked = [
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *states[j:whole:period])
-        for j in range(period)
-    ]
 
-    def body(x_BTD: jax.Array, states: Any) -> tuple[jax.Array, None]:
-        for graphdef, state in zip(graphdefs, states, strict=False):
-            x_BTD, _ = runs[graphdef](state, x_BTD, rope, None)
+    def stack(of_layers: Sequence[Any]) -> list[Any]:
+        """For each layer of a period, what those of all periods have, stacked."""
+        return [
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers[j:whole:period])
+            for j in range(period)
+        ]
+
+    stacked = stack(states)
+
+    def body(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        routed = []
+        for graphdef, (state, of_layer) in zip(graphdefs, layers, strict=False):
+            x_BTD, _, of_experts = runs[graphdef](state, x_BTD, rope, None, of_layer)
+            routed.append(of_experts)
+        return x_BTD, tuple(routed)
+
+    each = [None if routing is None else routing.of_layer(i) for i in range(len(layers))]
+    x_BTD, of_periods = jax.lax.scan(body, x_BTD, tuple(zip(stacked, stack(each), strict=True)))
+    x_BTD, of_others = body(x_BTD, tuple(zip(states[whole:], each[whole:], strict=True)))
+    if of_periods[0] is None:
         return x_BTD, None
-
-    x_BTD, _ = jax.lax.scan(body, x_BTD, stacked)
-    return body(x_BTD, states[whole:])[0]
+    # [periods, period, ...] -> [layers, ...]
+    joined = jax.tree.map(
+        lambda *xs: jnp.stack(xs, axis=1).reshape(whole, *xs[0].shape[1:]), *of_periods
+    )
+    return x_BTD, jax.tree.map(
+        lambda x, *others: jnp.concatenate([x, *(o[None] for o in others)]), joined, *of_others
+    )
 
 
 def period_of(kinds: Sequence[Any]) -> int:

@@ -10,14 +10,17 @@ from jaxrl_llm.models import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.hf import HFTensor, Path
+from jaxrl_llm.models.hf import Names
 
 
 class Family(Protocol):
@@ -27,7 +30,7 @@ class Family(Protocol):
 
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig: ...
     def to_hf_config(self, config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]: ...
-    def hf_names(self, config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]: ...
+    def hf_names(self, config: ModelConfig, kind: Kind) -> Names: ...
     def check(self, config: ModelConfig) -> None: ...
 
 
@@ -39,10 +42,13 @@ FAMILIES: dict[str, Family] = {
     "granite": granite,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "olmo2": olmo2,
+    "olmoe": olmoe,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "smollm3": smollm3,
 }
 # "LlamaForCausalLM" -> ("llama", "causal_lm")
@@ -122,13 +128,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json that describe this model."""
-    check_family(config)
+    check_family(config, kind)
     return FAMILIES[config.family].to_hf_config(config, kind)
 
 
-def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path, such as ("decoder", "embed", "table")."""
-    check_family(config)
+    check_family(config, kind)
     return FAMILIES[config.family].hf_names(config, kind)
 
 
@@ -143,10 +149,16 @@ def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
     return name == "lm_head.weight" and (config.tie_word_embeddings or kind == "scalar")
 
 
-def check_family(config: ModelConfig) -> None:
-    """Raises: ValueError for an unknown family, or a feature that the family lacks."""
+def check_family(config: ModelConfig, kind: Kind = "causal_lm") -> None:
+    """Raises: ValueError for an unknown family, or a feature or kind that the family lacks."""
     if config.family not in FAMILIES:
         raise ValueError(
             f"model family {config.family!r} is unknown: use one of {', '.join(FAMILIES)}"
         )
-    FAMILIES[config.family].check(config)
+    family = FAMILIES[config.family]
+    family.check(config)
+    if kind == "scalar" and kind not in family.ARCHITECTURES:
+        raise ValueError(
+            f"{config.family} has no scalar model in transformers: give the critic or reward model "
+            "another family, or take an algorithm without one"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.gemma import features
-from jaxrl_llm.models.hf import HFTensor, Path
+from jaxrl_llm.models.hf import Names
 
 __all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
 
@@ -54,7 +54,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     return {key: value for key, value in hf.items() if key != "hidden_act"} | scalar | PLAIN
 
 
-def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     return common.hf_names(config, kind, norms=NORMS)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.hf import HFTensor, Path
+from jaxrl_llm.models.hf import Names
 
 __all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
 
@@ -48,7 +48,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     return {**hf, **partial, "attention_bias": config.attention_bias}
 
 
-def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     names = common.hf_names(config, kind, norms=NORMS)
     return common.fused(names, gate_up_proj=("gate", "up"))

@@ -5,11 +5,13 @@ imports transformers: the functions take and return dicts.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxrl_llm.models.config import Kind, ModelConfig
+import numpy as np
+
+from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
 from jaxrl_llm.models.rope import ROPE_KINDS, RopeScaling, is_positive
 
 Path = tuple[str, ...]  # path of a leaf in the nested dict of parameters
@@ -55,20 +57,49 @@ class HFTensor:
             return array.reshape(self.shape)
         return array.reshape(self.shape[::-1]).T
 
+    @property
+    def parts(self) -> tuple["HFTensor", ...]:
+        """The tensors of a file that make up our parameter."""
+        return (self,)
 
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Our parameter from the parts of it, in our layout."""
+        (array,) = arrays
+        return array
+
+
+@dataclass(frozen=True)
+class HFStack:
+    """One of our parameters whose first dim counts tensors of a checkpoint, one an expert."""
+
+    parts: tuple[HFTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the first tensor."""
+        return self.parts[0].name
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].our_shape)
+
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Our parameter from the parts of it, in our layout."""
+        return np.stack(arrays)
+
+
+Names = dict[Path, HFTensor | HFStack]
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def hf_names(
-    config: ModelConfig, kind: Kind, *, norms: Mapping[str, str] = NORMS
-) -> dict[Path, HFTensor]:
+def hf_names(config: ModelConfig, kind: Kind, *, norms: Mapping[str, str] = NORMS) -> Names:
     """The Hugging Face tensor of each parameter path, for a Llama-like layout.
 
     `norms` has their name of each norm of a layer. A tied model has no head, so it has no
     `lm_head.weight`.
     """
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    names: dict[Path, HFTensor] = {
+    names: Names = {
         ("decoder", "embed", "table"): HFTensor("model.embed_tokens.weight", (V, D), (V, D)),
         ("decoder", "norm", "scale"): HFTensor("model.norm.weight", (D,), (D,)),
     }
@@ -76,13 +107,16 @@ def hf_names(
         layer, prefix = ("decoder", "layers", str(i)), f"model.layers.{i}"
         for ours, theirs in norms.items():
             names[*layer, ours, "scale"] = HFTensor(f"{prefix}.{theirs}.weight", (D,), (D,))
-        for name in ("gate", "up"):
-            names[*layer, "mlp", name, "kernel"] = HFTensor(
-                f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+        if config.mixture is not None:
+            names |= _expert_names(config, config.mixture, (*layer, "mlp"), prefix)
+        else:
+            for name in ("gate", "up"):
+                names[*layer, "mlp", name, "kernel"] = HFTensor(
+                    f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+                )
+            names[*layer, "mlp", "down", "kernel"] = HFTensor(
+                f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
             )
-        names[*layer, "mlp", "down", "kernel"] = HFTensor(
-            f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
-        )
         names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
     if kind == "scalar":
         names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
@@ -91,9 +125,38 @@ def hf_names(
     return names
 
 
-def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path, HFTensor]:
+# Where a file keeps the experts of a layer: the module, and the names of gate, up and down.
+_EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+_USUAL_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+def _expert_names(config: ModelConfig, mixture: Mixture, path: Path, layer: str) -> Names:
+    """The router and the stacked experts. Files have a tensor for each projection and expert."""
+    D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
+    module, theirs = _EXPERTS.get(config.family, _USUAL_EXPERTS)
+    prefix = f"{layer}.{module}"
+    names: Names = {
+        (*path, "router", "kernel"): HFTensor(f"{prefix}.gate.weight", (E, D), (D, E), True)
+    }
+    for ours, name in zip(("gate", "up", "down"), theirs, strict=True):
+        inputs, outputs = (F, D) if ours == "down" else (D, F)
+        names[*path, ours, "kernel"] = HFStack(
+            tuple(
+                HFTensor(
+                    f"{prefix}.experts.{e}.{name}.weight",
+                    (outputs, inputs),
+                    (inputs, outputs),
+                    transpose=True,
+                )
+                for e in range(E)
+            )
+        )
+    return names
+
+
+def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
     D, H = config.hidden_size, config.head_dim
-    names: dict[Path, HFTensor] = {}
+    names: Names = {}
     for name, heads in (
         ("q", config.num_heads),
         ("k", config.num_kv_heads),
@@ -116,28 +179,39 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path,
     return names
 
 
-def fused(names: Mapping[Path, HFTensor], **parts: tuple[str, ...]) -> dict[Path, HFTensor]:
+def fused(names: Names, **parts: tuple[str, ...]) -> Names:
     """The names with fused projections: `gate_up_proj=("gate", "up")` holds both, in that order."""
     found = dict(names)
     for name, own in parts.items():
         for path in [path for path in names if path[-2:] == (own[0], "kernel")]:
             paths = [(*path[:-2], part, "kernel") for part in own]
-            rows = [names[each].shape[0] for each in paths]
-            for i, each in enumerate(paths):
-                theirs = names[each].name.replace(f"{own[i]}_proj", name)
+            tensors = [tensor for each in paths for tensor in names[each].parts]
+            rows = [tensor.shape[0] for tensor in tensors]
+            for i, (each, tensor) in enumerate(zip(paths, tensors, strict=True)):
+                theirs = tensor.name.replace(f"{own[i]}_proj", name)
                 found[each] = replace(
-                    names[each], name=theirs, first_row=sum(rows[:i]), of_rows=sum(rows)
+                    tensor, name=theirs, first_row=sum(rows[:i]), of_rows=sum(rows)
                 )
     return found
 
 
-def stored_parts(names: Mapping[Path, HFTensor]) -> dict[str, list[tuple[Path, HFTensor]]]:
+@dataclass(frozen=True)
+class StoredPart:
+    """Which of our parameters a tensor of theirs holds, or a part of one."""
+
+    path: Path
+    index: int  # of the expert; 0 where the tensor holds the whole parameter
+    tensor: HFTensor
+
+
+def stored_parts(names: Mapping[Path, HFTensor | HFStack]) -> dict[str, list[StoredPart]]:
     """The parameters of each tensor of theirs, in the order of their rows."""
-    found: dict[str, list[tuple[Path, HFTensor]]] = {}
-    for path, tensor in names.items():
-        found.setdefault(tensor.name, []).append((path, tensor))
+    found: dict[str, list[StoredPart]] = {}
+    for path, ours in names.items():
+        for index, tensor in enumerate(ours.parts):
+            found.setdefault(tensor.name, []).append(StoredPart(path, index, tensor))
     return {
-        name: sorted(parts, key=lambda part: part[1].first_row) for name, parts in found.items()
+        name: sorted(parts, key=lambda part: part.tensor.first_row) for name, parts in found.items()
     }
 
 
@@ -412,9 +486,9 @@ ANY = object()  # a field of which a family has every value
 FEW = {
     name: ModelConfig.__dataclass_fields__[name].default
     for name in (
-        "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers", "rotary_factor",
-        "interleaved_rope", "local_rope_theta", "attention_multiplier", "embedding_multiplier",
-        "residual_multiplier", "logits_scaling",
+        "mixture", "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers",
+        "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
+        "embedding_multiplier", "residual_multiplier", "logits_scaling",
     )
 }  # fmt: skip
 
@@ -432,6 +506,29 @@ def check_features(config: ModelConfig, **allowed: Any) -> None:
                 f"{config.family} has {name}={value}, not {getattr(config, name)}: "
                 "change it or take the family that has it"
             )
+
+
+def mixture_from_hf(
+    hf: Mapping[str, Any], family: str, *, experts: str, size: str, normalized: bool
+) -> Mixture:
+    """The experts of every layer; `experts` and `size` are the family's keys.
+
+    Raises: ValueError for a missing key.
+    """
+    return Mixture(
+        num_experts=_require(hf, experts, family),
+        experts_per_token=_require(hf, "num_experts_per_tok", family),
+        expert_size=_require(hf, size, family),
+        normalized=normalized,
+    )
+
+
+def check_mixture(config: ModelConfig, **allowed: Any) -> Mixture:
+    """`check_features` of a family with experts. Returns the experts."""
+    if config.mixture is None:
+        raise ValueError(f"{config.family} has experts: give mixture, or take a dense family")
+    check_features(config, mixture=config.mixture, **allowed)
+    return config.mixture
 
 
 def check_head_size(config: ModelConfig) -> None:

@@ -57,7 +57,12 @@ class Pipeline:
         return (self.stages - 1) / self.ticks
 
     def check(self, config: ModelConfig) -> None:
-        """Raises: ValueError for layers that the stages cannot share evenly."""
+        """Raises: ValueError for layers that the stages cannot share evenly, and for experts."""
+        if config.mixture is not None:
+            raise ValueError(
+                f"config.mesh.pipeline={self.stages} does not work with a mixture of experts: set "
+                "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
+            )
         layers, groups = config.num_layers, self.stages * self.rounds
         if layers % groups:
             fits = [n for n in range(1, groups + 1) if layers % n == 0]

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
+from jaxrl_llm.models.hf import stored_parts
 from jaxrl_llm.models.rope import Llama3Rope
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -85,10 +86,23 @@ CONFIGS = {
 
 def their_tensors(names: dict, ours: dict) -> dict[str, np.ndarray]:
     """Their tensors of our parameters by path; the parts of a fused one are joined."""
-    found: dict[str, list] = {}
-    for path, tensor in sorted(names.items(), key=lambda item: item[1].first_row):
-        found.setdefault(tensor.name, []).append(tensor.to_hf(ours[path]))
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    def array(part):
+        value = ours[part.path]
+        return part.tensor.to_hf(value if len(names[part.path].parts) == 1 else value[part.index])
+
+    return {
+        name: np.concatenate([array(part) for part in parts])
+        for name, parts in stored_parts(names).items()
+    }
+
+
+def our_params(names: dict, theirs: dict) -> dict[tuple[str, ...], np.ndarray]:
+    """Our parameters by path from their tensors."""
+    return {
+        path: ours.joined([part.to_ours(theirs[part.name]) for part in ours.parts])
+        for path, ours in names.items()
+    }
 
 
 def random_tensors(
@@ -100,7 +114,8 @@ def random_tensors(
         tensor.name: (
             0.2 * rng.normal(size=tensor.whole_shape) + tensor.name.endswith("norm.weight")
         ).astype(NUMPY_DTYPES[dtype])
-        for tensor in hf_names(config, kind).values()
+        for ours in hf_names(config, kind).values()
+        for tensor in ours.parts
     }
 
 

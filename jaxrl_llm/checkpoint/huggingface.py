@@ -5,6 +5,7 @@ weight file plus the largest tensor. Export fetches one tensor at a time from th
 of each family in `models/` has the names of its tensors.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -33,7 +34,7 @@ from jaxrl_llm.models.families import (
     ignored_tensor,
     to_hf_config,
 )
-from jaxrl_llm.models.hf import HFTensor, stored_parts
+from jaxrl_llm.models.hf import StoredPart, stored_parts
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -58,7 +59,8 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 _TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
     (
         ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers"),
+         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers",
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         int, "a whole number below 2**31", 2**31,
     ),
     (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
@@ -134,7 +136,7 @@ def import_params(
     stored = stored_tensors(directory)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
-    shapes = {name: parts[0][1].whole_shape for name, parts in wanted.items()}
+    shapes = {name: parts[0].tensor.whole_shape for name, parts in wanted.items()}
     _check_tensors(directory, spec, stored, shapes)
 
     target = float_dtype(dtype or spec.dtype)
@@ -145,9 +147,15 @@ def import_params(
         _put(params, path, _place(value, sharding, target))
 
     params: Params = {}
+    # What was read of parameters that lie in several tensors, one an expert.
+    read: dict[tuple[str, ...], dict[int, Any]] = {}
     for name, value in read_tensors([stored[name] for name in wanted]):
-        for path, tensor in wanted[name]:
-            place(path, tensor.to_ours(value))
+        for part in wanted[name]:
+            read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
+            ours = names[part.path]
+            if len(read[part.path]) == len(ours.parts):
+                found = read.pop(part.path)
+                place(part.path, ours.joined([found[i] for i in range(len(found))]))
         del value  # before the next one is read
     for path, tensor in names.items():
         if tensor.name not in wanted:
@@ -373,15 +381,23 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
 
 
 def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
-    def lazy(name: str, parts: list[tuple[tuple[str, ...], HFTensor]]) -> LazyTensor:
+    # Tensors are written in this order, so those of one parameter are cut from one copy.
+    fetched = functools.lru_cache(maxsize=1)(lambda path: _fetch(_get(params, path)))
+
+    def part_of(part: StoredPart) -> np.ndarray:
+        if len(names[part.path].parts) > 1:
+            return part.tensor.to_hf(fetched(part.path)[part.index])
+        return part.tensor.to_hf(_fetch(_get(params, part.path)))
+
+    def lazy(name: str, parts: list[StoredPart]) -> LazyTensor:
         def fetch() -> np.ndarray:
-            found = [tensor.to_hf(_fetch(_get(params, path))) for path, tensor in parts]
+            found = [part_of(part) for part in parts]
             return found[0] if len(found) == 1 else np.concatenate(found)
 
-        return LazyTensor(name, parts[0][1].whole_shape, fetch)
+        return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
 
-    stored = stored_parts(hf_names(spec.config, spec.kind))
-    return [lazy(name, parts) for name, parts in stored.items()]
+    names = hf_names(spec.config, spec.kind)
+    return [lazy(name, parts) for name, parts in stored_parts(names).items()]
 
 
 def _fetch(value: Any) -> np.ndarray:

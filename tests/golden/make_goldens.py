@@ -1,6 +1,6 @@
 """Writes the golden logits of tiny random models, one .npz a case, beside this file.
 
-    python tests/golden/make_goldens.py
+    python tests/golden/make_goldens.py [CASE ...]
 
 Needs torch (a CPU build does) and transformers; the tests that read the files need neither. Each
 file holds the config.json as text, every weight under its Hugging Face name, token ids [2, 14] and
@@ -8,10 +8,13 @@ transformers' float32 logits, computed with its plain ("eager") attention.
 """
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -162,6 +165,59 @@ CASES: dict[str, dict[str, Any]] = {
             rope_scaling={"type": "longrope", **LONGROPE},
         ),
     ),
+    "qwen3_moe_window": case(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            head_dim=6,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=5,
+        ),
+    ),
+    "qwen3_moe_scalar": case(
+        "qwen3_moe",
+        "Qwen3MoeForSequenceClassification",
+        **sizes(
+            16,
+            2,
+            1,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            norm_topk_prob=False,
+            id2label={"0": "LABEL_0"},
+            label2id={"LABEL_0": 0},
+            pad_token_id=0,
+        ),
+    ),
+    "mixtral_tied": case(
+        "mixtral",
+        "MixtralForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            tie_word_embeddings=True,
+        )
+        | {"intermediate_size": 12},
+    ),
+    "olmoe_gqa": case(
+        "olmoe",
+        "OlmoeForCausalLM",
+        **sizes(16, 4, 2, num_experts=4, num_experts_per_tok=2, pad_token_id=0)
+        | {"intermediate_size": 12},
+    ),
     "qwen3_longrope_short": case(
         "qwen3",
         "Qwen3ForCausalLM",
@@ -289,7 +345,12 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def weights(model: Any) -> dict[str, np.ndarray]:
-    """Every stored tensor by name; a tied head is not stored."""
+    """Every stored tensor by name, as a file has them; a tied head is not stored."""
+    if hasattr(model.config, "num_experts_per_tok"):
+        # The model has the experts of a layer in one tensor, a file has a tensor for each.
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
     tied = getattr(model.config, "tie_word_embeddings", False)
     return {
         name: tensor.detach().numpy()
@@ -305,8 +366,10 @@ def tokens_for(config: dict[str, Any], seed: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Writes every case."""
+    """Writes every case, or those that arguments name."""
     for seed, (name, config) in enumerate(CASES.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         model, tokens = build(config, seed), tokens_for(config, seed)
         stored = {f"weights/{key}": value for key, value in weights(model).items()}
         path = Path(__file__).parent / f"{name}.npz"

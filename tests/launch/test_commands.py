@@ -70,7 +70,12 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
     assert completed("tr") == ["train"]
     assert completed("export", "--r") == ["--role="]
     # bash splits words at "=".
-    assert completed("train", "--config", "=", "grpo") == ["grpo", "grpo_lora", "grpo_smollm2"]
+    assert completed("train", "--config", "=", "grpo") == [
+        "grpo",
+        "grpo_lora",
+        "grpo_moe",
+        "grpo_smollm2",
+    ]
     assert completed("train", "--config", "=", "grpo", "--config.roll") == [
         word for word in completed("train", "--config.rollout") if word.endswith("=")
     ]

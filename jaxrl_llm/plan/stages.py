@@ -207,8 +207,9 @@ class Generate(ModelStage):
             "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
         }
         if parts is None:
-            found = (out.tokens, out.mask, out.logprobs, out.routes)
-            return StageOutput(dict(zip((*SAMPLED, ROUTES), found, strict=True)), metrics)
+            found = (out.tokens, out.mask, out.logprobs)
+            found += () if out.routes is None else (out.routes,)
+            return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
         version = jnp.full(prompt_lengths.shape, parts.first_version(step))
         responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
         left = are_unfinished(responses, prompt_lengths, settings.sampling.is_stop)

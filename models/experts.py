@@ -1,7 +1,7 @@
 """Mixture of experts: a router, and grouped matmuls of each expert with its tokens.
 
-No token is dropped. The (token, expert) pairs are sorted by expert, and `jax.lax.ragged_dot`
-multiplies each run of rows with the weights of its expert. Padding goes to no expert.
+No token is dropped. The (token, expert) pairs are sorted by expert, and `grouped_matmul` multiplies
+each run of rows with the weights of its expert. Padding goes to no expert.
 
 Shape letters: B batch, T tokens, D hidden, F inner size of an expert, E experts, K experts of a
 token, N tokens of a device, M rows of the grouped matmuls.
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
+from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
 
@@ -253,7 +254,7 @@ def _own_experts(
 
 def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:
     """Each run of `sizes_E` rows times the weights of its expert."""
-    y_MF = jax.lax.ragged_dot(x_MD, kernel_EDF.astype(x_MD.dtype), sizes_E)
+    y_MF = grouped_matmul(x_MD, kernel_EDF.astype(x_MD.dtype), sizes_E)
     return checkpoint_name(y_MF, PROJECTION)
 
 

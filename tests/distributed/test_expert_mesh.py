@@ -73,9 +73,15 @@ def value_and_gradients(layout: Layout | None):
 on_one_device = value_and_gradients(None)
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_split_experts_equal_those_of_one_device(sizes):
-    split = value_and_gradients(train_layout(make_mesh(**sizes), 2))
+@pytest.mark.parametrize(
+    ("sizes", "tensor"),
+    [*((sizes, 0) for sizes in MESHES), ({"expert": 4, "tensor": 2}, 4)],
+    ids=str,
+)
+def test_split_experts_equal_those_of_one_device(sizes, tensor):
+    """A phase with a larger tensor size takes a part of the axis expert for it."""
+    mesh = make_mesh(**sizes, cuts=[tensor] if tensor else [])
+    split = value_and_gradients(train_layout(mesh, 2, tensor=tensor))
     for routing in ("balanced", "all to one", "padding"):
         arguments = operands(routing)
         jax.tree.map(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_train_step import MODEL, SETTINGS, rollout
 
@@ -95,3 +96,22 @@ def test_supervised_updates_have_the_losses_too(params):
     added = 0.5 * metrics["router_aux_loss"] + 0.25 * metrics["router_z_loss"]
     weights = next(v for k, v in metrics.items() if k.startswith("weight of "))
     np.testing.assert_allclose(metrics["loss"], plain / weights + added, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_in_bfloat16_are_near_those_in_float32(params):
+    """Weights are cast once a step; each micro-batch adds float32 gradients of the cast ones."""
+    fields = with_counts(rollout(), jnp.bool_(False))
+
+    def gradients(dtype):
+        settings = replace(SETTINGS, dtype=dtype)
+        loss = PolicyLoss(
+            algorithm=build_online(c.PPO()), spec=SPEC, settings=settings, temperature=1.0
+        )
+        how = {"cast_ahead": settings.cast_ahead, "micro_batches": Padded(num=2)}
+        return jax.jit(lambda p: accumulate(loss, p, fields, **how)[0])(params)
+
+    exact, rounded = gradients("float32"), gradients("bfloat16")
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(rounded))
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, rounded, exact))
+    assert 0 < difference < 0.1 * optax.tree.norm(exact)

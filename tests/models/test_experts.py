@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from tiny_models import tiny_config
 
+from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.learner.router_losses import RouterLoss, load_balance, load_metrics, z_loss
-from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.base import bind, init_params, model_spec
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.experts import Experts, Routed, Routing
 from jaxrl_llm.models.flops import forward_flops
@@ -166,3 +167,31 @@ def test_parameters_and_flops_count_the_experts_of_a_token():
     dense = replace(CONFIG, family="qwen3", mixture=None, intermediate_size=10)
     router = 2 * CONFIG.num_layers * 6 * 4
     assert forward_flops(CONFIG, (3, 4)) == forward_flops(dense, (3, 4)) + router * 7
+
+
+def test_scanned_and_recomputed_layers_route_the_same():
+    config = replace(CONFIG, head_dim=4, num_kv_heads=1)
+    spec = model_spec(config)
+    params = init_params(spec, jax.random.key(1))
+    tokens = jnp.arange(10).reshape(2, 5)
+    chosen = jnp.full((2, 5, 2, 2), -1).at[:, 2:, 1].set(jnp.array([3, 1]))
+    routing = Routing(real_BT=jnp.arange(5) < jnp.array([[4], [5]]), chosen_BTLK=chosen)
+
+    def run(params, **how):
+        def attend(q, k, v, cache, /, *, window):
+            return attention_reference(q, k, v, causal=True, window=window), cache
+
+        positions = jnp.broadcast_to(jnp.arange(5), tokens.shape)
+        model = bind(spec, params)
+        hidden, _, routed = model.routed(tokens, positions, attend=attend, routing=routing, **how)
+        return (hidden * routing.real_BT[..., None]).sum() + z_loss(routed), routed
+
+    plain, again = (
+        jax.jit(jax.value_and_grad(partial(run, **how), has_aux=True))(params)
+        for how in ({}, {"scan": True, "remat": "full"})
+    )
+    routed = plain[0][1]
+    assert routed.chosen_BTK.shape == (2, 2, 5, 2)
+    np.testing.assert_array_equal(routed.chosen_BTK[1, 1, 2:], [[3, 1]] * 3)
+    np.testing.assert_array_equal(routed.chosen_BTK[:, 0, 4], np.full((2, 2), 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)

@@ -52,6 +52,8 @@ class RolloutBatch:
     responses: Int[Array, "B R"] | None = None
     mask: Float[Array, "B R"] | None = None  # 1 for a token of the policy, its EOS included
     rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
+    # The experts that the sampler chose for each token, -1 for no token: routing replay.
+    rollout_routes: Int[Array, "B T L K"] | None = None
     # With partial rollouts: updates of the policy that sampled each token; -1 outside of the mask.
     policy_versions: Int[Array, "B R"] | None = None
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update

@@ -3,6 +3,7 @@
 Shape letters: B batch, T tokens, D hidden, N query heads, K KV heads, H head dim.
 """
 
+import math
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,36 +45,50 @@ class Attend(Protocol):
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention of one layer.
+    """Grouped-query self-attention of one layer; `kind` is its entry of `config.layer_kinds`.
 
     In merged form, the three input projections are one kernel [D, N + 2K, H]; see
     `base.merge_projections`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, window: int | None, form: Form, dtype: DTypeLike
+        self,
+        config: ModelConfig,
+        *,
+        kind: tuple[int | None, int | None],
+        form: Form,
+        dtype: DTypeLike,
     ) -> None:
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_heads, config.num_kv_heads
         self.heads = (N, K)
-        self.window = window
-        kind = Float8Projection if form.startswith("float8") else Projection
-        projection = partial(kind, bias=config.attention_bias, dtype=dtype)
+        self.window, self.rope_table = kind
+        self.interleaved = config.interleaved_rope
+        multiplier = config.attention_multiplier
+        self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(H)
+        linear = Float8Projection if form.startswith("float8") else Projection
+        projection = partial(linear, bias=config.attention_bias, dtype=dtype)
         if form.endswith("separate"):
             self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))
             self.k = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
             self.v = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
         else:
             self.qkv = projection((D, N + 2 * K, H), ("embed", "merged", "head_dim"))
-        self.o = kind((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
-        norm = partial(RMSNorm, H, axis="head_dim", eps=config.rms_norm_eps, dtype=dtype)
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm else None
+        self.o = linear((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
+        norm = partial(
+            RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset
+        )
+        if config.qk_norm_whole:
+            self.q_norm = norm(N, H, axes=("q_heads", "head_dim"))
+            self.k_norm = norm(K, H, axes=("kv_heads", "head_dim"))
+        else:
+            self.q_norm = norm(H, axes=("head_dim",)) if config.qk_norm else None
+            self.k_norm = norm(H, axes=("head_dim",)) if config.qk_norm else None
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, ...],
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
@@ -81,13 +96,19 @@ class Attention(nnx.Module):
         return self.o(out_BTNH), new_cache
 
     def inputs(
-        self, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
+        self, x_BTD: jax.Array, rope: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, as `Attend` takes them."""
         q_BTNH, k_BTKH, v_BTKH = gathering(self._project)(x_BTD)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        return apply_rope(q_BTNH, *rope), apply_rope(k_BTKH, *rope), v_BTKH
+        if self.rope_table is not None:
+            cos, sin = rope[2 * self.rope_table : 2 * self.rope_table + 2]
+            turned = partial(apply_rope, cos=cos, sin=sin, interleaved=self.interleaved)
+            q_BTNH, k_BTKH = turned(q_BTNH), turned(k_BTKH)
+        if self.query_scale != 1.0:  # the callee of `Attend` scales too
+            q_BTNH = (q_BTNH * jnp.float32(self.query_scale)).astype(q_BTNH.dtype)
+        return q_BTNH, k_BTKH, v_BTKH
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         if hasattr(self, "qkv"):

@@ -90,6 +90,8 @@ def model_spec(
     check_family(config)
     name = jnp.dtype(dtype).name
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
+    if config.mixture is not None and form.startswith("float8"):
+        raise ValueError("experts have no float8 form: set --config.rollout.quantization=none")
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
 
@@ -197,8 +199,9 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
         attention["qkv"] = {
             leaf: jnp.concatenate([part[leaf] for part in parts], axis=-2) for leaf in parts[0]
         }
-        kernels = [mlp.pop(part)["kernel"] for part in ("gate", "up")]
-        mlp["gate_up"] = {"kernel": jnp.concatenate(kernels, axis=-1)}
+        if spec.config.mixture is None:  # experts keep theirs
+            kernels = [mlp.pop(part)["kernel"] for part in ("gate", "up")]
+            mlp["gate_up"] = {"kernel": jnp.concatenate(kernels, axis=-1)}
         layers[name] = layer | {"attention": attention, "mlp": mlp}
     merged = params | {"decoder": params["decoder"] | {"layers": layers}}
     return model_spec(spec.config, spec.kind, spec.dtype, form="merged"), merged

@@ -1,9 +1,10 @@
-"""The decoder that all families share: embedding, pre-norm blocks, final norm.
+"""The decoder that all families share: embedding, blocks, final norm.
 
 Shape letters: B batch, T tokens, D hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.kernels.strict import Strict, by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Attend, Attention
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import Experts, Routed, Routing
 from jaxrl_llm.models.layers import (
     MLP,
     PROJECTION,
@@ -38,51 +40,94 @@ _POLICIES = {
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `config.norms` puts a norm behind attention and MLP, in place of those before or with them.
+    """
 
     def __init__(
-        self, config: ModelConfig, *, window: int | None, form: Form, dtype: DTypeLike
+        self,
+        config: ModelConfig,
+        *,
+        kind: tuple[int | None, int | None],
+        form: Form,
+        dtype: DTypeLike,
     ) -> None:
-        D, eps = config.hidden_size, config.rms_norm_eps
+        norm = partial(
+            RMSNorm,
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            dtype=dtype,
+            unit_offset=config.unit_offset,
+        )
+        before, after = config.norms != "after", config.norms != "before"
         float8 = form.startswith("float8")
-        self.attention_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
-        self.attention = Attention(config, window=window, form=form, dtype=dtype)
-        self.mlp_norm = RMSNorm(D, eps=eps, dtype=dtype, float8=float8)
-        self.mlp = MLP(config, form=form, dtype=dtype)
+        self.residual_multiplier = config.residual_multiplier
+        self.attention_norm = norm(float8=float8) if before else None
+        self.attention = Attention(config, kind=kind, form=form, dtype=dtype)
+        self.attention_out_norm = norm() if after else None
+        self.mlp_norm = norm(float8=float8) if before else None
+        self.mlp = (
+            MLP(config, form=form, dtype=dtype)
+            if config.mixture is None
+            else Experts(config, config.mixture, dtype=dtype)
+        )
+        self.mlp_out_norm = norm() if after else None
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, ...],
         layer_cache: Any,
         attend: Attend,
-    ) -> tuple[jax.Array, Any]:
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, Any, Routed | None]:
         strict = strict_in_scope()
         if strict is not None and not strict.kernels:
-            return self._strictly(strict, x_BTD, rope, layer_cache, attend)
-        mixed_BTD, new_cache = self.attention(self.attention_norm(x_BTD), rope, layer_cache, attend)
-        x_BTD = x_BTD + scattered(mixed_BTD)
-        return x_BTD + scattered(self.mlp(self.mlp_norm(x_BTD))), new_cache
+            return *self._strictly(strict, x_BTD, rope, layer_cache, attend), None
+        read_BTD = self._read(x_BTD, self.attention_norm)
+        mixed_BTD, new_cache = self.attention(read_BTD, rope, layer_cache, attend)
+        x_BTD = x_BTD + self._addend(scattered(mixed_BTD), self.attention_out_norm)
+        read_BTD = self._read(x_BTD, self.mlp_norm)
+        if isinstance(self.mlp, Experts):
+            mixed_BTD, routed = self.mlp(read_BTD, routing)
+        else:
+            mixed_BTD, routed = self.mlp(read_BTD), None
+        return x_BTD + self._addend(scattered(mixed_BTD), self.mlp_out_norm), new_cache, routed
+
+    def _read(self, x_BTD: jax.Array, norm: RMSNorm | None) -> Any:
+        """What attention or MLP reads; without a norm the residual stream in their dtype."""
+        if norm is not None:
+            return norm(x_BTD)
+        assert self.attention_out_norm is not None
+        return x_BTD.astype(self.attention_out_norm.scale[...].dtype)
+
+    def _addend(self, x_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        x_BTD = x_BTD if norm is None else norm(x_BTD)
+        multiplier = self.residual_multiplier
+        return x_BTD if multiplier == 1.0 else x_BTD * multiplier
 
     def _strictly(
         self,
         strict: Strict,
         x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, ...],
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
         """The layer in chunks of rows before and after the attention."""
         graphdef, state = nnx.split(self)
 
-        def before(state: Any, x_CD: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+        def before(state: Any, x_CD: jax.Array, *rope: jax.Array) -> Any:
             layer = nnx.merge(graphdef, state)
-            return layer.attention.inputs(layer.attention_norm(x_CD), (cos, sin))
+            return layer.attention.inputs(layer._read(x_CD, layer.attention_norm), rope)
 
         def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
             layer = nnx.merge(graphdef, state)
-            x_CD = x_CD + layer.attention.o(out_CNH)
-            return x_CD + layer.mlp(layer.mlp_norm(x_CD))
+            assert isinstance(layer.mlp, MLP)
+            x_CD = x_CD + layer._addend(layer.attention.o(out_CNH), layer.attention_out_norm)
+            mixed_CD = layer.mlp(layer._read(x_CD, layer.mlp_norm))
+            return x_CD + layer._addend(mixed_CD, layer.mlp_out_norm)
 
         q_BTNH, k_BTKH, v_BTKH = by_rows(strict, before, state, x_BTD, *rope)
         window = self.attention.window
@@ -106,11 +151,16 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config, dtype=dtype)
         self.layers = nnx.Dict(
             {
-                str(i): Block(config, window=window, form=form, dtype=dtype)
-                for i, window in enumerate(config.sliding_window)
+                str(i): Block(config, kind=kind, form=form, dtype=dtype)
+                for i, kind in enumerate(config.layer_kinds)
             }
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(
+            config.hidden_size,
+            eps=config.rms_norm_eps,
+            dtype=dtype,
+            unit_offset=config.unit_offset,
+        )
 
     def __call__(
         self,
@@ -123,30 +173,36 @@ class Decoder(nnx.Module):
         scan: bool = False,
         residual_dtype: DTypeLike | None = None,
         run_layers: RunLayers | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states after the final norm [B, T, D], and one new cache a layer.
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
+        """Hidden states after the final norm [B, T, D], a new cache a layer, and what routers did.
 
-        `remat`: see `Remat`. `scan` runs one compiled layer in a loop over stacked weights: the
-        program is smaller, but the weights are copied. `residual_dtype` is the dtype of the
+        `remat`: see `Remat`. `scan` runs one compiled layer, or one period of a pattern of layers,
+        in a loop over stacked weights: the program is smaller, but the weights are copied. The
+        layers after the last whole period run one by one. `residual_dtype` is the dtype of the
         residual stream; None takes that of the parameters. `run_layers` computes the layers in
-        another way.
+        another way. `routing` is for layers of experts; what their routers did has the layers as
+        its first dim.
 
         Requires: no cache with `scan` or `run_layers`.
-        Raises: ValueError for `scan` over layers of different windows.
+        Raises: ValueError for `scan` over layers that repeat no pattern.
         """
         rope, norm = self._rope(positions_BT), self._final_norm
         x_BTD = over_sequence(self.embed(tokens_BT))
+        if (multiplier := self.config.embedding_multiplier) != 1.0:
+            x_BTD = x_BTD * jnp.asarray(multiplier, x_BTD.dtype)
         if residual_dtype is not None:
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
         if run_layers is not None:
             assert cache is None
-            return norm(run_layers(layers, x_BTD)), ()
+            return norm(run_layers(layers, x_BTD)), (), None
         if scan:
             assert cache is None
-            return norm(_scanned(layers, x_BTD, rope, attend, remat)), ()
-        new_cache = []
-        runs: dict[Any, Callable[..., tuple[Any, Any]]] = {}
+            x_BTD, routed = _scanned(layers, x_BTD, rope, attend, remat, routing)
+            return norm(x_BTD), (), routed
+        new_cache, routed = [], []
+        runs: dict[Any, Callable[..., Any]] = {}
         for i, layer in enumerate(layers):
             graphdef, state = nnx.split(layer)
             layer_cache = None if cache is None else cache[i]
@@ -154,12 +210,17 @@ class Decoder(nnx.Module):
                 # Equal layers share one jitted function, which is traced, differentiated and
                 # lowered once. XLA inlines it, so the program is the same.
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
-            x_BTD, new_layer_cache = runs[graphdef](state, x_BTD, rope, layer_cache)
+            of_layer = None if routing is None else routing.of_layer(i)
+            x_BTD, new_layer_cache, layer_routed = runs[graphdef](
+                state, x_BTD, rope, layer_cache, of_layer
+            )
             new_cache.append(new_layer_cache)
-        return norm(x_BTD), tuple(new_cache)
+            routed.append(layer_routed)
+        every = jax.tree.map(lambda *layers: jnp.stack(layers), *routed)
+        return norm(x_BTD), tuple(new_cache), every
 
-    def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
+        def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, ...]:
             return rope_tables(self.config, positions_C)
 
         strict = strict_in_scope()
@@ -175,10 +236,12 @@ class Decoder(nnx.Module):
         return by_rows(strict, lambda state, x: nnx.merge(graphdef, state)(x), state, x_BTD)
 
 
-def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., tuple[Any, Any]]:
+def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., Any]:
     # The parameters are an argument: an nnx module must not cross a jax transformation.
-    def run(state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend)
+    def run(
+        state: Any, x_BTD: jax.Array, rope: Any, layer_cache: Any, routing: Routing | None
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        return nnx.merge(graphdef, state)(x_BTD, rope, layer_cache, attend, routing)
 
     return rematerialised(run, remat)
 
@@ -198,16 +261,56 @@ def rematerialised(
 
 
 def _scanned(
-    layers: list[Block], x_BTD: jax.Array, rope: Any, attend: Attend, remat: Remat
-) -> jax.Array:
-    windows = {layer.attention.window for layer in layers}
-    if len(windows) > 1:
-        raise ValueError(f"layers of windows {windows} cannot be scanned: set scan_layers to false")
+    layers: list[Block],
+    x_BTD: jax.Array,
+    rope: Any,
+    attend: Attend,
+    remat: Remat,
+    routing: Routing | None,
+) -> tuple[jax.Array, Routed | None]:
     graphdefs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
-    run = _block_fn(graphdefs[0], attend, remat)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    period = period_of(graphdefs)
+    runs = {graphdef: _block_fn(graphdef, attend, remat) for graphdef in set(graphdefs)}
+    whole = len(layers) - len(layers) % period
 
-    def body(x_BTD: jax.Array, state: Any) -> tuple[jax.Array, None]:
-        return run(state, x_BTD, rope, None)[0], None
+    def stack(of_layers: Sequence[Any]) -> list[Any]:
+        """For each layer of a period, what those of all periods have, stacked."""
+        return [
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers[j:whole:period])
+            for j in range(period)
+        ]
 
-    return jax.lax.scan(body, x_BTD, stacked)[0]
+    stacked = stack(states)
+
+    def body(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        routed = []
+        for graphdef, (state, of_layer) in zip(graphdefs, layers, strict=False):
+            x_BTD, _, of_experts = runs[graphdef](state, x_BTD, rope, None, of_layer)
+            routed.append(of_experts)
+        return x_BTD, tuple(routed)
+
+    each = [None if routing is None else routing.of_layer(i) for i in range(len(layers))]
+    x_BTD, of_periods = jax.lax.scan(body, x_BTD, tuple(zip(stacked, stack(each), strict=True)))
+    x_BTD, of_others = body(x_BTD, tuple(zip(states[whole:], each[whole:], strict=True)))
+    if of_periods[0] is None:
+        return x_BTD, None
+    # [periods, period, ...] -> [layers, ...]
+    joined = jax.tree.map(
+        lambda *xs: jnp.stack(xs, axis=1).reshape(whole, *xs[0].shape[1:]), *of_periods
+    )
+    return x_BTD, jax.tree.map(
+        lambda x, *others: jnp.concatenate([x, *(o[None] for o in others)]), joined, *of_others
+    )
+
+
+def period_of(kinds: Sequence[Any]) -> int:
+    """Layers after which the kinds of layers repeat. ValueError if they do not at least once."""
+    for period in range(1, len(kinds) // 2 + 1):
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return period
+    if len(kinds) == 1:
+        return 1
+    raise ValueError(
+        "the windows or rope tables of the layers repeat no pattern, so they cannot be scanned: "
+        "set scan_layers to false"
+    )

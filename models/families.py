@@ -3,9 +3,24 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from jaxrl_llm.models import llama, mistral, qwen2, qwen3
+from jaxrl_llm.models import (
+    gemma,
+    gemma3,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.hf import HFTensor, Path
+from jaxrl_llm.models.hf import Names
 
 
 class Family(Protocol):
@@ -15,16 +30,70 @@ class Family(Protocol):
 
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig: ...
     def to_hf_config(self, config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]: ...
-    def hf_names(self, config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]: ...
+    def hf_names(self, config: ModelConfig, kind: Kind) -> Names: ...
     def check(self, config: ModelConfig) -> None: ...
 
 
-FAMILIES: dict[str, Family] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+# By the `model_type` of config.json.
+FAMILIES: dict[str, Family] = {
+    "gemma": gemma,
+    "gemma3_text": gemma3,
+    "glm4": glm4,
+    "granite": granite,
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "olmo2": olmo2,
+    "olmoe": olmoe,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "smollm3": smollm3,
+}
 # "LlamaForCausalLM" -> ("llama", "causal_lm")
 ARCHITECTURES: dict[str, tuple[str, Kind]] = {
     architecture: (name, kind)
     for name, family in FAMILIES.items()
     for kind, architecture in family.ARCHITECTURES.items()
+}
+
+_EXPERTS = "a mixture of experts"
+_IMAGES = "an image encoder; its language model alone may be supported"
+_LAYER_NORMS = "LayerNorm with biases"
+# What an architecture needs that is not here, by the start of its name. The first one counts.
+MISSING: dict[str, str] = {
+    "Gemma2": "soft caps of attention scores and logits in the attention and head kernels",
+    "Gemma3n": "per-layer embeddings and alternating updates",
+    "Gemma3ForConditionalGeneration": _IMAGES,
+    "Llama4": f"{_EXPERTS}, chunked attention and the temperature of layers without rope",
+    "Qwen3Next": f"gated delta rule layers with a state in the cache, and {_EXPERTS}",
+    "Qwen3_5": "gated delta rule layers with a state in the cache",
+    "GptOss": f"attention sinks, its clamped activation and {_EXPERTS}",
+    "DeepseekV2": f"multi-head latent attention and {_EXPERTS}",
+    "DeepseekV3": f"multi-head latent attention, a sigmoid router and {_EXPERTS}",
+    "GlmMoe": _EXPERTS,
+    "Glm4Moe": _EXPERTS,
+    "GraniteMoeHybrid": f"state space layers and {_EXPERTS}",
+    "GraniteMoe": _EXPERTS,
+    "Phi3Small": "block-sparse attention",
+    "Phimoe": _EXPERTS,
+    "Phi4M": _IMAGES,
+    "Phi3V": _IMAGES,
+    "PhiFor": _LAYER_NORMS,
+    "Mamba": "state space layers",
+    "FalconMamba": "state space layers",
+    "Jamba": f"state space layers and {_EXPERTS}",
+    "Zamba": "state space layers",
+    "Bamba": "state space layers",
+    "NemotronH": "state space layers",
+    "Nemotron": f"{_LAYER_NORMS} and a squared activation",
+    "Cohere": f"{_LAYER_NORMS} and attention beside the MLP",
+    "Falcon": f"{_LAYER_NORMS} and attention beside the MLP",
+    "GPT": f"{_LAYER_NORMS} and an MLP without a gate",
+    "OPT": f"{_LAYER_NORMS} and learned positions",
+    "Starcoder2": _LAYER_NORMS,
+    "MiniCPM3": "multi-head latent attention",
 }
 
 
@@ -42,8 +111,10 @@ def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     if not named and hf.get("model_type") in FAMILIES:
         return hf["model_type"], "causal_lm"
     what = ", ".join(named) or f"model_type {hf.get('model_type')!r}"
+    lacks = [f"it needs {missing}" for start, missing in MISSING.items() if what.startswith(start)]
     raise ValueError(
-        f"architecture {what} is not supported: supported are {', '.join(ARCHITECTURES)}"
+        f"architecture {what} is not supported{''.join(f' ({lack})' for lack in lacks[:1])}: "
+        f"supported are {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -57,13 +128,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json that describe this model."""
-    check_family(config)
+    check_family(config, kind)
     return FAMILIES[config.family].to_hf_config(config, kind)
 
 
-def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path, such as ("decoder", "embed", "table")."""
-    check_family(config)
+    check_family(config, kind)
     return FAMILIES[config.family].hf_names(config, kind)
 
 
@@ -78,10 +149,16 @@ def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
     return name == "lm_head.weight" and (config.tie_word_embeddings or kind == "scalar")
 
 
-def check_family(config: ModelConfig) -> None:
-    """Raises: ValueError for an unknown family, or a feature that the family lacks."""
+def check_family(config: ModelConfig, kind: Kind = "causal_lm") -> None:
+    """Raises: ValueError for an unknown family, or a feature or kind that the family lacks."""
     if config.family not in FAMILIES:
         raise ValueError(
             f"model family {config.family!r} is unknown: use one of {', '.join(FAMILIES)}"
         )
-    FAMILIES[config.family].check(config)
+    family = FAMILIES[config.family]
+    family.check(config)
+    if kind == "scalar" and kind not in family.ARCHITECTURES:
+        raise ValueError(
+            f"{config.family} has no scalar model in transformers: give the critic or reward model "
+            "another family, or take an algorithm without one"
+        )

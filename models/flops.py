@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.shapes import num_parameters
+from jaxrl_llm.models.shapes import active_parameters
 
 
 def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
     """Parameters that multiply each token: all except an embedding that is not the head too.
 
-    A scalar model has no vocabulary head; its head is one row.
+    A scalar model has no vocabulary head; its head is one row. Of a mixture, these are the router
+    and the experts of one token.
     """
     table = config.vocab_size * config.hidden_size
     tables = 1 if config.tie_word_embeddings else 2
-    layers = num_parameters(config) - tables * table
+    layers = active_parameters(config) - tables * table
     return layers + (table if kind == "causal_lm" else config.hidden_size)
 
 

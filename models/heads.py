@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
+from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.layers import Embedding, Form, Projection
 
 
@@ -21,7 +22,12 @@ class _WithDecoder(nnx.Module):
 
     decoder: Decoder
 
-    def __call__(
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Hidden states [B, T, D] and the new cache; takes what `routed` takes."""
+        hidden_BTD, new_cache, _ = self.routed(*arguments, **options)
+        return hidden_BTD, new_cache
+
+    def routed(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
@@ -32,9 +38,10 @@ class _WithDecoder(nnx.Module):
         scan: bool = False,
         residual_dtype: DTypeLike | None = None,
         run_layers: RunLayers | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states [B, T, D] and the new cache; see `Decoder.__call__`."""
-        return self.decoder(
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
+        """Hidden states, the new cache, and what the routers did; see `Decoder.__call__`."""
+        hidden_BTD, cache, routed = self.decoder(
             tokens_BT,
             positions_BT,
             attend=attend,
@@ -43,7 +50,12 @@ class _WithDecoder(nnx.Module):
             scan=scan,
             residual_dtype=residual_dtype,
             run_layers=run_layers,
+            routing=routing,
         )
+        return self._for_head(hidden_BTD), cache, routed
+
+    def _for_head(self, hidden_BTD: jax.Array) -> jax.Array:
+        return hidden_BTD
 
 
 class CausalLM(_WithDecoder):
@@ -52,6 +64,11 @@ class CausalLM(_WithDecoder):
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         self.decoder = Decoder(config, form=form, dtype=dtype)
         self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
+
+    def _for_head(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Hidden states whose product with the table gives the logits as the family scales them."""
+        scaling = self.decoder.config.logits_scaling
+        return hidden_BTD if scaling == 1.0 else hidden_BTD * (1 / scaling)
 
     def unembedding(self) -> jax.Array:
         """The weights of the head [V, D]; the embedding table when they are tied."""

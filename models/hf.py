@@ -5,11 +5,13 @@ imports transformers: the functions take and return dicts.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from jaxrl_llm.models.config import Kind, ModelConfig
+import numpy as np
+
+from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
 from jaxrl_llm.models.rope import ROPE_KINDS, RopeScaling, is_positive
 
 Path = tuple[str, ...]  # path of a leaf in the nested dict of parameters
@@ -20,7 +22,8 @@ class HFTensor:
     """Name and layout of one of our parameters in a Hugging Face checkpoint.
 
     Their array has `shape`. Ours is theirs, transposed if `transpose`, then reshaped to
-    `our_shape`. Arrays may be numpy's or jax's.
+    `our_shape`. Arrays may be numpy's or jax's. A fused tensor of theirs holds several of ours:
+    then `shape` is that of our part, which begins at `first_row` of `of_rows`.
 
     Guarantees: both directions only move elements, so a round trip is exact in any dtype.
     """
@@ -29,47 +32,91 @@ class HFTensor:
     shape: tuple[int, ...]
     our_shape: tuple[int, ...]
     transpose: bool = False
+    first_row: int = 0
+    of_rows: int | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of their whole tensor."""
+        return self.shape if self.of_rows is None else (self.of_rows, *self.shape[1:])
 
     def to_ours(self, array: Any) -> Any:
         """From their layout to ours. Raises: ValueError for another shape than theirs."""
-        if tuple(array.shape) != self.shape:
+        if tuple(array.shape) != self.whole_shape:
             raise ValueError(
-                f"tensor {self.name} has shape {tuple(array.shape)}, the config says {self.shape}: "
-                "config.json and the weights are not of the same model"
+                f"tensor {self.name} has shape {tuple(array.shape)}, the config says "
+                f"{self.whole_shape}: config.json and the weights are not of the same model"
             )
+        if self.of_rows is not None:
+            array = array[self.first_row : self.first_row + self.shape[0]]
         return (array.T if self.transpose else array).reshape(self.our_shape)
 
     def to_hf(self, array: Any) -> Any:
-        """From our layout to theirs."""
+        """From our layout to theirs; the rows of our part of a fused tensor."""
         if not self.transpose:
             return array.reshape(self.shape)
         return array.reshape(self.shape[::-1]).T
 
+    @property
+    def parts(self) -> tuple["HFTensor", ...]:
+        """The tensors of a file that make up our parameter."""
+        return (self,)
 
-def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Our parameter from the parts of it, in our layout."""
+        (array,) = arrays
+        return array
+
+
+@dataclass(frozen=True)
+class HFStack:
+    """One of our parameters whose first dim counts tensors of a checkpoint, one an expert."""
+
+    parts: tuple[HFTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the first tensor."""
+        return self.parts[0].name
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].our_shape)
+
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Our parameter from the parts of it, in our layout."""
+        return np.stack(arrays)
+
+
+Names = dict[Path, HFTensor | HFStack]
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def hf_names(config: ModelConfig, kind: Kind, *, norms: Mapping[str, str] = NORMS) -> Names:
     """The Hugging Face tensor of each parameter path, for a Llama-like layout.
 
-    A tied model has no head, so it has no `lm_head.weight`.
+    `norms` has their name of each norm of a layer. A tied model has no head, so it has no
+    `lm_head.weight`.
     """
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    names: dict[Path, HFTensor] = {
+    names: Names = {
         ("decoder", "embed", "table"): HFTensor("model.embed_tokens.weight", (V, D), (V, D)),
         ("decoder", "norm", "scale"): HFTensor("model.norm.weight", (D,), (D,)),
     }
     for i in range(config.num_layers):
         layer, prefix = ("decoder", "layers", str(i)), f"model.layers.{i}"
-        for ours, theirs in (
-            ("attention_norm", "input_layernorm"),
-            ("mlp_norm", "post_attention_layernorm"),
-        ):
+        for ours, theirs in norms.items():
             names[*layer, ours, "scale"] = HFTensor(f"{prefix}.{theirs}.weight", (D,), (D,))
-        for name in ("gate", "up"):
-            names[*layer, "mlp", name, "kernel"] = HFTensor(
-                f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+        if config.mixture is not None:
+            names |= _expert_names(config, config.mixture, (*layer, "mlp"), prefix)
+        else:
+            for name in ("gate", "up"):
+                names[*layer, "mlp", name, "kernel"] = HFTensor(
+                    f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
+                )
+            names[*layer, "mlp", "down", "kernel"] = HFTensor(
+                f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
             )
-        names[*layer, "mlp", "down", "kernel"] = HFTensor(
-            f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
-        )
         names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
     if kind == "scalar":
         names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
@@ -78,9 +125,38 @@ def hf_names(config: ModelConfig, kind: Kind) -> dict[Path, HFTensor]:
     return names
 
 
-def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path, HFTensor]:
+# Where a file keeps the experts of a layer: the module, and the names of gate, up and down.
+_EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+_USUAL_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+def _expert_names(config: ModelConfig, mixture: Mixture, path: Path, layer: str) -> Names:
+    """The router and the stacked experts. Files have a tensor for each projection and expert."""
+    D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
+    module, theirs = _EXPERTS.get(config.family, _USUAL_EXPERTS)
+    prefix = f"{layer}.{module}"
+    names: Names = {
+        (*path, "router", "kernel"): HFTensor(f"{prefix}.gate.weight", (E, D), (D, E), True)
+    }
+    for ours, name in zip(("gate", "up", "down"), theirs, strict=True):
+        inputs, outputs = (F, D) if ours == "down" else (D, F)
+        names[*path, ours, "kernel"] = HFStack(
+            tuple(
+                HFTensor(
+                    f"{prefix}.experts.{e}.{name}.weight",
+                    (outputs, inputs),
+                    (inputs, outputs),
+                    transpose=True,
+                )
+                for e in range(E)
+            )
+        )
+    return names
+
+
+def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
     D, H = config.hidden_size, config.head_dim
-    names: dict[Path, HFTensor] = {}
+    names: Names = {}
     for name, heads in (
         ("q", config.num_heads),
         ("k", config.num_kv_heads),
@@ -97,10 +173,46 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> dict[Path,
     names[*path, "o", "kernel"] = HFTensor(
         f"{prefix}.o_proj.weight", (D, N * H), (N, H, D), transpose=True
     )
-    if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            names[*path, name, "scale"] = HFTensor(f"{prefix}.{name}.weight", (H,), (H,))
+    for name, heads in (("q_norm", N), ("k_norm", config.num_kv_heads)) if config.qk_norm else ():
+        theirs, ours = ((heads * H,), (heads, H)) if config.qk_norm_whole else ((H,), (H,))
+        names[*path, name, "scale"] = HFTensor(f"{prefix}.{name}.weight", theirs, ours)
     return names
+
+
+def fused(names: Names, **parts: tuple[str, ...]) -> Names:
+    """The names with fused projections: `gate_up_proj=("gate", "up")` holds both, in that order."""
+    found = dict(names)
+    for name, own in parts.items():
+        for path in [path for path in names if path[-2:] == (own[0], "kernel")]:
+            paths = [(*path[:-2], part, "kernel") for part in own]
+            tensors = [tensor for each in paths for tensor in names[each].parts]
+            rows = [tensor.shape[0] for tensor in tensors]
+            for i, (each, tensor) in enumerate(zip(paths, tensors, strict=True)):
+                theirs = tensor.name.replace(f"{own[i]}_proj", name)
+                found[each] = replace(
+                    tensor, name=theirs, first_row=sum(rows[:i]), of_rows=sum(rows)
+                )
+    return found
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Which of our parameters a tensor of theirs holds, or a part of one."""
+
+    path: Path
+    index: int  # of the expert; 0 where the tensor holds the whole parameter
+    tensor: HFTensor
+
+
+def stored_parts(names: Mapping[Path, HFTensor | HFStack]) -> dict[str, list[StoredPart]]:
+    """The parameters of each tensor of theirs, in the order of their rows."""
+    found: dict[str, list[StoredPart]] = {}
+    for path, ours in names.items():
+        for index, tensor in enumerate(ours.parts):
+            found.setdefault(tensor.name, []).append(StoredPart(path, index, tensor))
+    return {
+        name: sorted(parts, key=lambda part: part.tensor.first_row) for name, parts in found.items()
+    }
 
 
 def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[str, Any]:
@@ -119,7 +231,12 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
     head_dim = hf.get("head_dim", defaults.get("head_dim")) or hf["hidden_size"] // heads
     positions = "max_position_embeddings"
     max_positions = _value(hf, positions, defaults[positions])
-    theta, scaling = rope_from_hf(hf, max_positions)
+    rotary_factor = 1.0
+    if "partial_rotary_factor" in defaults:
+        rotary_factor = _partial_rotary(hf) or defaults["partial_rotary_factor"]
+    elif (given := _partial_rotary(hf) or 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {given} is not supported: only 1.0 is")
+    theta, scaling = rope_from_hf(hf, max_positions, defaults.get("rope_theta", 10000.0))
     return {
         "family": family,
         "vocab_size": hf["vocab_size"],
@@ -131,8 +248,11 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
         "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rms_norm_eps": float(_value(hf, "rms_norm_eps", 1e-6)),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "rotary_factor": float(rotary_factor),
+        "rms_norm_eps": float(_value(hf, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6))),
+        "tie_word_embeddings": bool(
+            hf.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
+        ),
         "max_position_embeddings": max_positions,
         "initializer_range": float(_value(hf, "initializer_range", 0.02)),
     }
@@ -169,13 +289,42 @@ def common_to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, s
     return hf
 
 
-def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
+def _rope_keys(hf: Mapping[str, Any]) -> Any:
+    # As in transformers, a legacy rope_scaling has precedence over rope_parameters.
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+
+
+def _partial_rotary(hf: Mapping[str, Any]) -> float | None:
+    """The share of a head that rope rotates, if the config gives one."""
+    rope, key = _rope_keys(hf), "partial_rotary_factor"
+    given = (rope.get(key) if isinstance(rope, Mapping) else None) or hf.get(key)
+    return None if given is None else positive({key: given}, key, 1.0)
+
+
+def positive(hf: Mapping[str, Any], key: str, default: float) -> Any:
+    """The number of a key; null counts as absent. Raises: ValueError if it is not positive."""
+    value = _value(hf, key, default)
+    if not is_positive(value):
+        raise ValueError(f"config.json has {key}={value!r}: give a positive number")
+    return value
+
+
+def entries(hf: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    """The list or the map of a key. Raises: ValueError for a value of another type."""
+    value = hf.get(key) or default
+    if not isinstance(value, kind):
+        raise ValueError(f"config.json has {key}={value!r}: give a {kind.__name__}")
+    return value
+
+
+def rope_from_hf(
+    hf: Mapping[str, Any], max_positions: int, default_theta: float = 10000.0
+) -> tuple[float, RopeScaling | None]:
     """Theta and scaling from `rope_parameters` (transformers 5) or `rope_theta`/`rope_scaling`.
 
     Raises: ValueError for a rope type that is not implemented, and for a bad or missing value.
     """
-    # As in transformers, a legacy rope_scaling has precedence over rope_parameters.
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = _rope_keys(hf)
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope parameters are {rope!r}: give a table of keys and values")
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -183,13 +332,10 @@ def rope_from_hf(hf: Mapping[str, Any], max_positions: int) -> tuple[float, Rope
             f"rope parameters by layer type ({', '.join(rope)}) are not supported: "
             "one set for all layers is"
         )
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or default_theta
     if not is_positive(theta):
         raise ValueError(f"config.json has rope_theta={theta!r}: give a positive number")
     theta = float(theta)
-    partial = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ValueError(f"partial_rotary_factor {partial} is not supported: only 1.0 is")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -236,8 +382,13 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
             value = getattr(scaling, field.name)
             if value is not None:
                 described[field.name] = list(value) if isinstance(value, tuple) else value
+    partial: dict[str, Any] = {}
+    if config.rotary_factor != 1.0:
+        partial = {"partial_rotary_factor": config.rotary_factor}
+    described |= partial
     return {
         "rope_theta": config.rope_theta,
+        **partial,
         "rope_scaling": None if scaling is None else dict(described),
         "rope_parameters": {**described, "rope_theta": config.rope_theta},
     }
@@ -277,6 +428,44 @@ def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+FULL, LOCAL = "full_attention", "sliding_attention"  # transformers' layer types
+
+
+def by_layer_type_from_hf(
+    hf: Mapping[str, Any], family: str, **defaults: Any
+) -> tuple[dict[str, Any], float, tuple[int | None, ...]]:
+    """Keys with the rope of full attention, theta of layers with a window, and the windows.
+
+    `defaults` holds the family's `sliding_window` and `sliding_window_pattern`.
+
+    Raises: ValueError for a scaled rope of layers with a window.
+    """
+    both = entries(hf, "rope_parameters", dict, {})
+    local = entries(both, LOCAL, dict, {})
+    refuse_unless(local, f"{family} with a window", rope_type="default")
+    theta = positive(local, "rope_theta", positive(hf, "rope_local_base_freq", 10000.0))
+    rope = entries(both, FULL, dict, {}) | entries(hf, "rope_scaling", dict, {})
+    period = positive(hf, "sliding_window_pattern", defaults["sliding_window_pattern"])
+    layers = _require(hf, "num_hidden_layers", family)
+    types = hf.get("layer_types") or [LOCAL if (i + 1) % period else FULL for i in range(layers)]
+    window = hf.get("sliding_window", defaults["sliding_window"])
+    keys = {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+    whole = {**hf, "rope_scaling": None, "rope_parameters": rope}
+    return whole, float(theta), windows_from_hf(keys, layers)
+
+
+def by_layer_type_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `by_layer_type_from_hf`."""
+    theta, windows = config.local_rope_theta, windows_to_hf(config)
+    local = {"rope_type": "default", "rope_theta": theta}
+    return {
+        "rope_local_base_freq": theta,
+        "rope_parameters": {FULL: rope_to_hf(config)["rope_parameters"], LOCAL: local},
+        "sliding_window": windows["sliding_window"],
+        "layer_types": windows["layer_types"],
+    }
+
+
 def single_window(config: ModelConfig) -> int | None:
     """The size of all windows; None without windows. Raises: ValueError for several sizes."""
     sizes = sorted({size for size in config.sliding_window if size is not None})
@@ -292,14 +481,54 @@ def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:
             raise ValueError(f"{family} with {key}={hf[key]!r} is not supported: only {value!r} is")
 
 
+ANY = object()  # a field of which a family has every value
+# The features of few families, with the values of the others.
+FEW = {
+    name: ModelConfig.__dataclass_fields__[name].default
+    for name in (
+        "mixture", "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers",
+        "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
+        "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    )
+}  # fmt: skip
+
+
 def check_features(config: ModelConfig, **allowed: Any) -> None:
-    """Raises: ValueError that names a field which the config's family cannot have."""
-    for name, value in allowed.items():
+    """Raises: ValueError that names a field which the config's family cannot have.
+
+    `allowed` has the family's own values; `FEW` fields that it leaves out have their defaults.
+    """
+    for name, value in {**FEW, **allowed}.items():
+        if value is ANY:
+            continue
         if getattr(config, name) != value:
             raise ValueError(
                 f"{config.family} has {name}={value}, not {getattr(config, name)}: "
                 "change it or take the family that has it"
             )
+
+
+def mixture_from_hf(
+    hf: Mapping[str, Any], family: str, *, experts: str, size: str, normalized: bool
+) -> Mixture:
+    """The experts of every layer; `experts` and `size` are the family's keys.
+
+    Raises: ValueError for a missing key.
+    """
+    return Mixture(
+        num_experts=_require(hf, experts, family),
+        experts_per_token=_require(hf, "num_experts_per_tok", family),
+        expert_size=_require(hf, size, family),
+        normalized=normalized,
+    )
+
+
+def check_mixture(config: ModelConfig, **allowed: Any) -> Mixture:
+    """`check_features` of a family with experts. Returns the experts."""
+    if config.mixture is None:
+        raise ValueError(f"{config.family} has experts: give mixture, or take a dense family")
+    check_features(config, mixture=config.mixture, **allowed)
+    return config.mixture
 
 
 def check_head_size(config: ModelConfig) -> None:

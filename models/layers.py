@@ -166,31 +166,41 @@ class Float8Projection(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim, with statistics in float32 (arXiv:1910.07467).
+    """x / rms(x) * scale over the last dims, with statistics in float32 (arXiv:1910.07467).
 
-    With `float8` the result is a `Scaled` in float8, which a `Float8Projection` reads.
+    With `float8` the result is a `Scaled` in float8, which a `Float8Projection` reads. With
+    `unit_offset` the factor is 1 + scale, in float32. With two axes, x ends in dims of `shape`.
     """
 
     def __init__(
         self,
-        size: int,
-        *,
-        axis: ParameterAxis = "norm",
+        *shape: int,
+        axes: tuple[ParameterAxis, ...] = ("norm",),
         eps: float,
         dtype: DTypeLike,
         float8: bool = False,
+        unit_offset: bool = False,
     ) -> None:
-        self.eps, self.float8 = eps, float8
-        self.scale = parameter((size,), (axis,), "ones", dtype)
+        self.eps, self.float8, self.unit_offset = eps, float8, unit_offset
+        self.scale = parameter(shape, axes, "zeros" if unit_offset else "ones", dtype)
 
     def __call__(self, x: jax.Array) -> Any:
         scale = self.scale[...]
+        if scale.ndim > 1:
+            joined = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
+            return self._normed(joined, scale.reshape(-1)).reshape(x.shape)
+        return self._normed(x, scale)
+
+    def _normed(self, x: jax.Array, scale: jax.Array) -> Any:
+        dtype = scale.dtype
+        if self.unit_offset:
+            scale = 1 + scale.astype(jnp.float32)
         if self.float8:
             rows = rms_norm_float8(x.reshape(-1, x.shape[-1]), scale, eps=self.eps)
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), rows)
         strict = strict_in_scope()
         total = strict_sum if strict is not None and strict.kernels else None
-        return rms_norm(x, scale, self.eps, total)
+        return rms_norm(x, scale, self.eps, total).astype(dtype)
 
 
 class Embedding(nnx.Module):
@@ -352,13 +362,14 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class MLP(nnx.Module):
-    """The gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202).
+    """The gated feed-forward layer: down(act(gate(x)) * up(x)) (arXiv:2002.05202).
 
     In merged form, gate and up are one kernel [D, 2F]; see `base.merge_projections`.
     """
 
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         D, F = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
         projection = Float8Projection if form.startswith("float8") else Projection
         if form.endswith("separate"):
             self.gate = projection((D, F), ("embed", "mlp"), dtype=dtype)
@@ -369,7 +380,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Any) -> jax.Array:
         merged = getattr(self, "gate_up", None)
-        if isinstance(merged, Float8Projection):
+        if isinstance(merged, Float8Projection) and self.activation == "silu":
             y, x_scale = merged.unscaled(x_BTD)
             batch, scale = y.shape[:-1], merged.scale[...]
             gated = gated_float8(y.reshape(-1, y.shape[-1]), x_scale.reshape(-1, 1), scale)
@@ -378,27 +389,53 @@ class MLP(nnx.Module):
             gate_BTF, up_BTF = jnp.split(merged(x_BTD), 2, axis=-1)
         else:
             gate_BTF, up_BTF = gathering(lambda x_BTD: (self.gate(x_BTD), self.up(x_BTD)))(x_BTD)
-        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+        return self.down(_ACTIVATIONS[self.activation](gate_BTF) * up_BTF)
+
+
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each pair of a head, in radians, float32 [H/2] (arXiv:2104.09864)."""
-    powers = rope_powers(config.rope_theta, config.head_dim)
+    """Angle per position of each rotated pair of a head, in radians, float32 (arXiv:2104.09864)."""
+    powers = rope_powers(config.rope_theta, config.rotary_dim)
     if config.rope_scaling is None:
         return 1 / powers
     return config.rope_scaling.frequencies(powers, config.rope_theta)
 
 
-def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine for every position and pair, float32 [B, T, 1, H/2]."""
-    angles = positions_BT[..., None, None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
+    """Cosine and sine for every position and rotated pair, float32 [B, T, 1, pairs].
+
+    With `local_rope_theta`, those of layers with a window follow.
+    """
+
+    def tables(frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        angles = positions_BT[..., None, None].astype(jnp.float32) * frequencies
+        return jnp.cos(angles), jnp.sin(angles)
+
+    cos, sin = tables(rope_frequencies(config))
     scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_scale
-    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+    whole = (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+    if config.local_rope_theta is None:
+        return whole
+    return *whole, *tables(1 / rope_powers(config.local_rope_theta, config.rotary_dim))
 
 
-def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate pair (i, i + H/2) of each head by its angle, in float32; returns the dtype of x."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+def apply_rope(
+    x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False
+) -> jax.Array:
+    """Rotate the pairs of each head by their angles, in float32; returns the dtype of x.
+
+    Pair i of the R rotated dims is (i, i + R/2), or (2 i, 2 i + 1) if `interleaved`.
+    """
+    x32, rotated = x_BTNH.astype(jnp.float32), 2 * cos.shape[-1]
+    whole = rotated == x_BTNH.shape[-1]
+    turning, rest = (x32, None) if whole else (x32[..., :rotated], x32[..., rotated:])
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = jnp.split(turning, 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        turned = [jnp.stack(turned, axis=-1).reshape(turning.shape)]
+    return jnp.concatenate(turned if rest is None else [*turned, rest], -1).astype(x_BTNH.dtype)

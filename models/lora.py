@@ -30,6 +30,7 @@ ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
 DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
 HEAD = "score"  # of a scalar model: it learns in full
+EXPERTS = ".experts."  # in the names of the projections of a mixture of experts
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
 
 Tree = Any  # nested dicts of arrays with str keys
@@ -90,7 +91,7 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     Raises: ValueError for a target that no module has, with the names that there are.
     """
     every = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    linear = [name for name in every if name.endswith("_proj")]
+    linear = [name for name in every if name.endswith("_proj") or EXPERTS in name]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
     chosen: set[str] = set()
     for target in targets:
@@ -101,6 +102,11 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
                 f"lora.targets: no module is called {target!r} or matches it; the names are "
                 f"{ALL_LINEAR}, {', '.join(ends)}, and a pattern is of whole names, such as "
                 r"model\.layers\.[01]\..*_proj"
+            )
+        if any(EXPERTS in name for name in found):
+            raise ValueError(
+                f"lora.targets: {target!r} names experts, which cannot have adapters; "
+                "--config.actor.lora.targets=q_proj,k_proj,v_proj,o_proj works"
             )
         chosen.update(found)
     return frozenset(chosen)

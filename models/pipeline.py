@@ -57,7 +57,12 @@ class Pipeline:
         return (self.stages - 1) / self.ticks
 
     def check(self, config: ModelConfig) -> None:
-        """Raises: ValueError for layers that the stages cannot share evenly."""
+        """Raises: ValueError for layers that the stages cannot share evenly, and for experts."""
+        if config.mixture is not None:
+            raise ValueError(
+                f"config.mesh.pipeline={self.stages} does not work with a mixture of experts: set "
+                "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
+            )
         layers, groups = config.num_layers, self.stages * self.rounds
         if layers % groups:
             fits = [n for n in range(1, groups + 1) if layers % n == 0]
@@ -67,12 +72,12 @@ class Pipeline:
                 f"{layers}; a product of {fits[-1]} works"
             )
         size = layers // groups
-        windows = config.sliding_window
-        if any(window != windows[i % size] for i, window in enumerate(windows)):
+        kinds = config.layer_kinds
+        if any(kind != kinds[i % size] for i, kind in enumerate(kinds)):
             raise ValueError(
-                f"config.mesh.pipeline={self.stages}: stages compute the same windows in the same "
-                f"order, and groups of {size} of this model's layers differ ({windows}); "
-                "config.mesh.pipeline=1 works"
+                f"config.mesh.pipeline={self.stages}: stages compute the same windows and rope "
+                f"tables in the same order, and groups of {size} of this model's layers differ "
+                f"(windows {config.sliding_window}); config.mesh.pipeline=1 works"
             )
 
 
@@ -222,7 +227,10 @@ def _group(
 
     if scan:
         if any(graphdef != graphdefs[0] for graphdef in graphdefs):
-            raise ValueError("layers of several windows cannot be scanned: set scan_layers=false")
+            raise ValueError(
+                "the layers of a pipeline stage have several windows or rope tables, so they "
+                "cannot be scanned: set scan_layers=false"
+            )
         run = layer(graphdefs[0])
         stacked = jax.tree.map(lambda *slots: jnp.stack(slots, axis=0), *slots)
         return jax.lax.scan(lambda x, s: (run(s, turn, x, rope), None), x_bTD, stacked)[0]

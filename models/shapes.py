@@ -1,12 +1,13 @@
 """Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
-Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, and of meta-llama/Llama-3.1-8B.
+Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B and
+meta-llama/Llama-3.1-8B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
 from functools import partial
 
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.rope import Llama3Rope
 
 _qwen = partial(
@@ -95,6 +96,20 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=8,
         head_dim=128,
     ),
+    "qwen3-30b-a3b": ModelConfig(
+        family="qwen3_moe",
+        rope_theta=1e6,
+        qk_norm=True,
+        max_position_embeddings=40960,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        mixture=Mixture(num_experts=128, experts_per_token=8, expert_size=768, normalized=True),
+    ),
 }
 
 
@@ -102,8 +117,23 @@ def num_parameters(config: ModelConfig) -> int:
     """Number of parameters of the language model; a tied table counts once."""
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
-    projections = D * (N + 2 * K) * H + N * H * D + 3 * D * F
+    mlp = 3 * D * F
+    if (mixture := config.mixture) is not None:
+        mlp = mixture.num_experts * (3 * D * mixture.expert_size + D)  # with the router
+    projections = D * (N + 2 * K) * H + N * H * D + mlp
     biases = (N + 2 * K) * H if config.attention_bias else 0
-    norms = 2 * D + (2 * H if config.qk_norm else 0)
+    norms = (4 if config.norms == "both" else 2) * D
+    if config.qk_norm:
+        norms += (N + K) * H if config.qk_norm_whole else 2 * H
     tables = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
     return config.num_layers * (projections + biases + norms) + tables + D
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters of the language model that one token is computed with; all of a dense model."""
+    mixture = config.mixture
+    if mixture is None:
+        return num_parameters(config)
+    idle = mixture.num_experts - mixture.experts_per_token
+    each = 3 * config.hidden_size * mixture.expert_size
+    return num_parameters(config) - config.num_layers * idle * each

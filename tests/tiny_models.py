@@ -1,6 +1,7 @@
 """Tiny random Hugging Face directories, written without the code under test."""
 
 import json
+import math
 from pathlib import Path
 
 import ml_dtypes
@@ -9,6 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
+from jaxrl_llm.models.hf import stored_parts
 from jaxrl_llm.models.rope import Llama3Rope
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -29,6 +31,12 @@ def tiny_config(family: str = "llama", **changes) -> ModelConfig:
     return ModelConfig(**(sizes | {"family": family} | changes))
 
 
+GEMMA: dict = dict(
+    unit_offset=True,
+    activation="gelu_tanh",
+    embedding_multiplier=math.sqrt(48),
+    tie_word_embeddings=True,
+)
 # Every family, and between them tied and untied tables, biases, norms on q and k, windows, rope
 # scaling, grouped and odd head counts, and a head dim that is not hidden / heads.
 CONFIGS = {
@@ -48,7 +56,53 @@ CONFIGS = {
     "qwen2": tiny_config("qwen2", attention_bias=True, tie_word_embeddings=True),
     "qwen2_window": tiny_config("qwen2", attention_bias=True, sliding_window=(None, 4)),
     "qwen3": tiny_config("qwen3", qk_norm=True, head_dim=10, num_heads=5, num_kv_heads=1),
+    "smollm3": tiny_config(
+        "smollm3", rope_layers=(True, False), sliding_window=(None, 4), tie_word_embeddings=True
+    ),
+    "granite": tiny_config(
+        "granite",
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=1.5,
+    ),
+    "phi3": tiny_config("phi3", rotary_factor=0.5, sliding_window=(4, 4)),
+    "olmo2": tiny_config("olmo2", norms="after", qk_norm=True, qk_norm_whole=True),
+    "glm4": tiny_config(
+        "glm4", norms="both", interleaved_rope=True, rotary_factor=0.5, attention_bias=True
+    ),
+    "gemma": tiny_config("gemma", **GEMMA),
+    "gemma3": tiny_config(
+        "gemma3_text",
+        **GEMMA,
+        qk_norm=True,
+        norms="both",
+        sliding_window=(4, None),
+        local_rope_theta=50.0,
+        attention_multiplier=5**-0.5,
+    ),
 }
+
+
+def their_tensors(names: dict, ours: dict) -> dict[str, np.ndarray]:
+    """Their tensors of our parameters by path; the parts of a fused one are joined."""
+
+    def array(part):
+        value = ours[part.path]
+        return part.tensor.to_hf(value if len(names[part.path].parts) == 1 else value[part.index])
+
+    return {
+        name: np.concatenate([array(part) for part in parts])
+        for name, parts in stored_parts(names).items()
+    }
+
+
+def our_params(names: dict, theirs: dict) -> dict[tuple[str, ...], np.ndarray]:
+    """Our parameters by path from their tensors."""
+    return {
+        path: ours.joined([part.to_ours(theirs[part.name]) for part in ours.parts])
+        for path, ours in names.items()
+    }
 
 
 def random_tensors(
@@ -58,9 +112,10 @@ def random_tensors(
     rng = np.random.default_rng(seed)
     return {
         tensor.name: (
-            0.2 * rng.normal(size=tensor.shape) + tensor.name.endswith("norm.weight")
+            0.2 * rng.normal(size=tensor.whole_shape) + tensor.name.endswith("norm.weight")
         ).astype(NUMPY_DTYPES[dtype])
-        for tensor in hf_names(config, kind).values()
+        for ours in hf_names(config, kind).values()
+        for tensor in ours.parts
     }
 
 

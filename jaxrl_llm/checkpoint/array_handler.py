@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import type_handlers
 
-from jaxrl_llm.distributed.crossing import without_data
-from jaxrl_llm.distributed.multihost import processes_of
+from jaxrl_llm.distributed.crossing import holds, without_data
 
 ELSEWHERE = 2**30  # number of a replica that no process writes
 
@@ -73,7 +72,7 @@ class _ArrayHandler(type_handlers.ArrayHandler):
 def _is_elsewhere(args: Any) -> bool:
     sharding: Any = getattr(args, "sharding", None)
     known = isinstance(sharding, jax.sharding.Sharding) and args.global_shape is not None
-    return known and jax.process_index() not in processes_of(sharding.device_set)
+    return known and not holds(sharding)
 
 
 def _of_others(args: Any) -> jax.Array:

@@ -5,6 +5,7 @@ weight file plus the largest tensor. Export fetches one tensor at a time from th
 of each family in `models/` has the names of its tensors.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -33,7 +34,7 @@ from jaxrl_llm.models.families import (
     ignored_tensor,
     to_hf_config,
 )
-from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.models.hf import StoredPart, stored_parts
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -58,7 +59,8 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 _TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
     (
         ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers"),
+         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers",
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         int, "a whole number below 2**31", 2**31,
     ),
     (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
@@ -133,8 +135,9 @@ def import_params(
     names = hf_names(spec.config, spec.kind)
     stored = stored_tensors(directory)
     new_head = _check_kind(directory, spec)
-    wanted = {t.name: path for path, t in names.items() if not (new_head and path[0] == "score")}
-    _check_tensors(directory, spec, stored, {name: names[path] for name, path in wanted.items()})
+    wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
+    shapes = {name: parts[0].tensor.whole_shape for name, parts in wanted.items()}
+    _check_tensors(directory, spec, stored, shapes)
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -144,9 +147,15 @@ def import_params(
         _put(params, path, _place(value, sharding, target))
 
     params: Params = {}
+    # What was read of parameters that lie in several tensors, one an expert.
+    read: dict[tuple[str, ...], dict[int, Any]] = {}
     for name, value in read_tensors([stored[name] for name in wanted]):
-        path = wanted[name]
-        place(path, names[path].to_ours(value))
+        for part in wanted[name]:
+            read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
+            ours = names[part.path]
+            if len(read[part.path]) == len(ours.parts):
+                found = read.pop(part.path)
+                place(part.path, ours.joined([found[i] for i in range(len(found))]))
         del value  # before the next one is read
     for path, tensor in names.items():
         if tensor.name not in wanted:
@@ -316,7 +325,7 @@ def _check_tensors(
     directory: Path,
     spec: ModelSpec,
     stored: Mapping[str, StoredTensor],
-    wanted: Mapping[str, HFTensor],
+    wanted: Mapping[str, tuple[int, ...]],
 ) -> None:
     missing = [name for name in wanted if name not in stored]
     unexpected = [
@@ -332,17 +341,17 @@ def _check_tensors(
             f"{directory} {' and '.join(parts)}; its weights are not those of a "
             f"{spec.config.family} {spec.kind} model as its config.json describes it"
         )
-    for name, tensor in wanted.items():
+    for name, shape in wanted.items():
         found = stored[name]
         if name == "score.weight" and found.shape[0] != 1:
             raise ValueError(
                 f"{directory} classifies into {found.shape[0]} labels; a critic or reward model "
                 f"has one (num_labels=1)"
             )
-        if found.shape != tensor.shape:
+        if found.shape != shape:
             raise ValueError(
                 f"tensor {name!r} of {directory} has shape {found.shape} where the model has "
-                f"{tensor.shape}; make the spec from load_model_config({str(directory)!r})"
+                f"{shape}; make the spec from load_model_config({str(directory)!r})"
             )
         if found.dtype not in _READABLE:
             raise ValueError(
@@ -372,12 +381,23 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
 
 
 def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
-    def lazy(path: tuple[str, ...], tensor: HFTensor) -> LazyTensor:
-        return LazyTensor(
-            tensor.name, tensor.shape, lambda: tensor.to_hf(_fetch(_get(params, path)))
-        )
+    # Tensors are written in this order, so those of one parameter are cut from one copy.
+    fetched = functools.lru_cache(maxsize=1)(lambda path: _fetch(_get(params, path)))
 
-    return [lazy(path, tensor) for path, tensor in hf_names(spec.config, spec.kind).items()]
+    def part_of(part: StoredPart) -> np.ndarray:
+        if len(names[part.path].parts) > 1:
+            return part.tensor.to_hf(fetched(part.path)[part.index])
+        return part.tensor.to_hf(_fetch(_get(params, part.path)))
+
+    def lazy(name: str, parts: list[StoredPart]) -> LazyTensor:
+        def fetch() -> np.ndarray:
+            found = [part_of(part) for part in parts]
+            return found[0] if len(found) == 1 else np.concatenate(found)
+
+        return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
+
+    names = hf_names(spec.config, spec.kind)
+    return [lazy(name, parts) for name, parts in stored_parts(names).items()]
 
 
 def _fetch(value: Any) -> np.ndarray:

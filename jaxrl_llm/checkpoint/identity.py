@@ -16,6 +16,7 @@ from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.hf import FEW
 from jaxrl_llm.models.lora import Lora
 
 IDENTITY = "identity"  # entry of the loop state
@@ -65,9 +66,13 @@ def lora_of(model: Record) -> Lora | None:
 def config_record(config: ModelConfig) -> Record:
     """The fields of a model's config."""
     found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    # Checkpoints of older versions do not have the features of few families.
+    found = {name: x for name, x in found.items() if name not in FEW or x != FEW[name]}
     scaling = config.rope_scaling
     if scaling is not None:
         found["rope_scaling"] = {"rope_type": scaling.kind} | dataclasses.asdict(scaling)
+    if config.mixture is not None:
+        found["mixture"] = dataclasses.asdict(config.mixture)
     return json.loads(json.dumps(found))  # lists in place of tuples
 
 

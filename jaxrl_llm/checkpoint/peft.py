@@ -60,7 +60,7 @@ def adapter_tensors(spec: ModelSpec) -> dict[Leaf, HFTensor]:
     found: dict[Leaf, HFTensor] = {}
     for path, leaf in _leaves(spec.learned):
         if path[0] == HEAD:
-            theirs = names[path]
+            (theirs,) = names[path].parts
             found[path] = HFTensor(PREFIX + theirs.name, theirs.shape, leaf.shape, transpose=True)
             continue
         assert path[-2] == ADAPTER, path

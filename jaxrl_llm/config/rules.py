@@ -82,6 +82,7 @@ def _is_offline(algorithm: Any) -> bool:
 def _replicas(config: Config) -> str:
     mesh = config.mesh
     stages = f" × pipeline {mesh.pipeline}" if mesh.pipeline > 1 else ""
+    stages += f" × expert {mesh.expert}" if mesh.expert > 1 else ""
     return (
         f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data}{stages} × fsdp "
         f"{mesh.fsdp})"
@@ -421,13 +422,14 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
     """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
     sizes = _hf_config(key, model)
     mesh = _mesh(config, key)
-    by_heads = ("num_attention_heads", "intermediate_size", "vocab_size")
+    by_heads = ("num_attention_heads", "intermediate_size", "vocab_size", "moe_intermediate_size")
     names = {
         "mesh.tensor": (mesh.tensor, by_heads),
         "mesh.generation.tensor": (mesh.generation.tensor or 1, by_heads),
         "mesh.passes.tensor": (mesh.passes.tensor or 1, by_heads),
         f"{key}.tensor": (model.tensor or 1, by_heads),
-        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.sequence, ("hidden_size",)),
+        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence, ("hidden_size",)),
+        "mesh.expert": (mesh.expert, ("num_experts", "num_local_experts")),
     }
     for name_of_size, (parts, of_axis) in names.items():
         given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
@@ -444,9 +446,10 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
                     )
                 if name_of_size == "mesh.fsdp" and parts != mesh.fsdp:
                     raise ConfigError(
-                        f"config.mesh: pipeline × fsdp × sequence = {parts} splits the weights and "
-                        f"does not divide {name}={size} of the model config.{key}; sizes whose "
-                        f"product is {fitting[-1]} work, with config.mesh.data for other devices"
+                        f"config.mesh: pipeline × fsdp × expert × sequence = {parts} splits the "
+                        f"weights and does not divide {name}={size} of the model config.{key}; "
+                        f"sizes whose product is {fitting[-1]} work, with config.mesh.data for "
+                        "other devices"
                     )
                 raise ConfigError(
                     f"config.{name_of_size}={parts}: does not divide {name}={size} of the model "

@@ -91,6 +91,7 @@ class MeshConfig(Record):
 
     data: Count = 1  # replicas of the weights, for example one a node
     fsdp: Count = 1  # shards of the weights; each is a replica of the batch too
+    expert: Count = 1  # shards of the experts of a layer; each is a replica of the batch too
     sequence: Count = 1  # shards of the tokens of a row (context parallelism)
     tensor: Count = 1  # shards of heads, MLP and vocabulary
     pipeline: Count = 1  # stages of layers; each is a replica of the batch outside of the layers
@@ -109,6 +110,7 @@ class MeshConfig(Record):
             "data": self.data,
             "pipeline": self.pipeline,
             "fsdp": self.fsdp,
+            "expert": self.expert,
             "sequence": self.sequence,
             "tensor": self.tensor,
         }
@@ -120,7 +122,7 @@ class MeshConfig(Record):
     @property
     def num_replicas(self) -> int:
         """How many ways a batch is split."""
-        return self.data * self.pipeline * self.fsdp
+        return self.data * self.pipeline * self.fsdp * self.expert
 
     def replicas_with(self, tensor: int) -> int:
         """How many ways a model with its own tensor size splits a batch; 0 is the mesh's size."""
@@ -130,7 +132,7 @@ class MeshConfig(Record):
             return self.num_replicas * (self.tensor // tensor)
         # A larger group takes the axes next to `tensor`, from the innermost on.
         left, replicas = tensor // self.tensor, self.num_replicas
-        for axis in ("sequence", "fsdp", "pipeline", "data"):
+        for axis in ("sequence", "expert", "fsdp", "pipeline", "data"):
             taken = math.gcd(left, self.sizes[axis])
             left //= taken
             replicas //= 1 if axis == "sequence" else taken
@@ -278,6 +280,10 @@ class ActorConfig(AdaptedSettings):
     # 0 gives each sample its own padded row.
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
+    # Of a mixture of experts, in all of the actor's updates, the warm-up's too: coefficients of
+    # the load-balance loss (transformers' formula) and of the z-loss of the routers.
+    router_aux_loss_coef: NotNegative = 0.0
+    router_z_loss_coef: NotNegative = 0.0
 
 
 @record
@@ -368,6 +374,9 @@ class RolloutConfig(Record):
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    # Of a mixture of experts: old log-probs and updates send each token to the experts that it had
+    # in the rollout. It takes layers × experts of a token bytes for each token of a batch.
+    routing_replay: bool = True
 
 
 @record

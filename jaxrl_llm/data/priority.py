@@ -246,11 +246,13 @@ class PriorityLoader:
     def get_state(self, pending: int = 0) -> dict[str, Any]:
         """The exact state in JSON's types, and the facts that must be equal to restore it.
 
-        From there the last `pending` batches come again; they are those without scores.
+        From there the last `pending` batches come again; they are those without scores. Those that
+        an earlier state kept, and that were not drawn again yet, follow them.
         """
         assert len(self._drawn) == pending, "the scores of a batch are missing"
         arrays = {name: _pack(array) for name, array in self._memory.items()}
-        return self._position() | arrays | {PENDING: [drawn.tolist() for drawn in self._drawn]}
+        waiting = [drawn.tolist() for drawn in (*self._drawn, *self._again)]
+        return self._position() | arrays | {PENDING: waiting}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue with the batch that came next when `get_state` was called.

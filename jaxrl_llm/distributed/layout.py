@@ -123,8 +123,9 @@ def train_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:
     rules = _by_heads(mesh, heads, num_kv_heads).replace(batch=rows, embed=embed)
     named = {
         field: tuple(a for a in others if a.partition(".")[0] == axis) or None
-        for field, axis in (("tokens", "sequence"), ("layers", "pipeline"))
+        for field, axis in (("tokens", "sequence"), ("layers", "pipeline"), ("expert", "expert"))
     }
+    rules = rules.replace(expert_embed=tuple(a for a in embed if a not in (named["expert"] or ())))
     residual = (*(named["tokens"] or ()), *heads)
     return Layout(mesh, rules.replace(**named, residual=residual))
 

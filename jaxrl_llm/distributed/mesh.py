@@ -1,8 +1,9 @@
-"""The device mesh. Its five named axes always exist, so one set of rules fits every size.
+"""The device mesh. Its six named axes always exist, so one set of rules fits every size.
 
-`data`, `fsdp` and `pipeline` split the batch, `sequence` the tokens of its rows, `pipeline` also
-the layers, and `tensor` heads, the inner MLP dim and the vocabulary. In training, `fsdp`,
-`sequence` and `pipeline` also split the stored weights.
+`data`, `fsdp`, `expert` and `pipeline` split the batch, `sequence` the tokens of its rows,
+`pipeline` also the layers, `expert` also the experts of a layer, and `tensor` heads, the inner MLP
+dim and the vocabulary. In training, `fsdp`, `expert`, `sequence` and `pipeline` also split the
+stored weights.
 
 A phase may lay the same devices out otherwise, for example with a larger tensor size. Then an axis
 has several parts: "fsdp.0" and "fsdp.1" together are the axis fsdp, the outermost part first.
@@ -17,11 +18,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 # Outermost first. Neighbours on the innermost axis are neighbours in the machine.
-MeshAxis = Literal["data", "pipeline", "fsdp", "sequence", "tensor"]
+MeshAxis = Literal["data", "pipeline", "fsdp", "expert", "sequence", "tensor"]
 AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
 # One coordinate of these axes is a replica: it holds a share of the batch. The stages of a pipeline
 # pass rows through each other's layers, and share all else as replicas do.
-REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "pipeline", "fsdp")
+REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "pipeline", "fsdp", "expert")
 
 
 def make_mesh(
@@ -31,10 +32,11 @@ def make_mesh(
     *,
     sequence: int = 1,
     pipeline: int = 1,
+    expert: int = 1,
     cuts: Sequence[int] = (),
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of `data * pipeline * fsdp * sequence * tensor` devices; all axes have the type Auto.
+    """A mesh of `data * pipeline * fsdp * expert * sequence * tensor` devices, all axes Auto.
 
     A cut is a number of neighbouring devices that some phase uses together. The axis inside which
     such a group ends is made of two parts, so that rules can name the group.
@@ -48,6 +50,7 @@ def make_mesh(
         "data": data,
         "pipeline": pipeline,
         "fsdp": fsdp,
+        "expert": expert,
         "sequence": sequence,
         "tensor": tensor,
     }

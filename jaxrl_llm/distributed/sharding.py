@@ -28,6 +28,8 @@ LogicalAxis = Literal[
     "norm",
     "value",
     "rank",
+    "expert",
+    "expert_embed",
 ]
 # One mesh axis or part of one, several (outermost first), or None: the dim is not split.
 MeshAxes = str | tuple[str, ...] | None
@@ -52,6 +54,8 @@ class ShardingRules:
     norm: MeshAxes = None  # norm scales and other vectors of the hidden size
     value: MeshAxes = None  # the output of a scalar head
     rank: MeshAxes = None  # of an adapter
+    expert: MeshAxes = None
+    expert_embed: MeshAxes = None  # the hidden size in the weights of experts
 
     def mesh_axes(self, logical: LogicalAxis) -> tuple[str, ...]:
         """The mesh axes that split `logical`, outermost first.
@@ -81,15 +85,19 @@ TRAIN_RULES = ShardingRules(
     layers="pipeline",
     # Every axis that shares the work of one sample also shares the storage of weights. They are in
     # the order of the mesh, so that neighbouring devices hold neighbouring parts.
-    embed=("pipeline", "fsdp", "sequence"),
+    embed=("pipeline", "fsdp", "expert", "sequence"),
     vocab="tensor",
     q_heads="tensor",
     kv_heads="tensor",
     mlp="tensor",
+    expert="expert",
+    expert_embed=("pipeline", "fsdp", "sequence"),
     # Norms and biases are small. To split them would save nothing and cost a collective each.
 )
 # Only `embed` is dropped, a dim that nothing else splits: the switch is a plain all-gather.
-GENERATION_RULES = TRAIN_RULES.replace(embed=None, tokens=None, residual=None, layers=None)
+GENERATION_RULES = TRAIN_RULES.replace(
+    embed=None, expert=None, expert_embed=None, tokens=None, residual=None, layers=None
+)
 
 
 def partition_spec(

@@ -22,6 +22,7 @@ from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob
 from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
 from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.experts import Routing
 
 
 def decode(
@@ -65,12 +66,13 @@ def decode(
         slots_per_prompt=group,
         heads=heads,
     )
-    hidden_B1D, cache = model(
+    hidden_B1D, cache, routed = model.routed(
         jnp.where(live_B, slots.token_B, 0)[:, None],
         (prompt_B + own_B)[:, None],
         attend=decode_attend(context, attention, heads),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
+        routing=None if spec.config.mixture is None else Routing(real_BT=live_B[:, None]),
     )
     index_B = count_B if queue.begun_N is None else queue.begun_N[row_B] + count_B
     keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], index_B)
@@ -87,7 +89,13 @@ def decode(
         stop_states_B = sampling.stop_strings.step(stop_states_N[row_B], tokens_B)
         ended_B |= stop_states_B == sampling.stop_strings.found
         stop_states_N = stop_states_N.at[at[0]].set(stop_states_B, mode="drop", unique_indices=True)
+    routes = state.routes
+    if routes is not None and routed is not None:
+        chosen_BLK = routed.chosen_BTK[:, :, 0].swapaxes(0, 1).astype(routes.read_NR.dtype)
+        read_NR = routes.read_NR.at[at].set(chosen_BLK, mode="drop", unique_indices=True)
+        routes = routes._replace(read_NR=read_NR)
     return state._replace(
+        routes=routes,
         cache=cache,
         table=table,
         slots=slots._replace(

@@ -17,6 +17,7 @@ Shape letters: N samples, P prompt tokens, R response tokens.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS, TAIL_STEPS
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
-from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
 from jaxrl_llm.generation.kv_cache import HeadAxes, page_entries
 from jaxrl_llm.generation.pages import page_sizes
@@ -67,6 +68,9 @@ class GenerationOutput:
     slot_steps: jax.Array  # slots computed, summed over all steps
     live_slot_steps: jax.Array  # of those, the ones that decoded a sample
     stalled_slot_steps: jax.Array  # of those, the ones in which a sample waited for a page
+    # The experts of each token of prompt and response, int8 or int16 [N, P + R, L, K]; -1 where
+    # there is no token, or none that was read. None unless `record_routes`.
+    routes: jax.Array | None = None
 
 
 def compiler_options(samples: int, num_slots: int) -> dict[str, bool]:
@@ -120,7 +124,7 @@ def generate(
     if prompts_NP.shape[0] > 0:
         with strict_scope(engine.strict):
             state = _run_loops(engine, state)
-    return _output(state, settings.sampling, settings.pad_id)
+    return _output(state, settings.sampling, settings.pad_id, engine.queue.lengths_N)
 
 
 def begin(*arguments: Any, **limits: Any) -> State:
@@ -226,6 +230,7 @@ def _engine(
             prompt_rows=sizes.prompt_rows,
             cache_dtype=cache_dtype,
             max_new_tokens=max_new_tokens,
+            record_routes=settings.record_routes,
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how),
@@ -278,21 +283,26 @@ def generate_on_mesh(
         limits_N = jnp.full((num_samples,), settings.sampling.max_new_tokens, jnp.int32)
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
 
+    # The partitioner cannot split a grouped matmul: layers of experts split it themselves.
+    mixed = split and spec.config.mixture is not None
+    of_experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
+
     def one_replica(
         params: Any, prompts: Any, lengths: Any, ids: Any, key: Any, limits: Any, begun: Any = None
     ) -> GenerationOutput:
-        output = generate(
-            spec,
-            params,
-            prompts,
-            lengths,
-            ids,
-            key,
-            settings,
-            limits_N=limits,
-            begun_N=begun,
-            heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
-        )
+        with of_experts.for_layers() if of_experts else nullcontext():
+            output = generate(
+                spec,
+                params,
+                prompts,
+                lengths,
+                ids,
+                key,
+                settings,
+                limits_N=limits,
+                begun_N=begun,
+                heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
+            )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
@@ -358,7 +368,9 @@ def _more_live(number: int, state: State) -> jax.Array:
     return state.slots.num_live > number
 
 
-def _output(state: State, sampling: SamplingParams, pad_id: int) -> GenerationOutput:
+def _output(
+    state: State, sampling: SamplingParams, pad_id: int, prompt_lengths_N: jax.Array
+) -> GenerationOutput:
     written_NR = state.tokens_NR >= 0
     lengths_N = jnp.sum(written_NR, axis=1)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
@@ -376,4 +388,5 @@ def _output(state: State, sampling: SamplingParams, pad_id: int) -> GenerationOu
         slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
         stalled_slot_steps=state.stalled_slot_steps,
+        routes=None if state.routes is None else state.routes.of_samples(prompt_lengths_N),
     )

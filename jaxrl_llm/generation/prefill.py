@@ -15,6 +15,7 @@ from jaxrl_llm.generation.sizes import EngineSizes
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.experts import Routing
 
 
 def prefill(
@@ -47,7 +48,7 @@ def prefill(
     # Padding gets distinct rows out of range: the scatter drops them, and indices stay unique.
     dropped_AL = prompt_rows + jnp.arange(real_AL.size).reshape(real_AL.shape)
     cache_rows_AL = jnp.where(real_AL, free_C[rows.place_AL], dropped_AL)
-    _, cache = bind(spec, params)(
+    _, cache, routed = bind(spec, params).routed(
         jnp.where(real_AL, tokens_AL, 0),
         rows.position_AL,
         attend=prefill_attend(
@@ -59,13 +60,22 @@ def prefill(
         ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
+        routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),
     )
     place_C = jnp.arange(prompt_rows)
     prompts_C = jnp.minimum(state.prefilled + place_C, num_groups - 1)
     targets_C = jnp.where(
         place_C < rows.num_prompts, queue.order_G[prompts_C], num_groups + place_C
     )
+    routes = state.routes
+    if routes is not None and routed is not None:
+        chosen_ALxK = jnp.moveaxis(routed.chosen_BTK, 0, 2).astype(routes.prompts_GP.dtype)
+        dropped_AL = num_groups + jnp.arange(real_AL.size).reshape(real_AL.shape)
+        at = (jnp.where(real_AL, groups_AL, dropped_AL), rows.position_AL)
+        written = routes.prompts_GP.at[at].set(chosen_ALxK, mode="drop", unique_indices=True)
+        routes = routes._replace(prompts_GP=written)
     return state._replace(
+        routes=routes,
         cache=cache,
         prompt_row_G=state.prompt_row_G.at[targets_C].set(free_C, mode="drop", unique_indices=True),
         prefilled=state.prefilled + rows.num_prompts,

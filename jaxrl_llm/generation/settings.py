@@ -36,6 +36,7 @@ class GenerationSettings:
     # Falling numbers of slots for the end of a batch; None: see `default_tails`.
     tail_slots: tuple[int, ...] | None = None
     tokens_a_page: int = 0  # 0 is the block size of the decode kernel
+    record_routes: bool = False  # the experts of every token, for the trainer to take the same
     strict: Strict | None = None  # log-probs with the bits of a strict forward pass
 
     def __post_init__(self) -> None:

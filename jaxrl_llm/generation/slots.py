@@ -29,6 +29,41 @@ class Slots(NamedTuple):
         return jnp.sum(self.live_B, dtype=jnp.int32)
 
 
+class Routes(NamedTuple):
+    """The experts of every computed token, [..., L, K] of small integers; -1 where none is."""
+
+    prompts_GP: jax.Array
+    # Of the token that a decode step reads: the prompt's last one, then those of the response.
+    read_NR: jax.Array
+
+    def of_samples(self, lengths_N: jax.Array) -> jax.Array:
+        """The experts of each sample's prompt tokens, then of its response's: [N, P + R, L, K].
+
+        Nothing reads the last token of a response, so it has none.
+        """
+        group = self.read_NR.shape[0] // self.prompts_GP.shape[0]
+        prompts_NP = jnp.repeat(self.prompts_GP, group, axis=0)
+        rows_N = jnp.arange(lengths_N.shape[0])
+        last_N = jnp.where(lengths_N > 0, lengths_N - 1, prompts_NP.shape[1])
+        prompts_NP = prompts_NP.at[rows_N, last_N].set(self.read_NR[:, 0], mode="drop")
+        none_N1 = jnp.full_like(self.read_NR[:, :1], -1)
+        return jnp.concatenate([prompts_NP, self.read_NR[:, 1:], none_N1], axis=1)
+
+
+def empty_routes(
+    config: ModelConfig, num_groups: int, num_samples: int, prompt: int, response: int
+) -> Routes:
+    """No token was computed."""
+    mixture = config.mixture
+    assert mixture is not None
+    each = (config.num_layers, mixture.experts_per_token)
+    dtype = jnp.int8 if mixture.num_experts <= 128 else jnp.int16
+    return Routes(
+        prompts_GP=jnp.full((num_groups, prompt, *each), -1, dtype),
+        read_NR=jnp.full((num_samples, response, *each), -1, dtype),
+    )
+
+
 class State(NamedTuple):
     """The carry of all loops."""
 
@@ -46,6 +81,7 @@ class State(NamedTuple):
     slot_steps: jax.Array
     live_slot_steps: jax.Array
     stalled_slot_steps: jax.Array
+    routes: Routes | None = None
 
 
 def empty_state(
@@ -57,9 +93,14 @@ def empty_state(
     prompt_rows: int,
     cache_dtype: Any,
     max_new_tokens: int,
+    record_routes: bool = False,
 ) -> State:
     """All slots free, nothing in the cache, nothing written."""
     num_samples, width = queue.prompts_NP.shape
+    routes = None
+    if record_routes:
+        num_groups = queue.order_G.shape[0]
+        routes = empty_routes(config, num_groups, num_samples, width, max_new_tokens)
     zeros_B, zero = jnp.zeros((num_slots,), jnp.int32), jnp.int32(0)
     cache = init_cache(
         config,
@@ -90,6 +131,7 @@ def empty_state(
         slot_steps=zero,
         live_slot_steps=zero,
         stalled_slot_steps=zero,
+        routes=routes,
     )
 
 

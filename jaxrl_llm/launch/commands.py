@@ -1,4 +1,4 @@
-"""The commands: train, plan, generate, evaluate, export, prepare, verify, report, doctor.
+"""The commands: train, plan, generate, evaluate, export, prepare, verify, report, doctor, ...
 
 `jaxrl NAME` and scripts/ run them.
 Flags and config are checked before jax is imported.
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -22,9 +23,11 @@ from typing import Any, NoReturn
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
+from jaxrl_llm.launch.convert_config import convert_config
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
+    USER_ERROR,
     join_processes,
     run_script,
     start,
@@ -57,8 +60,11 @@ def train(argv: list[str]) -> int:
     if flags.dry_run:
         from jaxrl_llm.launch.dry_run import dry_run
 
-        for line in dry_run(start(config, num_cpu_devices=flags.devices)):
-            print(line)
+        found = dry_run(start(config, num_cpu_devices=flags.devices))
+        from jaxrl_llm.distributed.multihost import is_main
+
+        if is_main():
+            print("\n".join(found))
         return 0
     summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
     from jaxrl_llm.trainer.progress import print_summary
@@ -403,7 +409,7 @@ def _serve(folders: list[Path], port: int) -> int:
         server = ReportServer(folders, port)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--port={port} cannot be used: {error}. Give another one") from None
-    with server:
+    with server, suppress(KeyboardInterrupt):
         print(f"{server.url}  (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
@@ -572,6 +578,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,
+    "convert-config": convert_config,
     "verify": verify,
     "report": report,
     "doctor": doctor,
@@ -594,7 +601,8 @@ def help_of(name: str) -> str:
 
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
     """Run one command on the process's arguments and exit."""
-    run_script(command, argv, help_text=partial(help_of, command.__name__))
+    name = next(name for name, each in COMMANDS.items() if each is command)
+    run_script(command, argv, help_text=partial(help_of, name))
 
 
 def main() -> NoReturn:
@@ -616,7 +624,8 @@ def main() -> NoReturn:
     if name in ("--help", "-h"):
         print(usage)
         sys.exit(0)
-    sys.exit(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}")
+    print(f"error: there is no command {name}{nearest(name, COMMANDS)}\n{usage}", file=sys.stderr)
+    sys.exit(USER_ERROR)
 
 
 def versions(*, devices: bool = False) -> list[str]:

@@ -17,9 +17,10 @@ from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, placed
 from jaxrl_llm.planner.rates import rates_of
 from jaxrl_llm.planner.work import work_of
+from jaxrl_llm.tokenizer import set_chat_variables
 from jaxrl_llm.trainer.disk_space import bytes_of, check_space
 from jaxrl_llm.trainer.progress import Plan
-from jaxrl_llm.trainer.run import RunData, open_plan_and_data
+from jaxrl_llm.trainer.run import RunData, open_plan_and_data, refuse_overwriting
 from jaxrl_llm.trainer.run_folder import RunFolder, open_run_folder
 
 RESOLVED = "resolved_config.json"
@@ -33,7 +34,9 @@ def dry_run(config: Config) -> list[str]:
     Raises: what a start of the run raises before its first step.
     """
     with open_run_folder(config) as folder, ExitStack() as stack:
+        refuse_overwriting(config, folder.path, folder.latest_step)
         tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+        set_chat_variables(tokenizer, config.data.chat_template_kwargs)
         meshes = open_meshes(config, tokenizer)
         plan, data = open_plan_and_data(config, tokenizer, meshes, folder.path, stack)
         checkpoint = bytes_of(_abstract_states(plan, data))
@@ -67,6 +70,8 @@ def _folder_lines(config: Config, folder: RunFolder) -> list[str]:
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     step, total = folder.latest_step, config.total_steps
     state = "a new run" if step is None else f"goes on from step {step}"
+    if step is None and config.resume not in ("auto", "never"):
+        state = f"goes on from {config.resume}"
     if folder.nothing_to_do(total):
         state = "all steps are done"
     return [f"{config.name} in {folder.path}: {state}, {total} steps in all", f"devices: {devices}"]

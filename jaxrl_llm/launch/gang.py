@@ -27,7 +27,7 @@ from jaxrl_llm.launch.runtime import (
     NUM_PROCESSES,
     USER_ERROR,
 )
-from jaxrl_llm.trainer.signals import STOP_SIGNALS, leave_closed_terminals
+from jaxrl_llm.trainer.signals import STOP_SIGNALS, leave_closed_terminals, send_to_null
 
 GRACE_S = 10.0  # after a failure: time for the other processes to end before they are killed
 POLL_S = 0.05
@@ -85,8 +85,11 @@ class Output:
         with self._lock:
             if found := STEP.match(text):
                 self.step = int(found[1])
-            target.write(f"[{rank}] {text.decode(errors='replace').rstrip()}\n")
-            target.flush()
+            try:
+                target.write(f"[{rank}] {text.decode(errors='replace').rstrip()}\n")
+                target.flush()
+            except OSError:  # who read the output has ended: the processes go on without
+                send_to_null(target.fileno())
 
 
 Start = Callable[[Output, Sequence[int]], Gang]  # the second are the signals received so far

@@ -4,6 +4,7 @@ Each function prepares the process for jax, which is imported when the first of 
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,12 +67,15 @@ def train(
     config = load_config(config) if isinstance(config, str) else config
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
     STATUS.begin()
-    STATUS("importing jax")
-    config = start(config, num_cpu_devices=num_cpu_devices)
-    STATUS("importing the trainer")
-    from jaxrl_llm.trainer.run import train
+    try:
+        STATUS("importing jax")
+        config = start(config, num_cpu_devices=num_cpu_devices)
+        STATUS("importing the trainer")
+        from jaxrl_llm.trainer.run import train
 
-    return train(config, callbacks=callbacks, end_process=end_process)
+        return train(config, callbacks=callbacks, end_process=end_process)
+    finally:
+        STATUS.end()  # where it was refused before the console took over
 
 
 def _with_objects(
@@ -154,8 +158,8 @@ def evaluate(
             "--config.data.val_tasks=[chain_sum]"
         )
     for name, file in (("output", output), ("answers", answers)):
-        if file is not None and Path(file).is_dir():
-            raise ConfigError(f"--{name}={file} is a folder; give a file in it")
+        if file is not None:
+            _check_writable(f"--{name}={file}", Path(file))
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
     config = on_one_group(config, fit_mesh(config.mesh))
@@ -173,11 +177,23 @@ def evaluate(
     return report
 
 
+def _check_writable(what: str, file: Path) -> None:
+    """Make the folder of `file`. ConfigError where it cannot be written, before it is needed."""
+    if file.is_dir():
+        raise ConfigError(f"{what} is a folder; give a file in it")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{what}: the folder {file.parent} cannot be made ({error.strerror}); give another"
+        ) from None
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{what} cannot be written; give another file")
+
+
 def _write(file: str | Path | None, text: str) -> None:
     if file is not None:
-        path = Path(file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, errors="backslashreplace")
+        Path(file).write_text(text, errors="backslashreplace")
 
 
 def export(

@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.processes < 1:
         parser.error(f"--processes={arguments.processes}: must be 1 or more")
     number, devices = arguments.processes, arguments.devices_per_process
+    if devices < 0:
+        parser.error(f"--devices-per-process={devices}: must be 1 or more; 0 shares GPUs equally")
 
     def environments() -> list[dict[str, str]]:
         """With a port that is free now."""

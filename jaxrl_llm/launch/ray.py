@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments(parser, argv)
     if arguments.hosts < 1:
         parser.error(f"--hosts={arguments.hosts}: must be 1 or more")
+    if (arguments.gpus_per_host or 0) < 0:
+        parser.error(f"--gpus_per_host={arguments.gpus_per_host}: must be 0 (CPUs) or more")
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles, numbers_of_rol
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
 INTERRUPTED = 128 + signal.SIGINT
+TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
 
 # Set by launch/local.py and launch/ray.py, or by hand where neither these nor Slurm start it.
 COORDINATOR = "JAXRL_COORDINATOR"  # host:port where process 0 listens
@@ -74,8 +76,8 @@ def run_script(
     """Run `main(arguments)` and exit with its code (None is 0).
 
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
-    message on stderr and exit code 2. Ctrl-C exits with 130. Other errors keep their traceback, and
-    end one of several processes at once.
+    message on stderr and exit code 2. Ctrl-C exits with 130. One of several processes then waits
+    TOGETHER_S for the others. Other errors keep their traceback, and end such a process at once.
     `--help` prints `help_text`, or else the docstring of the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -88,13 +90,30 @@ def run_script(
         code = main(arguments) or 0
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        _end_together(INTERRUPTED)
     except Exception as error:
         if isinstance(error, ValueError) and is_for_user(error):
             print(f"error: {error}", file=sys.stderr)
-            sys.exit(USER_ERROR)
+            _end_together(USER_ERROR)
         _leave_others()
         raise
+    sys.exit(code)
+
+
+def _end_together(code: int) -> NoReturn:
+    """Exit with `code`, after the others of several processes where these end as well.
+
+    jax waits for them for five minutes, and they may be waiting for this process.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(TOGETHER_S)
+        if leaving.is_alive():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     sys.exit(code)
 
 
@@ -238,8 +257,13 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
 
     In a program that has used jax before, these settings stay as they are.
 
-    Raises: ConfigError when that program's devices are others than those asked for.
+    Raises: ConfigError when that program's devices are others than those asked for, or a number
+        of devices is negative.
     """
+    if num_cpu_devices < 0:
+        raise ConfigError(
+            f"--devices={num_cpu_devices}: must be 1 or more; without it the CPU is one device"
+        )
     if devices_are_used():
         _check_used_devices(num_cpu_devices, exact)
     else:

@@ -33,6 +33,7 @@ from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.lora import DROPOUT, set_dropout
 from jaxrl_llm.models.pipeline import Pipeline, PipelinedLayers
 
@@ -87,6 +88,7 @@ class Statistics:
     at_candidates: Float[Array, "B R K"] | None  # log-probs of given tokens
     # The likeliest tokens, best first, and their log-probs; without a gradient.
     top: tuple[Int[Array, "B R K"], Float[Array, "B R K"]] | None
+    routed: Routed | None = None  # what the routers of a mixture of experts did in these rows
 
 
 def hidden_states(
@@ -96,12 +98,20 @@ def hidden_states(
 
     Those of `rows` are in the order of their tokens, see `Rows.spread`.
     """
+    return routed_states(model, tokens, settings, rows)[0]
+
+
+def routed_states(
+    model: Any, tokens: Int[Array, "B T"], settings: ForwardSettings, rows: Rows | None = None
+) -> tuple[Array, Routed | None]:
+    """`hidden_states`, and what the routers of a mixture of experts did."""
     layout, split = settings.layout, None
     if rows is None and layout is not None and layout.size("residual") > 1:
         rows = spread(whole_rows(tokens), layout)
         order = token_order(rows.tokens.shape[1], layout.size("tokens"))
         in_order = np.argsort(order)[: tokens.shape[1]]
-        return hidden_states(model, rows.tokens, settings, rows)[:, in_order]
+        hidden, routed = routed_states(model, rows.tokens, settings, rows)
+        return hidden[:, in_order], routed
     if layout is not None:
         of_layers = layout if settings.pipeline is None else layout.of_stage
         rows_axes, tokens_axes, heads = map(of_layers.axes, ("batch", "tokens", "q_heads"))
@@ -139,9 +149,12 @@ def hidden_states(
             remat=settings.remat,
             scan=settings.scan_layers,
         )
+    routing = None
+    if rows is not None and model.decoder.config.mixture is not None:
+        routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
     of_layout = contextlib.nullcontext() if layout is None else layout.scope()
     with of_layout, strict_scope(settings.strict):
-        hidden, _ = model(
+        hidden, _, routed = model.routed(
             tokens,
             positions,
             attend=attend_in(ranges),
@@ -149,8 +162,9 @@ def hidden_states(
             scan=settings.scan_layers,
             residual_dtype=settings.residual_dtype,
             run_layers=run_layers,
+            routing=routing,
         )
-    return hidden
+    return hidden, routed
 
 
 def spread(rows: Rows, layout: Layout | None) -> Rows:
@@ -228,7 +242,8 @@ def response_statistics(
     """The requested statistics of the distribution that each response token was drawn from."""
     model, layout = prepare(spec, params, settings), settings.layout
     rows = spread(rows, layout)
-    hidden = _predicting(rows, hidden_states(model, rows.tokens, settings, rows), layout)
+    every, routed = routed_states(model, rows.tokens, settings, rows)
+    hidden = _predicting(rows, every, layout)
     weight, temperature = model.unembedding(), temperature or 1.0
     logprobs, entropy = head_logprobs(
         hidden,
@@ -258,6 +273,7 @@ def response_statistics(
         sum_squares=squares,
         at_candidates=at_candidates,
         top=top,
+        routed=routed,
     )
 
 

@@ -22,7 +22,8 @@ from jaxrl_llm.learner.forward import (
     response_statistics,
     response_values,
 )
-from jaxrl_llm.learner.rows import SAMPLE_ROWS, Fields, rows_of
+from jaxrl_llm.learner.router_losses import RouterLoss
+from jaxrl_llm.learner.rows import ROUTES, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 
@@ -40,6 +41,8 @@ class PolicyLoss:
     settings: ForwardSettings
     temperature: float
     own_logprobs: bool = False
+    router: RouterLoss = RouterLoss()  # of a mixture of experts
+    replays_routes: bool = False  # tokens take the experts that they had in the rollout
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -48,6 +51,8 @@ class PolicyLoss:
         reads = _reads(algorithm.policy_loss, algorithm.kl_loss)
         if algorithm.rejection is not None:
             reads = (*reads, "loss_mask")
+        if self.replays_routes:
+            reads = (*reads, ROUTES)
         if self.own_logprobs:
             reads = tuple(dict.fromkeys((*reads, "rollout_logprobs")))
             reads = tuple(name for name in reads if name != "old_logprobs")
@@ -101,6 +106,10 @@ class PolicyLoss:
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term
+        if found.routed is not None:
+            share = mask.sum() / jnp.maximum(counts["global_tokens"], 1)
+            term, of_router = self.router(found.routed, share)
+            total, metrics = total + term, metrics | of_router
         metrics |= attention_work(rows, self.spec, self.settings)
         return total, (metrics, (logprobs, entropy)) if self.own_logprobs else metrics
 

@@ -16,12 +16,14 @@ from jaxrl_llm.algorithms.offline import REFERENCE, OfflineAlgorithm, groups_of
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     attention_work,
-    response_logprobs,
     response_scores,
+    response_statistics,
 )
+from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.rows import ROWS, Fields, Rows, padded_rows
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.experts import Routed
 from jaxrl_llm.types import OFFLINE_FIELDS, TokenBatch
 
 WEIGHT = "weight of "  # metric names that begin so hold what the metric of that name is divided by
@@ -39,6 +41,7 @@ class RecordLoss:
     algorithm: OfflineAlgorithm
     spec: ModelSpec
     settings: ForwardSettings
+    router: RouterLoss = RouterLoss()  # of a mixture of experts; evaluations leave it out
 
     @property
     def groups(self) -> list[str]:
@@ -64,8 +67,11 @@ class RecordLoss:
 
     def __call__(self, params: Params, part: Fields) -> tuple[Array, Metrics]:
         """The part's contribution to the loss, and sums of metrics."""
-        sums = self.sums(params, part)
-        total = jnp.float32(0)
+        sums, routed = self._sums(params, part)
+        total, of_router = jnp.float32(0), {}
+        if routed is not None:
+            share = self._weights(part).sum() / jnp.maximum(part[NUM_RECORDS][0], 1.0)
+            total, of_router = self.router(routed, share)
         if self.algorithm.loss is not None:
             total += sums[LOSS] / jnp.maximum(part[NUM_RECORDS][0], 1.0)
         if self.algorithm.token_loss is not None:
@@ -73,12 +79,20 @@ class RecordLoss:
             total += self.algorithm.token_loss_coef * mean
         rows, _ = _rows(part, len(self.groups))
         work = attention_work(rows, self.spec, self.settings)
-        return total, jax.lax.stop_gradient(sums) | work
+        return total, jax.lax.stop_gradient(sums) | work | of_router
 
     def sums(self, params: Params, part: Fields) -> Metrics:
         """Sums over the records of a part: losses, metrics, and their weights (`WEIGHT`)."""
+        return self._sums(params, part)[0]
+
+    def _weights(self, part: Fields) -> Array:
+        """The weights of the records, 0 for those that are not in the part."""
+        weights = part["weights"]
+        return weights * part[ROWS].included if ROWS in part else weights
+
+    def _sums(self, params: Params, part: Fields) -> tuple[Metrics, Routed | None]:
         algorithm = self.algorithm
-        current = part | record_fields(
+        found, routed = routed_fields(
             params,
             part,
             self.groups,
@@ -86,9 +100,7 @@ class RecordLoss:
             spec=self.spec,
             settings=self.settings,
         )
-        weights = part["weights"]
-        if ROWS in part:
-            weights = weights * part[ROWS].included
+        current, weights = part | found, self._weights(part)
         sums: Metrics = {}
         if algorithm.loss is not None:
             values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
@@ -98,7 +110,7 @@ class RecordLoss:
             values, counts = algorithm.token_loss(*(current[n] for n in named))
             sums[TOKEN_LOSS] = (values * weights).sum()
             sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
-        return sums
+        return sums, routed
 
 
 def row_fields(batch: Any, groups: Sequence[str]) -> Fields:
@@ -151,16 +163,30 @@ def record_fields(
     A scalar model gives scores, a language model sums of log-probs. Sums over whole rows are
     computed only where `names` ask for them.
     """
+    return routed_fields(params, fields, groups, names, spec=spec, settings=settings)[0]
+
+
+def routed_fields(
+    params: Params,
+    fields: Fields,
+    groups: Sequence[str],
+    names: Sequence[str],
+    *,
+    spec: ModelSpec,
+    settings: ForwardSettings,
+) -> tuple[Fields, Routed | None]:
+    """`record_fields`, and what the routers of a language model with experts did."""
     rows, flat = _rows(fields, len(groups))
     if spec.kind == "scalar":
         mask = _row_mask(flat)
         scores = response_scores(params, rows, mask, spec=spec, settings=settings)
-        return _by_group(scores, groups, "_scores")
-    logprobs, _ = response_logprobs(params, rows, spec=spec, settings=settings)
+        return _by_group(scores, groups, "_scores"), None
+    computed = response_statistics(params, rows, spec=spec, settings=settings)
+    logprobs = computed.logprobs
     found = _by_group((logprobs * flat["mask"]).sum(axis=1), groups, "_logprobs")
     if any(name.endswith("_row_logprobs") for name in names):
         found |= _by_group((logprobs * _row_mask(flat)).sum(axis=1), groups, "_row_logprobs")
-    return found | _lengths(fields, groups)
+    return found | _lengths(fields, groups), computed.routed
 
 
 def weighted_sums(metrics: dict[str, Any], weights: Float[Array, " B"]) -> Metrics:
@@ -214,7 +240,10 @@ def _rows(fields: Fields, num_groups: int) -> tuple[Rows, Fields]:
         return fields[ROWS], flat
     if num_groups > 1:
         flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in flat.items()}
-    return padded_rows(flat["prompts"], flat["prompt_lengths"], flat["responses"]), flat
+    prompts, responses = flat["prompts"], flat["responses"]
+    lengths = flat["response_lengths"]
+    rows = padded_rows(prompts, flat["prompt_lengths"], responses, response_lengths=lengths)
+    return rows, flat
 
 
 def _row_mask(flat: Fields) -> Float[Array, "B R"]:

@@ -27,6 +27,7 @@ from jaxrl_llm.kernels.flash_attention import Visibility, token_order
 
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
+ROUTES = "rollout_routes"  # the field of the experts that the sampler chose, [B, P + R, L, K]
 SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "mask")  # what rows are made of
 
 
@@ -82,6 +83,10 @@ class Rows:
     ranges: Ranges | None = None
     sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
     column: Int[Array, "B X"] | None = None
+    real: Bool[Array, "B T"] | None = None  # the tokens that are no padding; None where all are
+    source: Int[Array, "B T"] | None = None  # of a packed token: its sample, of its replica
+    place: Int[Array, "B T"] | None = None  # its place in [prompt, response] of its sample
+    routes: Int[Array, "B T L K"] | None = None  # its experts; -1 leaves them to the router
     response_length: int = field(metadata={"static": True})
     shared: bool = field(default=False, metadata={"static": True})
     rows_of_replica: int = field(default=1, metadata={"static": True})  # in a packed pass
@@ -126,6 +131,8 @@ class Rows:
             self,
             tokens=ordered(self.tokens),
             positions=ordered(self.positions),
+            real=None if self.real is None else ordered(self.real),
+            routes=None if self.routes is None else _each(ordered, self.routes),
             predictors=dealt(inverse[self.predictors]),
             targets=dealt(self.targets),
             num_targets=num,
@@ -135,6 +142,21 @@ class Rows:
             column=dealt(self.column),
             parts=parts,
         )
+
+    def with_routes(self, routes: Int[Array, "N S L K"]) -> "Rows":
+        """The rows with the experts of their tokens; `routes` are those of all samples."""
+        assert self.place is not None and self.real is not None
+        at = jnp.minimum(self.place, routes.shape[1] - 1)
+        if self.source is None:
+            found = jnp.take_along_axis(routes, at[..., None, None], axis=1)
+        else:
+            num_replicas = self.tokens.shape[0] // self.rows_of_replica
+            of_replicas = routes.reshape(num_replicas, -1, *routes.shape[1:])
+            found = jax.vmap(lambda routes, sample, at: routes[sample, at])(
+                of_replicas, self._of_replica(self.source), self._of_replica(at)
+            )
+            found = found.reshape(*at.shape, *routes.shape[2:])
+        return replace(self, routes=jnp.where(self.real[..., None, None], found, -1))
 
     def _ordered_ranges(
         self, ordered: Callable[..., Array], order: np.ndarray | None
@@ -229,6 +251,13 @@ class Rows:
         return x if self.rows_of_replica == 1 else x.reshape(-1, self.rows_of_replica * x.shape[1])
 
 
+def _each(ordered: Callable[..., Array], x_BTLK: Array) -> Array:
+    """`ordered` of each number of a token, padded with -1."""
+    numbers = x_BTLK.reshape(*x_BTLK.shape[:2], -1)
+    found = jax.vmap(lambda x: ordered(x, fill=-1), in_axes=-1, out_axes=-1)(numbers)
+    return found.reshape(*found.shape[:2], *x_BTLK.shape[2:])
+
+
 def _deal(x_BX: Array, parts: int) -> Array:
     """Part after part, of which part p gets entries p, p + parts, and so on."""
     B, X, *rest = x_BX.shape
@@ -255,11 +284,12 @@ def padded_rows(
     prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
     align: int | None = None,
+    response_lengths: Int[Array, " B"] | None = None,
 ) -> Rows:
     """One row a sample, prompt + response without a gap, padded on the right.
 
     Padding follows the response, so causal attention hides it from every real token. With `align`
-    rows are strict.
+    rows are strict. Without `response_lengths` all tokens count as real.
     """
     if align is not None:
         return _strict_rows(prompts, prompt_lengths, responses, align)
@@ -275,12 +305,17 @@ def padded_rows(
         jnp.take_along_axis(responses, offset, axis=1),
     )
     before = prompt_lengths[:, None] - 1 + jnp.arange(num_response)
+    real = None
+    if response_lengths is not None:
+        real = position < (prompt_lengths + response_lengths)[:, None]
     return Rows(
         tokens=tokens,
         positions=jnp.broadcast_to(position, tokens.shape),
         predictors=jnp.maximum(before, 0),
         targets=responses,
         included=jnp.ones(prompts.shape[0], bool),
+        real=real,
+        place=jnp.where(position < prompt_lengths[:, None], position, num_prompt + offset),
         response_length=num_response,
     )
 
@@ -341,9 +376,16 @@ def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
 
 def rows_of(fields: Fields, align: int | None = None) -> Rows:
     """The rows of a part of a batch: its packed rows, or one row a sample (see `padded_rows`)."""
-    if ROWS in fields:
-        return fields[ROWS]
-    return padded_rows(fields["prompts"], fields["prompt_lengths"], fields["responses"], align)
+    rows = fields[ROWS] if ROWS in fields else _padded(fields, align)
+    return rows.with_routes(fields[ROUTES]) if ROUTES in fields else rows
+
+
+def _padded(fields: Fields, align: int | None) -> Rows:
+    lengths = fields.get("response_lengths")  # given where the mask excludes tokens
+    if lengths is None:
+        lengths = fields["mask"].sum(axis=-1).astype(jnp.int32)
+    prompts, responses = fields["prompts"], fields["responses"]
+    return padded_rows(prompts, fields["prompt_lengths"], responses, align, lengths)
 
 
 @jax.tree_util.register_dataclass
@@ -563,6 +605,9 @@ def _packed_row(
         "predictors": jnp.clip(predictors_T, 0, row_tokens - 1)[target_X],
         "targets": tokens_T[target_X],
         "num_targets": in_response_T.sum(),
+        "real": real_T,
+        "source": sample_T,
+        "place": jnp.where(in_response_T, prompts_SP.shape[1] + safe_column_T, safe_offset_T),
         "target_tokens": target_X,
         "ranges": Ranges(
             start=jnp.where(real_T, first_T, row_tokens),

@@ -21,6 +21,7 @@ from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
 from jaxrl_llm.learner.offline_losses import RecordLoss
+from jaxrl_llm.learner.router_losses import COUNTS, ROUTER_METRICS, load_metrics
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
@@ -34,6 +35,7 @@ Measure = Callable[[Any, Fields], Metrics]
 # What a step measures of itself; its loss has metrics of its own.
 BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
 STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
+STEP_METRICS += ROUTER_METRICS
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
 
 
@@ -191,6 +193,8 @@ def accumulate(
     metrics["row_use"] = micro_batches.row_use(batch)
     if LARGEST_PART in metrics:
         metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
+    if COUNTS in metrics:
+        metrics |= load_metrics(metrics.pop(COUNTS))
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 

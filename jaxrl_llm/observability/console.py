@@ -296,7 +296,7 @@ class _LiveDisplay:
         self._console.print(table)
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text("\n".join(map(printable, text.split("\n")))))
 
     def close(self) -> None:
         self._live.stop()

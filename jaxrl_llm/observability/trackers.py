@@ -98,9 +98,9 @@ def open_trackers(
 
     Raises: ValueError when one cannot be opened: at the start nobody is surprised.
     """
-    found = []
-    for name in names:
-        make = TRACKERS[name] if name in TRACKERS else load(name)
+    found: list[Guarded] = []
+    makers = {name: TRACKERS[name] if name in TRACKERS else load(name) for name in names}
+    for name, make in makers.items():
         try:
             tracker = make(run)
         except Exception as error:  # another package's or the user's code
@@ -134,8 +134,12 @@ class Guarded:
         self._call(lambda: self._tracker.samples(step, samples))
 
     def close(self) -> None:
-        """Write what is left."""
-        self._call(self._tracker.close)
+        """Write what is left, also of a tracker that failed before."""
+        if self._failures < MOST_FAILURES:
+            self._call(lambda: self._tracker.close())
+        else:
+            with suppress(Exception):  # what is wrong was said
+                self._tracker.close()
 
     def _call(self, action: Callable[[], None]) -> None:
         if self._failures >= MOST_FAILURES:
@@ -181,7 +185,9 @@ class TensorBoard:
         writer = self._writer
         if phase:  # steps of its own, so a run of its own
             if phase not in self._phases:
-                self._phases[phase] = self._new_writer(str(self._folder / phase))
+                # It always begins again, so what a run that was killed wrote of it is hidden.
+                folder = str(self._folder / phase)
+                self._phases[phase] = self._new_writer(folder, purge_step=0)
             writer = self._phases[phase]
         else:
             self._last |= metrics

@@ -133,6 +133,11 @@ class Segment:
         return any(stage.generates for stage in self.stages)
 
     @property
+    def roles(self) -> set[str]:
+        """The roles whose states its stages get."""
+        return {name for stage in self.stages for name in (stage.role, *stage.shares)}
+
+    @property
     def updated(self) -> tuple[str, ...]:
         """The roles whose states it replaces."""
         return tuple(stage.role for stage in self.stages if stage.updates)

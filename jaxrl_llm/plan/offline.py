@@ -39,6 +39,7 @@ from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Metrics, Params, params_of
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
+from jaxrl_llm.plan.mixtures import check_mixtures, router_loss
 from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
 from jaxrl_llm.plan.online_roles import reference_role
 from jaxrl_llm.plan.program import Program
@@ -276,7 +277,8 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
         algorithm, learner, reference, micro_batches, table=TRAIN if precomputed else None
     )
     name = f"update_{learner.name}"
-    catalogue.append(_update(learner, algorithm, micro_batches, name, seed=config.seed))
+    catalogue.append(_update(learner, algorithm, micro_batches, name, config, seed=config.seed))
+    check_mixtures(config, {learner.name: learner})
     stages = plan(catalogue, fields=OFFLINE)
     return OfflinePlan(
         config=config,
@@ -314,7 +316,9 @@ def plan_supervised(
     rows = training.micro_batch_size * role.layout.num_replicas or size
     micro_batches = Padded(num=size // rows, shard=shard_stacked(role.layout))
     name = f"update_{prefix}"
-    stages = plan([_update(learner, algorithm, micro_batches, name, prefix)], fields=OFFLINE)
+    stages = plan(
+        [_update(learner, algorithm, micro_batches, name, config, prefix)], fields=OFFLINE
+    )
     return OfflinePlan(
         config=config,
         algorithm=algorithm,
@@ -506,6 +510,7 @@ def _update(
     algorithm: OfflineAlgorithm,
     micro_batches: MicroBatches,
     name: str,
+    config: Config,
     prefix: str = "",
     seed: int = 0,
 ) -> "RecordUpdate":
@@ -513,7 +518,12 @@ def _update(
         model=role,
         name=name,
         prefix=prefix,
-        loss=RecordLoss(algorithm=algorithm, spec=role.spec, settings=role.forward),
+        loss=RecordLoss(
+            algorithm=algorithm,
+            spec=role.spec,
+            settings=role.forward,
+            router=router_loss(config, role),
+        ),
         sizes=UpdateSizes(update=micro_batches, forward=micro_batches),
         seed=seed,
     )

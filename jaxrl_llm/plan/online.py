@@ -25,7 +25,9 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
+from jaxrl_llm.plan.correction import correction
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
+from jaxrl_llm.plan.mixtures import check_mixtures, replays_routes, router_loss
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stops_of
 from jaxrl_llm.plan.program import Follower, Program, by_mesh
@@ -103,6 +105,10 @@ class Iteration:
         if self.continuing is not None:
             self.continuing.trace(states, batch)
         return batch
+
+    def compile_ahead(self) -> None:
+        """Begin to compile the programs of a step in threads."""
+        self.program.compile_ahead(self.abstract_states(), self.abstract_batch())
 
     @property
     def generating(self) -> tuple[Segment, ...]:
@@ -335,6 +341,7 @@ def plan_iteration(
     collecting = group(collected)
     used = {name for stage in planned for name in (stage.role, *stage.shares)}
     roles = {name: role for name, role in roles.items() if name in used}
+    check_mixtures(config, roles)
     shardings = {name: role.shardings for name, role in roles.items()}
     make_program = partial(
         Program,
@@ -504,7 +511,9 @@ class _Planning:
         old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
         found: list[Stage] = [
             *self._generation(),
-            stages.OldLogprobs(writes=old, **passes("actor")),
+            stages.OldLogprobs(
+                writes=old, replays_routes=replays_routes(config, roles["actor"]), **passes("actor")
+            ),
             stages.FrozenLogprobs(
                 name="ref", writes=("reference_logprobs",), **passes("reference")
             ),
@@ -520,8 +529,8 @@ class _Planning:
                 stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
                 stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
-        correction = stages.correction(algorithm)
-        found += [] if correction is None else [correction]
+        correcting = correction(algorithm)
+        found += [] if correcting is None else [correcting]
         found += [self._extra_model(passes(model.name)) for model in config.models]
         reward = roles.get("reward")
         found += score_stages(
@@ -558,6 +567,7 @@ class _Planning:
                 cache_tokens=config.rollout.cache_tokens,
                 pad_id=self.pad_id,
                 quantization=config.rollout.quantization,
+                record_routes=replays_routes(config, self.roles["actor"]),
                 attention=sampler.forward.attention,
                 strict=sampler.forward.strict,
             ),
@@ -630,6 +640,8 @@ class _Planning:
             settings=actor.forward,
             temperature=config.rollout.temperature,
             own_logprobs=own_logprobs,
+            router=router_loss(config, actor),
+            replays_routes=replays_routes(config, actor),
         )
         update = stages.Update(
             model=actor,

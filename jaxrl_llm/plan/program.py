@@ -6,7 +6,7 @@ program. The states of roles that learn are donated, so an update needs no secon
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -83,6 +83,7 @@ class Program:
         self._supervised = supervised
         self._group = group
         self._traced: set[str] = set()
+        self._compiling: list[Future[None]] = []  # by `compile_ahead`
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
@@ -135,8 +136,7 @@ class Program:
             reads = {name: now.batch[name] for name in self._reads[segment.name]}
             if self._own_meshes:
                 reads = moves.to(mesh, reads)
-            roles = [stage.role for stage in segment.stages]
-            followed = now.states | self.follow(roles, now.states, timer, now.metrics)
+            followed = now.states | self.follow(segment.roles, now.states, timer, now.metrics)
             if takes_part(mesh):
                 timer.start(segment.name)
             learning, fixed = _split_states(followed, segment)
@@ -147,6 +147,7 @@ class Program:
                 result = self._threads.submit(_call, compiled, arguments, segment, mesh, now)
                 now.add(mesh, segment, result.result)
             else:
+                self.wait_for_compilers()
                 if mesh.size > 1 and segment.name not in self._called:
                     self._called[segment.name] = jax.tree.map(_abstract, arguments)
                 with transfer_guard() if known else nullcontext(), memory_guard(segment):
@@ -237,14 +238,41 @@ class Program:
         is not traced again by `run`.
         """
         for segment in self.segments:
-            if segment.is_host:
-                writes = segment.stages[0].shapes(jax.tree.leaves(batch)[0].shape[0])
-            else:
-                compiled = self._compiled[segment.name]
-                _, writes, _ = compiled.eval_shape(*self._arguments(segment, states, batch))
-            placed = partial(_placed, sharding=self._batch_sharding)
-            batch = batch.replace(**jax.tree.map(placed, writes))
+            batch = self._traced_batch(segment, states, batch)
         return batch
+
+    def compile_ahead(self, states: States, batch: Any) -> None:
+        """Begin to compile every device segment, side by side in threads; `run` finds the results.
+
+        `states` and `batch` are those of `trace`. Several processes compile together in `run`
+        instead, as they wait for one another.
+        """
+        if jax.process_count() > 1:
+            return
+        threads = ThreadPoolExecutor(len(self._compiled) or 1, "compiling")
+        for segment in self.segments:
+            if not segment.is_host:
+                arguments = self._arguments(segment, states, batch)
+                compiled = self._compiled[segment.name]
+                self._compiling.append(threads.submit(_compile, compiled, arguments))
+            batch = self._traced_batch(segment, states, batch)
+        threads.shutdown(wait=False)
+
+    def wait_for_compilers(self) -> None:
+        """Wait for all programs: a compiler that times kernels must have the device to itself."""
+        for future in self._compiling:
+            future.result()
+        self._compiling.clear()
+
+    def _traced_batch(self, segment: Segment, states: States, batch: Any) -> Any:
+        """The abstract batch after a segment."""
+        if segment.is_host:
+            writes = segment.stages[0].shapes(jax.tree.leaves(batch)[0].shape[0])
+        else:
+            compiled = self._compiled[segment.name]
+            _, writes, _ = compiled.eval_shape(*self._arguments(segment, states, batch))
+        placed = partial(_placed, sharding=self._batch_sharding)
+        return batch.replace(**jax.tree.map(placed, writes))
 
     def lower(self, segment: Segment, states: States, batch: Any) -> jax.stages.Lowered:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
@@ -280,7 +308,7 @@ class Program:
     ) -> States:
         """Up-to-date states of the followers among `roles` that `states` lacks."""
         found: States = {}
-        for name in (set(roles) & self._followers.keys()) - states.keys():
+        for name in sorted((set(roles) & self._followers.keys()) - states.keys()):
             follower = self._followers[name]
             with timer(follower.timing):
                 found[name], size = follower.follow(states[follower.source])
@@ -350,8 +378,7 @@ def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, A
 def _split_states(states: States, segment: Segment) -> tuple[States, States]:
     """The states that the segment replaces (donated) and those that it only reads."""
     learning = set(segment.updated)
-    named = {name for stage in segment.stages for name in (stage.role, *stage.shares)}
-    used = named & states.keys()
+    used = segment.roles & states.keys()
     return (
         {role: states[role] for role in sorted(used & learning)},
         {role: states[role] for role in sorted(used - learning)},
@@ -397,6 +424,11 @@ def _mesh_of(stage: Stage, own_meshes: Mapping[str, Mesh]) -> Mesh | None:
 def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     """Tells stages apart that one program cannot hold, for `segments`."""
     return partial(_mesh_of, own_meshes=own_meshes)
+
+
+def _compile(program: Any, arguments: tuple[Any, ...]) -> None:
+    """Compile a jitted function; jax finds the executable when it is called with such arguments."""
+    program.lower(*arguments).compile()
 
 
 def _call(

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
-from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
@@ -38,7 +37,7 @@ from jaxrl_llm.learner.forward import (
     response_values,
 )
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
+from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
     Adapted,
     Metrics,
@@ -182,6 +181,8 @@ class Generate(ModelStage):
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.how.settings.record_routes:
+            return (*SAMPLED, ROUTES)
         return SAMPLED if self.parts is None else (*SAMPLED, "policy_versions")
 
     @property
@@ -207,7 +208,8 @@ class Generate(ModelStage):
         }
         if parts is None:
             found = (out.tokens, out.mask, out.logprobs)
-            return StageOutput(dict(zip(SAMPLED, found, strict=True)), metrics)
+            found += () if out.routes is None else (out.routes,)
+            return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
         version = jnp.full(prompt_lengths.shape, parts.first_version(step))
         responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
         left = are_unfinished(responses, prompt_lengths, settings.sampling)
@@ -321,8 +323,14 @@ class OldLogprobs(ModelStage):
     writes: tuple[str, ...] = ("old_logprobs",)
     micro_batches: MicroBatches
     temperature: float
+    replays_routes: bool = False  # tokens take the experts that they had in the rollout
 
     name = "old_log_prob"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the samples, and their experts where these are replayed."""
+        return (*super().reads, ROUTES) if self.replays_routes else super().reads
 
     def __call__(
         self,
@@ -334,6 +342,7 @@ class OldLogprobs(ModelStage):
         responses: Any,
         mask: Any,
         rollout_logprobs: Any,
+        **routes: Any,
     ) -> StageOutput:
         with_squares = "sum_pi_squared" in self.writes
         spec, params = pass_model(self.model, state)
@@ -350,7 +359,7 @@ class OldLogprobs(ModelStage):
             )
             return found.logprobs, found.entropy, found.sum_squares
 
-        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        samples = sample_fields(prompts, prompt_lengths, responses, mask) | routes
         (old, entropy, squares), parts = self.micro_batches.join_counted(forward, samples)
         rollout = {"rollout_logprobs": rollout_logprobs, "mask": mask}
         metrics = policy_metrics((old, entropy), rollout) | self.count(parts)
@@ -468,32 +477,6 @@ class Values(ModelStage):
 
 
 # ------------------------------------------------------------------------- the algorithm's
-
-
-def correction(algorithm: Algorithm) -> "Correction | None":
-    """The stage of what the algorithm weighs and rejects; None where it does neither."""
-    named = {"importance_weights": algorithm.importance, "loss_mask": algorithm.rejection}
-    named = {name: fn for name, fn in named.items() if fn is not None}
-    if not named:
-        return None
-    return Correction(writes=tuple(named), functions=tuple(named.values()))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Correction(Stage):
-    """Rollout correction: the function that gives each field that is written."""
-
-    writes: tuple[str, ...]
-    functions: Sequence[Callable[..., Any]]
-
-    name = "rollout_corr"
-
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
-        writes, metrics = {}, {}
-        for name, fn in zip(self.writes, self.functions, strict=True):
-            writes[name], found = fn(*(fields[field] for field in field_names(fn)))
-            metrics |= found
-        return StageOutput(writes, metrics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,8 +25,8 @@ NEXT = 3  # layouts that are shown besides the chosen one
 def automatic(config: Config) -> tuple[Config, list[str]]:
     """`config` with the mesh and the placement that were chosen, and why, in lines.
 
-    The choice depends on the config, the devices and this version only, so every process makes the
-    same one.
+    The choice depends on the config, the devices of all processes and this version only, so every
+    process makes the same one.
 
     Raises: ConfigError when nothing fits.
     """
@@ -80,12 +80,12 @@ def _apart(
             for choice in best_layouts(work, count - own, left, rates, keep_settings=True):
                 mesh = choice.estimate.devices.mesh
                 config = replace(work.config, mesh=mesh, placement=placement)
+                whole = Devices(mesh=mesh, hosts=hosts, rates=rates, of_host=per_host)
                 try:
                     check(config)
+                    planned = placed(work, config, whole)
                 except ConfigError:
                     continue
-                whole = Devices(mesh=mesh, hosts=left, rates=rates, of_host=per_host)
-                planned = placed(work, config, whole)
                 flags = [f"--config.placement.{role}={name}" for role, name in placement.items()]
                 if planned.fits:
                     yield planned, (*choice.flags, *flags)
@@ -115,12 +115,24 @@ def _settled(config: Config, planned: Estimate) -> Config | None:
 
 
 def _rates_here() -> tuple[Rates, bool]:
-    """The rates of this process's devices with the memory that they have, and whether known."""
-    device = jax.local_devices()[0]
-    words = device.device_kind.lower().replace("-", " ").split()
-    name = next((name for name in MEMORY if name in words), UNKNOWN)
-    rates, limit = rates_of(name), (device.memory_stats() or {}).get("bytes_limit")
-    return replace(rates, capacity=float(limit)) if limit else rates, name in words
+    """The rates of the devices of a run with the memory that they have, and whether known.
+
+    The least device of all processes decides, so all choose the same. Every process calls it.
+    """
+    everyone = gather_objects(_least_device(), "rates of a layout")
+    names = [name or UNKNOWN for name, _ in everyone]
+    rates = rates_of(min(names, key=lambda name: MEMORY[name]))
+    limits = [float(limit) for _, limit in everyone if limit]
+    known = all(name for name, _ in everyone)
+    return replace(rates, capacity=min(limits)) if limits else rates, known
+
+
+def _least_device() -> tuple[str | None, int | None]:
+    """What this process's devices are, where a data sheet is here, and the least memory of one."""
+    devices = jax.local_devices()
+    words = devices[0].device_kind.lower().replace("-", " ").split()
+    limits = [(device.memory_stats() or {}).get("bytes_limit") or 0 for device in devices]
+    return next((name for name in MEMORY if name in words), None), min(limits) or None
 
 
 def _lines(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.planner.rates import Rates
 
-ORDER = ("data", "pipeline", "fsdp", "sequence", "tensor")  # neighbours last, as in the mesh
+# Neighbours last, as in the mesh.
+ORDER = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def _kv_parts(config: ModelConfig, tensor: int) -> int:
 def _forward(model: Model, rows: Rows, devices: Devices) -> float:
     config, tensor = model.config, devices.tensor("pass")
     tokens = rows.row_tokens / (devices.mesh.sequence * tensor)
-    widest = max(2 * config.intermediate_size, 4 * config.hidden_size)
+    widest = max(2 * config.active_size, 4 * config.hidden_size) + _copies(config)
     gathered = 2 * layer_weights(config) * model.itemsize / tensor
     cast = 0 if devices.shards > 1 else _cast(model)
     return (
@@ -139,12 +139,12 @@ def _logits(model: Model, rows: Rows, devices: Devices, does: str) -> float:
 def saved_bytes(model: Model) -> float:
     """Bytes of one token and layer that the forward pass keeps for the backward pass."""
     config, size = model.config, model.itemsize
-    D, F = config.hidden_size, config.intermediate_size
+    D, F = config.hidden_size, config.active_size
     kv = 2 * config.num_kv_heads * config.head_dim
     queries = config.num_heads * config.head_dim
     residual = D * BYTES[model.settings.residual_dtype]
     attention = (queries + 4) * size
-    projections = (queries + kv + 2 * F) * size
+    projections = (queries + kv + 2 * F + _copies(config)) * size
     return (
         residual
         + {
@@ -159,4 +159,10 @@ def saved_bytes(model: Model) -> float:
 def _layer_bytes(model: Model) -> float:
     """Bytes of one token while the backward pass is in a layer."""
     config, size = model.config, model.itemsize
-    return (4 * config.hidden_size + 3 * config.intermediate_size) * size
+    return (4 * config.hidden_size + 3 * config.active_size + 2 * _copies(config)) * size
+
+
+def _copies(config: ModelConfig) -> int:
+    """Numbers of a token's copies, one for each of its experts."""
+    mixture = config.mixture
+    return 0 if mixture is None else mixture.experts_per_token * config.hidden_size

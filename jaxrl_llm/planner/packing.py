@@ -71,11 +71,30 @@ def _packed_lengths(prompts: tuple[int, ...], responses: bytes, row: int, share:
     )
 
 
-def layer_weights(config: ModelConfig) -> float:
-    """Parameters of the matmuls of one layer."""
+def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
+    """Parameters of the matmuls of one layer; of a mixture with so many of its experts, or all."""
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
-    return D * heads * H + config.num_heads * H * D + 3 * D * F
+    mlp, mixture = 3.0 * D * F, config.mixture
+    if mixture is not None:
+        experts = mixture.num_experts if experts is None else experts
+        mlp = experts * 3.0 * D * mixture.expert_size + D * mixture.num_experts
+    return D * heads * H + config.num_heads * H * D + mlp
+
+
+def active_weights(config: ModelConfig) -> float:
+    """`layer_weights` that one token is multiplied with."""
+    mixture = config.mixture
+    return layer_weights(config, None if mixture is None else mixture.experts_per_token)
+
+
+def read_weights(config: ModelConfig, tokens: float) -> float:
+    """`layer_weights` that a step of so many tokens reads, with tokens spread over all experts."""
+    mixture = config.mixture
+    if mixture is None:
+        return layer_weights(config)
+    missed = (1.0 - mixture.experts_per_token / mixture.num_experts) ** tokens
+    return layer_weights(config, mixture.num_experts * (1.0 - missed))
 
 
 def head_weights(model: Model) -> float:

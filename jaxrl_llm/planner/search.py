@@ -100,7 +100,9 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
     for model in work.models.values():
         if not _divides(model, mesh.tensor) or model.config.num_layers % mesh.pipeline:
             return False
-        if model.adapters and mesh.pipeline > 1:
+        if (model.adapters or model.config.mixture) and mesh.pipeline > 1:
+            return False
+        if model.config.mixture and mesh.sequence > 1:
             return False
     rows = work.samples.count
     mini = min((rows // job.mini_batches for job in work.jobs), default=rows)
@@ -109,7 +111,8 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
 
 def _divides(model: Model, tensor: int) -> bool:
     config = model.config
-    return config.num_heads % tensor == 0 and config.intermediate_size % tensor == 0
+    inner = config.mixture.expert_size if config.mixture else config.intermediate_size
+    return config.num_heads % tensor == 0 and inner % tensor == 0
 
 
 def _settings(work: Work) -> Iterator[Work]:

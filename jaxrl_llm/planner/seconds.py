@@ -14,9 +14,10 @@ from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.memory import slots_of
 from jaxrl_llm.planner.packing import (
     Rows,
+    active_weights,
     head_weights,
-    layer_weights,
     learned_parameters,
+    read_weights,
     rows_of,
 )
 from jaxrl_llm.planner.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
@@ -99,7 +100,7 @@ def _computing(
 ) -> tuple[float, float]:
     """Seconds and FLOPs of one pass over the rows of a replica that `split` devices share."""
     config, rates = model.config, devices.rates
-    layers = 2.0 * config.num_layers * layer_weights(config) * rows.tokens
+    layers = 2.0 * config.num_layers * active_weights(config) * rows.tokens
     head = 2.0 * head_weights(model) * (rows.targets if _packed(model) else rows.tokens)
     attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * rows.pairs
     again = RECOMPUTED[model.settings.remat]
@@ -111,7 +112,7 @@ def _computing(
         elementwise += ADAPTED * frozen
     else:
         matmuls, attending, elementwise = layers + head, attention, ELEMENTWISE_FORWARD
-    width = config.hidden_size + config.intermediate_size
+    width = config.hidden_size + config.active_size
     scale = model.itemsize / 2
     moved = elementwise * width * rows.tokens * config.num_layers * scale
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * split) / scale
@@ -206,8 +207,9 @@ def _decode_seconds(
     tensor = devices.tensor("generate")
     itemsize = BYTES[rollout.dtype or model.settings.dtype]
     small = 1 if rollout.quantization == "float8" else itemsize
-    layers, head = config.num_layers * layer_weights(config), head_weights(model)
-    weights = (layers * small + head * itemsize) / tensor / rates.memory
+    layers, head = config.num_layers * active_weights(config), head_weights(model)
+    read = config.num_layers * read_weights(config, float(live.mean()) if len(live) else 0.0)
+    weights = (read * small + head * itemsize) / tensor / rates.memory
     flops = 2.0 * live * (layers + head) / tensor
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)
     rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)
@@ -224,6 +226,6 @@ def _decode_seconds(
 
 def _prefill_flops(model: Model, samples: Samples) -> float:
     config = model.config
-    dense = 2.0 * config.num_layers * layer_weights(config) * samples.prompts.sum()
+    dense = 2.0 * config.num_layers * active_weights(config) * samples.prompts.sum()
     squares = (samples.prompts.astype(float) ** 2).sum() / 2
     return float(dense + 4.0 * config.num_layers * config.num_heads * config.head_dim * squares)

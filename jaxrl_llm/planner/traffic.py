@@ -13,7 +13,7 @@ from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import Rows, learned_parameters, stored_parameters
 from jaxrl_llm.planner.work import BYTES, Model, Work
 
-WEIGHTS = ("pipeline", "fsdp", "sequence")  # besides tensor
+WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # besides tensor
 GATHERED = " (weights)"  # moves while matmuls run; a layer waits for activations and keys
 LATENCY = 25e-6  # seconds of a small all-reduce inside a host
 HOP = 5e-6  # seconds from host to host around a ring; assumed

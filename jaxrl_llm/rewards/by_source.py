@@ -21,6 +21,13 @@ class Grades:
     extras: list[dict[str, Any]]
     failures: list[RewardFailure]  # in no order; `index` is that of the sample
 
+    def reasons(self) -> dict[int, list[str]]:
+        """Why samples could not be graded, by their index."""
+        found: dict[int, list[str]] = {}
+        for failure in self.failures:
+            found.setdefault(failure.index, []).append(failure.describe())
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class SourceGraders:
@@ -42,7 +49,7 @@ class SourceGraders:
                 raise ValueError(
                     f"config.validation.graders has a grader for the source {name!r}, and no "
                     f"held-out row is of it{nearest(name, columns)}. The sources are: "
-                    f"{', '.join(sorted(columns))}"
+                    f"{', '.join(sorted(columns))}. Leave that grader out, or add rows"
                 )
             grader.check(columns[name], renamed)
         others = [found for source, found in columns.items() if source not in self.by_source]

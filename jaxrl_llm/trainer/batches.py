@@ -252,7 +252,7 @@ class GroupFilter:
     """Takes in the rounds of one iteration and gives its batch; the samples stay on the devices.
 
     `column` is the column of `reward_parts` that must vary; None stands for the score.
-    `sharding` is that of batches; None, of one device, leaves it to jax.
+    `sharding` is that of batches. Without it they are NumPy arrays, and no device is touched.
     """
 
     config: FilterGroupsConfig
@@ -281,11 +281,11 @@ class GroupFilter:
         """Take in a round: whole groups, the samples of a group one after the other."""
         values = batch.scores if self.column is None else batch.reward_parts
         assert values is not None
-        varies = fetch(self._call(_variation(self.sharding, self.group, self.column), values))
+        varies = self._varies(values)
         candidates = np.concatenate([self._kept_vary, varies])
         order = np.argsort(~candidates, kind="stable")[: self.num_groups]
         rows = (order[:, None] * self.group + np.arange(self.group)).reshape(-1)
-        select, kept = partial(self._call, _selection(self.sharding)), self._kept
+        select, kept = self._select, self._kept
         if kept is None:
             self._kept = jax.tree.map(lambda new: select(None, new, rows), batch)
         else:
@@ -295,11 +295,21 @@ class GroupFilter:
         self._constant += int((~varies).sum())
         self._rounds += 1
 
-    def _call(self, program: Any, *arguments: Any) -> Any:
+    def _varies(self, values: Any) -> np.ndarray:
         if self.sharding is None:
-            return program(*arguments)
-        mesh: Any = self.sharding.mesh
-        return call(program, arguments, mesh)
+            return _varies(values, self.group, self.column, np)
+        program = _variation(self.sharding, self.group, self.column)
+        return fetch(call(program, (values,), self._mesh))
+
+    def _select(self, kept: Any, new: Any, rows: np.ndarray) -> Any:
+        if self.sharding is None:
+            return _rows_of(kept, new, rows, np)
+        return call(_selection(self.sharding), (kept, new, rows), self._mesh)
+
+    @property
+    def _mesh(self) -> Any:
+        assert self.sharding is not None
+        return self.sharding.mesh
 
     def batch(self) -> RolloutBatch:
         """The groups to learn from, in the order in which they were generated.
@@ -334,30 +344,34 @@ class GroupFilter:
         }
 
 
-@lru_cache
-def _variation(
-    sharding: NamedSharding | None, group: int, column: int | None
-) -> Callable[[Any], jax.Array]:
-    """Whether the scores, or a column of the parts, of each group differ: [B] -> [B / group]."""
+def _varies(values: Any, group: int, column: int | None, numeric: Any) -> Any:
+    """Whether the scores, or a column of the parts, of each group differ: [B] -> [B / group].
 
-    def varies(values: jax.Array) -> jax.Array:
-        if column is not None:
-            values = jnp.nan_to_num(values[:, column])  # None adds 0
-        groups = values.reshape(-1, group)
-        return groups.max(axis=1) != groups.min(axis=1)
-
-    whole = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.jit(varies, out_shardings=whole)
+    `numeric` is NumPy or its namesake of jax.
+    """
+    if column is not None:
+        values = numeric.nan_to_num(values[:, column])  # None adds 0
+    groups = values.reshape(-1, group)
+    return groups.max(axis=1) != groups.min(axis=1)
 
 
-@lru_cache
-def _selection(sharding: NamedSharding | None) -> Callable[[Any, Any, np.ndarray], jax.Array]:
+def _rows_of(kept: Any, new: Any, rows: Any, numeric: Any) -> Any:
     """Rows of two arrays of samples, one behind the other; the first may be None."""
+    return numeric.take(new if kept is None else numeric.concatenate([kept, new]), rows, axis=0)
 
-    def select(kept: jax.Array | None, new: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.take(new if kept is None else jnp.concatenate([kept, new]), rows, axis=0)
 
-    return jax.jit(select, out_shardings=sharding, donate_argnums=0)
+@lru_cache
+def _variation(sharding: NamedSharding, group: int, column: int | None) -> Callable[[Any], Any]:
+    """`_varies` on the devices."""
+    program = partial(_varies, group=group, column=column, numeric=jnp)
+    return jax.jit(program, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+@lru_cache
+def _selection(sharding: NamedSharding) -> Callable[[Any, Any, np.ndarray], jax.Array]:
+    """`_rows_of` on the devices."""
+    program = partial(_rows_of, numeric=jnp)
+    return jax.jit(program, out_shardings=sharding, donate_argnums=0)
 
 
 # ------------------------------------------------------------------------- offline

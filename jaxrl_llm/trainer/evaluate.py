@@ -71,6 +71,7 @@ class Validation:
     completions: list[Completion]
     grades: np.ndarray  # float32, one a sample
     preds: list[Any]  # what the grader read in each sample; None where it does not say
+    failures: dict[int, list[str]]  # by place in these lists: why a sample could not be graded
 
 
 class Validator:
@@ -188,6 +189,7 @@ class Validator:
             completions=completions,
             grades=graded.scores,
             preds=[_answer(extras) for extras in graded.extras],
+            failures=graded.reasons(),
         )
 
     def _all_grades(
@@ -196,7 +198,7 @@ class Validator:
         """Source, grade, answer and whether grading failed, of every sample of all processes."""
         sources = [prompt.data_source for prompt in prompts]
         answers = [_answer(extras) for extras in graded.extras]
-        without = {failure.index for failure in graded.failures}
+        without = graded.reasons()
         failed = [i in without for i in range(len(prompts))]
         if jax.process_count() == 1:
             return sources, graded.scores, answers, failed
@@ -347,7 +349,12 @@ class AnswerEvaluation(Evaluation):
         found = self.validator.run(self.validator.role.params_in(states), step)
         if self.output is not None:
             self.output.validation(
-                step, found.prompts, found.completions, found.grades, found.indices
+                step,
+                found.prompts,
+                found.completions,
+                found.grades,
+                found.indices,
+                found.failures,
             )
         return {self.accuracy_name: found.accuracy} if self.accuracy_name else found.metrics
 

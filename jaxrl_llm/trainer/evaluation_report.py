@@ -45,6 +45,7 @@ def _with_interval(value: float, metrics: Mapping[str, float], name: str) -> str
 def all_answers(found: Validation) -> list[dict[str, Any]]:
     """Every answer with its grade, in the order of the rows. Every process must call it."""
     samples = zip(found.indices, found.prompts, found.completions, found.grades, strict=True)
+    rest = enumerate(found.preds)
     own = [
         {
             "index": index,
@@ -55,10 +56,11 @@ def all_answers(found: Validation) -> list[dict[str, Any]]:
             "response": completion.text,
             "pred": as_text(pred),
             "grade": float(grade),
+            "failures": found.failures.get(place, []),
             "num_tokens": len(completion.tokens),
             "finished": completion.finished,
         }
-        for (index, prompt, completion, grade), pred in zip(samples, found.preds, strict=True)
+        for (index, prompt, completion, grade), (place, pred) in zip(samples, rest, strict=True)
     ]
     everyone = gather_objects(own, "answers")
     return sorted((row for one in everyone for row in one), key=lambda row: row["index"])

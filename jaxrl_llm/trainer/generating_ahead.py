@@ -242,8 +242,8 @@ class AheadBatches(PromptBatches):
         """Run `work` with the weights of `states`: now, or in the rollout's thread."""
         self._take_over(timer)
         iteration = self.plan.at(each.step)
-        roles = [stage.role for segment in iteration.collecting for stage in segment.stages]
-        weights = {role: states[role] for role in roles if role in states}
+        roles = {role for segment in iteration.collecting for role in segment.roles}
+        weights = {role: states[role] for role in roles & states.keys()}
         weights |= iteration.program.follow(roles, states, timer, self._found)
         if self._worker is None:
             work(each, iteration, weights, timer)
@@ -442,9 +442,7 @@ class AheadFilteredBatches(AheadBatches):
         self._prioritise(each.step, one.batch)
 
     def _close(self, each: Ahead, groups: GroupFilter) -> None:
-        batch = place_held(
-            fetch(groups.batch()), batch_sharding(self.plan.learner.mesh), self._rows
-        )
+        batch = place_held(groups.batch(), batch_sharding(self.plan.learner.mesh), self._rows)
         each.priorities = self._priorities(each.step)
         each.complete = True
         each.generated.set_result(None)

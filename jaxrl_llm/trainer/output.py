@@ -32,6 +32,7 @@ from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 GLOBAL_STEP = "training/global_step"
+TRAININGS = ("warmup", "teacher", "reward_model")  # that a run begins with
 TOKEN_FIELDS = ("old_logprobs", "reference_logprobs", "values", "advantages")
 
 
@@ -77,20 +78,29 @@ class RunOutput(MetricsLog):
         self._events: JsonlFile | None = None
         self._report: ReportRefresher | None = None
         self._shown: list[Guarded] = []  # trackers that show the run elsewhere
-        if is_main():
-            self._open_trackers(keep)
         self._trace: TraceWriter | None = None
-        if config.log.trace:
-            self._trace = TraceWriter(run_dir / "trace")
-            if is_main():
-                self._trace.truncate_after(keep)
-            barrier("trace")  # no process writes while the main one cuts
-            self._stack.callback(self._trace.close)
         # Every process traces the samples that it owns, in files of its own.
         self._suffix = "" if is_main() else f".process{jax.process_index()}"
+        try:
+            if is_main():
+                self._open_trackers(keep)
+            if config.log.trace:
+                self._open_trace(keep)
+        except BaseException:  # such as a tracker that cannot be opened
+            self._stack.close()
+            raise
+
+    def _open_trace(self, keep: int) -> None:
+        self._trace = TraceWriter(self.run_dir / "trace")
+        self._stack.callback(self._trace.close)
+        if is_main():
+            self._trace.truncate_after(keep)
+        barrier("trace")  # no process writes while the main one cuts
 
     def _open_trackers(self, keep: int) -> None:
         config = self._config
+        for name in TRAININGS if keep < 0 else ():  # of an earlier run that saved nothing
+            (self.run_dir / name / "metrics.jsonl").unlink(missing_ok=True)
         jsonl = JsonlTracker(self.run_dir / "metrics.jsonl")
         jsonl.truncate_after(keep)
         trackers: list[Tracker] = [jsonl]
@@ -104,9 +114,6 @@ class RunOutput(MetricsLog):
         trackers.append(self._console)
         self._trackers = MultiTracker(trackers)
         self._stack.callback(self._trackers.close)
-        if config.log.report:
-            self._report = ReportRefresher(self.run_dir, self._console.message)
-            self._stack.callback(self._report.close)  # when the trace is closed
         names = [*(["tensorboard"] if config.log.tensorboard else []), *config.log.trackers]
         run = TrackedRun(
             name=config.name,
@@ -117,6 +124,9 @@ class RunOutput(MetricsLog):
         for tracker in open_trackers(list(dict.fromkeys(names)), run, self.message):
             self._shown.append(tracker)
             self._stack.callback(tracker.close)
+        if config.log.report:
+            self._report = ReportRefresher(self.run_dir, self._console.message)
+            self._stack.callback(self._report.close)  # when the trace is closed
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -174,6 +184,7 @@ class RunOutput(MetricsLog):
 
     def supervised(self, name: str, steps: int) -> "SupervisedOutput":
         """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
+        assert name in TRAININGS, name
         if self._console is None:
             return SupervisedOutput(name=name)
         tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
@@ -269,8 +280,12 @@ class RunOutput(MetricsLog):
         completions: Sequence[Completion],
         grades: np.ndarray,
         indices: Sequence[int],
+        failures: Mapping[int, Sequence[str]],
     ) -> None:
-        """Trace this process's answers to held-out prompts; `indices` are those of the samples."""
+        """Trace this process's answers to held-out prompts; `indices` are those of the samples.
+
+        `failures` says by the place of a sample here why it could not be graded.
+        """
         if self._trace is not None:
             self._trace.write(
                 "validation" + self._suffix,
@@ -279,6 +294,7 @@ class RunOutput(MetricsLog):
                 prompts=prompts,
                 completions=completions,
                 scores=grades,
+                failures=failures,
                 indices=indices,
             )
 

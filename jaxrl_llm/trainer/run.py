@@ -72,6 +72,7 @@ from jaxrl_llm.trainer.states import (
     first_offline_states,
     first_states,
     from_items,
+    has_supervised,
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
@@ -154,8 +155,14 @@ class Run:
         self._say_what_it_is()
         resumes = self.resume is not None
         self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
+        # The device is free now, and after other trainings: see `Program.compile_ahead`.
+        trains_first = not resumes and has_supervised(self.config)
+        if not trains_first:
+            self._compile_ahead()
         if self.resume is None:
             states = yield from self._first_states()
+            if trains_first:
+                self._compile_ahead()
             self._save_once(states)
         else:
             states, loop_state = self._restore(self.resume)
@@ -177,6 +184,11 @@ class Run:
             self._own.batches.restore(*kept)
         del states
         yield self._own
+
+    def _compile_ahead(self) -> None:
+        """Begin to compile the programs of the first step, while other things are done."""
+        if isinstance(self.plan, OnlinePlan):
+            self.plan.at((self.resume_step or 0) + 1).compile_ahead()
 
     def _say_what_it_is(self) -> None:
         """The banner, on the main process: on the console and in RUN/about.json."""
@@ -523,14 +535,22 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
             f"{run_dir} has no sound checkpoint; the damaged ones are in {damaged[0].parent}. To "
             "begin again from step 0, give another --config.run_dir, or --config.resume=never"
         )
-    if latest is not None and config.resume != "auto":
+    try:
+        refuse_overwriting(config, run_dir, latest)
+    except ConfigError:
         checkpoints.close()
+        raise
+    return checkpoints
+
+
+def refuse_overwriting(config: Config, run_dir: Path, latest: int | None) -> None:
+    """ConfigError where the folder holds a run at step `latest`, and `resume` asks for another."""
+    if latest is not None and config.resume != "auto":
         raise ConfigError(
             f"config.resume={config.resume}, but {run_dir} holds a run at step {latest}, which "
             "would be overwritten. Give another --config.run_dir, or go on with it by "
             "--config.resume=auto"
         )
-    return checkpoints
 
 
 def _resume_point(config: Config, checkpoints: CheckpointManager) -> Path | None:

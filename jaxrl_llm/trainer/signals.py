@@ -104,9 +104,14 @@ def leave_closed_terminals(descriptors: list[int]) -> None:
     """
     for descriptor in descriptors:
         if not _is_terminal(descriptor):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
+            send_to_null(descriptor)
+
+
+def send_to_null(descriptor: int) -> None:
+    """What is written to the descriptor from now on is lost, without an error."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 def _is_terminal(descriptor: int) -> bool:

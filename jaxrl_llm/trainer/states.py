@@ -273,6 +273,16 @@ def reference_table(
 # ------------------------------------------------------------------------- supervised trainings
 
 
+def has_supervised(config: Config) -> bool:
+    """Whether a new run of `config` begins with a supervised training."""
+    teacher, reward_model = config.teacher, config.reward.model
+    return (
+        config.warmup is not None
+        or (teacher is not None and teacher.training is not None)
+        or (reward_model is not None and reward_model.training is not None)
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Supervised:
     """The supervised trainings that a run begins with."""

@@ -3,7 +3,6 @@
 A model is a Hugging Face directory or one of our checkpoints.
 """
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.observability.jsonl import read_jsonl
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
 from jaxrl_llm.plan.weights import (
@@ -135,8 +135,8 @@ def run_facts(checkpoint: Path) -> RunFacts:
     config_file, metrics_file = run_dir / "config.json", run_dir / "metrics.jsonl"
     config = from_json(config_file.read_text()) if config_file.is_file() else None
     validation: dict[str, float] = {}
-    lines = metrics_file.read_text().splitlines() if metrics_file.is_file() else []
-    rows = [row for row in map(json.loads, lines) if row["training/global_step"] <= step]
+    lines = read_jsonl([metrics_file] if metrics_file.is_file() else [])  # the run may go on
+    rows = [row for row in lines if row["training/global_step"] <= step]
     for row in rows:
         found = {
             name: x

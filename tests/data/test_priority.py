@@ -419,3 +419,16 @@ def test_batches_that_wait_for_their_scores_come_again_and_share_no_prompt():
             loader.update(step, means[rows])
     assert take(first, range(6, 9), means) == take(second, range(6, 9), means)
     assert first.get_state() == second.get_state()
+
+
+def test_a_state_keeps_the_batches_that_were_not_drawn_again_yet():
+    """As in a run that goes on with a smaller max_staleness, and is killed again."""
+    settings = {"batch_size": 3, "seed": 5, "uniform": 0.1}
+    means = np.random.default_rng(0).random(11)
+    first, second, third = (PriorityLoader(prompts(11), learnability, **settings) for _ in "123")
+    waiting = [[prompt.row for prompt in first.draw(step)] for step in (1, 2)]
+    second.set_state(first.get_state(pending=2))
+    assert take(second, range(1, 2), means) == waiting[:1]
+    third.set_state(json.loads(json.dumps(second.get_state())))
+    assert take(third, range(2, 3), means) == waiting[1:]
+    assert take(second, range(2, 5), means)[1:] == take(third, range(3, 5), means)

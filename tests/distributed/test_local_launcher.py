@@ -46,6 +46,48 @@ def test_output_carries_the_rank(tmp_path):
     assert sorted(result.stderr.splitlines()) == ["[0] aside", "[1] aside"]
 
 
+def test_the_processes_go_on_when_the_reader_of_their_output_has_ended(tmp_path):
+    """As in `... | head -1`. A pipe that nobody empties would hold them up for ever."""
+    script = write(
+        tmp_path,
+        "from pathlib import Path\n"
+        "for i in range(20_000): print('a line that is long enough', i)\n"
+        "Path('done').touch()\n",
+    )
+    command = [*LAUNCH, "--processes=1", "--", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.stdout.close()
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert (tmp_path / "done").exists()
+
+
+def test_a_mistake_that_one_process_alone_finds_ends_all(tmp_path):
+    """jax would wait five minutes for the others, which wait for this one."""
+    script = write(
+        tmp_path,
+        "from jaxrl_llm.config import ConfigError\n"
+        "from jaxrl_llm.launch import runtime\n"
+        "runtime.TOGETHER_S = 0.5\n"
+        "def main(_):\n"
+        "    runtime.prepare(); runtime.join_processes()\n"
+        "    from jaxrl_llm.distributed.multihost import barrier, is_main\n"
+        "    if is_main(): raise ConfigError('no such tracker')\n"
+        "    barrier('never')\n"
+        "runtime.run_script(main)\n",
+    )
+    result = launch("--processes=2", "--restarts=2", "--", script)
+    assert result.returncode == 2 and "[0] error: no such tracker" in result.stderr
+
+
+def test_a_negative_number_of_devices_is_refused():
+    result = launch("--processes=1", "--devices-per-process=-1", "--", __file__)
+    assert result.returncode == 2 and "--devices-per-process=-1: must be 1" in result.stderr
+
+
 def test_one_failure_ends_the_gang(tmp_path):
     script = write(
         tmp_path,

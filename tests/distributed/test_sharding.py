@@ -50,10 +50,14 @@ def shapes(vocab=64, heads=4):
 
 def test_rules_give_the_partition_spec():
     assert partition_spec(("embed", "q_heads", "head_dim"), TRAIN_RULES) == PartitionSpec(
-        ("pipeline", "fsdp", "sequence"), "tensor", None
+        ("pipeline", "fsdp", "expert", "sequence"), "tensor", None
     )
     assert partition_spec(("vocab", "embed"), GENERATION_RULES) == PartitionSpec("tensor", None)
-    assert partition_spec(("batch",), TRAIN_RULES) == PartitionSpec(("data", "pipeline", "fsdp"))
+    assert partition_spec(("expert", "expert_embed", "mlp"), TRAIN_RULES) == PartitionSpec(
+        "expert", ("pipeline", "fsdp", "sequence"), "tensor"
+    )
+    replicas = ("data", "pipeline", "fsdp", "expert")
+    assert partition_spec(("batch",), TRAIN_RULES) == PartitionSpec(replicas)
     assert partition_spec((), TRAIN_RULES) == PartitionSpec()
 
 
@@ -95,6 +99,7 @@ def test_an_axis_has_parts_where_a_group_of_devices_ends_inside_it():
         "pipeline": 1,
         "fsdp.0": 4,
         "fsdp.1": 2,
+        "expert": 1,
         "sequence": 1,
         "tensor": 2,
     }
@@ -107,8 +112,8 @@ def test_an_axis_has_parts_where_a_group_of_devices_ends_inside_it():
     mesh = make_mesh(fsdp=4, tensor=2, cuts=[4])
     assert parts_of(mesh, "fsdp", "tensor") == ("fsdp.0", "fsdp.1", "tensor")
     assert axis_size(mesh, "fsdp") == 4 and num_replicas(mesh) == 4
-    with pytest.raises(ValueError, match="no axis 'expert'"):
-        parts_of(mesh, "expert")
+    with pytest.raises(ValueError, match="no axis 'stage'"):
+        parts_of(mesh, "stage")
 
 
 def test_shardings_on_a_mesh_and_their_refusals():
@@ -128,8 +133,8 @@ def test_shardings_on_a_mesh_and_their_refusals():
     wide = make_mesh(fsdp=2, tensor=4)
     with pytest.raises(ValueError, match=r"layers/0/q: its dim 'q_heads' of 6.*use tensor of 2"):
         shardings(AXES_TREE, shapes(heads=6), wide, TRAIN_RULES)
-    with pytest.raises(ValueError, match=r"rule for 'embed'.*no axis 'expert'.*Use one of"):
-        shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES.replace(embed="expert"))
+    with pytest.raises(ValueError, match=r"rule for 'embed'.*no axis 'stage'.*Use one of"):
+        shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES.replace(embed="stage"))
     with pytest.raises(ValueError, match=r"layers/0/norm: 1 logical axes .* name every dim"):
         bad = {**shapes(), "layers": {"0": {**shapes()["layers"]["0"], "norm": jnp.ones((2, 2))}}}
         shardings(AXES_TREE, bad, mesh, TRAIN_RULES)

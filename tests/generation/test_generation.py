@@ -20,6 +20,7 @@ from jaxrl_llm.generation.tail import SHORTEST_RESPONSE, default_tails
 from jaxrl_llm.kernels.decode_attention import cache_length
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import bind, init_params, model_spec
+from jaxrl_llm.models.config import Mixture
 
 VOCAB = 23
 P, R = 6, 12
@@ -32,6 +33,12 @@ def model(family="qwen2"):
         "qwen2": {},
         "qwen3": {"family": "qwen3", "attention_bias": False, "qk_norm": True},
         "mistral": {"family": "mistral", "attention_bias": False, "sliding_window": (4, 4)},
+        "experts": {
+            "family": "qwen3_moe",
+            "attention_bias": False,
+            "qk_norm": True,
+            "mixture": Mixture(num_experts=4, experts_per_token=2, expert_size=8, normalized=True),
+        },
         "64 heads a KV head": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 2},
     }
     config = replace(CONFIG, **features[family])
@@ -171,7 +178,7 @@ def test_a_limit_ends_its_own_response_only():
     np.testing.assert_array_equal(cut.finished, whole.finished & (whole.mask.sum(1) <= limits))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "64 heads a KV head"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "experts", "64 heads a KV head"])
 def test_greedy_equals_a_naive_loop(family):
     tokens, lengths, ids = prompts(5)
     sampling = SamplingParams(max_new_tokens=R, temperature=0.0, stop_token_ids=(2,))

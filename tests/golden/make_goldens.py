@@ -1,6 +1,6 @@
 """Writes the golden logits of tiny random models, one .npz a case, beside this file.
 
-    python tests/golden/make_goldens.py
+    python tests/golden/make_goldens.py [CASE ...]
 
 Needs torch (a CPU build does) and transformers; the tests that read the files need neither. Each
 file holds the config.json as text, every weight under its Hugging Face name, token ids [2, 14] and
@@ -8,10 +8,13 @@ transformers' float32 logits, computed with its plain ("eager") attention.
 """
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -162,6 +165,59 @@ CASES: dict[str, dict[str, Any]] = {
             rope_scaling={"type": "longrope", **LONGROPE},
         ),
     ),
+    "qwen3_moe_window": case(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            head_dim=6,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=5,
+        ),
+    ),
+    "qwen3_moe_scalar": case(
+        "qwen3_moe",
+        "Qwen3MoeForSequenceClassification",
+        **sizes(
+            16,
+            2,
+            1,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            norm_topk_prob=False,
+            id2label={"0": "LABEL_0"},
+            label2id={"LABEL_0": 0},
+            pad_token_id=0,
+        ),
+    ),
+    "mixtral_tied": case(
+        "mixtral",
+        "MixtralForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=None,
+            tie_word_embeddings=True,
+        )
+        | {"intermediate_size": 12},
+    ),
+    "olmoe_gqa": case(
+        "olmoe",
+        "OlmoeForCausalLM",
+        **sizes(16, 4, 2, num_experts=4, num_experts_per_tok=2, pad_token_id=0)
+        | {"intermediate_size": 12},
+    ),
     "qwen3_longrope_short": case(
         "qwen3",
         "Qwen3ForCausalLM",
@@ -177,6 +233,84 @@ CASES: dict[str, dict[str, Any]] = {
                 "factor": 4.0,
                 "attention_factor": 1.25,
             },
+        ),
+    ),
+    # The first layer has no rope.
+    "smollm3": case(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            no_rope_layers=[0, 1],
+            use_sliding_window=True,
+            sliding_window=5,
+            pad_token_id=0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "granite": case(
+        "granite",
+        "GraniteForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            logits_scaling=1.5,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "phi3_window": case(
+        "phi3", "Phi3ForCausalLM", **sizes(24, 3, 1, sliding_window=5, pad_token_id=0)
+    ),
+    # Phi-4-mini: grouped heads, three quarters of a head rotated, longrope.
+    "phi3_partial_longrope": case(
+        "phi3",
+        "Phi3ForCausalLM",
+        **sizes(
+            32,
+            4,
+            2,
+            partial_rotary_factor=0.75,
+            original_max_position_embeddings=8,
+            rope_scaling={
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [1.0, 4.0, 6.0],
+            },
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+    ),
+    "olmo2": case("olmo2", "Olmo2ForCausalLM", **sizes(24, 3, 1)),
+    "glm4": case(
+        "glm4", "Glm4ForCausalLM", **sizes(20, 5, 1, head_dim=8, pad_token_id=0, eos_token_id=1)
+    ),
+    "gemma": case(
+        "gemma",
+        "GemmaForCausalLM",
+        **sizes(16, 2, 1, head_dim=6, hidden_act="gelu", tie_word_embeddings=True),
+    ),
+    # A window with a rope base of its own; the head dim is not the square of the scale.
+    "gemma3_text": case(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        **sizes(
+            16,
+            2,
+            1,
+            head_dim=8,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=6,
+            rope_scaling={"rope_type": "linear", "factor": 4.0},
+            rope_local_base_freq=100.0,
+            tie_word_embeddings=True,
         ),
     ),
 }
@@ -204,12 +338,19 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
     with torch.no_grad():
         hidden = model.model(input_ids=torch.from_numpy(tokens).long()).last_hidden_state
-        head = model.score if hasattr(model, "score") else model.lm_head
-        return head(hidden).numpy()
+        if not hasattr(model, "score"):
+            # Some families scale the head's output, so the model itself computes it.
+            return model(input_ids=torch.from_numpy(tokens).long()).logits.float().numpy()
+        return model.score(hidden).numpy()
 
 
 def weights(model: Any) -> dict[str, np.ndarray]:
-    """Every stored tensor by name; a tied head is not stored."""
+    """Every stored tensor by name, as a file has them; a tied head is not stored."""
+    if hasattr(model.config, "num_experts_per_tok"):
+        # The model has the experts of a layer in one tensor, a file has a tensor for each.
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
     tied = getattr(model.config, "tie_word_embeddings", False)
     return {
         name: tensor.detach().numpy()
@@ -225,8 +366,10 @@ def tokens_for(config: dict[str, Any], seed: int) -> np.ndarray:
 
 
 def main() -> None:
-    """Writes every case."""
+    """Writes every case, or those that arguments name."""
     for seed, (name, config) in enumerate(CASES.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         model, tokens = build(config, seed), tokens_for(config, seed)
         stored = {f"weights/{key}": value for key, value in weights(model).items()}
         path = Path(__file__).parent / f"{name}.npz"

@@ -13,6 +13,7 @@ import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.launch.commands import COMMANDS, versions
+from jaxrl_llm.launch.dry_run import dry_run
 from jaxrl_llm.trainer.progress import Summary, Totals, summary_lines
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,12 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
     assert completed("tr") == ["train"]
     assert completed("export", "--r") == ["--role="]
     # bash splits words at "=".
-    assert completed("train", "--config", "=", "grpo") == ["grpo", "grpo_lora", "grpo_smollm2"]
+    assert completed("train", "--config", "=", "grpo") == [
+        "grpo",
+        "grpo_lora",
+        "grpo_moe",
+        "grpo_smollm2",
+    ]
     assert completed("train", "--config", "=", "grpo", "--config.roll") == [
         word for word in completed("train", "--config.rollout") if word.endswith("=")
     ]
@@ -101,6 +107,24 @@ def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.chat_template_kwargs": {"enable_thinking": False}}, "no chat template"),
+        ({"resume": "never"}, "holds a run at step 2, which would be overwritten"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_refuses(changes, message, tmp_path):
+    if "resume" in changes:
+        checkpoint = tmp_path / "checkpoints" / "global_step_2"
+        (checkpoint / "loop").mkdir(parents=True)
+        (checkpoint / "_CHECKPOINT_METADATA").touch()
+    config = load_config("ppo", {"run_dir": str(tmp_path)} | changes)
+    with pytest.raises(ValueError, match=message):
+        dry_run(config)
+    assert not (tmp_path / "resolved_config.json").exists()
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["trian"], "there is no command trian; did you mean 'train'"),
@@ -108,11 +132,12 @@ def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
         (["train", "--config=grppo"], "did you mean 'grpo'"),
         (["export", "--checkpoint=run", "--output=o"], "unknown flag --checkpoint"),
         (["generate", "--model=nowhere", "--prompt=a"], "there is no model nowhere"),
+        (["train", "--config=grpo", "--devices=-1"], "--devices=-1: must be 1 or more"),
     ],
 )
 def test_a_mistake_is_one_message(words, message):
     result = jaxrl(*words)
-    assert result.returncode != 0 and message in result.stderr
+    assert result.returncode == 2 and message in result.stderr
     assert "Traceback" not in result.stderr
 
 

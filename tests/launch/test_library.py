@@ -193,6 +193,13 @@ def test_rows_that_are_no_rows(tmp_path, rows, message):
         rl.train(config(tmp_path), rewards=[rl.ExactAnswer()], train_data=rows)
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("output", "answers"):
+        with pytest.raises(rl.ConfigError, match=f"--{name}=.*the folder .*file cannot be made"):
+            rl.evaluate("owner/name", "ppo", **{name: tmp_path / "file" / "eval.json"})
+
+
 def test_a_run_without_objects_names_what_is_missing(tmp_path):
     with pytest.raises(rl.ConfigError, match="neither functions nor a model"):
         rl.train(config(tmp_path), train_data=ROWS)

@@ -444,7 +444,7 @@ def test_console_live_on_a_terminal(monkeypatch):
         console.samples(4, [ShownSample(question="[bold]1+1=[/bold]", response="2", score=1.0)])
         console.stage(5, ["gen"])
         console._display._live.refresh()  # pyright: ignore
-        console.message("a warning")
+        console.message("a warning\x1b]0;title")
     file.flush()
     seen = ""
     os.set_blocking(parent, False)
@@ -456,6 +456,7 @@ def test_console_live_on_a_terminal(monkeypatch):
     file.close()
     os.close(parent)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
+    assert "\x1b]" not in seen  # no text of a message controls the terminal
     assert "\x1b[" in seen and seen.rstrip().endswith("\x1b[?25h")  # the cursor is back
     for part in (
         "reward",

@@ -208,7 +208,10 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_no_run():
             if step != 3:
                 raise OSError("no network")
 
-        text = samples = close = None
+        text = samples = None
+
+        def close(self):
+            calls.append(0)
 
     said: list[str] = []
     tracker = Guarded("broken", Broken(), said.append)  # pyright: ignore
@@ -221,6 +224,15 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_no_run():
     )
     assert "not called again" in said[1]
     assert calls == list(range(1, 3 + MOST_FAILURES + 1))
+    tracker.close()
+    assert calls[-1] == 0 and len(said) == 2
+
+
+def test_no_tracker_is_opened_where_one_is_not_there(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(ValueError, match="there is no file nowhere.py"):
+        open_trackers([f"{tmp_path / 'mine.py'}:Mine", "nowhere.py:Mine"], opened(tmp_path), print)
+    assert not (tmp_path / "mine.jsonl").exists()
 
 
 @pytest.mark.parametrize(

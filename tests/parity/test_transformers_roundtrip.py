@@ -77,6 +77,8 @@ def test_scalar_model(tmp_path, case):
     spec = model_spec(config, "scalar")
     params = import_params(source, spec)
     out = export(tmp_path / "out", spec, params, tokenizer_files_from=CharTokenizer())
+    if config.family == "granite":
+        pytest.skip("transformers has no GraniteForSequenceClassification")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(out)
     assert theirs.config.num_labels == 1
     with torch.no_grad():

@@ -10,6 +10,7 @@ from tiny_run import TinyRun
 import jaxrl_llm
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.config import load_config
+from jaxrl_llm.plan.online import Iteration
 from jaxrl_llm.trainer import run as trainer
 
 PACKAGE = Path(jaxrl_llm.__file__).parent
@@ -37,6 +38,7 @@ def test_the_chain_from_the_command_to_the_formula(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_losses, "ppo_clip", formula)
     # Nothing is traced ahead: the chain is that of a step.
     monkeypatch.setattr(trainer.OnlinePlan, "trace", lambda self: None)
+    monkeypatch.setattr(Iteration, "compile_ahead", lambda self: None)
     run = TinyRun(tmp_path)
     overrides = {
         "run_dir": str(run.run_dir),

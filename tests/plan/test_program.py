@@ -43,14 +43,18 @@ def is_deleted(tree) -> list[bool]:
 def test_number_of_programs_and_donation(model_reward, programs):
     """A model reward gives one program; a Python reward splits it in three. Then no more.
 
-    The states of learning roles are updated in place, those of frozen roles are left alone.
+    A run finds the programs that were compiled ahead of it. The states of learning roles are
+    updated in place, those of frozen roles are left alone.
     """
     iteration = open_iteration(tiny_config(model_reward=model_reward))
     first = first_states(iteration)
     with count_compilations() as counter, warnings.catch_warnings():
         warnings.filterwarnings("error", "Some donated buffers were not usable")
+        iteration.compile_ahead()
+        iteration.program.wait_for_compilers()
+        assert counter.programs("iteration") == counter.count == programs, counter.names
         states, _, _ = run_step(iteration, first, 1)
-    assert counter.programs("iteration") == counter.count == programs, counter.names
+    assert counter.count == programs, counter.names
     with count_compilations() as counter:
         for step in range(2, 6):
             states, _, metrics = run_step(iteration, states, step)
@@ -90,7 +94,7 @@ def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, cap
         summary = train(config)
     assert summary.step == 8
     # Validation and saving were done once before the first step, so all is compiled after it.
-    assert counts[1] > counts[0]
+    assert counts[1] > 0
     assert counts[1:] == [counts[1]] * 7, (counts, counter.names)
     assert counter.count == counts[1]
     # The plan is traced before the weights are made, and that is the only time.

@@ -12,6 +12,7 @@ from tiny import MODEL
 from jaxrl_llm import config as c
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch import commands
+from jaxrl_llm.planner import automatic as planner
 from jaxrl_llm.planner.automatic import automatic, best_placements
 from jaxrl_llm.planner.compiled import RealPrograms, with_compiled
 from jaxrl_llm.planner.devices import Devices
@@ -203,6 +204,20 @@ def test_one_group_is_chosen_for_ppo_on_two_devices():
     found = best_placements(work_of(large(4, algorithm=c.PPO())), 2, 1, H200, apart=True)
     placements = ["placement" in " ".join(flags) for _, flags in found]
     assert not placements[0] and any(placements)
+
+
+def test_a_rollout_apart_may_have_a_host_of_its_own():
+    work = work_of(large(4, algorithm=c.GRPO(), max_staleness=1))
+    found = best_placements(work, 16, 2, H200, apart=True)
+    (half,) = (planned for planned, flags in found if "--config.placement.rollout=8-15" in flags)
+    assert [half.devices.hosts, half.apart["rollout"].hosts] == [1, 1]
+
+
+def test_processes_with_other_devices_choose_by_the_least_memory(monkeypatch):
+    seen = [["h200", 90e9], ["h200", 70e9], ["h200", None]]
+    monkeypatch.setattr(planner, "gather_objects", lambda value, name: [value, *seen])
+    rates, known = planner._rates_here()
+    assert (rates.capacity, known) == (70e9, False)  # a CPU has no data sheet
 
 
 def test_auto_gives_a_config_that_uses_all_devices_and_says_why(capsys):

@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS: list[list[tuple[str, ...]]] = [
     [("types",), ("numerics",), ("references", "data_files", "chat_template", "token_bytes")],
     [("config",)],
-    [("kernels",), ("distributed",), ("algorithms",), ("observability",), ("tokenizer",)],
+    [
+        *(("kernels",), ("distributed",), ("algorithms",), ("observability",)),
+        *(("tokenizer",), ("convert",)),
+    ],
     [("models",), ("report",)],
     [("data",), ("rewards",), ("generation",), ("checkpoint",)],
     [("learner",)],

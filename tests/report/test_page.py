@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -234,6 +235,19 @@ def test_the_server_answers_this_machine_alone(tmp_path):
             assert error.value.code == code
             error.value.close()
         server.shutdown()
+
+
+def test_the_server_ends_with_ctrl_c_as_it_says(tmp_path):
+    run = write_run(tmp_path / "run")
+    code = "from jaxrl_llm.launch.commands import main; main()"
+    command = [sys.executable, "-c", code, "report", str(run), "--serve", "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and b"Ctrl-C ends it" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 # ------------------------------------------------------------------------- the command

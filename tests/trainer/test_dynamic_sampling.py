@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from tiny_run import TinyRun, assert_same_bits
@@ -39,7 +40,7 @@ def filtered(num_groups: int, rounds: int = 3, **settings) -> GroupFilter:
 
 
 def test_groups_that_vary_are_taken_in_order_until_there_are_enough():
-    groups = filtered(3)
+    groups = filtered(3)  # without a sharding: all stays on the host
     groups.add(round_of([7, 3, 9], [[1, 1], [0, 1], [0, 0]], 0))
     assert not groups.complete
     groups.add(round_of([5, 2, 8], [[1, 0], [0.5, 0.4], [1, 0]], 6))
@@ -54,6 +55,7 @@ def test_groups_that_vary_are_taken_in_order_until_there_are_enough():
     np.testing.assert_allclose(batch.scores, [0, 1, 1, 0, 0.5, 0.4])
     assert batch.scores.dtype == np.float32
     assert batch.values is None
+    assert {type(x) for x in jax.tree.leaves(batch)} == {np.ndarray}
     assert groups.metrics() == {
         "train/num_gen_batches": 2.0,
         "rollout/groups_generated": 6.0,

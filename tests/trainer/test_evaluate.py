@@ -16,6 +16,7 @@ from jaxrl_llm import config as c
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer import evaluate
 from jaxrl_llm.trainer.evaluate import accuracy_metrics, open_validator
+from jaxrl_llm.trainer.evaluation_report import all_answers, table
 
 # Two prompts of one source and one of another, four samples each.
 SOURCES = ["a"] * 8 + ["b"] * 4
@@ -118,9 +119,12 @@ def test_answers_that_could_not_be_graded_are_counted(tmp_path, monkeypatch):
     config, role = with_rows(tmp_path), open_iteration(tiny_config()).roles["actor"]
     with ExitStack() as stack:
         validator = open_validator(config, role, load_tokenizer("char"), None, stack)
-        metrics = validator.run({}, 0).metrics
-    failures = {name: x for name, x in metrics.items() if name.endswith("/failures")}
+        found = validator.run({}, 0)
+    failures = {name: x for name, x in found.metrics.items() if name.endswith("/failures")}
     assert failures == {"val-aux/a/failures": 1.0, "val-aux/b/failures": 0.0}
+    (reason,) = all_answers(found)[1]["failures"]
+    assert "no ground truth" in reason and list(found.failures) == [1]
+    assert table(found.metrics, found.num_samples, 1).splitlines()[0].endswith("not graded")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ FILTER = {
     "rollout.filter_groups.max_num_gen_batches": "2",
 }
 PARTS = {"max_staleness": "2", "partial_rollouts": "1"}
+LORA = {"algorithm": "grpo", "actor.lora.rank": "2"}
 LEARNING_IN_PARTS = PARTS | PRIORITY | {"save_every": "1", "checkpoint.keep_latest": "9"}
 
 
@@ -208,11 +209,12 @@ def test_unfinished_responses_are_in_a_checkpoint(tmp_path, in_parts):
     "changes",
     [
         APART | ALWAYS | FILTER,
+        LORA | PARTS,
         pytest.param(ALWAYS | PRIORITY, marks=pytest.mark.slow),
         pytest.param(APART | PARTS | PRIORITY, marks=pytest.mark.slow),
         pytest.param(APART | ALWAYS | FILTER | PRIORITY, marks=pytest.mark.slow),
     ],
-    ids=["filter", "priority", "parts", "filter and priority"],
+    ids=["filter", "adapters in parts", "priority", "parts", "filter and priority"],
 )
 def test_a_resumed_run_has_the_same_bits(tmp_path, changes):
     whole = begin(tmp_path / "whole", **changes)

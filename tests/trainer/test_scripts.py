@@ -26,7 +26,7 @@ from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.trainer.answering import open_model, read_prompt
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import evaluate, export_checkpoint
+from jaxrl_llm.trainer.trained_model import evaluate, export_checkpoint, run_facts
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIG = """
@@ -293,6 +293,15 @@ def test_the_model_card_says_where_it_comes_from(exported, checkpoint):
     assert settings["total_steps"] == 1 and settings["algorithm.use_kl_in_reward"] is True
     assert not any(key.startswith(("run_dir", "log")) for key in settings)
     assert str(checkpoint.parent.parent) not in card
+
+
+def test_a_run_that_writes_its_metrics_can_be_exported(checkpoint, tmp_path):
+    """Its last line may be half written."""
+    run = shutil.copytree(checkpoint.parent.parent, tmp_path / "run")
+    whole = run_facts(run / "checkpoints" / checkpoint.name)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"training/global_step": 2, "critic/sc')
+    assert run_facts(run / "checkpoints" / checkpoint.name) == whole
 
 
 def test_export_script_casts_and_splits(checkpoint, tmp_path):

@@ -1,0 +1,144 @@
+"""A TRL command line as keys and values."""
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.convert.conversion import Conversion, convert, rows_of
+from jaxrl_llm.convert.rules import Source
+from jaxrl_llm.convert.shell import read_command, remedy, unknown_in
+from jaxrl_llm.convert.trl import TRL
+from jaxrl_llm.convert.trl_keys import COMMON_DEFAULTS, DEFAULTS, SCRIPTS, TRAINERS
+from jaxrl_llm.convert.values import value_of
+from jaxrl_llm.references import nearest
+
+OTHERS = {"online", "vlm", "agent"}  # scripts of a trainer whose data are of another kind
+LAUNCHERS = ("python", "python3", "accelerate", "torchrun", "trl", "uv")
+
+
+def convert_trl(
+    script: str,
+    environment: Mapping[str, str],
+    *,
+    arguments: Sequence[str] = (),
+    rows: int = 0,
+    devices: int = 0,
+) -> Conversion:
+    """The run of a TRL command line, or of a script that holds one.
+
+    `rows` are those of the training data, and `devices` the processes, where the text does not say
+    so. Raises: ConfigError.
+    """
+    words = read_command(script, _is_ours, environment, arguments)
+    at = _entry(words)
+    assert at is not None
+    trainer = _trainer(words[at])
+    given = _settings(words[at + 1 :])
+    processes = given.pop("num_processes", None) or _flag(words[:at], "num_processes")
+    file = given.pop("config", None)
+    if file is not None:
+        given = _yaml(Path(str(file)).expanduser()) | given
+    given = {_positive(key): _truth(key, value) for key, value in given.items()}
+    source = Source(
+        given=given,
+        defaults=COMMON_DEFAULTS | DEFAULTS[trainer],
+        devices=devices or processes or 1,
+        rows=rows or rows_of([str(given.get("dataset_name", ""))]),
+        trainer=trainer,
+    )
+    return convert(source, TRL)
+
+
+def _is_ours(words: list[str]) -> bool:
+    return bool(words) and Path(words[0]).name in LAUNCHERS and _entry(words) is not None
+
+
+def _entry(words: Sequence[str]) -> int | None:
+    """The place of the script, or of the subcommand of `trl`."""
+    for i, word in enumerate(words):
+        if word.endswith(".py"):
+            return i
+        if i and Path(words[i - 1]).name == "trl" and not word.startswith("-"):
+            return i
+    return None
+
+
+def _trainer(word: str) -> str:
+    """The trainer of a subcommand, of one of TRL's scripts, or of a script named after it."""
+    name = Path(word).stem
+    parts = name.split("_")
+    named = [part for part in parts if part in TRAINERS]
+    if name in SCRIPTS:
+        return SCRIPTS[name]
+    if len(named) == 1 and not OTHERS.intersection(parts):
+        return named[0]
+    raise ConfigError(
+        f"TRL's {name} has no counterpart{nearest(name, TRAINERS)}; {', '.join(TRAINERS)} have"
+    )
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    """--key value ..., --key=value, and --key alone, which is true.
+
+    Raises: ConfigError for a word without a key, and for a value that is not known.
+    """
+    found: dict[str, list[Any]] = {}
+    key = ""
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, text = word[2:].partition("=")
+            key = name.replace("-", "_")
+            found[key] = []
+            if not equals:
+                continue
+            word = text
+        if not key:
+            raise ConfigError(f"{word!r} has no key before it: TRL takes --key value")
+        if unknown := unknown_in(word):
+            raise ConfigError(f"{key}: {unknown[0]} is not known. {remedy(unknown[0])}")
+        found[key].append(value_of(word))
+    return {key: _one(values) for key, values in found.items()}
+
+
+def _one(values: list[Any]) -> Any:
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _positive(key: str) -> str:
+    """The key that a --no_key switches off."""
+    return key.removeprefix("no_")
+
+
+def _truth(key: str, value: Any) -> Any:
+    return not value if key.startswith("no_") and isinstance(value, bool) else value
+
+
+def _flag(words: Sequence[str], name: str) -> int:
+    """A number that the launcher is given; 0 without one."""
+    for i, word in enumerate(words):
+        flag, equals, text = word.partition("=")
+        if flag.lstrip("-").replace("-", "_") in (name, "nproc_per_node"):
+            text = text if equals else "".join(words[i + 1 : i + 2])
+            return int(text) if text.isdecimal() else 0
+    return 0
+
+
+def _yaml(file: Path) -> dict[str, Any]:
+    """The keys of TRL's --config file. Raises: ConfigError without a YAML reader or file."""
+    if importlib.util.find_spec("yaml") is None:
+        raise ConfigError(f"{file} is YAML, and PyYAML is not installed: pip install pyyaml")
+    if not file.is_file():
+        raise ConfigError(f"the file {file} does not exist")
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} holds no keys")
+    found.pop("env", None)
+    return {str(key): value_of(v) if isinstance(v, str) else v for key, v in found.items()}

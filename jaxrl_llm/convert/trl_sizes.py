@@ -1,0 +1,136 @@
+"""TRL's sizes in ours: what takes several of its keys."""
+
+import math
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.convert.rules import Source, largest_divisor
+
+ONLINE = ("grpo", "rloo")
+
+
+def samples_a_step(source: Source) -> int:
+    """Rows or completions of an optimizer step, over all processes."""
+    each = source.whole("per_device_train_batch_size")
+    return each * source.whole("gradient_accumulation_steps") * source.devices
+
+
+def set_sizes(source: Source, values: dict[str, Any], notes: list[str]) -> int:
+    """Batches and passes; the number of TRL's steps that an iteration of ours has."""
+    values["mesh.fsdp"] = source.devices
+    if source.trainer in ONLINE:
+        return _set_groups(source, values, notes)
+    if source.trainer == "ppo":
+        return _set_ppo(source, values)
+    batch = samples_a_step(source)
+    values["data.train_batch_size"] = batch
+    values["actor.micro_batch_size"] = _pass(source, batch)
+    if source.get("packing"):
+        values["actor.micro_batch_tokens"] = source.whole("max_seq_length", "max_length")
+        values["actor.micro_batch_size"] = 0
+    return 1
+
+
+def _pass(source: Source, samples: int) -> int:
+    return largest_divisor(samples // source.devices, source.whole("per_device_train_batch_size"))
+
+
+def _set_groups(source: Source, values: dict[str, Any], notes: list[str]) -> int:
+    """Prompts of an iteration and of an optimizer step; TRL counts completions."""
+    n, step = source.whole("num_generations"), samples_a_step(source)
+    generated = _generated(source, step)
+    if generated % n:
+        raise ConfigError(
+            f"{generated} completions a generation are no whole groups of num_generations={n}; "
+            f"--devices=N says how many processes there are"
+        )
+    prompts = generated // n
+    mini = largest_divisor(prompts, max(step // n, 1))
+    if mini * n != step:
+        notes.append(
+            f"actor.ppo_mini_batch_size: a mini-batch of ours has whole groups, so the {step} "
+            f"completions of an optimizer step became {mini * n}"
+        )
+    values["data.train_batch_size"] = prompts
+    values["actor.ppo_mini_batch_size"] = mini
+    values["actor.micro_batch_size"] = _pass(source, mini * n)
+    epochs = source.whole("num_iterations") or 1
+    values["actor.ppo_epochs"] = epochs
+    if prompts > mini:
+        values["actor.shuffle"] = True
+    return prompts // mini * epochs
+
+
+def _generated(source: Source, step: int) -> int:
+    """Completions of a generation: by default those of an optimizer step; never fewer here."""
+    given = source.get("generation_batch_size")
+    if given is not None:
+        return max(source.whole("generation_batch_size"), step)
+    each = source.whole("per_device_train_batch_size") * source.devices
+    return max(each * source.whole("steps_per_generation"), step)
+
+
+def _set_ppo(source: Source, values: dict[str, Any]) -> int:
+    batch, parts = samples_a_step(source), source.whole("num_mini_batches")
+    if batch % parts:
+        raise ConfigError(f"num_mini_batches={parts} does not divide the batch of {batch}")
+    values["data.train_batch_size"] = batch
+    values["actor.ppo_mini_batch_size"] = batch // parts
+    values["actor.micro_batch_size"] = _pass(source, batch // parts)
+    values["critic.micro_batch_size"] = values["actor.micro_batch_size"]
+    values["actor.ppo_epochs"] = values["critic.ppo_epochs"] = source.whole("num_ppo_epochs")
+    values["actor.shuffle"] = True
+    return 1
+
+
+def set_steps(source: Source, values: dict[str, Any], notes: list[str], each: int) -> None:
+    """`total_steps` and what counts steps; `each` is TRL's steps in one of ours."""
+    batch = values["data.train_batch_size"]
+    steps, episodes = source.number("max_steps"), source.number("total_episodes")
+    epochs = source.number("num_train_epochs")
+    if steps > 0:
+        values["total_steps"] = math.ceil(steps / each)
+    elif source.trainer == "ppo" and episodes:
+        values["total_steps"] = math.ceil(episodes / batch)
+    elif source.rows:
+        values["total_steps"] = max(1, math.ceil(source.rows * epochs / batch))
+    else:
+        notes.append(
+            f"total_steps: the number of rows is not known, so it has its default. {epochs:g} "
+            f"epochs are {epochs:g} × rows / {batch} steps; --rows=N computes them"
+        )
+    total = values.get("total_steps", 0)
+    values["save_every"] = _interval(source, "save", total, each, notes)
+    values["validation.every"] = _interval(source, "eval", total, each, notes)
+    _set_warmup(source, values, notes, total * each)
+
+
+def _interval(source: Source, what: str, total: int, each: int, notes: list[str]) -> int:
+    """Our steps between two events; 0 is only at the end."""
+    strategy, given = source.get(f"{what}_strategy"), source.number(f"{what}_steps")
+    if strategy == "no":
+        return 0
+    if strategy == "epoch" or given < 1:
+        share = 1 / source.number("num_train_epochs") if strategy == "epoch" else given
+        if not total:
+            notes.append(f"{what}_strategy: with unknown rows it is only at the end")
+            return 0
+        return max(1, round(share * total))
+    return max(1, round(given / each))
+
+
+def _set_warmup(source: Source, values: dict[str, Any], notes: list[str], updates: int) -> None:
+    """Optimizer steps of the warm-up; below 1 it is a share."""
+    given = source.number("warmup_steps") or source.number("warmup_ratio")
+    if 0 < given < 1:
+        if not updates:
+            notes.append(
+                f"actor.optimizer.warmup_steps: {given:g} of a number of steps that is not known; "
+                "--rows=N computes it"
+            )
+            return
+        given = math.ceil(given * updates)
+    if given:
+        values["actor.optimizer.warmup_steps"] = int(given)
+        if source.trainer == "ppo":
+            values["critic.optimizer.warmup_steps"] = int(given)

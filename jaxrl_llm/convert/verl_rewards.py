@@ -1,0 +1,73 @@
+"""verl's rewards in ours: functions by path, reward models, managers, and its choice by source."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.convert.rules import Source, many
+
+GSM8K_SOURCE = "openai/gsm8k"  # as verl's preprocessing names it
+
+
+def set_rewards(source: Source, values: dict[str, Any], notes: list[str]) -> None:
+    """`reward.functions`, `reward.model` and `validation.grader`."""
+    functions: list[Any] = []
+    path = source.get("reward.custom_reward_function.path", "custom_reward_function.path")
+    if path:
+        name = source.get("reward.custom_reward_function.name", "custom_reward_function.name")
+        functions = [{"kind": "custom", "path": f"{path}:{name or 'compute_score'}"}]
+        values["validation.grader"] = functions[0]
+    elif source.get("reward.reward_model.enable", "reward_model.enable"):
+        _set_model(source, values)
+    else:
+        functions = _by_files(source, values, notes)
+    values["reward.functions"] = [*functions, *_overlong(source)]
+
+
+def _set_model(source: Source, values: dict[str, Any]) -> None:
+    path = source.get("reward.reward_model.model_path", "reward_model.model.path")
+    if not path:
+        raise ConfigError("reward_model.enable=True without a path: give reward_model.model.path")
+    values["reward.model.path"] = str(Path(str(path)).expanduser())
+    values["reward.model.dtype"] = "bfloat16"
+
+
+def _by_files(source: Source, values: dict[str, Any], notes: list[str]) -> list[Any]:
+    """verl looks the reward up by the rows' data_source; the names of the files hint at it."""
+    names = " ".join(str(file).lower() for file in many(source.get("data.train_files")))
+    found = [
+        {"kind": kind}
+        for kind, hints in (("gsm8k", ("gsm8k",)), ("math_answer", ("math", "dapo", "aime")))
+        if any(hint in names for hint in hints)
+    ]
+    kinds = ", ".join(grader["kind"] for grader in found)
+    notes.append(
+        "reward.functions: verl picks a function by the data_source of each row. "
+        + (f"The names of the files suggest {kinds}" if found else "exact_answer stands in")
+        + "; compare it with your data (docs/write-a-reward.md)"
+    )
+    found = found or [{"kind": "exact_answer"}]
+    values["validation.grader"] = found[-1]
+    if len(found) > 1:
+        values["validation.graders"] = [{"source": GSM8K_SOURCE, "grader": {"kind": "gsm8k"}}]
+    return found
+
+
+def _overlong(source: Source) -> list[Any]:
+    """DAPO's penalty for long responses."""
+    keys = ("reward.reward_kwargs.", "reward_model.reward_kwargs.")
+
+    def get(name: str) -> Any:
+        return source.get(*(key + name for key in keys))
+
+    if not get("overlong_buffer_cfg.enable"):
+        return []
+    longest = get("max_resp_len") or source.whole("data.max_response_length")
+    return [
+        {
+            "kind": "overlong_penalty",
+            "max_length": longest,
+            "buffer": get("overlong_buffer_cfg.len"),
+            "penalty": float(get("overlong_buffer_cfg.penalty_factor") or 1.0),
+        }
+    ]

@@ -1,0 +1,65 @@
+"""What an update adds for the routers of a mixture of experts, and what it measures of them.
+
+The load-balance loss is transformers' (`load_balancing_loss_func`), after Switch Transformers
+(arXiv:2101.03961). The z-loss is that of ST-MoE (arXiv:2202.08906).
+
+Shape letters: L layers, E experts.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxrl_llm.learner.train_state import Metrics
+from jaxrl_llm.models.experts import Routed
+
+COUNTS = "tokens of each expert"  # a sum over micro-batches, [L, E]
+ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_load", "router_dead_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLoss:
+    """Coefficients of the two losses; both are 0 for a dense model."""
+
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+
+    def __call__(self, routed: Routed, share: Array) -> tuple[Array, Metrics]:
+        """The contribution of a micro-batch to the loss, and metrics.
+
+        The load-balance loss is not linear in the tokens. It is that of each micro-batch, and
+        `share` is the micro-batch's part of the tokens that are learned from.
+        """
+        aux, z = load_balance(routed) * share, z_loss(routed) * share
+        metrics = {"router_aux_loss": aux, "router_z_loss": z, COUNTS: routed.counts_E}
+        return self.aux_coef * aux + self.z_coef * z, jax.lax.stop_gradient(metrics)
+
+
+def load_balance(routed: Routed) -> Float[Array, ""]:
+    """E * sum over experts of f_e * p_e; the number of experts a token has, when all are equal.
+
+    f_e are the tokens that chose the expert, p_e its probability; both are means over all tokens
+    and layers. Only p has a gradient.
+    """
+    tokens = jnp.maximum(routed.tokens.sum(), 1.0)
+    counts_E, probs_E = routed.counts_E.sum(axis=0), routed.probs_E.sum(axis=0)
+    return counts_E.shape[0] * (counts_E / tokens * (probs_E / tokens)).sum()
+
+
+def z_loss(routed: Routed) -> Float[Array, ""]:
+    """The mean over tokens and layers of log(sum over experts of exp(logit))^2."""
+    return routed.squares.sum() / jnp.maximum(routed.tokens.sum(), 1.0)
+
+
+def load_metrics(counts_LE: Float[Array, "L E"]) -> Metrics:
+    """Of the layer that is balanced worst, the busiest expert's tokens over the mean; unused ones.
+
+    `router_dead_experts` counts experts of all layers that no token chose.
+    """
+    mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
+    return {
+        "router_load": (counts_LE.max(axis=1) / mean_L).max(),
+        "router_dead_experts": (counts_LE == 0).sum().astype(jnp.float32),
+    }

@@ -1,0 +1,68 @@
+"""Mixtures of experts in a plan: what is refused before a device is touched, and router losses."""
+
+from collections.abc import Mapping
+
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.learner.router_losses import RouterLoss
+from jaxrl_llm.models.families import check_family
+from jaxrl_llm.plan.roles import Role
+
+_COEFS = ("router_aux_loss_coef", "router_z_loss_coef")
+
+
+def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
+    """Raises: ConfigError for settings that a role's model does not work with, or cannot use."""
+    for name, role in roles.items():
+        check_family(role.spec.config, role.spec.kind)
+        if role.spec.config.mixture is not None:
+            _check_mixture(config, name)
+    mixtures = [role for role in roles.values() if role.spec.config.mixture is not None]
+    if config.mesh.expert > 1 and not mixtures:
+        raise ConfigError(
+            f"config.mesh.expert={config.mesh.expert}: no model of the run has experts; "
+            f"--config.mesh.expert=1 --config.mesh.fsdp={config.mesh.fsdp * config.mesh.expert} "
+            "works"
+        )
+    actor = roles.get("actor")
+    replayed = actor is not None and replays_routes(config, actor)
+    if replayed and config.partial_rollouts:
+        raise ConfigError(
+            f"config.partial_rollouts={config.partial_rollouts} does not work with "
+            "config.rollout.routing_replay: the experts of a response that was cut are not kept; "
+            "--config.rollout.routing_replay=False works"
+        )
+    given = [coef for coef in _COEFS if getattr(config.actor, coef)]
+    if given and (actor is None or actor.spec.config.mixture is None):
+        raise ConfigError(
+            f"config.actor.{given[0]}={getattr(config.actor, given[0])}: the model that learns has "
+            f"no routers, so the loss would not change; --config.actor.{given[0]}=0 works"
+        )
+
+
+def _check_mixture(config: Config, name: str) -> None:
+    """Raises: ConfigError for what is not done for a model with experts."""
+    works = {
+        "exact": (config.exact, "repeatable", "strict"),
+        "rollout.quantization": (config.rollout.quantization, "none", "float8"),
+        "mesh.sequence": (config.mesh.sequence, 1, None),
+        "mesh.pipeline": (config.mesh.pipeline, 1, None),
+    }
+    for key, (value, works_with, refused) in works.items():
+        if value == refused or (refused is None and value != works_with):
+            raise ConfigError(
+                f"config.{key}={value} does not work with a mixture of experts, which the model "
+                f"{name} is; --config.{key}={works_with} works"
+            )
+
+
+def replays_routes(config: Config, actor: Role) -> bool:
+    """Whether the actor's tokens take the experts in its passes that they had in the rollout."""
+    return config.rollout.routing_replay and actor.spec.config.mixture is not None
+
+
+def router_loss(config: Config, role: Role) -> RouterLoss:
+    """The router losses in an update of `role`; the coefficients are the actor's."""
+    if role.spec.config.mixture is None or role.name != "actor":
+        return RouterLoss()
+    actor = config.actor
+    return RouterLoss(aux_coef=actor.router_aux_loss_coef, z_coef=actor.router_z_loss_coef)

@@ -1,0 +1,280 @@
+"""Mixture of experts: a router, and grouped matmuls of each expert with its tokens.
+
+No token is dropped. The (token, expert) pairs are sorted by expert, and `grouped_matmul` multiplies
+each run of rows with the weights of its expert. Padding goes to no expert.
+
+Shape letters: B batch, T tokens, D hidden, F inner size of an expert, E experts, K experts of a
+token, N tokens of a device, M rows of the grouped matmuls.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxrl_llm.distributed.layout import Layout, layout_in_scope
+from jaxrl_llm.distributed.mesh import axis_size
+from jaxrl_llm.kernels.flash_attention import gathered
+from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
+from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a pass says about its tokens to the routers of all layers."""
+
+    real_BT: jax.Array | None = None  # bool; False is padding. None: every token is real
+    # Experts to take in place of the router's own choice; -1 leaves it to the router.
+    chosen_BTLK: jax.Array | None = None
+
+    def of_layer(self, layer: int) -> "Routing":
+        """The routing of one layer; its `chosen_BTLK` has no dim of layers."""
+        if self.chosen_BTLK is None:
+            return self
+        return Routing(real_BT=self.real_BT, chosen_BTLK=self.chosen_BTLK[:, :, layer])
+
+
+class Routed(NamedTuple):
+    """What the router of a layer did; sums over real tokens, float32."""
+
+    counts_E: jax.Array  # tokens that chose the expert
+    probs_E: jax.Array  # probabilities of the expert
+    squares: jax.Array  # of the log of the sum of exp(logits)
+    tokens: jax.Array
+    chosen_BTK: jax.Array  # int32; E for padding
+
+
+class Router(nnx.Module):
+    """Chooses K experts for each token. Logits, probabilities and weights are float32."""
+
+    def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
+        self.mixture = mixture
+        # Small, and every device needs all of it: only the storage is split.
+        shape = (config.hidden_size, mixture.num_experts)
+        self.kernel = parameter(shape, ("embed", "norm"), "normal", dtype)
+
+    def __call__(self, x_BTD: jax.Array, routing: Routing | None) -> tuple[jax.Array, Routed]:
+        """The weights [B, T, K] of the chosen experts, and the choice."""
+        routing = routing or Routing()
+        E, K = self.mixture.num_experts, self.mixture.experts_per_token
+        logits_BTE = jnp.einsum(
+            "BTD,DE->BTE",
+            x_BTD,
+            self.kernel[...].astype(x_BTD.dtype),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        _, chosen_BTK = jax.lax.top_k(jax.lax.stop_gradient(probs_BTE), K)
+        if routing.chosen_BTLK is not None:
+            given_BTK = routing.chosen_BTLK.astype(jnp.int32)
+            chosen_BTK = jnp.where(given_BTK >= 0, given_BTK, chosen_BTK)
+        weights_BTK = jnp.take_along_axis(probs_BTE, chosen_BTK, axis=-1)
+        if self.mixture.normalized:
+            weights_BTK /= weights_BTK.sum(axis=-1, keepdims=True)
+        real_BT = routing.real_BT
+        if real_BT is None:
+            real_BT = jnp.ones(x_BTD.shape[:2], bool)
+        chosen_BTK = jnp.where(real_BT[..., None], chosen_BTK, E)
+        of_real_BT = real_BT.astype(jnp.float32)
+        squares_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
+        routed = Routed(
+            counts_E=jax.nn.one_hot(chosen_BTK, E, dtype=jnp.float32).sum(axis=(0, 1, 2)),
+            probs_E=(probs_BTE * of_real_BT[..., None]).sum(axis=(0, 1)),
+            squares=(squares_BT * of_real_BT).sum(),
+            tokens=of_real_BT.sum(),
+            chosen_BTK=chosen_BTK,
+        )
+        return weights_BTK, routed
+
+
+class Stack(nnx.Module):
+    """One projection of all experts, [E, inputs, outputs]."""
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], dtype: DTypeLike
+    ) -> None:
+        self.kernel = parameter(shape, axes, "normal", dtype)
+
+
+class Experts(nnx.Module):
+    """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen."""
+
+    def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
+        D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
+        self.mixture = mixture
+        self.router = Router(config, mixture, dtype=dtype)
+        self.gate = Stack((E, D, F), ("expert", "expert_embed", "mlp"), dtype)
+        self.up = Stack((E, D, F), ("expert", "expert_embed", "mlp"), dtype)
+        self.down = Stack((E, F, D), ("expert", "mlp", "expert_embed"), dtype)
+
+    def __call__(
+        self, x_BTD: jax.Array, routing: Routing | None = None
+    ) -> tuple[jax.Array, Routed]:
+        """The layer's output [B, T, D], and what its router did."""
+        weights_BTK, routed = self.router(x_BTD, routing)
+        kernels = (self.gate.kernel[...], self.up.kernel[...], self.down.kernel[...])
+        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
+        return y_BTD, routed
+
+
+Kernels = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F] and down [E, F, D]
+
+
+def experts_of_tokens(
+    x_BTD: jax.Array, weights_BTK: jax.Array, chosen_BTK: jax.Array, kernels: Kernels
+) -> jax.Array:
+    """The weighted sum over the chosen experts, in the dtype of x.
+
+    Where the mesh axis `expert` splits the experts, each device of a group gathers the tokens of
+    the group, computes its own experts, and the sums are scattered back to the tokens' devices.
+    """
+    layout = layout_in_scope()
+    if layout is not None:
+        return _split_experts(layout, x_BTD, weights_BTK, chosen_BTK, kernels)
+    B, T, D = x_BTD.shape
+    x_ND, weights_NK, chosen_NK = (x.reshape(B * T, -1) for x in (x_BTD, weights_BTK, chosen_BTK))
+    y_ND = _own_experts(x_ND, weights_NK, chosen_NK, kernels, first=0)
+    return y_ND.astype(x_BTD.dtype).reshape(B, T, D)
+
+
+def _split_experts(
+    layout: Layout,
+    x_BTD: jax.Array,
+    weights_BTK: jax.Array,
+    chosen_BTK: jax.Array,
+    kernels: Kernels,
+) -> jax.Array:
+    """`experts_of_tokens` on the devices of a layout, each with its own rows."""
+    rows = () if x_BTD.shape[0] % layout.num_replicas else layout.axes("batch")
+    experts, heads = layout.axes("expert"), layout.axes("mlp")
+    # Devices along these axes have the same tokens and parts of the sum.
+    parts = (*(axis for axis in experts if axis not in rows), *heads)
+    group = tuple(axis for axis in experts if axis in rows)
+    apart = tuple(axis for axis in rows if axis not in experts)  # they have the same weights
+
+    def local(
+        x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, *kernels: jax.Array
+    ) -> jax.Array:
+        _, B, T, D = x_1BTD.shape
+        x_1ND, weights_1NK, chosen_1NK = (
+            _gathered(x.reshape(1, B * T, -1), group) for x in (x_1BTD, weights_1BTK, chosen_BTK)
+        )
+        gate, up, down = (kernel[0] for kernel in kernels)
+        first = _number(layout, experts) * gate.shape[0]
+        y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], (gate, up, down), first)
+        return _scattered_sum(y_ND, group).astype(x_1BTD.dtype).reshape(1, B, T, D)
+
+    # The tokens of a tensor group are gathered, as before a dense layer.
+    x_BTD, weights_BTK, chosen_BTK = (
+        layout.constrain(x, "batch", "tokens", None) for x in (x_BTD, weights_BTK, chosen_BTK)
+    )
+    token, into, out = P(parts, rows), P(apart, experts, None, heads), P(apart, experts, heads)
+    # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
+    in_scope = jax.sharding.get_abstract_mesh()
+    mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
+    others = {a for a, size in mesh.shape.items() if size > 1 and a not in mesh.manual_axes}
+    # One copy for each device that computes a part. Of one array for all, the gradient would be
+    # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
+    y_SBTD = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(token, token, P(rows), into, into, out),
+        out_specs=token,
+        axis_names={*rows, *experts, *heads, *others},
+        check_vma=False,
+    )(
+        _copies(layout, parts, x_BTD),
+        _copies(layout, parts, weights_BTK),
+        chosen_BTK,
+        *(_copies(layout, apart, kernel.astype(x_BTD.dtype)) for kernel in kernels),
+    )
+    if y_SBTD.shape[0] == 1:
+        return y_SBTD[0]
+    return jax.lax.reduce(y_SBTD, jnp.zeros((), y_SBTD.dtype), jax.lax.add, (0,))
+
+
+def _copies(layout: Layout, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (axis_size(layout.mesh, *axes), *x.shape))
+
+
+def _number(layout: Layout, axes: tuple[str, ...]) -> jax.Array | int:
+    """The number of this device along `axes`, inside a shard_map."""
+    return jax.lax.axis_index(axes) if axis_size(layout.mesh, *axes) > 1 else 0
+
+
+def _gathered(x_1N: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return gathered(x_1N, axes) if axes else x_1N
+
+
+def _scattered_sum(y_ND: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over a group of devices of float32 rows, each row on the device of its token."""
+    return jax.lax.psum_scatter(y_ND, axes, scatter_dimension=0, tiled=True) if axes else y_ND
+
+
+def _own_experts(
+    x_ND: jax.Array,
+    weights_NK: jax.Array,
+    chosen_NK: jax.Array,
+    kernels: Kernels,
+    first: jax.Array | int,
+) -> jax.Array:
+    """The part of the sum of those experts whose weights these are, counted from `first` on.
+
+    The result is float32.
+    """
+    (N, K), num = chosen_NK.shape, kernels[0].shape[0]
+    own_NK = chosen_NK - first
+    own_P = jnp.where((own_NK >= 0) & (own_NK < num), own_NK, num).reshape(-1)
+    order_P = jnp.argsort(own_P, stable=True)
+    place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(N * K), unique_indices=True)
+    sizes_E = (own_P[:, None] == jnp.arange(num)).sum(axis=0, dtype=jnp.int32)
+    # A token is in one row of each of its experts, so no more rows than these are used.
+    rows = N * min(K, num)
+    used = sizes_E.sum()
+    # Rows after the last expert's are not computed by a kernel: whatever is there is left out.
+    order_M = jnp.where(jnp.arange(rows) < used, order_P[:rows], N * K)
+    place_P = jnp.where(place_P < used, place_P, rows)
+    x_PD = jnp.broadcast_to(x_ND[:, None], (N, K, x_ND.shape[1])).reshape(N * K, -1)
+    gate, up, down = kernels
+    x_MD = _moved(x_PD, order_M, place_P)
+    dot = partial(_grouped, sizes_E=sizes_E)
+    y_MD = dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
+    y_NKD = _moved(y_MD, place_P, order_M).reshape(N, K, -1)
+    return jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
+
+
+def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:
+    """Each run of `sizes_E` rows times the weights of its expert."""
+    y_MF = grouped_matmul(x_MD, kernel_EDF.astype(x_MD.dtype), sizes_E)
+    return checkpoint_name(y_MF, PROJECTION)
+
+
+@jax.custom_vjp
+def _moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Row `source[i]` of x as row i, and 0 where there is none. Row j of x goes to `target[j]`.
+
+    The gradient moves rows back by a gather. A scatter would add with atomics on a GPU, in another
+    order in every run.
+    """
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
+    return _moved(x, source, target), (source, target)
+
+
+def _moved_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    source, target = residuals
+    return _moved(gradient, target, source), None, None
+
+
+_moved.defvjp(_moved_forward, _moved_backward)

@@ -1,0 +1,73 @@
+"""Gemma 3, the text model: windows with a rope base of their own (arXiv:2503.19786)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models import hf as common
+from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.gemma import features
+from jaxrl_llm.models.hf import Names
+
+__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+
+ARCHITECTURES: dict[Kind, str] = {
+    "causal_lm": "Gemma3ForCausalLM",
+    "scalar": "Gemma3TextForSequenceClassification",
+}
+NAME = "gemma3_text"
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+PLAIN = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
+ABSENT = ("final_logit_softcapping", "attn_logit_softcapping")
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
+    common.refuse_unless(hf, NAME, use_bidirectional_attention=False, **PLAIN)
+    common.refuse_unless(hf, NAME, **dict.fromkeys(ABSENT))
+    hf, local, windows = common.by_layer_type_from_hf(
+        hf, NAME, sliding_window=4096, sliding_window_pattern=6
+    )
+    fields = common.common_from_hf(
+        {**hf, "hidden_act": None},
+        NAME,
+        max_position_embeddings=131072,
+        num_key_value_heads=4,
+        head_dim=256,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+    )
+    scale = common.positive(hf, "query_pre_attn_scalar", 256) ** -0.5
+    own = {"attention_multiplier": scale, "norms": "both", "qk_norm": True}
+    own |= features(hf["hidden_size"])
+    return ModelConfig(**fields, **own, sliding_window=windows, local_rope_theta=local)
+
+
+def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
+    """The keys of config.json, without the tokenizer's."""
+    hf = common.common_to_hf(config, kind, ARCHITECTURES) | common.by_layer_type_to_hf(config)
+    scalar = {"query_pre_attn_scalar": _scalar(config)}
+    return {key: value for key, value in hf.items() if key != "hidden_act"} | scalar | PLAIN
+
+
+def hf_names(config: ModelConfig, kind: Kind) -> Names:
+    """The Hugging Face tensor of each parameter path."""
+    return common.hf_names(config, kind, norms=NORMS)
+
+
+def check(config: ModelConfig) -> None:
+    """Raises: ValueError when Gemma 3 has no such model."""
+    own = {"attention_bias": False, "norms": "both", "qk_norm": True}
+    own |= {"attention_multiplier": _scalar(config) ** -0.5, "local_rope_theta": common.ANY}
+    common.check_features(config, **own, **features(config.hidden_size))
+    common.single_window(config)
+    if config.local_rope_theta is None:
+        raise ValueError(f"{NAME} has a rope base for its windows: give local_rope_theta")
+
+
+def _scalar(config: ModelConfig) -> int:
+    return round((config.attention_multiplier or 1.0) ** -2)

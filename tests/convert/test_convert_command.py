@@ -1,0 +1,100 @@
+"""`jaxrl convert-config`: the file that it writes is the config, and its account is complete."""
+
+import subprocess
+import sys
+
+import pytest
+from commands import TRL, VERL, trl_line, verl_line
+
+from jaxrl_llm import config as c
+from jaxrl_llm.convert.account import lines
+from jaxrl_llm.convert.trl_command import convert_trl
+from jaxrl_llm.convert.verl_command import convert_verl
+from jaxrl_llm.convert.writing import WIDTH, file_of, python_file
+from jaxrl_llm.launch.commands import help_of
+from jaxrl_llm.launch.convert_config import convert_config
+
+DPO = "trl dpo --model_name_or_path a/b --dataset_name c/d"
+
+
+@pytest.mark.parametrize("library", ["verl", "trl"])
+def test_each_file_makes_the_config_and_each_key_is_accounted_for(library, tmp_path):
+    examples, line = (VERL, verl_line) if library == "verl" else (TRL, trl_line)
+    convert = convert_verl if library == "verl" else convert_trl
+    for i, example in enumerate(examples):
+        found = convert(line(example), {}, rows=7473, devices=8)
+        text = file_of(found, library)
+        assert max(map(len, text.splitlines())) <= WIDTH + 60  # a long path has a line of its own
+        file = tmp_path / f"config_{i}.py"
+        file.write_text(text)
+        assert c.open_config(str(file)) == found.config
+        shown = "\n".join(lines(found))
+        assert all(each.key in shown for each in found.keys)
+
+
+def test_texts_with_quotes_and_lines_survive(tmp_path):
+    odd = 'a "quoted"\nline\\ \'x\' """'
+    config = c.Config(name=odd, data=c.DataConfig(columns={odd: "y"}, system_prompt=odd))
+    file = tmp_path / "odd.py"
+    file.write_text(python_file(config, "Odd."))
+    assert c.open_config(str(file)) == config
+
+
+def test_the_command_writes_a_new_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "mine.py"
+    assert convert_config(["--from=trl", DPO + " --beta 0.3", f"--output={output}"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  beta=0.3 -> algorithm.beta=0.3\n" in shown
+    assert "3 keys: 3 translated, 0 not needed, 0 without counterpart" in shown
+    assert isinstance(c.open_config(str(output)).algorithm, c.DPO)
+    with pytest.raises(c.ConfigError, match=r"mine.py exists; give a new file"):
+        convert_config(["--from=trl", DPO, f"--output={output}"])
+
+
+def test_a_script_gets_arguments_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BETA_OF_TEST", "0.4")
+    (tmp_path / "run.sh").write_text(DPO + " --beta $BETA_OF_TEST --run_name $1 \\\n  --seed 3\n")
+    assert convert_config(["--from=trl", "--file=run.sh", "my_run"]) == 0
+    config = c.open_config("my_run.py")
+    assert isinstance(config.algorithm, c.DPO)
+    assert (config.algorithm.beta, config.name, config.seed) == (0.4, "my_run", 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--from=trl"], "the command line is missing"),
+        ([DPO], "the following arguments are required: --from"),
+        (["--from=nemo", DPO], "invalid choice: 'nemo'"),
+        (["--from=trl", "--file=nothing.sh"], "there is no file nothing.sh"),
+        (["--from=trl", "--rows=0", DPO], "0: must be 1 or more"),
+        (["--from=trl", "--outptu=a.py", DPO], "did you mean '--output'"),
+        (["--from=trl", "--output=nowhere/a.py", DPO], "there is no folder nowhere"),
+        (["--from=verl", DPO], "no command of the library is in it"),
+    ],
+)
+def test_bad_flags_name_the_remedy(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(c.ConfigError) as error:
+        convert_config(argv)
+    assert message in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_needs_no_jax_and_ends_with_2(tmp_path):
+    code = (
+        "import sys; from jaxrl_llm.launch.commands import main\n"
+        "try: main()\n"
+        "finally: assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "convert-config", "--from=trl", "trl gkd"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: TRL's gkd has no counterpart")
+    assert "--rows=N" in help_of("convert-config")

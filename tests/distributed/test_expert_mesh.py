@@ -1,0 +1,168 @@
+"""Experts split over devices give the numbers of one device, whatever tokens choose."""
+
+import functools
+from contextlib import nullcontext
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_offline_mesh import OPTIMIZER
+from tiny import MODEL
+from tiny_iteration import (
+    first_states,
+    in_micro_batches,
+    open_iteration,
+    run_step,
+    tiny_config,
+)
+
+from jaxrl_llm import config as c
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.layout import Layout, train_layout
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.models.experts import experts_of_tokens
+
+B, T, D, F, E, K = 8, 6, 8, 4, 8, 3
+MESHES = [
+    {"expert": 8},
+    {"expert": 2, "fsdp": 2, "tensor": 2},
+    {"data": 2, "expert": 4},
+    {"fsdp": 4, "tensor": 2},
+]
+
+
+def operands(routing, dtype=jnp.float32, rows=B):
+    rng = np.random.default_rng(0)
+    x, weights = rng.normal(size=(rows, T, D)), rng.uniform(size=(rows, T, K))
+    kernels = [rng.normal(size=s) for s in ((E, D, F), (E, D, F), (E, F, D))]
+    chosen = np.argsort(rng.normal(size=(rows, T, E)))[..., :K]
+    if routing == "all to one":  # the others of a token are its padding
+        chosen = np.broadcast_to([5, E, E], (rows, T, K))
+    if routing == "padding":
+        chosen = np.where(np.arange(T)[:, None] < 4, chosen, E)
+    x, *kernels = (jnp.asarray(a, dtype) for a in (x, *kernels))
+    return x, jnp.asarray(weights, jnp.float32), tuple(kernels), jnp.asarray(chosen, jnp.int32)
+
+
+def value_and_gradients(layout: Layout | None):
+    """A compiled function of the operands: the output, and the gradients of all but the choice."""
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, D)), jnp.float32)
+
+    def run(x, weights, kernels, chosen):
+        def loss(x, weights, kernels):
+            y = experts_of_tokens(x, weights, chosen, kernels)
+            return (y.astype(jnp.float32) * cotangent).sum(), y
+
+        with nullcontext() if layout is None else layout.scope():
+            (_, y), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
+                x, weights, kernels
+            )
+        return y, gradients
+
+    if layout is None:
+        return jax.jit(run)
+    into = layout.sharding("expert", "expert_embed", "mlp")
+    kernels = (into, into, layout.sharding("expert", "mlp", "expert_embed"))
+    rows = layout.sharding("batch", None, None)
+    return jax.jit(run, in_shardings=(rows, rows, kernels, rows))
+
+
+on_one_device = value_and_gradients(None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tensor"),
+    [*((sizes, 0) for sizes in MESHES), ({"expert": 4, "tensor": 2}, 4)],
+    ids=str,
+)
+def test_split_experts_equal_those_of_one_device(sizes, tensor):
+    """A phase with a larger tensor size takes a part of the axis expert for it."""
+    mesh = make_mesh(**sizes, cuts=[tensor] if tensor else [])
+    split = value_and_gradients(train_layout(mesh, 2, tensor=tensor))
+    for routing in ("balanced", "all to one", "padding"):
+        arguments = operands(routing)
+        jax.tree.map(
+            lambda found, expected: np.testing.assert_allclose(
+                found, expected, rtol=1e-5, atol=1e-5
+            ),
+            split(*arguments),
+            on_one_device(*arguments),
+        )
+
+
+def test_bfloat16_compiles_and_is_close():
+    arguments = operands("balanced", jnp.bfloat16)
+    split = value_and_gradients(train_layout(make_mesh(expert=4, tensor=2), 2))
+    (found, gradients), (expected, _) = split(*arguments), on_one_device(*arguments)
+    np.testing.assert_allclose(found, expected, rtol=0.03, atol=0.3)
+    assert gradients[2][0].dtype == jnp.bfloat16
+
+
+def test_rows_that_the_devices_do_not_divide_are_computed_by_all():
+    x, weights, kernels, chosen = operands("balanced", rows=3)
+    expected = jax.jit(experts_of_tokens)(x, weights, chosen, kernels)
+    layout = train_layout(make_mesh(data=2, expert=4), 2)
+    whole = jax.device_put((x, weights, chosen, kernels), layout.sharding())
+    with layout.scope():
+        found = jax.jit(lambda *operands: experts_of_tokens(*operands))(*whole)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------- whole iterations
+
+MODEL_OF_EXPERTS = MODEL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
+
+def iterate(**sizes):
+    """Batch, metrics and weights after an iteration of GRPO on a mesh of these sizes."""
+    mesh, config = MeshConfig(**sizes), tiny_config(model_reward=False)
+    actor = replace(
+        config.actor,
+        hf_config=MODEL_OF_EXPERTS,
+        ppo_epochs=1,
+        optimizer=OPTIMIZER,
+        router_aux_loss_coef=0.1,
+        router_z_loss_coef=0.1,
+    )
+    config = replace(config, actor=actor, algorithm=c.GRPO(use_kl_loss=True), mesh=mesh)
+    config = in_micro_batches(config, 8 // mesh.num_replicas)
+    iteration = open_iteration(config, make_mesh(**mesh.sizes))
+    states, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    return batch, metrics, fetch(states["actor"].params)
+
+
+one_device = functools.cache(iterate)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert": 2, "fsdp": 2, "tensor": 2},
+        {"data": 2, "expert": 4},
+        {"data": 2, "fsdp": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_an_iteration_equals_one_device(sizes):
+    batch, metrics, params = iterate(**sizes)
+    expected_batch, expected_metrics, expected_params = one_device()
+    np.testing.assert_array_equal(batch.responses, expected_batch.responses)
+    names = [n for n in expected_metrics if n.endswith(("_loss", "grad_norm", "router_load"))]
+    assert {"actor/pg_loss", "actor/router_aux_loss", "actor/router_z_loss"} <= set(names)
+    for name in names:
+        np.testing.assert_allclose(
+            metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)

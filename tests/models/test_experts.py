@@ -1,0 +1,197 @@
+"""The experts' layer against a loop over tokens in float64, and the losses of its router."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import tiny_config
+
+from jaxrl_llm.kernels.flash_attention import attention_reference
+from jaxrl_llm.learner.router_losses import RouterLoss, load_balance, load_metrics, z_loss
+from jaxrl_llm.models.base import bind, init_params, model_spec
+from jaxrl_llm.models.config import Mixture
+from jaxrl_llm.models.experts import Experts, Routed, Routing
+from jaxrl_llm.models.flops import forward_flops
+from jaxrl_llm.models.lora import chosen_modules
+from jaxrl_llm.models.shapes import SHAPES, active_parameters, num_parameters
+
+MIXTURE = Mixture(num_experts=4, experts_per_token=2, expert_size=5, normalized=True)
+CONFIG = tiny_config("qwen3_moe", qk_norm=True, hidden_size=6, num_heads=2, mixture=MIXTURE)
+B, T, D = 2, 7, 6
+
+
+def experts(mixture=MIXTURE, seed=0):
+    layer = Experts(CONFIG, mixture, dtype="float32")
+    graphdef, state = nnx.split(layer)
+    rng = np.random.default_rng(seed)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
+    x = jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
+    return graphdef, state, x
+
+
+@partial(jax.jit, static_argnums=0)
+def run(graphdef, state, x, routing=None):
+    return nnx.merge(graphdef, state)(x, routing)
+
+
+def by_hand(state, x, mixture, real=None, chosen=None):
+    """Output and chosen experts, token by token in float64."""
+    weights = {p[-2]: np.asarray(v, np.float64) for p, v in flat(state).items()}
+    out = np.zeros((B, T, D))
+    taken = np.full((B, T, mixture.experts_per_token), mixture.num_experts)
+    for b, t in np.ndindex(B, T):
+        if real is not None and not real[b, t]:
+            continue
+        token = np.asarray(x[b, t], np.float64)
+        logits = token @ weights["router"]
+        probs = np.exp(logits) / np.exp(logits).sum()
+        best = np.argsort(-probs)[: mixture.experts_per_token]
+        taken[b, t] = best if chosen is None else chosen[b, t]
+        total = probs[taken[b, t]].sum() if mixture.normalized else 1.0
+        for e in taken[b, t]:
+            gate, up = token @ weights["gate"][e], token @ weights["up"][e]
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out[b, t] += probs[e] / total * (hidden @ weights["down"][e])
+    return out, taken
+
+
+def flat(state):
+    return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_output_and_choice_are_those_of_a_loop_over_tokens(normalized):
+    mixture = replace(MIXTURE, normalized=normalized)
+    graphdef, state, x = experts(mixture)
+    real = np.arange(T) < np.array([[5], [7]])
+    y, routed = run(graphdef, state, x, Routing(real_BT=jnp.asarray(real)))
+    expected, taken = by_hand(state, x, mixture, real)
+    np.testing.assert_allclose(y, expected, atol=1e-4)  # 0 for padding
+    np.testing.assert_array_equal(routed.chosen_BTK, taken)
+    np.testing.assert_array_equal(routed.counts_E, np.bincount(taken.ravel(), minlength=5)[:4])
+    assert routed.tokens == 12
+
+
+def test_all_tokens_may_choose_one_expert():
+    mixture = replace(MIXTURE, experts_per_token=1, normalized=False)
+    graphdef, state, x = experts(mixture)
+    chosen = jnp.full((B, T, 1), 2, jnp.int8)
+    y, routed = run(graphdef, state, x, Routing(chosen_BTLK=chosen))
+    np.testing.assert_allclose(y, by_hand(state, x, mixture, chosen=chosen)[0], atol=1e-4)
+    np.testing.assert_array_equal(routed.counts_E, [0, 0, 14, 0])
+
+
+def test_gradients_are_those_of_computing_every_expert():
+    graphdef, state, x = experts()
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+
+    def dense(state, x):
+        layer = nnx.merge(graphdef, state)
+        weights, routed = layer.router(x, None)
+        chosen = jax.nn.one_hot(routed.chosen_BTK, 4)
+        share = jnp.einsum("BTKE,BTK->BTE", chosen, weights)
+        gate = jnp.einsum("BTD,EDF->BTEF", x, layer.gate.kernel[...])
+        up = jnp.einsum("BTD,EDF->BTEF", x, layer.up.kernel[...])
+        hidden = jax.nn.silu(gate) * up
+        return jnp.einsum("BTEF,EFD,BTE->BTD", hidden, layer.down.kernel[...], share)
+
+    ours = jax.grad(lambda s, x: (run(graphdef, s, x)[0] * cotangent).sum(), (0, 1))(state, x)
+    theirs = jax.jit(jax.grad(lambda s, x: (dense(s, x) * cotangent).sum(), (0, 1)))(state, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, theirs)
+
+
+def test_minus_one_leaves_the_choice_to_the_router():
+    graphdef, state, x = experts()
+    own = run(graphdef, state, x)[1].chosen_BTK
+    given = jnp.where(jnp.arange(T)[:, None] < 3, -1, jnp.array([0, 3])).astype(jnp.int16)
+    given = jnp.broadcast_to(given, own.shape)
+    chosen = run(graphdef, state, x, Routing(chosen_BTLK=given))[1].chosen_BTK
+    np.testing.assert_array_equal(chosen[:, :3], own[:, :3])
+    np.testing.assert_array_equal(chosen[:, 3:], given[:, 3:])
+
+
+ROUTED = Routed(  # of two layers, three tokens and two experts, of which each token has one
+    counts_E=jnp.array([[3.0, 0.0], [1.0, 2.0]]),
+    probs_E=jnp.array([[2.5, 0.5], [1.25, 1.75]]),
+    squares=jnp.array([6.0, 9.0]),
+    tokens=jnp.array([3.0, 3.0]),
+    chosen_BTK=jnp.zeros((2, 1, 3, 1), jnp.int32),
+)
+
+
+def test_losses_of_the_router():
+    balance = 2 * (4 / 6 * 3.75 / 6 + 2 / 6 * 2.25 / 6)
+    np.testing.assert_allclose(load_balance(ROUTED), balance, rtol=1e-6)
+    np.testing.assert_allclose(z_loss(ROUTED), 15 / 6, rtol=1e-6)
+    total, metrics = RouterLoss(aux_coef=0.5, z_coef=0.1)(ROUTED, jnp.float32(0.25))
+    np.testing.assert_allclose(total, 0.25 * (0.5 * balance + 0.1 * 2.5), rtol=1e-6)
+    np.testing.assert_allclose(metrics["router_aux_loss"], 0.25 * balance, rtol=1e-6)
+    found = load_metrics(ROUTED.counts_E)
+    assert found["router_load"] == 2.0  # the first layer: 3 tokens, on average 1.5
+    assert found["router_dead_experts"] == 1
+
+
+def test_experts_take_no_adapters():
+    names = ["model.layers.0.self_attn.q_proj.weight"]
+    names += ["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    assert chosen_modules(["q_proj"], names) == {"model.layers.0.self_attn.q_proj"}
+    with pytest.raises(ValueError, match="cannot have adapters.*targets=q_proj"):
+        chosen_modules(["all-linear"], names)
+
+
+def test_experts_have_no_float8_form():
+    with pytest.raises(ValueError, match="rollout.quantization=none"):
+        model_spec(CONFIG, form="float8")
+
+
+def test_every_expert_starts_with_its_own_weights():
+    params = init_params(model_spec(CONFIG), jax.random.key(0))
+    gate = params["decoder"]["layers"]["0"]["mlp"]["gate"]["kernel"]
+    assert gate.shape == (4, 6, 5)
+    assert not np.allclose(gate[0], gate[1])
+
+
+def test_parameters_and_flops_count_the_experts_of_a_token():
+    assert num_parameters(CONFIG) == model_spec(CONFIG).num_params
+    olmoe = replace(CONFIG, family="olmoe", qk_norm=True, qk_norm_whole=True, head_dim=4)
+    olmoe = replace(olmoe, num_kv_heads=1, hidden_size=8, intermediate_size=5)
+    assert num_parameters(olmoe) == model_spec(olmoe).num_params
+    # As the files of Qwen/Qwen3-30B-A3B have them; its page says 3.3 billion active ones.
+    assert num_parameters(SHAPES["qwen3-30b-a3b"]) == 30_532_122_624
+    assert 3.3e9 < active_parameters(SHAPES["qwen3-30b-a3b"]) < 3.4e9
+    # Two experts of size 5, of four, cost what a dense layer of size 10 costs, and a router.
+    dense = replace(CONFIG, family="qwen3", mixture=None, intermediate_size=10)
+    router = 2 * CONFIG.num_layers * 6 * 4
+    assert forward_flops(CONFIG, (3, 4)) == forward_flops(dense, (3, 4)) + router * 7
+
+
+def test_scanned_and_recomputed_layers_route_the_same():
+    config = replace(CONFIG, head_dim=4, num_kv_heads=1)
+    spec = model_spec(config)
+    params = init_params(spec, jax.random.key(1))
+    tokens = jnp.arange(10).reshape(2, 5)
+    chosen = jnp.full((2, 5, 2, 2), -1).at[:, 2:, 1].set(jnp.array([3, 1]))
+    routing = Routing(real_BT=jnp.arange(5) < jnp.array([[4], [5]]), chosen_BTLK=chosen)
+
+    def run(params, **how):
+        def attend(q, k, v, cache, /, *, window):
+            return attention_reference(q, k, v, causal=True, window=window), cache
+
+        positions = jnp.broadcast_to(jnp.arange(5), tokens.shape)
+        model = bind(spec, params)
+        hidden, _, routed = model.routed(tokens, positions, attend=attend, routing=routing, **how)
+        return (hidden * routing.real_BT[..., None]).sum() + z_loss(routed), routed
+
+    plain, again = (
+        jax.jit(jax.value_and_grad(partial(run, **how), has_aux=True))(params)
+        for how in ({}, {"scan": True, "remat": "full"})
+    )
+    routed = plain[0][1]
+    assert routed.chosen_BTK.shape == (2, 2, 5, 2)
+    np.testing.assert_array_equal(routed.chosen_BTK[1, 1, 2:], [[3, 1]] * 3)
+    np.testing.assert_array_equal(routed.chosen_BTK[:, 0, 4], np.full((2, 2), 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)

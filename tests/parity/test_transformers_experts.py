@@ -1,0 +1,135 @@
+"""Mixtures of experts against transformers: log-probs, gradients, router losses and whole folders.
+
+Log-probs are those of the learner, in padded and in packed rows.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
+from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
+from jaxrl_llm.learner.micro_batches import Packed
+from jaxrl_llm.learner.router_losses import load_balance
+from jaxrl_llm.learner.rows import rows_of, sample_fields
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.tokenizer import CharTokenizer
+
+torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[parity]'")
+pytestmark = pytest.mark.torch
+
+_path = Path(__file__).parents[1] / "golden" / "make_goldens.py"
+_spec = importlib.util.spec_from_file_location("make_goldens", _path)
+make_goldens = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make_goldens)
+
+FAMILIES = ["qwen3_moe_window", "mixtral_tied", "olmoe_gqa"]
+PROMPTS, RESPONSES = (3, 5, 2), (6, 4, 1)  # tokens
+
+
+def samples():
+    rng = np.random.default_rng(5)
+    # Not 0: torch has no gradient for the embedding of the padding.
+    prompts = rng.integers(1, 40, (3, 5)).astype(np.int32)
+    responses = rng.integers(1, 40, (3, 6)).astype(np.int32)
+    mask = (np.arange(6) < np.array(RESPONSES)[:, None]).astype(np.float32)
+    return sample_fields(*map(jnp.asarray, (prompts, np.array(PROMPTS), responses, mask)))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    """A model of transformers, and the folder that it saved."""
+    path = tmp_path_factory.mktemp(request.param)
+    model = make_goldens.build(make_goldens.CASES[request.param], seed=11)
+    model.save_pretrained(path)
+    return path, model
+
+
+def their_logprobs(model, fields):
+    """Log-probs [B, R] of the responses, and the load-balance loss of all real tokens."""
+    tokens = np.zeros((3, 11), np.int64)
+    real = np.zeros((3, 11), np.int64)
+    for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        tokens[i, : p + r] = [*fields["prompts"][i, :p], *fields["responses"][i, :r]]
+        real[i, : p + r] = 1
+    output = model(
+        torch.from_numpy(tokens),
+        attention_mask=torch.from_numpy(real),
+        output_router_logits=True,
+    )
+    logprobs = torch.log_softmax(output.logits, dim=-1)
+    picked = torch.zeros(3, 6)
+    for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        for t in range(r):
+            picked[i, t] = logprobs[i, p + t - 1, tokens[i, p + t]]
+    return picked, output.aux_loss
+
+
+def as_folder(spec, tree, like, path):
+    """A tree of arrays by the names of a file: a gradient as if it were weights."""
+    export(path, spec, tree, tokenizer_files_from=CharTokenizer())
+    found = load_file(path / "model.safetensors")
+    assert found.keys() == load_file(like / "model.safetensors").keys()
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_logprobs_gradients_and_balance_equal(folder, packed, tmp_path):
+    path, model = folder
+    spec, fields = model_spec(load_model_config(path)), samples()
+    params = import_params(path, spec)
+    if packed:
+        parts = Packed(row_tokens=24).split(fields)
+        assert int(parts.num) == 1
+        fields = parts.at(0)
+    cotangent = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+
+    def loss(params):
+        found = response_statistics(params, rows_of(fields), spec=spec, settings=ForwardSettings())
+        balance = load_balance(found.routed)
+        total = (found.logprobs * fields["mask"] * cotangent).sum() + 3.0 * balance
+        return total, (found.logprobs * fields["mask"], balance)
+
+    (_, (ours, balance)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    theirs, their_balance = their_logprobs(model, fields)
+    np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-4)
+    np.testing.assert_allclose(balance, their_balance.item(), rtol=1e-5)
+
+    model.zero_grad()
+    total = (theirs * torch.from_numpy(cotangent)).sum() + 3.0 * their_balance
+    total.backward()
+    of_model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for name, weight in of_model.named_parameters():
+            weight.copy_(dict(model.named_parameters())[name].grad)
+    of_model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    found = as_folder(spec, grads, path, tmp_path / "ours")
+    for name, gradient in expected.items():
+        scale = max(1.0, np.abs(gradient).max())
+        np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_survives_bit_for_bit(folder, dtype, tmp_path):
+    path, model = folder
+    saved = model if dtype == "float32" else model.to(torch.bfloat16)
+    saved.save_pretrained(tmp_path / "theirs")
+    model.float()
+    spec = model_spec(load_model_config(path), dtype=dtype)
+    params = import_params(tmp_path / "theirs", spec)
+    out = export(tmp_path / "ours", spec, params, tokenizer_files_from=CharTokenizer())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert theirs.dtype == getattr(torch, dtype)
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.tobytes() == after[name].tobytes(), name
+    for name, value in theirs.state_dict().items():
+        assert torch.isfinite(value.float()).all(), name

@@ -1,0 +1,93 @@
+"""What a plan says of mixtures of experts before any array exists."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny import MODEL
+from tiny_iteration import even_tokens, first_states, open_iteration, run_step, tiny_config
+
+from jaxrl_llm.config import GRPO, ConfigError, LoraConfig
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.learner.rows import ROUTES
+from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.tokenizer import CharTokenizer
+from jaxrl_llm.trainer.rewarding import ArrayReward
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "vocab_size": 96,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+OLMOE = EXPERTS | {"model_type": "olmoe"}
+
+
+def planned(model, **changes):
+    config = tiny_config(model_reward=False)
+    actor = replace(config.actor, hf_config=MODEL | model, **changes.pop("actor", {}))
+    for name, value in changes.items():
+        of = getattr(config, name)
+        changes[name] = replace(of, **value) if isinstance(value, dict) else value
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = replace(config, actor=actor, **changes)
+    return plan_iteration(config, CharTokenizer(), mesh, ArrayReward(even_tokens))
+
+
+def test_the_coefficients_are_those_of_the_actor():
+    found = planned(EXPERTS, actor={"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.2})
+    update = next(stage for stage in found.stages if stage.name == "update_actor")
+    assert (update.loss.router.aux_coef, update.loss.router.z_coef) == (0.1, 0.2)
+
+
+def readers(iteration):
+    return [stage.name for stage in iteration.stages if ROUTES in stage.reads]
+
+
+def test_routes_are_recorded_and_replayed_unless_switched_off():
+    found = planned(EXPERTS)
+    generation = next(stage for stage in found.stages if stage.generates)
+    assert ROUTES in generation.writes
+    assert readers(found) == ["old_log_prob", "update_actor"]
+    off = planned(EXPERTS, rollout={"routing_replay": False})
+    dense = planned({"vocab_size": 96})
+    for other in (off, dense):
+        assert readers(other) == []
+        assert all(ROUTES not in stage.writes for stage in other.stages)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
+        ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
+        (EXPERTS, {"partial_rollouts": 2, "max_staleness": 1}, "routing_replay=False works"),
+        (EXPERTS, {"exact": "strict"}, "exact=repeatable works"),
+        (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
+        (EXPERTS, {"mesh": {"sequence": 2}}, "mesh.sequence=1 works"),
+        (EXPERTS, {"mesh": {"pipeline": 2}}, "mesh.pipeline=1 works"),
+        (EXPERTS, {"actor": {"lora": LoraConfig(rank=2)}}, "targets=q_proj,k_proj"),
+        (OLMOE, {}, "olmoe has no scalar model"),
+    ],
+)
+def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        planned(model, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row_tokens", [0, 24])
+def test_the_first_step_sees_the_policy_that_sampled(row_tokens):
+    config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
+    actor = replace(config.actor, hf_config=MODEL | EXPERTS, ppo_epochs=1, ppo_mini_batch_size=16)
+    actor = replace(actor, micro_batch_tokens=row_tokens)
+    config = replace(config, actor=actor, algorithm=GRPO(use_kl_loss=True))
+    iteration = open_iteration(config)
+    _, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    assert batch.rollout_routes.dtype == np.int8
+    assert metrics["actor/ppo_kl"] == 0.0  # the ratio is exactly 1
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["rollout_corr/kl"] < 1e-6

@@ -65,13 +65,14 @@ class StopStrings:
         start_N = jnp.full(tokens_NR.shape[:1], START, jnp.int32)
         return lax.scan(one, start_N, (tokens_NR.T, mask_NR.T))[0]
 
-    def are_in(self, tokens: Sequence[int]) -> bool:
-        """Whether a response contains a stop string, on the host."""
-        state = START
-        for token in tokens:
-            known = min(token, len(self.class_of_V) - 1)
-            state = int(self.next_SC[state, self.class_of_V[known]])
-        return state == self.found
+    def are_in(self, tokens_NR: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
+        """Which responses contain a stop string, on the host; bool [N]."""
+        states_N = np.full(len(tokens_NR), START)
+        known_NR = np.minimum(tokens_NR, len(self.class_of_V) - 1)
+        for place in range(int(lengths_N.max(initial=0))):
+            after_N = self.next_SC[states_N, self.class_of_V[known_NR[:, place]]]
+            states_N = np.where(place < lengths_N, after_N, states_N)
+        return states_N == self.found
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,14 @@ class Stops:
     token_ids: tuple[int, ...]
     strings: StopStrings | None = None
 
-    def end(self, tokens: Sequence[int]) -> bool:
-        """Whether a response is complete, on the host."""
-        if tokens and tokens[-1] in self.token_ids:
-            return True
-        return self.strings is not None and self.strings.are_in(tokens)
+    def are_in(self, tokens_NR: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
+        """Which responses are complete, on the host; bool [N]. Each is padded on the right."""
+        rows_N = np.arange(len(tokens_NR))
+        last_N = tokens_NR[rows_N, np.maximum(lengths_N - 1, 0)]
+        ended_N = (lengths_N > 0) & np.isin(last_N, self.token_ids)
+        return (
+            ended_N if self.strings is None else ended_N | self.strings.are_in(tokens_NR, lengths_N)
+        )
 
 
 @functools.lru_cache(maxsize=4)

@@ -169,7 +169,9 @@ def chat(argv: list[str]) -> int:
             f"the model {flags.model} has no chat template; `jaxrl generate` answers plain prompts"
         )
     from jaxrl_llm.launch.chat import chat, typed_lines
+    from jaxrl_llm.trainer.answering import sampling_params
 
+    sampling_params(model, **_sampling(flags))  # refuse what cannot work before the first line
     sampling = _sampling(flags) | {"seed": flags.seed}
     chat(model, typed_lines(), sys.stdout, system=flags.system, **sampling)
     return 0

@@ -432,9 +432,10 @@ def completions_of(
     logprobs: np.ndarray,
 ) -> list[Completion]:
     """The responses [N, R] as text, each cut at its length; a stop token is no text."""
-    out = []
-    for row, length, row_logprobs in zip(
-        responses.tolist(), mask.sum(axis=1).astype(int).tolist(), logprobs.tolist(), strict=True
+    out, lengths = [], mask.sum(axis=1).astype(int)
+    rows = (responses.tolist(), lengths.tolist(), logprobs.tolist())
+    for row, length, row_logprobs, ended in zip(
+        *rows, stops.are_in(responses, lengths).tolist(), strict=True
     ):
         tokens = tuple(row[:length])
         text_ids = tokens[:-1] if tokens and tokens[-1] in stops.token_ids else tokens
@@ -443,7 +444,7 @@ def completions_of(
                 tokens=tokens,
                 text=tokenizer.decode(text_ids),
                 logprobs=tuple(row_logprobs[:length]),
-                finished=stops.end(tokens),
+                finished=ended,
             )
         )
     return out

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.stop_strings import Stops, stop_strings
+from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.plan.online import train_sampling
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
 from jaxrl_llm.trainer.data import completions_of
@@ -78,7 +78,10 @@ def test_the_token_that_completes_a_string_in_the_text_ends_the_response(kind, t
             first = 0 if kind is byte_level else 257
             ids.append(int(rng.integers(first, tokenizer.vocab_size)))
         expected = first_end(tokenizer, ids, STOPS)
-        mine = next((n for n in range(1, len(ids) + 1) if found.are_in(ids[:n])), None)
+        mine = next(
+            (n for n in range(1, len(ids) + 1) if found.are_in(np.array([ids]), np.array([n]))[0]),
+            None,
+        )
         assert mine == expected, [tokenizer.decode([i]) for i in ids]
         ends.append(expected)
     assert 20 < sum(end is None for end in ends) < 130
@@ -113,7 +116,8 @@ def test_a_config_names_them():
     config = load_config("grpo", {"rollout.stop": ["</answer>", "\n\n"]})
     sampling = train_sampling(config, CharTokenizer())
     ids = CharTokenizer().encode("is </answer>")
-    assert Stops((), sampling.stop_strings).end(ids) and not sampling.stops.end(ids[:-1])
+    lengths = np.array([len(ids), len(ids) - 1])
+    assert sampling.stops.are_in(np.array([ids] * 2), lengths).tolist() == [True, False]
     assert train_sampling(config, CharTokenizer()) == sampling  # so programs are found again
 
 

@@ -120,7 +120,7 @@ def _answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
         return rule(value, source)
     except ConfigError:
         raise
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"{key}={value}: cannot be read: {error}") from None
 
 

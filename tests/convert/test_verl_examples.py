@@ -207,6 +207,9 @@ def test_an_unlisted_pair_says_that_its_clip_is_lost():
     [
         ("algorithm.adv_estimator=mine", "mine with policy_loss.loss_mode=vanilla has no"),
         ("data.train_batch_size=many", "data.train_batch_size=many: expected a number"),
+        ("data.train_batch_size=0", "data.train_batch_size=0: must be 1 or more"),
+        ("data.train_batch_size=inf", "expected a number up to 1,000,000,000"),
+        ("trainer.critic_warmup=inf", "trainer.critic_warmup=inf: cannot be read"),
         ("trainer.save_freq=often", "trainer.save_freq=often: cannot be read"),
         ("data.truncation=up", "config.data.truncation='up': expected one of error"),
         ("data.train_batch_size=640", "must divide config.data.train_batch_size=640; 320 works"),

@@ -196,4 +196,4 @@ def _set_passes(source: Source, values: dict[str, Any], notes: list[str]) -> Non
     values["actor.micro_batch_size"] = fits
 
 
-VERL_SFT = Dialect(name="verl", table=SFT_TABLE, finish=finish)
+VERL_SFT = Dialect(table=SFT_TABLE, finish=finish)

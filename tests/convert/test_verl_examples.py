@@ -15,8 +15,8 @@ RL = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet "
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B "
 
 
-def converted(more: str = "", **flags: int) -> Conversion:
-    return convert_verl(RL + MODEL + more, {}, **flags)
+def converted(more: str = "", rows: int = 0, devices: int = 0) -> Conversion:
+    return convert_verl(RL + MODEL + more, {}, rows=rows, devices=devices)
 
 
 @pytest.mark.parametrize("example", VERL, ids=lambda e: e["name"])
@@ -173,6 +173,13 @@ def test_a_typo_gets_the_nearest_key(typo, meant):
     (unknown,) = converted(typo).of_kind(NoCounterpart)
     assert isinstance(unknown.answer, NoCounterpart)
     assert unknown.answer.remedy.endswith(f"{meant}?")
+
+
+def test_a_checkpoint_of_verl_is_not_read():
+    found = converted("trainer.resume_mode=resume_path trainer.resume_from_path=here/global_step_4")
+    assert found.config.resume == "auto"
+    open_keys = [k.key for k in found.of_kind(NoCounterpart)]
+    assert open_keys == ["trainer.resume_mode", "trainer.resume_from_path"]
 
 
 def test_a_folder_of_free_names_takes_any():

@@ -29,6 +29,7 @@ from jaxrl_llm.learner.train_state import (
     state_shardings,
 )
 from jaxrl_llm.models.base import ModelSpec, draw_params, merge_adapters
+from jaxrl_llm.models.decoder import period_of
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
 
@@ -209,6 +210,8 @@ def make_role(
             layout=of_passes,
             pipeline=_pipeline(of_passes, phases, spec),
         )
+    if settings.scan_layers:
+        _check_scan(name, spec, forward.pipeline or passes.pipeline)
     return Role(
         name=name,
         spec=spec,
@@ -278,6 +281,22 @@ def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | 
     )
     pipeline.check(spec.config)
     return pipeline
+
+
+def _check_scan(role: str, spec: ModelSpec, pipeline: Pipeline | None) -> None:
+    """Raises: ValueError for layers that no loop can run."""
+    kinds = spec.config.layer_kinds
+    if pipeline is not None:
+        kinds = kinds[: len(kinds) // (pipeline.stages * pipeline.rounds)]
+    try:
+        period = period_of(kinds)
+    except ValueError as error:
+        raise ValueError(f"config.{role}.scan_layers: {error}") from None
+    if pipeline is not None and period > 1:
+        raise ValueError(
+            f"config.{role}.scan_layers: the layers of a pipeline stage have several windows or "
+            "rope tables, so they cannot be scanned: set scan_layers to false"
+        )
 
 
 def switch_and_gather(

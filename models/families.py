@@ -61,7 +61,7 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
 _SHARED = "experts that every token shares"
 _IMAGES = "an image encoder; its language model alone may be supported"
 _LAYER_NORMS = "LayerNorm with biases"
-# What an architecture needs that is not here, by the start of its name or of its model_type, without
+# What an architecture needs that is not here, by the start of its name or its model_type, without
 # underscores and in any case. The first one counts.
 MISSING: dict[str, str] = {
     "Gemma2": "soft caps of attention scores and logits in the attention and head kernels",

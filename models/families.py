@@ -58,32 +58,34 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
     for kind, architecture in family.ARCHITECTURES.items()
 }
 
-_EXPERTS = "a mixture of experts"
+_SHARED = "experts that every token shares"
 _IMAGES = "an image encoder; its language model alone may be supported"
 _LAYER_NORMS = "LayerNorm with biases"
-# What an architecture needs that is not here, by the start of its name. The first one counts.
+# What an architecture needs that is not here, by the start of its name or its model_type, without
+# underscores and in any case. The first one counts.
 MISSING: dict[str, str] = {
     "Gemma2": "soft caps of attention scores and logits in the attention and head kernels",
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
-    "Llama4": f"{_EXPERTS}, chunked attention and the temperature of layers without rope",
-    "Qwen3Next": f"gated delta rule layers with a state in the cache, and {_EXPERTS}",
-    "Qwen3_5": "gated delta rule layers with a state in the cache",
-    "GptOss": f"attention sinks, its clamped activation and {_EXPERTS}",
-    "DeepseekV2": f"multi-head latent attention and {_EXPERTS}",
-    "DeepseekV3": f"multi-head latent attention, a sigmoid router and {_EXPERTS}",
-    "GlmMoe": _EXPERTS,
-    "Glm4Moe": _EXPERTS,
-    "GraniteMoeHybrid": f"state space layers and {_EXPERTS}",
-    "GraniteMoe": _EXPERTS,
+    "Llama4": f"chunked attention, the temperature of layers without rope, and {_SHARED}",
+    "Qwen3Next": f"gated delta rule layers with a state in the cache, and {_SHARED}",
+    "Qwen2Moe": _SHARED,
+    "Qwen35": "gated delta rule layers with a state in the cache",
+    "GptOss": "attention sinks, and its clamped activation and biases of experts",
+    "DeepseekV2": f"multi-head latent attention and {_SHARED}",
+    "DeepseekV3": f"multi-head latent attention, a sigmoid router and {_SHARED}",
+    "GlmMoe": f"sparse attention, a sigmoid router and {_SHARED}",
+    "Glm4Moe": f"a sigmoid router and {_SHARED}",
+    "GraniteMoeHybrid": "state space layers",
+    "GraniteMoe": "one tensor for all experts of a layer in the files",
     "Phi3Small": "block-sparse attention",
-    "Phimoe": _EXPERTS,
+    "PhiMoE": f"{_LAYER_NORMS} and its sparse mixer as a router",
     "Phi4M": _IMAGES,
     "Phi3V": _IMAGES,
     "PhiFor": _LAYER_NORMS,
     "Mamba": "state space layers",
     "FalconMamba": "state space layers",
-    "Jamba": f"state space layers and {_EXPERTS}",
+    "Jamba": "state space layers",
     "Zamba": "state space layers",
     "Bamba": "state space layers",
     "NemotronH": "state space layers",
@@ -111,10 +113,11 @@ def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     if not named and hf.get("model_type") in FAMILIES:
         return hf["model_type"], "causal_lm"
     what = ", ".join(named) or f"model_type {hf.get('model_type')!r}"
-    lacks = [f"it needs {missing}" for start, missing in MISSING.items() if what.startswith(start)]
+    given = (named or [str(hf.get("model_type"))])[0].replace("_", "").lower()
+    lacks = (missing for start, missing in MISSING.items() if given.startswith(start.lower()))
+    lack = next((f" (it needs {missing})" for missing in lacks), "")
     raise ValueError(
-        f"architecture {what} is not supported{''.join(f' ({lack})' for lack in lacks[:1])}: "
-        f"supported are {', '.join(ARCHITECTURES)}"
+        f"architecture {what} is not supported{lack}: supported are {', '.join(ARCHITECTURES)}"
     )
 
 

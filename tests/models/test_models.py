@@ -425,6 +425,8 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
         ),
         ({"architectures": ["Bert"]}, "architecture Bert is not supported: supported are"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "gated delta rule"),
+        ({"architectures": ["Qwen3_5ForCausalLM"]}, "gated delta rule"),
+        ({"architectures": None, "model_type": "gpt_oss"}, "'gpt_oss' is not .*attention sinks"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

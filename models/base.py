@@ -23,6 +23,7 @@ from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import check_family, hf_names
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
+from jaxrl_llm.models.hf import Names
 from jaxrl_llm.models.layers import Form
 from jaxrl_llm.models.lora import Lora, attach, join, merged, split
 
@@ -99,8 +100,9 @@ def model_spec(
         model = modules[kind](config, form=form, dtype=name)
         if lora is not None:
             assert form == "separate", form
-            tensors = {path: tensor.name for path, tensor in hf_names(config, kind).items()}
-            attach(model, tensors, lora)
+            names = hf_names(config, kind)
+            _check_unfused(names, lora)
+            attach(model, {path: tensor.name for path, tensor in names.items()}, lora)
         return model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -125,6 +127,19 @@ def model_spec(
         axes=metadata("axes"),
         init=metadata("init"),
     )
+
+
+def _check_unfused(names: Names, lora: Lora) -> None:
+    """Raises: ValueError for an adapter of a tensor that holds several of our projections."""
+    tensors = [tensor for ours in names.values() for tensor in ours.parts]
+    whole = {tensor.name.removesuffix(".weight"): tensor.of_rows is None for tensor in tensors}
+    if fused := sorted(name for name in lora.modules if not whole.get(name, True)):
+        free = {name.rpartition(".")[2] for name, unfused in whole.items() if unfused}
+        linear = sorted(name for name in free if name.endswith("_proj"))
+        raise ValueError(
+            f"lora.targets: {fused[0]} is one tensor for several projections, and an adapter that "
+            f"they share is not supported; set lora.targets to [{', '.join(linear)}]"
+        )
 
 
 def _with_learned_in(params: Params, dtype: str) -> Params:

@@ -493,6 +493,11 @@ FEW = {
 }  # fmt: skip
 
 
+def few_features(config: ModelConfig) -> list[str]:
+    """The fields of `FEW` that this model uses."""
+    return [name for name, usual in FEW.items() if getattr(config, name) != usual]
+
+
 def check_features(config: ModelConfig, **allowed: Any) -> None:
     """Raises: ValueError that names a field which the config's family cannot have.
 

@@ -149,13 +149,17 @@ def import_params(
     params: Params = {}
     # What was read of parameters that lie in several tensors, one an expert.
     read: dict[tuple[str, ...], dict[int, Any]] = {}
+
+    def take(part: StoredPart, value: np.ndarray) -> None:
+        read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
+        ours = names[part.path]
+        if len(read[part.path]) == len(ours.parts):
+            found = read.pop(part.path)
+            place(part.path, ours.joined([found[i] for i in range(len(found))]))
+
     for name, value in read_tensors([stored[name] for name in wanted]):
         for part in wanted[name]:
-            read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
-            ours = names[part.path]
-            if len(read[part.path]) == len(ours.parts):
-                found = read.pop(part.path)
-                place(part.path, ours.joined([found[i] for i in range(len(found))]))
+            take(part, value)
         del value  # before the next one is read
     for path, tensor in names.items():
         if tensor.name not in wanted:

@@ -14,8 +14,9 @@ from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS
 from jaxrl_llm.config.records import explain, field_names, validate
 from jaxrl_llm.config.schema import as_dict
+from jaxrl_llm.config.trackers import check_trackers
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
-from jaxrl_llm.data_files import check_files
+from jaxrl_llm.data_files import HUB, check_files
 from jaxrl_llm.references import check_path, is_hub_name
 
 ALGORITHM = "algorithm."
@@ -25,7 +26,6 @@ ALGORITHM = "algorithm."
 class Dialect:
     """A library whose command lines are read."""
 
-    name: str  # as it is written in messages
     table: Mapping[str, Rule]
     # Values of our keys that need several of theirs, and notes about them.
     finish: Callable[[Source, dict[str, Any]], list[str]]
@@ -120,7 +120,7 @@ def _answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
         return rule(value, source)
     except ConfigError:
         raise
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"{key}={value}: cannot be read: {error}") from None
 
 
@@ -221,8 +221,13 @@ def _missing(config: Config) -> list[str]:
     for file in (*config.data.train_files, *config.data.val_files):
         try:
             check_files(file)
-        except ValueError:
-            found.append(file)
+        except ValueError as error:
+            found.append(str(error) if file.startswith(HUB) else file)
+    for name in config.log.trackers:
+        try:
+            check_trackers([name])
+        except ConfigError:
+            found.append(f"the package of {name}: pip install 'jaxrl_llm[{name}]'")
     found += [path for path in _functions(config) if not _function_is_here(path)]
     return list(dict.fromkeys(found))
 

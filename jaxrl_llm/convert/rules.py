@@ -38,6 +38,7 @@ class NoCounterpart:
     remedy: str
 
 
+MOST = 10**9  # no size of a run is larger
 Answer = Ours | NotNeeded | NoCounterpart
 Rule = str | NotNeeded | NoCounterpart | Callable[[Any, "Source"], Answer]
 
@@ -67,6 +68,8 @@ class Source:
             return 0
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{keys[0]}={value}: expected a number")
+        if not abs(value) <= MOST:
+            raise ConfigError(f"{keys[0]}={value}: expected a number up to {MOST:,}")
         return value
 
     def whole(self, *keys: str) -> int:
@@ -75,6 +78,15 @@ class Source:
         if value != int(value):
             raise ConfigError(f"{keys[0]}={value}: expected a whole number")
         return int(value)
+
+    def count(self, *keys: str) -> int:
+        """The same as a number from 1 on; 1 where there is none."""
+        if self.get(*keys) is None:
+            return 1
+        value = self.whole(*keys)
+        if value < 1:
+            raise ConfigError(f"{keys[0]}={value}: must be 1 or more")
+        return value
 
 
 def only(expected: Any, why: str, remedy: str) -> Rule:
@@ -129,4 +141,4 @@ def many(value: Any) -> tuple[Any, ...]:
 
 def largest_divisor(of: int, at_most: int) -> int:
     """The largest divisor of a number that is at most another; 1 at least."""
-    return max((d for d in range(1, max(at_most, 1) + 1) if of % d == 0), default=1)
+    return next((d for d in range(min(of, at_most), 1, -1) if of % d == 0), 1)

@@ -176,6 +176,8 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     _set_data(source, values, notes)
     each = set_sizes(source, values, notes)
     set_steps(source, values, notes, each)
+    if source.trainer == "rloo" and each > 1:
+        notes.append("algorithm: TRL clips the ratio of a response, `rloo` that of each token")
     _set_lengths(source, values, notes)
     if source.trainer in (*ONLINE, "ppo"):
         _set_rewards(source, values, notes)
@@ -186,4 +188,4 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     return notes
 
 
-TRL = Dialect(name="TRL", table=TABLE, finish=finish)
+TRL = Dialect(table=TABLE, finish=finish)

@@ -214,10 +214,6 @@ def _delta(value: Any, source: Source) -> Answer:
     return Ours({"algorithm.clip_c": float(value)} if value else {})
 
 
-def _off_without_model(key: str) -> Rule:
-    return lambda value, source: Ours({key: str(Path(str(value)).expanduser())} if value else {})
-
-
 def _completions(value: Any, source: Source) -> Answer:
     return Ours({"data.max_response_length": value} if value else {})
 

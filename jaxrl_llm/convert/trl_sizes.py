@@ -11,8 +11,8 @@ ONLINE = ("grpo", "rloo")
 
 def samples_a_step(source: Source) -> int:
     """Rows or completions of an optimizer step, over all processes."""
-    each = source.whole("per_device_train_batch_size")
-    return each * source.whole("gradient_accumulation_steps") * source.devices
+    each = source.count("per_device_train_batch_size")
+    return each * source.count("gradient_accumulation_steps") * source.devices
 
 
 def set_sizes(source: Source, values: dict[str, Any], notes: list[str]) -> int:
@@ -32,12 +32,12 @@ def set_sizes(source: Source, values: dict[str, Any], notes: list[str]) -> int:
 
 
 def _pass(source: Source, samples: int) -> int:
-    return largest_divisor(samples // source.devices, source.whole("per_device_train_batch_size"))
+    return largest_divisor(samples // source.devices, source.count("per_device_train_batch_size"))
 
 
 def _set_groups(source: Source, values: dict[str, Any], notes: list[str]) -> int:
     """Prompts of an iteration and of an optimizer step; TRL counts completions."""
-    n, step = source.whole("num_generations"), samples_a_step(source)
+    n, step = source.count("num_generations"), samples_a_step(source)
     generated = _generated(source, step)
     if generated % n:
         raise ConfigError(
@@ -54,31 +54,30 @@ def _set_groups(source: Source, values: dict[str, Any], notes: list[str]) -> int
     values["data.train_batch_size"] = prompts
     values["actor.ppo_mini_batch_size"] = mini
     values["actor.micro_batch_size"] = _pass(source, mini * n)
-    epochs = source.whole("num_iterations") or 1
+    epochs = source.count("num_iterations")
     values["actor.ppo_epochs"] = epochs
     if prompts > mini:
         values["actor.shuffle"] = True
-    return prompts // mini * epochs
+    return max(1, round(generated / step)) * epochs
 
 
 def _generated(source: Source, step: int) -> int:
     """Completions of a generation: by default those of an optimizer step; never fewer here."""
-    given = source.get("generation_batch_size")
-    if given is not None:
-        return max(source.whole("generation_batch_size"), step)
-    each = source.whole("per_device_train_batch_size") * source.devices
+    if source.get("generation_batch_size") is not None:
+        return max(source.count("generation_batch_size"), step)
+    each = source.count("per_device_train_batch_size") * source.devices
     return max(each * source.whole("steps_per_generation"), step)
 
 
 def _set_ppo(source: Source, values: dict[str, Any]) -> int:
-    batch, parts = samples_a_step(source), source.whole("num_mini_batches")
+    batch, parts = samples_a_step(source), source.count("num_mini_batches")
     if batch % parts:
         raise ConfigError(f"num_mini_batches={parts} does not divide the batch of {batch}")
     values["data.train_batch_size"] = batch
     values["actor.ppo_mini_batch_size"] = batch // parts
     values["actor.micro_batch_size"] = _pass(source, batch // parts)
     values["critic.micro_batch_size"] = values["actor.micro_batch_size"]
-    values["actor.ppo_epochs"] = values["critic.ppo_epochs"] = source.whole("num_ppo_epochs")
+    values["actor.ppo_epochs"] = values["critic.ppo_epochs"] = source.count("num_ppo_epochs")
     values["actor.shuffle"] = True
     return 1
 
@@ -111,7 +110,8 @@ def _interval(source: Source, what: str, total: int, each: int, notes: list[str]
     if strategy == "no":
         return 0
     if strategy == "epoch" or given < 1:
-        share = 1 / source.number("num_train_epochs") if strategy == "epoch" else given
+        epochs = source.number("num_train_epochs") or 1
+        share = 1 / epochs if strategy == "epoch" else given
         if not total:
             notes.append(f"{what}_strategy: with unknown rows it is only at the end")
             return 0

@@ -33,6 +33,7 @@ from jaxrl_llm.convert.verl_sizes import (
 )
 from jaxrl_llm.convert.verl_values import (
     ENGINE,
+    FOREIGN,
     IMAGES,
     KERNELS,
     LAYOUT,
@@ -473,7 +474,7 @@ TRAINER: dict[str, Rule] = {
     "trainer.default_local_dir": "run_dir",
     "trainer.default_hdfs_dir": not_null("mount it, or copy the run's folder"),
     "trainer.resume_mode": resume,
-    "trainer.resume_from_path": part_of("resume"),
+    "trainer.resume_from_path": not_null(FOREIGN.remedy),
     "trainer.max_actor_ckpt_to_keep": lambda value, source: Ours(
         {"checkpoint.keep_latest": value} if value else {}
     ),
@@ -632,4 +633,4 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     return notes
 
 
-VERL = Dialect(name="verl", table=TABLE, finish=finish)
+VERL = Dialect(table=TABLE, finish=finish)

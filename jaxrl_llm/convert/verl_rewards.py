@@ -55,19 +55,17 @@ def _by_files(source: Source, values: dict[str, Any], notes: list[str]) -> list[
 
 def _overlong(source: Source) -> list[Any]:
     """DAPO's penalty for long responses."""
-    keys = ("reward.reward_kwargs.", "reward_model.reward_kwargs.")
-
-    def get(name: str) -> Any:
-        return source.get(*(key + name for key in keys))
-
-    if not get("overlong_buffer_cfg.enable"):
+    folders = ("reward.reward_kwargs.", "reward_model.reward_kwargs.")
+    cfg = "overlong_buffer_cfg."
+    if not source.get(*(f"{folder}{cfg}enable" for folder in folders)):
         return []
-    longest = get("max_resp_len") or source.whole("data.max_response_length")
+    longest = source.whole(*(f"{folder}max_resp_len" for folder in folders))
+    penalty = source.number(*(f"{folder}{cfg}penalty_factor" for folder in folders))
     return [
         {
             "kind": "overlong_penalty",
-            "max_length": longest,
-            "buffer": get("overlong_buffer_cfg.len"),
-            "penalty": float(get("overlong_buffer_cfg.penalty_factor") or 1.0),
+            "max_length": longest or source.whole("data.max_response_length"),
+            "buffer": source.whole(*(f"{folder}{cfg}len" for folder in folders)),
+            "penalty": float(penalty or 1.0),
         }
     ]

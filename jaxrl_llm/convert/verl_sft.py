@@ -142,7 +142,7 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
 
 
 def _set_steps(source: Source, values: dict[str, Any], notes: list[str]) -> None:
-    epochs, batch = source.whole("trainer.total_epochs"), source.whole("data.train_batch_size")
+    epochs, batch = source.whole("trainer.total_epochs"), source.count("data.train_batch_size")
     if source.get("trainer.total_training_steps") is not None:
         values["total_steps"] = source.whole("trainer.total_training_steps")
     elif source.rows:
@@ -163,15 +163,15 @@ def _set_steps(source: Source, values: dict[str, Any], notes: list[str]) -> None
 
 
 def _set_mesh(source: Source, values: dict[str, Any]) -> None:
-    sequence = source.whole(
+    sequence = source.count(
         "engine.ulysses_sequence_parallel_size",
         "ulysses_sequence_parallel_size",
         "engine.context_parallel_size",
     )
     axes = {
-        "sequence": sequence or 1,
-        "tensor": source.whole("engine.tensor_model_parallel_size") or 1,
-        "pipeline": source.whole("engine.pipeline_model_parallel_size") or 1,
+        "sequence": sequence,
+        "tensor": source.count("engine.tensor_model_parallel_size"),
+        "pipeline": source.count("engine.pipeline_model_parallel_size"),
     }
     split = axes["sequence"] * axes["tensor"] * axes["pipeline"]
     if source.devices % split:
@@ -188,7 +188,7 @@ def _set_passes(source: Source, values: dict[str, Any], notes: list[str]) -> Non
         values["actor.micro_batch_tokens"] = max(tokens, source.whole("data.max_length"))
         return
     replicas = values["mesh.fsdp"] * values["mesh.pipeline"]
-    held = source.whole("data.train_batch_size") // replicas
+    held = source.count("data.train_batch_size") // replicas
     asked = source.whole("data.micro_batch_size_per_gpu", "data.micro_batch_size")
     fits = largest_divisor(held, asked)
     if fits != asked:
@@ -196,4 +196,4 @@ def _set_passes(source: Source, values: dict[str, Any], notes: list[str]) -> Non
     values["actor.micro_batch_size"] = fits
 
 
-VERL_SFT = Dialect(name="verl", table=SFT_TABLE, finish=finish)
+VERL_SFT = Dialect(table=SFT_TABLE, finish=finish)

@@ -12,8 +12,8 @@ FSDP = {ACTOR: "fsdp_config", CRITIC: "fsdp"}
 def updates_a_step(source: Source, epochs: int) -> int:
     """Optimizer steps of an iteration: verl's schedule counts iterations, ours these."""
     prompts, mini = (
-        source.whole("data.train_batch_size"),
-        source.whole(f"{ACTOR}.ppo_mini_batch_size"),
+        source.count("data.train_batch_size"),
+        source.count(f"{ACTOR}.ppo_mini_batch_size"),
     )
     return max(1, prompts // mini) * epochs
 
@@ -21,7 +21,7 @@ def updates_a_step(source: Source, epochs: int) -> int:
 def set_steps(source: Source, values: dict[str, Any], notes: list[str]) -> None:
     """`total_steps` from verl's number, or from epochs and rows."""
     given = source.get("trainer.total_training_steps")
-    batch, epochs = source.whole("data.train_batch_size"), source.whole("trainer.total_epochs")
+    batch, epochs = source.count("data.train_batch_size"), source.whole("trainer.total_epochs")
     if given is not None:
         values["total_steps"] = source.whole("trainer.total_training_steps")
     elif source.rows:
@@ -60,15 +60,12 @@ def set_mesh(source: Source, values: dict[str, Any]) -> None:
     Raises: ConfigError where they do not divide the devices.
     """
     megatron = f"{ACTOR}.megatron."
-    tensor = source.whole(f"{megatron}tensor_model_parallel_size") or 1
-    pipeline = source.whole(f"{megatron}pipeline_model_parallel_size") or 1
-    sequence = (
-        source.whole(
-            f"{ACTOR}.ulysses_sequence_parallel_size",
-            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-            f"{megatron}context_parallel_size",
-        )
-        or 1
+    tensor = source.count(f"{megatron}tensor_model_parallel_size")
+    pipeline = source.count(f"{megatron}pipeline_model_parallel_size")
+    sequence = source.count(
+        f"{ACTOR}.ulysses_sequence_parallel_size",
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+        f"{megatron}context_parallel_size",
     )
     replicas, rest = divmod(source.devices, tensor * pipeline * sequence)
     if rest or not replicas:
@@ -90,7 +87,7 @@ def set_mesh(source: Source, values: dict[str, Any]) -> None:
     rounds = source.whole(f"{megatron}virtual_pipeline_model_parallel_size")
     if pipeline > 1 and rounds > 1:
         values["mesh.pipeline_rounds"] = rounds
-    generation = source.whole(f"{ROLLOUT}.tensor_model_parallel_size") or 1
+    generation = source.count(f"{ROLLOUT}.tensor_model_parallel_size")
     if generation != tensor:
         values["mesh.generation.tensor"] = generation
 
@@ -98,7 +95,7 @@ def set_mesh(source: Source, values: dict[str, Any]) -> None:
 def set_passes(source: Source, values: dict[str, Any], notes: list[str]) -> None:
     """The samples or tokens of a forward and backward pass."""
     replicas = values["mesh.data"] * values["mesh.fsdp"] * values["mesh.pipeline"]
-    samples = source.whole(f"{ACTOR}.ppo_mini_batch_size") * source.whole(f"{ROLLOUT}.n")
+    samples = source.count(f"{ACTOR}.ppo_mini_batch_size") * source.count(f"{ROLLOUT}.n")
     longest = source.whole("data.max_prompt_length") + source.whole("data.max_response_length")
     for theirs, ours in ((ACTOR, "actor"), (CRITIC, "critic")):
         if ours == "critic" and not has_critic(source):

@@ -27,6 +27,7 @@ PROCESSES = NotNeeded("no Ray actors: one program a host")
 PROFILER = NotNeeded("`profile.steps` is the switch; one trace has all")
 MOE = only(1, "1 is no split of experts", "mixture of experts is missing here")
 IMAGES = NoCounterpart("images, video and sound are missing here: text models only")
+FOREIGN = NoCounterpart("verl's checkpoints are not read; merge one to a folder for `actor.path`")
 TURNS = NoCounterpart("many turns and tools are missing here: one answer a prompt")
 
 
@@ -283,8 +284,7 @@ def trackers(value: Any, source: Source) -> Answer:
 def resume(value: Any, source: Source) -> Answer:
     """How a run begins."""
     if value == "resume_path":
-        path = source.get("trainer.resume_from_path")
-        return Ours({"resume": str(path)}, "the folder of a checkpoint of ours")
+        return FOREIGN
     return Ours({"resume": "never" if value == "disable" else "auto"})
 
 

@@ -47,8 +47,9 @@ def _show(pieces: Iterator[str], out: TextIO) -> str:
     try:
         for piece in pieces:
             found.append(piece)
-            # A model must not control the terminal.
-            print("\n".join(map(printable, piece.split("\n"))), end="", file=out, flush=True)
+            # A model must not control the terminal; code has tabs.
+            text = "".join(c if c in "\n\t" else printable(c) for c in piece)
+            print(text, end="", file=out, flush=True)
     except KeyboardInterrupt:
         pass
     print(file=out, flush=True)

@@ -221,7 +221,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--devices", type=int, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
     if flags.data:
-        given = (("data.val_files", f"[{flags.data}]"), ("data.val_tasks", "[]"))
+        given = (("data.val_files", [flags.data]), ("data.val_tasks", "[]"))
         overrides = (*given, *overrides)
     report = library.evaluate(
         flags.model,

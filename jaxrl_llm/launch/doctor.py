@@ -27,6 +27,7 @@ from jaxrl_llm.distributed.rates import Device
 from jaxrl_llm.launch.runtime import host_memory
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
+DRIVER_S = 30.0  # until nvidia-smi answers
 FILE_BYTES = 2**27  # of the file that tests a disk
 LEAST_FREE_BYTES = 10e9  # two checkpoints of a 0.1B model, with room for traces
 LEAST_MEMORY_BYTES = 8e9
@@ -112,8 +113,13 @@ def versions() -> dict[str, str]:
     found |= {name: installed[name] for name in PACKAGES if name in installed}
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        found["driver"] = (printed.stdout.splitlines() or ["unknown"])[0]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=DRIVER_S, check=False
+            )
+            found["driver"] = (done.stdout.splitlines() or ["unknown"])[0]
+        except subprocess.TimeoutExpired:
+            found["driver"] = f"(nvidia-smi gives no answer in {DRIVER_S:g} s)"
     return found
 
 

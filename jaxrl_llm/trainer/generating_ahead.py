@@ -21,7 +21,7 @@ and the host grades them again.
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -45,7 +45,6 @@ from jaxrl_llm.trainer.signals import host_work
 WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
 # Metrics of the parts of a batch that are added up.
 COUNTS = ("rollout/decode_steps", "rollout/prefills", MOVED)
-SETTINGS = ("max_staleness", "partial_rollouts")  # without which kept batches have no use
 Graded = tuple[Any, dict[str, Any]]  # a batch, and the metrics of grading it
 
 
@@ -77,9 +76,8 @@ class Ahead:
     epoch: int = 0  # of the loader after its prompts
     loader: Any = None  # of dynamic sampling: the loader's state before its prompts
     rounds: list[Round] = field(default_factory=list)  # one without dynamic sampling
-    complete: bool = False  # nothing is left to generate
     timer: Timer = field(default_factory=Timer)  # of what did not run within a step
-    generated: Future[None] = field(default_factory=Future)
+    generated: Future[None] = field(default_factory=Future)  # done: nothing is left to generate
     graded: Future[Graded] = field(default_factory=Future)
     priorities: dict[str, float] = field(default_factory=dict)  # of dynamic sampling: metrics
     groups: GroupFilter | None = None  # of dynamic sampling
@@ -110,9 +108,21 @@ def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int,
     kept = loop_state.get(AHEAD)
     if not isinstance(kept, dict):  # none, or of a version that kept less
         return []
-    if any(kept[name] != getattr(config, name) for name in SETTINGS):
+    if kept.get("settings") != _settings(config):
         return []
     return [(each["step"], len(each["rounds"])) for each in kept["batches"]]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings without which kept batches have no use, in JSON's types."""
+    groups = config.rollout.filter_groups
+    return {
+        "max_staleness": config.max_staleness,
+        "partial_rollouts": config.partial_rollouts,
+        "filter_groups": asdict(groups) if groups.enable else None,
+        "n": config.rollout.n,
+        "max_response_length": config.data.max_response_length,
+    }
 
 
 @dataclass(kw_only=True)
@@ -123,22 +133,22 @@ class AheadBatches(PromptBatches):
     _current: Ahead | None = None
     _found: dict[str, Any] = field(default_factory=dict)
     _under_way: UnderWay | None = None  # with groups on several processes
+    _saving: Timer = field(default_factory=Timer)  # of what `saved` generated since the last step
+    # The thread that grades; None with several processes: each step grades its own batch.
+    _host: ThreadPoolExecutor | None = field(init=False)
+    # The thread that generates; None on one group, where the main thread does.
+    _worker: ThreadPoolExecutor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Made here, not where they are first used: both threads may come there at the same time.
+        self._host = ThreadPoolExecutor(1, "grading") if jax.process_count() == 1 else None
+        stages = [stage for segment in self.plan.at(1).generating for stage in segment.stages]
+        apart = any(stage.role == ROLLOUT_ROLE for stage in stages)
+        self._worker = ThreadPoolExecutor(1, "rollout") if apart else None
 
     @property
     def epoch(self) -> int:
         return self.loader.epoch if self._current is None else self._current.epoch
-
-    @cached_property
-    def _host(self) -> ThreadPoolExecutor | None:
-        """The thread that grades; None with several processes: each step grades its own batch."""
-        return ThreadPoolExecutor(1, "grading") if jax.process_count() == 1 else None
-
-    @cached_property
-    def _worker(self) -> ThreadPoolExecutor | None:
-        """The thread that generates; None on one group, where the main thread does."""
-        stages = [stage for segment in self.plan.at(1).generating for stage in segment.stages]
-        apart = any(stage.role == ROLLOUT_ROLE for stage in stages)
-        return ThreadPoolExecutor(1, "rollout") if apart else None
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
         self._fill(step - 1, step + self.plan.config.max_staleness, states, timer)
@@ -149,8 +159,10 @@ class AheadBatches(PromptBatches):
             self._grade(first)
         with timer(WAITING_FOR_ROLLOUT), host_work():
             batch, found = first.graded.result()
-        for name, seconds in first.timer.timings().items():
-            timer.add(name, seconds)
+        saving, self._saving = self._saving, Timer()
+        for each in (first.timer, saving):
+            for name, seconds in each.timings().items():
+                timer.add(name, seconds)
         self._found |= found | self._staleness(first, batch)
         return batch, first.rounds[0].context
 
@@ -161,31 +173,30 @@ class AheadBatches(PromptBatches):
         return super().finish(step, batch, context, found)
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
-        config = self.plan.config
-        self._fill(step, step + config.max_staleness, states, Timer())
-        self._take_over(Timer())
-        self._settle()
+        self._fill(step, step + self.plan.config.max_staleness, states, self._saving)
+        self._take_over(self._saving)
+        ahead = tuple(self._ahead) if self._settled() else ()
         batches = [
             {
                 "step": each.step,
                 "version": each.version,
-                "complete": each.complete,
+                "complete": each.generated.done(),
                 "rounds": [
                     {"policy_version": round.context.policy_version, "metrics": round.found}
                     for round in each.rounds
                 ],
             }
-            for each in self._ahead
+            for each in ahead
         ]
-        kept = {name: getattr(config, name) for name in SETTINGS} | {"batches": batches}
+        kept = {"settings": _settings(self.plan.config), "batches": batches}
         arrays = [
             [
                 {name: round.batch[name] for name in self.plan.at(each.step).generated}
                 for round in each.rounds
             ]
-            for each in self._ahead
+            for each in ahead
         ]
-        return {"data": self._position(), AHEAD: kept}, {AHEAD: arrays}
+        return {"data": self._position(), AHEAD: kept}, {AHEAD: arrays} if ahead else {}
 
     def restore(self, position: Mapping[str, Any], ahead: Any) -> None:
         """Go on from what `saved` gave. The loader stands there already."""
@@ -294,9 +305,9 @@ class AheadBatches(PromptBatches):
     def _go_on(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
         program = iteration.continuing
         assert program is not None
-        if not each.complete and not each.graded.done():  # done: it has failed
+        if not each.generated.done():
             self._run_part(each, program.run, weights, timer)
-        elif each.complete and not program.runs:
+        elif each.generated.exception() is None and not program.runs:
             # It is compiled with the others, not in some later step that has no time for it.
             program.run(weights, each.rounds[0].batch, each.step, None, Timer())
 
@@ -310,7 +321,6 @@ class AheadBatches(PromptBatches):
 
     def _completed(self, each: Ahead) -> None:
         """Nothing is left to generate: the host grades the responses, now or in their step."""
-        each.complete = True
         each.generated.set_result(None)
         if self._host is not None:
             self._host.submit(_guarded, each, partial(self._grade, each))
@@ -329,13 +339,15 @@ class AheadBatches(PromptBatches):
 
     # ------------------------------------------------------------------------- checkpoints
 
-    def _settle(self) -> None:
-        """Until everything that was to be generated is. Raises what went wrong with it."""
+    def _settled(self) -> bool:
+        """Wait until everything that was to be generated is; whether nothing went wrong with it.
+
+        The step of a batch that failed raises the error. The steps before it are saved.
+        """
         if self._worker is not None:
             self._worker.submit(int).result()
-        for each in self._ahead:
-            if each.generated.done():
-                each.generated.result()
+        done = [each.generated for each in self._ahead if each.generated.done()]
+        return all(generated.exception() is None for generated in done)
 
     def _position(self) -> dict[str, Any]:
         """The loader's state from which the prompts of the batches ahead come again."""
@@ -444,7 +456,6 @@ class AheadFilteredBatches(AheadBatches):
     def _close(self, each: Ahead, groups: GroupFilter) -> None:
         batch = place_held(groups.batch(), batch_sharding(self.plan.learner.mesh), self._rows)
         each.priorities = self._priorities(each.step)
-        each.complete = True
         each.generated.set_result(None)
         each.graded.set_result((batch, {}))
 

@@ -118,7 +118,10 @@ def _first(row: Mapping[str, Any], pattern: str) -> float | None:
 
 
 def _config(config: Config) -> str:
-    """The values that differ from the defaults, as JSON; of paths only the names."""
+    """The values that differ from the defaults, as JSON; of paths only the names.
+
+    Addresses of servers are left out.
+    """
     values = as_dict(config)
     found: dict[str, Any] = {}
     for key in differences(Config(), config):
@@ -136,6 +139,8 @@ def _without_folders(value: Any) -> Any:
         return {name: _without_folders(entry) for name, entry in value.items()}
     if isinstance(value, list):
         return [_without_folders(entry) for entry in value]
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        return "a server"  # its address is of your network
     is_path = isinstance(value, str) and value.startswith(("/", "~", ".."))
     return Path(value).name if is_path else value
 

@@ -175,7 +175,9 @@ class Run:
             elif loop_state.get(AHEAD):
                 self.output.message(
                     "what was generated ahead is generated again: it is of another "
-                    "config.max_staleness or config.partial_rollouts, or of an older version"
+                    "config.max_staleness, config.partial_rollouts, config.rollout.filter_groups, "
+                    "config.rollout.n or config.data.max_response_length, of an older version, or "
+                    "one of its batches failed"
                 )
             self.output.message(f"resumed from {self.resume}")
         self.output.begin(step)

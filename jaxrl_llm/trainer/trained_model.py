@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint import identity, layout, manager
+from jaxrl_llm.checkpoint import identity, layout, manager, peft
 from jaxrl_llm.checkpoint.huggingface import (
     MAX_SHARD_BYTES,
     export,
     load_model_config,
 )
-from jaxrl_llm.checkpoint.peft import export_adapter
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.train_state import Params
@@ -77,6 +76,7 @@ def export_checkpoint(
     stored weights unless given. ValueError when the checkpoint has no such role, or when its files
     describe another model or tokenizer than it was saved with.
     """
+    _refuse_mixture(Path(output), adapter)
     facts = run_facts(checkpoint)
     roles = manager.stored_roles(checkpoint)
     if role not in roles:
@@ -101,7 +101,7 @@ def export_checkpoint(
     _check_shapes(kept.spec.learned, abstract, role)
     if adapter:
         own = manager.restore_role(checkpoint, role, abstract)
-        return export_adapter(
+        return peft.export_adapter(
             output, kept.spec, own, base=_base_path(checkpoint, role, facts), dtype=dtype
         )
     if lora is not None:
@@ -117,6 +117,16 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def _refuse_mixture(output: Path, adapter: bool) -> None:
+    """Of a folder with a model and an adapter, transformers opens the adapter alone."""
+    other = output / ("config.json" if adapter else peft.CONFIG)
+    if other.exists():
+        raise ConfigError(
+            f"--output={output} holds {other.name} of an earlier export, and transformers would "
+            "mix the two; give another directory"
+        )
 
 
 def _base_path(checkpoint: Path, role: str, facts: RunFacts) -> str:

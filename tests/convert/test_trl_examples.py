@@ -12,8 +12,8 @@ GRPO = "trl grpo --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/tldr 
 KNOWN = [example for example in TRL if not example["name"].endswith("/sft.py")]
 
 
-def converted(command: str, **flags: int) -> Conversion:
-    return convert_trl(command, {}, **flags)
+def converted(command: str, rows: int = 0, devices: int = 0) -> Conversion:
+    return convert_trl(command, {}, rows=rows, devices=devices)
 
 
 @pytest.mark.parametrize("example", KNOWN, ids=lambda e: e["name"])

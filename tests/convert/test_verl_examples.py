@@ -15,8 +15,8 @@ RL = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet "
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B "
 
 
-def converted(more: str = "", **flags: int) -> Conversion:
-    return convert_verl(RL + MODEL + more, {}, **flags)
+def converted(more: str = "", rows: int = 0, devices: int = 0) -> Conversion:
+    return convert_verl(RL + MODEL + more, {}, rows=rows, devices=devices)
 
 
 @pytest.mark.parametrize("example", VERL, ids=lambda e: e["name"])
@@ -175,6 +175,13 @@ def test_a_typo_gets_the_nearest_key(typo, meant):
     assert unknown.answer.remedy.endswith(f"{meant}?")
 
 
+def test_a_checkpoint_of_verl_is_not_read():
+    found = converted("trainer.resume_mode=resume_path trainer.resume_from_path=here/global_step_4")
+    assert found.config.resume == "auto"
+    open_keys = [k.key for k in found.of_kind(NoCounterpart)]
+    assert open_keys == ["trainer.resume_mode", "trainer.resume_from_path"]
+
+
 def test_a_folder_of_free_names_takes_any():
     found = converted("+actor_rollout_ref.rollout.engine_kwargs.vllm.anything=1")
     assert [k.key for k in found.of_kind(NotNeeded)][-1].endswith("vllm.anything")
@@ -207,6 +214,9 @@ def test_an_unlisted_pair_says_that_its_clip_is_lost():
     [
         ("algorithm.adv_estimator=mine", "mine with policy_loss.loss_mode=vanilla has no"),
         ("data.train_batch_size=many", "data.train_batch_size=many: expected a number"),
+        ("data.train_batch_size=0", "data.train_batch_size=0: must be 1 or more"),
+        ("data.train_batch_size=inf", "expected a number up to 1,000,000,000"),
+        ("trainer.critic_warmup=inf", "trainer.critic_warmup=inf: cannot be read"),
         ("trainer.save_freq=often", "trainer.save_freq=often: cannot be read"),
         ("data.truncation=up", "config.data.truncation='up': expected one of error"),
         ("data.train_batch_size=640", "must divide config.data.train_batch_size=640; 320 works"),

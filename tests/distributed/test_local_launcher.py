@@ -59,7 +59,7 @@ def test_the_processes_go_on_when_the_reader_of_their_output_has_ended(tmp_path)
         assert process.stdout is not None and process.stdout.readline()
         process.stdout.close()
         try:
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
     assert (tmp_path / "done").exists()

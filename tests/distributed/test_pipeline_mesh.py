@@ -193,3 +193,6 @@ def test_layers_that_stages_cannot_share():
     with pytest.raises(ValueError, match="groups of 2 .* differ .*pipeline=1 works"):
         Pipeline(stages=3).check(config)
     Pipeline(stages=3).check(replace(config, sliding_window=(None, 4) * 3))
+    without_rope = replace(config, sliding_window=(), rope_layers=(True,) * 5 + (False,))
+    with pytest.raises(ValueError, match="rope tables .* groups of 2 .* differ"):
+        Pipeline(stages=3).check(without_rope)

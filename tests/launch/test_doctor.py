@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -73,6 +74,14 @@ def test_a_slow_device_is_named_with_the_remedy(tmp_path, monkeypatch):
     text = doctor.table(report)
     assert "SLOW, at least 593.4: look at `nvidia-smi -q -d PERFORMANCE,CLOCK`" in text
     assert "disk write" not in slow
+
+
+def test_a_driver_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(doctor, "DRIVER_S", 0.2)
+    assert doctor.versions()["driver"] == "(nvidia-smi gives no answer in 0.2 s)"
 
 
 def test_a_failing_lock_is_found(tmp_path, monkeypatch):

@@ -130,6 +130,16 @@ def test_chat_reads_a_pipe(folder, monkeypatch, capsys):
     assert first == rest and first.strip() and "> " not in first
 
 
+def test_an_answer_keeps_its_tabs_and_controls_no_terminal():
+    class Spoken:
+        def stream(self, *_, **__):
+            yield from ("if x:\n\t", "y\x1b[31m")
+
+    out = io.StringIO()
+    chat(Spoken(), ["hi"], out)  # pyright: ignore[reportArgumentType]
+    assert out.getvalue() == "if x:\n\ty\\x1b[31m\n"
+
+
 def test_chat_needs_a_template(tmp_path):
     plain = write_directory(tmp_path / "plain", tiny_config())
     with pytest.raises(rl.ConfigError, match="no chat template; `jaxrl generate`"):

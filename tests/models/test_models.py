@@ -1,6 +1,7 @@
 """Every family against transformers' stored logits; parameters, names and configs of the models."""
 
 import json
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import our_params, their_tensors
+from tiny_models import CONFIGS, our_params, their_tensors
 
 from jaxrl_llm.kernels.decode_attention import DecodeInputs, prefix_decode_attention
 from jaxrl_llm.kernels.flash_attention import attention
@@ -24,6 +25,8 @@ from jaxrl_llm.models.base import (
     quantize_projections,
     scalar_params_from,
 )
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.shapes import num_parameters
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
     path
@@ -226,6 +229,33 @@ def test_layers_of_unlike_windows_are_not_scanned():
     spec = model_spec(config)
     with pytest.raises(ValueError, match="scan_layers"):
         head_output(spec, fresh(spec), jnp.zeros((1, 4), jnp.int32), scan=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counted_parameters_are_those_of_the_model(name):
+    assert num_parameters(CONFIGS[name]) == model_spec(CONFIGS[name]).num_params
+
+
+def test_a_scan_runs_a_pattern_of_layers_and_what_remains():
+    """Five layers in periods of two: the last one has no whole period."""
+    config = replace(
+        CONFIGS["gemma3"], num_layers=5, sliding_window=(3, None, 3, None, 3), intermediate_size=8
+    )
+    spec = model_spec(config)
+    tokens = jnp.arange(12).reshape(2, 6)
+    params = jax.tree.map(lambda x: x * 9, fresh(spec))
+    expected = head_output(spec, params, tokens)
+    assert jnp.abs(expected).max() > 0.1
+    scanned = head_output(spec, params, tokens, scan=True)
+    np.testing.assert_allclose(scanned, expected, atol=1e-5)
+
+
+def test_an_adapter_of_a_fused_tensor_is_refused_by_name():
+    modules = frozenset({"model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"})
+    lora = Lora(rank=2, alpha=2.0, modules=modules)
+    message = r"layers\.0\.mlp\.gate_up_proj is one tensor .*\[down_proj, o_proj\]"
+    with pytest.raises(ValueError, match=message):
+        model_spec(CONFIGS["phi3"], lora=lora)
 
 
 def test_merged_projections_compute_the_same():

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from tiny_models import CONFIGS
 
 from jaxrl_llm.kernels import flash_attention
 from jaxrl_llm.kernels.strict import Strict
@@ -37,3 +38,13 @@ def test_a_gpu_takes_our_kernels_and_the_blocks_of_decoding(hopper):
 def test_what_our_kernels_do_not_take_is_refused(hopper, shape, dtype, attention):
     with pytest.raises(ValueError, match="exact=strict: xla attention .*exact=repeatable works"):
         strict_of(model_spec(SHAPES[shape]), dtype, attention)
+
+
+def test_families_whose_bits_were_not_compared_are_refused(monkeypatch):
+    for family in ("olmo2", "granite", "glm4"):
+        assert not strict_of(model_spec(CONFIGS[family]), "float32", "auto").kernels
+    with pytest.raises(ValueError, match="exact=strict: .* gemma model with unit_offset, activ"):
+        strict_of(model_spec(CONFIGS["gemma"]), "float32", "auto")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="exact=strict: .* olmo2 model with norms, qk_norm_whole"):
+        strict_of(model_spec(CONFIGS["olmo2"]), "bfloat16", "auto")

@@ -245,7 +245,7 @@ def test_the_server_ends_with_ctrl_c_as_it_says(tmp_path):
         assert process.stdout is not None and b"Ctrl-C ends it" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         try:
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
 

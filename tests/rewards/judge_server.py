@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"no HTTP\r\n\r\n")
             return
         if "slow" in text:
-            time.sleep(5)
+            time.sleep(20)
         score = "I would rather not." if "mute" in text else "It is good.\n**Score: 7.5**"
         score = "Score: 11" if "generous" in text else score
         found = {"choices": [{"message": {"role": "assistant", "content": score}}]}

@@ -128,10 +128,10 @@ def test_a_slow_judge_is_asked_once(server):
         Completion(tokens=(2,), text=text, logprobs=(0.0,), finished=True)
         for text in ("slow 1", "slow 2")
     ]
-    with RewardManager([function], timeout=2.0, num_workers=1, limits=WorkerLimits()) as manager:
+    with RewardManager([function], timeout=8.0, num_workers=1, limits=WorkerLimits()) as manager:
         began = time.monotonic()
         result = manager.score([prompt] * 2, answers, step=1)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 8.0
     assert len(server.requests()) == 2
     assert len(result.failures) == 2 and "total_s has passed" in result.failures[0].message
 

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import TinyRun, assert_close, assert_same_bits
+from tiny_run import TinyRun, assert_close, assert_same_bits, read_jsonl
 
+from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import bind
 from jaxrl_llm.trainer.answering import open_model
+from jaxrl_llm.trainer.generating_ahead import kept_sizes
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
 from jaxrl_llm.trainer.run import train
@@ -241,6 +243,40 @@ def test_other_settings_generate_again_what_was_ahead(tmp_path, apart):
     assert tokens_of(again, 3) != tokens_of(apart, 3)
     prompts = {key: s["prompt"] for key, s in apart.samples("train").items()}
     assert {key: s["prompt"] for key, s in again.samples("train").items()} == prompts
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_staleness": "2"}, {"rollout.n": "4"}, FILTER], ids=str
+)
+def test_batches_of_other_settings_are_not_taken_over(tmp_path, apart, changes):
+    TinyRun(tmp_path)
+    _, state = manager.restore(apart.step_path(STEPS), {})
+    flags = SMALL | APART | ALWAYS | changes
+    if "algorithm" in changes:
+        flags.pop("algorithm.use_kl_in_reward")
+    config = load_config(str(tmp_path / "tiny.py"), list(flags.items()))
+    assert kept_sizes(state, config) == ([] if changes else [(STEPS + 1, 1)])
+
+
+def test_what_is_generated_at_a_checkpoint_counts_for_the_next_step(in_parts):
+    rows = read_jsonl(in_parts.run_dir / "metrics.jsonl")
+    assert all(row["timing_s/gen"] > 0 for row in rows if row["training/global_step"])
+
+
+def test_a_batch_that_fails_ahead_does_not_take_the_steps_before_it(tmp_path, monkeypatch):
+    score = RewardFunctions.score
+
+    def scoring(self: RewardFunctions, context: Any, step: int, *arrays: Any) -> Any:
+        if step == 2:
+            raise ValueError("no reward for step 2")
+        return score(self, context, step, *arrays)
+
+    monkeypatch.setattr(RewardFunctions, "score", scoring)
+    changes = APART | ALWAYS | FILTER
+    whole = begin(tmp_path, total_steps="1", **changes)
+    assert list(whole.metrics()) == [0, 1] and whole.step_path(1).exists()
+    with pytest.raises(ValueError, match="no reward for step 2"):
+        begin(tmp_path, total_steps="2", **changes)
 
 
 # ------------------------------------------------------------------------- algorithms, refusals

@@ -116,6 +116,9 @@ def test_exports(tmp_path, base, trained):
             first = first[entry.key]
         moved += float(np.abs(value - first).max())
     assert moved > 0
+    for output, adapter in ((folder, False), (merged, True)):
+        with pytest.raises(ConfigError, match="would mix the two; give another directory"):
+            export_checkpoint(last, output, adapter=adapter)
     with pytest.raises(ConfigError, match="--adapter: all weights of 'actor' learned"):
         export_checkpoint(base.parent / "run/checkpoints/global_step_1", tmp_path, adapter=True)
 

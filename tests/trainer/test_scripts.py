@@ -208,9 +208,9 @@ def test_evaluation_repeats_the_runs_validation(checkpoint, config_file, tmp_pat
 
 def test_evaluation_on_a_file_writes_every_answer(checkpoint, config_file, tmp_path):
     rows = [{"prompt": f"{a}+2=", "answer": str(a + 2), "data_source": "mine"} for a in (1, 2, 3)]
-    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine, too.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = (f"--model={checkpoint}", f"--config={config_file}", "--config.validation.n=4")
-    flags += (f"--data={tmp_path / 'mine.jsonl'}", f"--answers={tmp_path / 'answers.jsonl'}")
+    flags += (f"--data={tmp_path / 'mine, too.jsonl'}", f"--answers={tmp_path / 'answers.jsonl'}")
     result = run_script("evaluate.py", *flags, "--config.validation.temperature=1")
     assert result.returncode == 0, result.stderr
     heads, values = (line.split("  ") for line in result.stdout.splitlines())

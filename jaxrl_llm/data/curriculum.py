@@ -56,7 +56,7 @@ def _number(prompt: Prompt, column: str) -> float:
             known = sorted(map(str, value)) if isinstance(value, Mapping) else []
             raise ValueError(
                 f"config.data.curriculum={column}: row {prompt.row} of {prompt.data_source} has no "
-                f"such column{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+                f"such column; it has {', '.join(known) or 'none'}{nearest(name, known)}"
             )
         value = value[name]
     try:

@@ -47,7 +47,7 @@ from jaxrl_llm.data.sources import (
     open_rows,
     takes_split,
 )
-from jaxrl_llm.data.streaming import FirstRows, Skipped, Streamed, StreamedSource
+from jaxrl_llm.data.streaming import FirstRows, Skipped, Streamed, StreamedSource, check_groups
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
 from jaxrl_llm.data_files import HUB, DataFile, hub_name, resolve_files
 from jaxrl_llm.distributed.multihost import gather_objects
@@ -117,6 +117,7 @@ class RowRules:
     max_bad_fraction: float = 0.0  # fraction of rows that may be set aside
     bad_rows_file: str | Path | None = None  # JSON lines; each bad row is added once
     streaming: bool = False  # check the first rows only, and read each when a batch needs it
+    shuffled: bool = True  # rows are read in a random order; for streaming
 
     def __post_init__(self) -> None:
         if self.max_length < 1:
@@ -204,6 +205,8 @@ def _load(
         checked = replace(reader, rows=FirstRows(rows)) if rules.streaming else reader
         own.append(_check_stripe(checked, rules.filter_overlong))
         streamed.append(StreamedSource(rows, reader.records_of))
+        if rules.streaming and rules.shuffled:
+            check_groups(name, rows)
         if own[-1].error:
             break
     # One list a process, of one summary a source.

@@ -197,8 +197,8 @@ def _converted(
                 if column not in row.data:
                     raise ValueError(
                         f"{name} has the columns {', '.join(found.columns)}, and {row.source} "
-                        f"lacks {column!r}{nearest(column, row.data)}; it has "
-                        f"{', '.join(row.data)}"
+                        f"lacks {column!r}; it has {', '.join(row.data)}"
+                        f"{nearest(column, row.data)}"
                     )
             try:
                 yield found.convert(row.data, instruction) | {"data_source": name}

@@ -88,6 +88,10 @@ class ShapedRows(Rows):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def bytes_of_one(self) -> int:
+        return self.rows.bytes_of_one
+
     def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
         return map(self._shaped, self.rows.read(start, stop))
 

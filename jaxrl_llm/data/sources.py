@@ -50,6 +50,11 @@ class Rows(ABC):
     def __len__(self) -> int:
         """How many rows there are."""
 
+    @property
+    def bytes_of_one(self) -> int:
+        """Most bytes that are decoded to read one row, where that is more than the row; else 0."""
+        return 0
+
     @abstractmethod
     def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
         """The rows from `start` to before `stop`."""
@@ -150,6 +155,11 @@ class ParquetRows(Rows):
         _refuse_double_columns(path, file.schema_arrow)
         groups = range(file.metadata.num_row_groups)
         self._ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
+        self._largest = max((file.metadata.row_group(i).total_byte_size for i in groups), default=0)
+
+    @property
+    def bytes_of_one(self) -> int:
+        return self._largest
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_file": None, "_groups": {}}

@@ -22,7 +22,19 @@ T = TypeVar("T")
 CHECKED_ROWS = 1000  # of each source, before the first step
 DIGESTED = 256  # records that stand for all in the digest of a checkpoint
 MOST_SKIPPED = 1000  # rows one after the other
+MOST_DECODED = 16_000_000  # bytes, to read one row: about 20 ms
 log = logging.getLogger(__name__)
+
+
+def check_groups(name: str, rows: Rows) -> None:
+    """ValueError for a file of which a row in random order costs too much."""
+    if rows.bytes_of_one > MOST_DECODED:
+        raise ValueError(
+            f"config.data.streaming: {name} has row groups of up to {rows.bytes_of_one / 1e6:.0f} "
+            f"MB, and a shuffled row decodes its whole group; at most {MOST_DECODED / 1e6:.0f} MB "
+            "work. Write it with pyarrow.parquet.write_table(table, FILE, row_group_size=1000) or "
+            "as an arrow stream, or set --config.data.shuffle=false"
+        )
 
 
 @dataclass(frozen=True)

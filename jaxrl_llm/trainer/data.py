@@ -354,6 +354,7 @@ def _rules(config: Config, run_dir: Path | None, max_length: int, sources: Sourc
         max_bad_fraction=data.max_bad_fraction,
         bad_rows_file=run_dir / BAD_ROWS if run_dir is not None and is_main() else None,
         streaming=data.streaming and sources.split == "train",
+        shuffled=data.shuffle,
     )
 
 

@@ -110,7 +110,9 @@ def test_a_nested_column_and_numbers_as_text():
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(ValueError, match="level: row 1 of default has .* ordered by a number"):
         column_values(prompts([1, value]), "level")
-    with pytest.raises(ValueError, match="no such column; did you mean 'level'"):
+    with pytest.raises(
+        ValueError, match="no such column; it has level, more; did you mean 'level'"
+    ):
         column_values(prompts(), "levle")
 
 

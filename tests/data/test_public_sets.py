@@ -111,7 +111,7 @@ def test_no_box(text):
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match="lacks 'question'; did you mean 'questions'"):
+    with pytest.raises(ValueError, match="lacks 'question'; it has .*; did you mean 'questions'"):
         prepared("gsm8k", [{"questions": "?", "answer": "#### 1"}], tmp_path)
     assert list((tmp_path / "out").iterdir()) == []
     with pytest.raises(ValueError, match="1 of 2 rows cannot be used.* row 1: .*no ####"):

@@ -123,6 +123,15 @@ def test_rows_of_several_records_are_refused(tmp_path):
         load_unpaired(write(tmp_path, PAIRS), CHAR, rules())
 
 
+def test_a_file_of_large_row_groups_is_refused_where_rows_are_shuffled(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "MOST_DECODED", 200)  # a group of 7 rows has more
+    sources = write(tmp_path, PAIRS)
+    with pytest.raises(ValueError, match="b.parquet has row groups.*row_group_size=1000"):
+        load_prompts(sources, CHAR, rules())
+    assert len(load_prompts(sources, CHAR, rules(shuffled=False)).items) == 120
+    assert len(load_prompts(sources, CHAR, rules(streaming=False)).items) == 120
+
+
 def test_the_key_is_for_training_rows(tmp_path):
     files = write(tmp_path, EXAMPLES).files
     keys = {"data.streaming": True, "data.train_files": files, "data.train_tasks": []}

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import TRL, VERL, trl_line, verl_line
+from example_commands import TRL, VERL, trl_line, verl_line
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.account import lines

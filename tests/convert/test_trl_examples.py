@@ -1,7 +1,7 @@
 """TRL's own scripts: nearly all keys are known, sizes and schedules are those worked out here."""
 
 import pytest
-from commands import TRL, from_trl, trl_line
+from example_commands import TRL, from_trl, trl_line
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.conversion import Conversion

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import FOLDER, VERL, from_verl, verl_line
+from example_commands import FOLDER, VERL, from_verl, verl_line
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.conversion import Conversion

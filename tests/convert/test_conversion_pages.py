@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import TRL, VERL, trl_line, verl_line
+from example_commands import TRL, VERL, trl_line, verl_line
 
 from jaxrl_llm.convert.conversion import Conversion
 from jaxrl_llm.convert.rules import NoCounterpart, NotNeeded, Ours

@@ -61,6 +61,7 @@ def adapter_tensors(spec: ModelSpec) -> dict[Leaf, HFTensor]:
     for path, leaf in _leaves(spec.learned):
         if path[0] == HEAD:
             theirs = names[path]
+            assert isinstance(theirs, HFTensor)  # experts have no adapters
             found[path] = HFTensor(PREFIX + theirs.name, theirs.shape, leaf.shape, transpose=True)
             continue
         assert path[-2] == ADAPTER, path

@@ -37,6 +37,11 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
             f"config.actor.{given[0]}={getattr(config.actor, given[0])}: the model that learns has "
             f"no routers, so the loss would not change; --config.actor.{given[0]}=0 works"
         )
+    if given and config.actor.lora.enabled:
+        raise ConfigError(
+            f"config.actor.{given[0]}={getattr(config.actor, given[0])} with config.actor.lora: "
+            f"routers are frozen weights and cannot learn; --config.actor.{given[0]}=0 works"
+        )
 
 
 def _check_mixture(config: Config, name: str) -> None:

@@ -6,13 +6,13 @@ characters of the completion's text up to the end of each step. "step_token_ends
 """
 
 import functools
+import itertools
 import math
 import numbers
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:  # they import jax
     from jaxrl_llm.tokenizer import Tokenizer
@@ -72,7 +72,9 @@ def read_steps(value: Mapping[str, Any]) -> Steps:
 
 def _numbers(values: Any, name: str) -> tuple[float, ...]:
     found: list[float] = []
-    for value in values if isinstance(values, Sequence | np.ndarray) else [None]:
+    # A worker does not import numpy: it would cost every one of them memory.
+    values = values.tolist() if hasattr(values, "tolist") else values
+    for value in values if isinstance(values, Sequence) else [None]:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
         if not abs(number) <= FLOAT32_MAX:
             raise ValueError(f"{name} must be a list of finite numbers")
@@ -90,11 +92,11 @@ def last_tokens(steps: Steps, completion: "Completion", tokenizer: "Tokenizer") 
     lengths = _text_lengths(completion, tokenizer)
     if lengths is not None:
         sizes = [len(completion.text[:end].encode()) for end in steps.ends]
-        return np.searchsorted(lengths, sizes).tolist()
+        return [bisect_left(lengths, size) for size in sizes]
     return [_first_with(completion, end, tokenizer) for end in steps.ends]
 
 
-def _text_lengths(completion: "Completion", tokenizer: "Tokenizer") -> np.ndarray | None:
+def _text_lengths(completion: "Completion", tokenizer: "Tokenizer") -> list[int] | None:
     """Bytes of the text after each token; None where tokens are not known as bytes of the text."""
     try:
         table = _token_bytes(tokenizer)
@@ -103,7 +105,7 @@ def _text_lengths(completion: "Completion", tokenizer: "Tokenizer") -> np.ndarra
     parts = [table[token] if token < len(table) else b"" for token in completion.tokens]
     if b"".join(parts) != completion.text.encode():
         return None
-    return np.cumsum([len(part) for part in parts])
+    return list(itertools.accumulate(len(part) for part in parts))
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,4 +1,4 @@
-"""Every row of docs/parallelism.md and docs/placement.md is planned and traced, with PPO."""
+"""Every row of docs/parallelism.md and docs/placement.md is planned and traced."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.trainer.rewarding import ArrayReward
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"parallelism.md": 8, "placement.md": 5}  # rows of each
+PAGES = {"parallelism.md": 9, "placement.md": 5}  # rows of each
 FAST = ("generation", "sequence", "critic")
 
 
@@ -36,7 +36,8 @@ def test_the_page_has_rows(page):
 @pytest.mark.parametrize("flags", EVERY)
 def test_a_row_is_planned_and_traced(flags):
     changes = re.findall(r"--config\.([\w.]+)=(\S+)", flags)
-    config = load_config(str(ROOT / "configs" / "ppo.py"), changes)
+    name = "grpo_moe.py" if "mesh.expert" in flags else "ppo.py"
+    config = load_config(str(ROOT / "configs" / name), changes)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     meshes = open_meshes(config, tokenizer)
     mesh = meshes.pop("actor")

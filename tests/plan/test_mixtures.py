@@ -23,6 +23,7 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
 
 
@@ -70,6 +71,11 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         (EXPERTS, {"mesh": {"sequence": 2}}, "mesh.sequence=1 works"),
         (EXPERTS, {"mesh": {"pipeline": 2}}, "mesh.pipeline=1 works"),
         (EXPERTS, {"actor": {"lora": LoraConfig(rank=2)}}, "targets=q_proj,k_proj"),
+        (
+            EXPERTS,
+            {"actor": {"lora": ATTENTION, "router_aux_loss_coef": 0.1}},
+            "routers are frozen weights.*router_aux_loss_coef=0 works",
+        ),
         (OLMOE, {}, "olmoe has no scalar model"),
     ],
 )
@@ -79,11 +85,11 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row_tokens", [0, 24])
-def test_the_first_step_sees_the_policy_that_sampled(row_tokens):
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_tokens": 24}, {"lora": ATTENTION}], ids=str)
+def test_the_first_step_sees_the_policy_that_sampled(changes):
     config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
     actor = replace(config.actor, hf_config=MODEL | EXPERTS, ppo_epochs=1, ppo_mini_batch_size=16)
-    actor = replace(actor, micro_batch_tokens=row_tokens)
+    actor = replace(actor, **changes)
     config = replace(config, actor=actor, algorithm=GRPO(use_kl_loss=True))
     iteration = open_iteration(config)
     _, batch, metrics = run_step(iteration, first_states(iteration), 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_iteration import tiny_config
 
+from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.callbacks import Callbacks
 from jaxrl_llm.trainer.output import RunOutput
@@ -24,7 +25,7 @@ def output(folder: Path, **log) -> RunOutput:
         replace(config, log=replace(config.log, tensorboard=False, **log)),
         folder,
         tokenizer=load_tokenizer("char"),
-        stop_ids=(),
+        stops=Stops(()),
         resume_step=None,
         callbacks=Callbacks(functions=(), run_dir=folder, total_steps=8),
     )

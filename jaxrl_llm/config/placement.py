@@ -263,7 +263,8 @@ def _check_launch(config: Config, nodes: Sequence[Sequence[int]]) -> None:
                 config.max_staleness and config.rollout.filter_groups.enable
             ),
         }
-        for name in (name for name, given in ahead.items() if given):
+        name = next((name for name, given in ahead.items() if given), None)
+        if name is not None:
             raise ConfigError(
                 f"config.{name} does not work with config.max_staleness and roles placed on "
                 f"{len(nodes)} processes; leave it out, or start one process"

@@ -76,7 +76,8 @@ class Router(nnx.Module):
         _, chosen_BTK = jax.lax.top_k(jax.lax.stop_gradient(probs_BTE), K)
         if routing.chosen_BTLK is not None:
             given_BTK = routing.chosen_BTLK.astype(jnp.int32)
-            chosen_BTK = jnp.where(given_BTK >= 0, given_BTK, chosen_BTK)
+            is_given = (given_BTK >= 0) & (given_BTK < E)
+            chosen_BTK = jnp.where(is_given, given_BTK, chosen_BTK)
         weights_BTK = jnp.take_along_axis(probs_BTE, chosen_BTK, axis=-1)
         if self.mixture.normalized:
             weights_BTK /= weights_BTK.sum(axis=-1, keepdims=True)

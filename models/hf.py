@@ -441,6 +441,10 @@ def by_layer_type_from_hf(
     Raises: ValueError for a scaled rope of layers with a window.
     """
     both = entries(hf, "rope_parameters", dict, {})
+    if other := sorted(both.keys() - {FULL, LOCAL}):
+        raise ValueError(
+            f"{family} has rope_parameters by type of layer ({FULL}, {LOCAL}), not {other[0]!r}"
+        )
     local = entries(both, LOCAL, dict, {})
     refuse_unless(local, f"{family} with a window", rope_type="default")
     theta = positive(local, "rope_theta", positive(hf, "rope_local_base_freq", 10000.0))

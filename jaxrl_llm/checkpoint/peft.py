@@ -157,12 +157,17 @@ def read_lora(
     theirs = _read_config(directory)
     stored = _stored(directory)
     modules = {_module_of(name) for name in stored if not _is_head(name)}
-    known = {t.name.removesuffix(".weight") for t in hf_names(config, kind).values()}
+    known = {
+        tensor.name.removesuffix(".weight")
+        for path, tensor in hf_names(config, kind).items()
+        if isinstance(tensor, HFTensor) and tensor.of_rows is None and "router" not in path
+    }
     strange = sorted(modules - known)
     if strange:
         raise ConfigError(
-            f"{directory} has an adapter of {strange[0]}, which this model does not have; give the "
-            "adapter of this model"
+            f"{directory} has an adapter of {strange[0]}, which this model does not have, or which "
+            "has no adapters here: experts, routers, and tensors of several projections. Give "
+            "another adapter, or merge it into the model with PEFT first"
         )
     return Lora(
         rank=theirs["r"],

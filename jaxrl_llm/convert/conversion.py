@@ -113,6 +113,8 @@ def _answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
     if rule is None:
         return NoCounterpart(f"not known here{_nearest_key(key, dialect.table)}")
     if isinstance(rule, str):
+        if isinstance(value, bool) and _is_number(rule):
+            raise ConfigError(f"{key}={value}: expected a number")
         return Ours({rule: value})
     if isinstance(rule, NotNeeded | NoCounterpart):
         return rule
@@ -122,6 +124,14 @@ def _answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"{key}={value}: cannot be read: {error}") from None
+
+
+def _is_number(ours: str) -> bool:
+    """Whether the default of one of our keys is a number."""
+    default: Any = Config()
+    for part in ours.split("."):
+        default = getattr(default, part, None)
+    return isinstance(default, int | float) and not isinstance(default, bool)
 
 
 def _nearest_key(key: str, table: Mapping[str, Rule]) -> str:

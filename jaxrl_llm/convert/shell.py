@@ -90,6 +90,13 @@ class _Statements:
                 words.append(token)
         return words
 
+    def is_function(self) -> bool:
+        """Whether NAME ( ) or function NAME comes next."""
+        token, after = self._tokens[self._at], self._tokens[self._at + 1 : self._at + 3]
+        if token.plain == "function":
+            return bool(after) and not after[0].operator
+        return [other.operator for other in after] == ["(", ")"]
+
     def skip(self, *operators: str) -> None:
         while (token := self.peek()) is not None and token.operator in operators:
             self.next()
@@ -158,9 +165,21 @@ class _Run:
         elif word == "{":
             statements.next()
             self.block(statements, frozenset(("}",)))
+        elif statements.is_function():
+            self._function(statements)
         else:
             return self._command(statements.simple())
         return True, ""
+
+    def _function(self, statements: _Statements) -> None:
+        """The body of a function counts where it is called, which is not followed."""
+        outer = self.skipping, self.doubt
+        word = statements.next()
+        name = statements.next().plain if word.plain == "function" else word.plain
+        statements.skip("(", ")", "\n")
+        self.doubt = self.doubt or f"the function {name} in line {word.line}"
+        self._statement(statements)
+        self.skipping, self.doubt = outer
 
     def _if(self, statements: _Statements) -> None:
         outer, done, doubt = (self.skipping, self.doubt), False, ""
@@ -526,7 +545,7 @@ def _trimmed(value: str, how: str, pattern: str) -> str:
 
 
 def _shown(unknown: str) -> str:
-    return unknown if unknown.startswith(("$", "[", "the loop")) else f"${unknown}"
+    return unknown if unknown.startswith(("$", "[", "the loop", "the function")) else f"${unknown}"
 
 
 def remedy(unknown: str) -> str:

@@ -63,15 +63,33 @@ class _Reader:
         return self.script.count("\n", 0, self.at) + 1
 
     def tokens(self) -> Iterator[Token]:
+        before, ends = "", list[str]()  # of the here-documents that begin at the next line
         while self._skip_blanks():
             line = self.line
             operator = self._operator()
+            if operator == "\n":
+                for end in ends:
+                    self._skip_document(end, line)
+                ends.clear()
             if operator:
+                before = operator
                 yield Token(line, operator=operator)
                 continue
             parts = tuple(self._word())
+            if parts and before == "<<":
+                ends.append("".join(part.text for part in parts))
+            before = ""
             if parts:
                 yield Token(line, parts)
+
+    def _skip_document(self, end: str, line: int) -> None:
+        """Go behind a here-document, which ends at a line of its own; `<<-` lets it be indented."""
+        indent, name = ("\t*", end[1:]) if end.startswith("-") else ("", end)
+        closing = re.compile(rf"^{indent}{re.escape(name)}$", re.MULTILINE)
+        found = closing.search(self.script, self.at)
+        if found is None:
+            raise ConfigError(f"line {line}: the text after <<{end} has no line {name}")
+        self.at = found.end()
 
     def _skip_blanks(self) -> bool:
         """Go to the next token; whether there is one."""
@@ -159,6 +177,8 @@ class _Reader:
         if script.startswith("${", at):
             return Part("variable", self._bracket(at + 1), quoted)
         name = NAME.match(script, at + 1) or re.compile(r"[@*#?$!0-9]").match(script, at + 1)
+        if name is None and not quoted and script.startswith("$'", at):
+            raise ConfigError(f"line {self.line}: $'...' is not read here; write the text itself")
         if name is None:
             self.at += 1
             return Part("text", "$", quoted)

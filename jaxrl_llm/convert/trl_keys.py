@@ -289,7 +289,7 @@ LEARNING: dict[str, Rule] = {
     "data_seed": NotNeeded("`seed` seeds all"),
     "disable_dropout": NotNeeded("models have no dropout"),
     "use_cpu": NotNeeded("jax finds the devices"),
-    "router_aux_loss_coef": NoCounterpart("mixture of experts is missing here"),
+    "router_aux_loss_coef": "actor.router_aux_loss_coef",
     "remove_unused_columns": NotNeeded("columns go to the reward functions"),
     "label_names": NotNeeded("columns are found by their names"),
 }

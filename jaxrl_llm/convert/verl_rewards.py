@@ -44,6 +44,7 @@ def _by_files(source: Source, values: dict[str, Any], notes: list[str]) -> list[
     notes.append(
         "reward.functions: verl picks a function by the data_source of each row. "
         + (f"The names of the files suggest {kinds}" if found else "exact_answer stands in")
+        + ("; on every row they are added" if len(found) > 1 else "")
         + "; compare it with your data (docs/write-a-reward.md)"
     )
     found = found or [{"kind": "exact_answer"}]

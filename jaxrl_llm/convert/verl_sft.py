@@ -109,7 +109,7 @@ SFT_TABLE: dict[str, Rule] = {
     "engine.tensor_model_parallel_size": part_of("mesh.tensor"),
     "engine.pipeline_model_parallel_size": part_of("mesh.pipeline"),
     "engine.expert_model_parallel_size": only(
-        1, "1 is no split of experts", "mixture of experts is missing here"
+        1, "1 is no split of experts", "set `mesh.expert`, and divide `mesh.fsdp` by it"
     ),
     "engine.dtype": dtype_at("actor.dtype"),
     "engine.*": LAYOUT,

@@ -25,7 +25,11 @@ ENGINE = NotNeeded("one engine generates inside the training program")
 KERNELS = NotNeeded("XLA compiles and fuses; logits are computed in blocks")
 PROCESSES = NotNeeded("no Ray actors: one program a host")
 PROFILER = NotNeeded("`profile.steps` is the switch; one trace has all")
-MOE = only(1, "1 is no split of experts", "mixture of experts is missing here")
+MOE = only(
+    1,
+    "1 is no split of experts",
+    "set `mesh.expert`, an axis of its own: divide `mesh.data` or `mesh.fsdp` by it",
+)
 IMAGES = NoCounterpart("images, video and sound are missing here: text models only")
 FOREIGN = NoCounterpart("verl's checkpoints are not read; merge one to a folder for `actor.path`")
 TURNS = NoCounterpart("many turns and tools are missing here: one answer a prompt")

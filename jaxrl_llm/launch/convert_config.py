@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError, Parser
@@ -42,14 +43,18 @@ def convert_config(argv: list[str]) -> int:
     from jaxrl_llm.convert.writing import file_of
 
     convert = {"verl": convert_verl, "trl": convert_trl}[flags.library]
-    found = convert(
-        script,
-        dict(os.environ),
-        arguments=arguments,
-        rows=flags.rows,
-        devices=flags.devices,
-    )
-    output = flags.output or Path(f"{found.config.name}.py")
+    try:
+        found = convert(
+            script,
+            dict(os.environ),
+            arguments=arguments,
+            rows=flags.rows,
+            devices=flags.devices,
+        )
+    except RecursionError:
+        raise ConfigError("brackets of the command are nested too deep to be read") from None
+    stem = re.sub(r"[^\w.-]+", "_", found.config.name).strip("._-") or "converted"
+    output = flags.output or Path(f"{stem}.py")
     _check_new(output)
     output.write_text(file_of(found, flags.library), encoding="utf-8")
     print("\n".join(lines(found)))

@@ -14,6 +14,8 @@ from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.observability.names import is_reserved
 from jaxrl_llm.references import split_path
 from jaxrl_llm.rewards.calling import (
+    GIVEN_FIELDS,
+    LOGGING,
     BatchCall,
     CallError,
     Graded,
@@ -169,14 +171,29 @@ class RewardManager:
             local = None
         return _Function(name=name, weight=weight, info=info, index=index, local=local)
 
-    def check(self, columns: Collection[str], renamed: Mapping[str, str] | None = None) -> None:
+    def check(
+        self,
+        columns: Collection[str],
+        renamed: Mapping[str, str] | None = None,
+        *,
+        of_all: bool = True,
+    ) -> None:
         """Refuse functions that ask for none of the `columns` of the rows. Raises ValueError.
 
         `renamed` has our names and the data's, of columns that config.data.columns renames. A
-        batch may then lack a column that other rows have: its values are None there.
+        batch may then lack a column that other rows have: its values are None there. Without
+        `of_all` the columns are those of a sample of the rows, and one that is not there is named
+        in a warning.
         """
         for function in self._functions:
-            check_columns(function.info, columns, renamed)
+            try:
+                check_columns(function.info, columns, renamed)
+            except ValueError as error:
+                if of_all:
+                    raise
+                log.warning("No row of a sample of the streamed data has it. %s", error)
+                known = {*LOGGING, *GIVEN_FIELDS}
+                columns = [*columns, *(x for x in function.info.required if x not in known)]
         asked = {name for function in self._functions for name in function.info.required}
         self._wanted = tuple(name for name in columns if name in asked)
 

@@ -58,7 +58,11 @@ class RewardFunctions(HostReward):
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
         """Refuse functions that ask for a column that no prompt has. Raises ValueError."""
         found = columns_by_source(prompts).values()
-        self.manager.check(sorted({name for x in found for name in x}), config.data.columns)
+        self.manager.check(
+            sorted({name for x in found for name in x}),
+            config.data.columns,
+            of_all=not config.data.streaming,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -69,6 +69,29 @@ def test_a_default_that_is_not_known_is_asked_for_by_its_name():
     assert words_of(script, {"D": "gpu"}) == ["run", "8"]
 
 
+def test_the_text_of_a_here_document_is_no_command():
+    script = """LR=1
+cat <<-'EOF' > config.txt
+\tLR=7 it's run
+\tEOF
+run lr=$LR
+"""
+    assert words_of(script)[-1] == "lr=1"
+
+
+@pytest.mark.parametrize("head", ["train() {", "train ()\n{", "function train {"])
+def test_a_command_in_a_function_is_refused(head):
+    """Its variables are those of the call, which is not followed."""
+    script = f"LR=1\n{head}\n  run lr=$LR\n}}\nLR=5\ntrain\n"
+    with pytest.raises(ConfigError, match="only if the function train in line 2 says so"):
+        words_of(script)
+
+
+def test_a_function_of_other_commands_is_passed_over():
+    script = "say() { echo; }\nrun lr=3\n"
+    assert words_of(script)[-1] == "lr=3"
+
+
 def test_unset_variables_are_marked():
     assert unknown_in(words_of("run a=$NODES")[1]) == ["NODES"]
     assert words_of("run a=$NODES", {"NODES": "2"}) == ["run", "a=2"]

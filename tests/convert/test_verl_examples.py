@@ -52,7 +52,7 @@ def test_ppo_with_a_critic():
 def test_dapo_on_64_devices():
     config = from_verl("gmpo_trainer/test_dapo_7b_math").config
     # 64 devices: sequences of 4, shards of 32, so two replicas of the weights.
-    axes = {"data": 2, "pipeline": 1, "fsdp": 8, "sequence": 4, "tensor": 1}
+    axes = {"data": 2, "pipeline": 1, "fsdp": 8, "expert": 1, "sequence": 4, "tensor": 1}
     assert config.mesh.sizes == axes
     assert config.mesh.generation.tensor == 4
     # verl counts tokens a device, and four devices share a row.
@@ -103,7 +103,7 @@ def test_megatron_sizes_are_axes_of_the_mesh():
     more = "actor_rollout_ref.actor.megatron.{}_model_parallel_size={} "
     megatron = more.format("tensor", 2) + more.format("pipeline", 2)
     found = converted(megatron + "trainer.nnodes=2 actor_rollout_ref.rollout.n=4")
-    axes = {"data": 1, "pipeline": 2, "fsdp": 4, "sequence": 1, "tensor": 2}
+    axes = {"data": 1, "pipeline": 2, "fsdp": 4, "expert": 1, "sequence": 1, "tensor": 2}
     assert found.config.mesh.sizes == axes
     with pytest.raises(c.ConfigError, match="8 devices .* are no multiple of tensor 3"):
         converted(more.format("tensor", 3))

@@ -262,6 +262,8 @@ def test_a_column_that_no_row_has_is_refused_before_the_first_step(rewards):
             manager.check(["solutions"])
         with pytest.raises(ValueError, match=r"renames to 'answer'; .* Ask for 'answer', or add"):
             manager.check(["answer"], {"answer": "solution"})
+        manager.check(["other"], of_all=False)  # of a sample: a row that was not seen may have it
+        assert "NoneType" in manager.score(*samples("a"), step=1).failures[0].message
         manager.check(["solution", "other"])
         # Rows of another source do not have it, and a batch may hold only those.
         assert "NoneType" in manager.score(*samples("a"), step=1).failures[0].message

@@ -23,7 +23,7 @@ from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.alarms import Alarms
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import count_compilations
+from jaxrl_llm.plan.guards import CompileCounter, count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
@@ -145,6 +145,7 @@ class Run:
     callbacks: Callbacks
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
+    _compilations: CompileCounter = field(default_factory=CompileCounter)
     _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
 
     def trainings(self) -> Iterator[Training]:
@@ -157,6 +158,7 @@ class Run:
         self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
         # The device is free now, and after other trainings: see `Program.compile_ahead`.
         trains_first = not resumes and has_supervised(self.config)
+        self._compilations = self.stack.enter_context(count_compilations())
         if not trains_first:
             self._compile_ahead()
         if self.resume is None:
@@ -227,7 +229,6 @@ class Run:
     def _training(self, states: States, step: int) -> Training:
         """The run's own steps, from `step` on."""
         config = self.config
-        compilations = self.stack.enter_context(count_compilations())
         profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
         self.stack.callback(profiler.close)
         deadline = Deadline(
@@ -246,7 +247,7 @@ class Run:
             validate_every=config.validation.every,
             step=step,
             is_new=self.resume is None,
-            clock=Clock(totals=self.totals, compilations=compilations),
+            clock=Clock(totals=self.totals, compilations=self._compilations),
             communication=CommunicationReport(
                 folder=self.run_dir,
                 every=config.log.communication_every,

@@ -239,7 +239,11 @@ def test_the_server_answers_this_machine_alone(tmp_path):
 
 def test_the_server_ends_with_ctrl_c_as_it_says(tmp_path):
     run = write_run(tmp_path / "run")
-    code = "from jaxrl_llm.launch.commands import main; main()"
+    # What runs in the background of a shell would ignore the signal.
+    code = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from jaxrl_llm.launch.commands import main\nmain()"
+    )
     command = [sys.executable, "-c", code, "report", str(run), "--serve", "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and b"Ctrl-C ends it" in process.stdout.readline()

@@ -17,7 +17,7 @@ from jaxrl_llm.models.rope import ROPE_KINDS, RopeScaling, is_positive
 Path = tuple[str, ...]  # path of a leaf in the nested dict of parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HFTensor:
     """Name and layout of one of our parameters in a Hugging Face checkpoint.
 
@@ -195,7 +195,7 @@ def fused(names: Names, **parts: tuple[str, ...]) -> Names:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredPart:
     """Which of our parameters a tensor of theirs holds, or a part of one."""
 

@@ -136,8 +136,12 @@ def import_params(
     stored = stored_tensors(directory)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
-    shapes = {name: parts[0].tensor.whole_shape for name, parts in wanted.items()}
-    _check_tensors(directory, spec, stored, shapes)
+    _check_tensors(
+        directory,
+        spec,
+        stored,
+        {name: parts[0].tensor.whole_shape for name, parts in wanted.items()},
+    )
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

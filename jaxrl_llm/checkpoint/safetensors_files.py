@@ -122,7 +122,7 @@ def write_model_files(
     return [*names, _INDEX_FILE]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a model directory, as the header of its file describes it."""
 

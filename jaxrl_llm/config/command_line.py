@@ -276,7 +276,9 @@ def _parse(text: Any, key: str, *, raw: bool = False) -> Any:
         return Text(text)
     if not text.endswith(closing) or len(text) < 2:
         raise ConfigError(f"{key}={text}: the {text[0]!r} is not closed by a final {closing!r}")
-    entries = [entry for entry in _split(text[1:-1], key) if entry]
+    entries = split_entries(text[1:-1])
+    if entries is None:
+        raise ConfigError(f"{key}={text[1:-1]}: a bracket or quote is not closed")
     if closing != "}":
         return [_parse(entry, f"{key}.{i}") for i, entry in enumerate(entries)]
     pairs: dict[str, Any] = {}
@@ -289,8 +291,11 @@ def _parse(text: Any, key: str, *, raw: bool = False) -> Any:
     return pairs
 
 
-def _split(text: str, key: str) -> list[str]:
-    """Split at commas outside brackets and quotes; entries are stripped."""
+def split_entries(text: str) -> list[str] | None:
+    """What stands between commas outside brackets and quotes, stripped; empty ones are left out.
+
+    None where a bracket or a quote is not closed.
+    """
     entries, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -306,8 +311,8 @@ def _split(text: str, key: str) -> list[str]:
             continue
         entries[-1] += letter
     if depth or quote:
-        raise ConfigError(f"{key}={text}: a bracket or quote is not closed")
-    return [entry.strip() for entry in entries]
+        return None
+    return [entry for entry in (entry.strip() for entry in entries) if entry]
 
 
 def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.Namespace]:

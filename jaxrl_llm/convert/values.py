@@ -5,6 +5,9 @@ import math
 import re
 from typing import Any
 
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.command_line import split_entries
+
 WORDS = {
     "true": True,
     "false": False,
@@ -43,19 +46,7 @@ def _plain_number(text: str) -> str:
 
 
 def _entries(text: str) -> list[str]:
-    """Split at commas outside brackets and quotes."""
-    entries, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "[{(":
-            depth += 1
-        elif letter in "]})":
-            depth -= 1
-        elif letter == "," and not depth:
-            entries.append("")
-            continue
-        entries[-1] += letter
-    return [entry for entry in (entry.strip() for entry in entries) if entry]
+    entries = split_entries(text)
+    if entries is None:
+        raise ConfigError(f"{text}: a bracket or quote is not closed")
+    return entries

@@ -31,6 +31,7 @@ from jaxrl_llm.convert.verl import (
     optimizer_keys,
     samples_cut,
 )
+from jaxrl_llm.convert.verl_sizes import set_steps
 
 SFT_DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,
@@ -132,7 +133,7 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     values["algorithm.kind"] = "sft"
     if "actor.path" not in values:
         raise ConfigError("model.path is missing: give it")
-    _set_steps(source, values, notes)
+    _set_warmup(source, values, notes)
     _set_mesh(source, values)
     longest = source.whole("data.max_length")
     values["data.max_prompt_length"] = longest // 2  # the sum limits a row
@@ -141,17 +142,8 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _set_steps(source: Source, values: dict[str, Any], notes: list[str]) -> None:
-    epochs, batch = source.whole("trainer.total_epochs"), source.count("data.train_batch_size")
-    if source.get("trainer.total_training_steps") is not None:
-        values["total_steps"] = source.whole("trainer.total_training_steps")
-    elif source.rows:
-        values["total_steps"] = max(1, source.rows // batch) * epochs
-    else:
-        notes.append(
-            f"total_steps: the number of rows is not known, so it has its default. {epochs} epochs "
-            f"are {epochs} × (rows // {batch}) steps; --rows=N computes them"
-        )
+def _set_warmup(source: Source, values: dict[str, Any], notes: list[str]) -> None:
+    set_steps(source, values, notes)
     steps = source.whole("optim.lr_warmup_steps")
     ratio = source.number("optim.lr_warmup_steps_ratio")
     if steps <= 0 and ratio and "total_steps" in values:

@@ -26,7 +26,7 @@ MAX_DEPTH = 32  # of lists and maps in the trace
 LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
 # Columns that the resolved fields of a prompt replace.
 RESOLVED = ("prompt", "completion", "data_source", "ground_truth")
-# What a TRL function can ask for beside columns.
+# What a TRL function can ask for that is no column.
 GIVEN_FIELDS = ("prompts", "completions", "completion_ids", "data_source", "ground_truth")
 
 

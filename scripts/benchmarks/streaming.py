@@ -1,6 +1,6 @@
 """Memory and waiting of prompts that are streamed from a file larger than memory.
 
-    python scripts/benchmarks/streaming.py --format=arrow --gb=10 --folder=/tmp/streamed
+    python scripts/benchmarks/streaming.py --format=arrow --gb=10 --folder=FOLDER
 
 Writes a file of rows of 1 KB, unless it is there, draws shuffled batches of it while the main
 thread does nothing for `--step_s` seconds a step, and prints a JSON line. Delete the folder then.

@@ -265,7 +265,7 @@ def test_host_memory_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 2 * largest + 340_000  # a tensor as stored and as placed, and some bookkeeping
+    assert peak < 2 * largest + 300_000  # a tensor as stored and as placed, and some bookkeeping
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2"])

@@ -5,24 +5,19 @@ follows the text that it is asked to grade.
 """
 
 import json
-import sys
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-FOLDER = Path(sys.argv[1])
+from recording import RecordingHandler, serve
+
 SEEN: Counter[str] = Counter()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(RecordingHandler):
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.recorded()
         text = body["messages"][-1]["content"]
         SEEN[text] += 1
-        entry = {"path": self.path, "key": self.headers.get("Authorization"), "body": body}
-        with open(FOLDER / "requests.jsonl", "a") as file:
-            file.write(json.dumps(entry | {"at": time.time()}) + "\n")
         if "busy" in text and SEEN[text] < 3:
             return self.answer(429, "later", {"Retry-After": "0"})
         if "locked" in text:
@@ -43,19 +38,6 @@ class Handler(BaseHTTPRequestHandler):
         found = {"choices": [{"message": {"role": "assistant", "content": score}}]}
         self.answer(200, json.dumps(found))
 
-    def answer(self, code: int, text: str, headers: dict[str, str] | None = None) -> None:
-        self.send_response(code)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-    (FOLDER / "port.tmp").write_text(str(server.server_address[1]))
-    (FOLDER / "port.tmp").rename(FOLDER / "port")
-    server.serve_forever()
+if __name__ == "__main__":
+    serve(Handler)

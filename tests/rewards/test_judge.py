@@ -1,15 +1,12 @@
 """The judge against a real server process on this machine."""
 
-import json
 import math
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from recording import RecordingServer, running_server
 
 from jaxrl_llm.config import Judge
 from jaxrl_llm.rewards import http_client
@@ -21,38 +18,15 @@ from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.types import Completion, Prompt
 
 
-class JudgeServer:
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.url = f"http://127.0.0.1:{(folder / 'port').read_text()}/v1"
-        self._read = 0
-
-    def requests(self) -> list[dict]:
-        """Those since the last call."""
-        file = self.folder / "requests.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        new, self._read = lines[self._read :], len(lines)
-        return [json.loads(line) for line in new]
-
-
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeServer]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordingServer]:
     folder = tmp_path_factory.mktemp("judge")
-    script = Path(__file__).with_name("judge_server.py")
-    process = subprocess.Popen([sys.executable, str(script), str(folder)])
-    try:
-        deadline = time.monotonic() + 30
-        while not (folder / "port").exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
-        yield JudgeServer(folder)
-    finally:
-        process.kill()
-        process.wait()
+    with running_server("judge_server.py", folder, "v1") as server:
+        yield server
 
 
 @pytest.fixture
-def server(running: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> JudgeServer:
+def server(running: RecordingServer, monkeypatch: pytest.MonkeyPatch) -> RecordingServer:
     monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.01)
     module._cache.cache_clear()
     http_client.server_of.cache_clear()
@@ -60,7 +34,7 @@ def server(running: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> JudgeServer
     return running
 
 
-def ask(server: JudgeServer, *texts: str, **settings) -> tuple[list[float], dict[str, list]]:
+def ask(server: RecordingServer, *texts: str, **settings) -> tuple[list[float], dict[str, list]]:
     logged: dict[str, list] = {}
     scores = judge(
         [f"say {text}" for text in texts],

@@ -1,15 +1,12 @@
 """The remote reward function against a real server process on this machine."""
 
-import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from recording import RecordingServer, running_server
 
 from jaxrl_llm.config import ConfigError, Remote, load_config
 from jaxrl_llm.rewards import http_client
@@ -18,44 +15,21 @@ from jaxrl_llm.rewards.remote import prepare, remote
 from jaxrl_llm.types import Completion, Prompt
 
 
-class Server:
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.url = f"http://127.0.0.1:{(folder / 'port').read_text()}/grade"
-        self._read = 0
-
-    def requests(self) -> list[dict]:
-        """Those since the last call."""
-        file = self.folder / "requests.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        new, self._read = lines[self._read :], len(lines)
-        return [json.loads(line) for line in new]
-
-
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordingServer]:
     folder = tmp_path_factory.mktemp("remote")
-    script = Path(__file__).with_name("reward_server.py")
-    process = subprocess.Popen([sys.executable, str(script), str(folder)])
-    try:
-        deadline = time.monotonic() + 30
-        while not (folder / "port").exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
-        yield Server(folder)
-    finally:
-        process.kill()
-        process.wait()
+    with running_server("reward_server.py", folder, "grade") as server:
+        yield server
 
 
 @pytest.fixture
-def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+def server(running: RecordingServer, monkeypatch: pytest.MonkeyPatch) -> RecordingServer:
     monkeypatch.setattr(http_client, "FIRST_WAIT_S", 0.01)
     running.requests()
     return running
 
 
-def ask(server: Server, *texts: str, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
+def ask(server: RecordingServer, *texts: str, **settings: Any) -> tuple[list[Any], dict[str, Any]]:
     logged: dict[str, Any] = {}
 
     def log_extra(name: str, values: Any) -> None:

@@ -29,6 +29,7 @@ from jaxrl_llm.config import Composed
 
 # Bypass mode: the field that replaces each one, since the sampler's policy is the old one.
 TWO_POLICIES = {"old_logprobs": "rollout_logprobs"}
+IMPORTANCE_THRESHOLD = 2.0  # where the settings have none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,11 @@ def compose(
             check_settings(fn)
     correction = _correction(
         policy_loss,
-        _importance(s.rollout_is, s.rollout_is_threshold, s.rollout_is_batch_normalize),
+        _importance(
+            s.rollout_is,
+            IMPORTANCE_THRESHOLD if s.rollout_is_threshold is None else s.rollout_is_threshold,
+            s.rollout_is_batch_normalize,
+        ),
         _rejection(s.rollout_rs, s.rollout_rs_threshold),
         bypass=s.bypass_mode,
     )

@@ -91,9 +91,10 @@ class Shared(Online):
     kl_loss_type: KLType = "low_var_kl"
     kl_loss_coef: float = 0.001
     # Importance weights for the gap between sampler and trainer. The threshold is an upper bound,
-    # or a band "0.5_2.0" outside of which the weight is 0.
+    # or a band "0.5_2.0" outside of which the weight is 0. None is 2, and for samples of
+    # config.max_staleness from 2 on what docs/placement.md says.
     rollout_is: Maybe[Literal["token", "sequence"]] = None
-    rollout_is_threshold: Threshold = 2.0
+    rollout_is_threshold: Maybe[Threshold] = None
     rollout_is_batch_normalize: bool = False
     # Rejection rules, e.g. "token_k1,seq_mean_k3"; one threshold for all or one each.
     rollout_rs: Maybe[str] = None

@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
 from jaxrl_llm.algorithms.kl import with_steps
-from jaxrl_llm.config import AlgorithmSettings, Composed, Config, ConfigError
+from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -424,7 +424,7 @@ def _corrected(config: Config) -> Config:
     if not config.max_staleness or not known or settings.rollout_is or settings.bypass_mode:
         return config
     level, upper = _weights_of_stale_samples(config)
-    if settings.rollout_is_threshold != Composed().rollout_is_threshold:
+    if settings.rollout_is_threshold is not None:
         upper = settings.rollout_is_threshold
     weighted = replace(settings, rollout_is=level, rollout_is_threshold=upper)
     return replace(config, algorithm=weighted)

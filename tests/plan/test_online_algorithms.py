@@ -12,6 +12,7 @@ from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.config import ALGORITHMS, Config, Custom, Online
+from jaxrl_llm.plan.online import _corrected
 
 ALIASES = {
     name: {"dro": {"beta": 0.1}, "pair": {"adv_estimator": "rloo", "loss_mode": "gspo"}}.get(
@@ -172,6 +173,13 @@ def test_a_rollout_is_corrected_by_importance(quantization: str, least: float, m
     mean = metrics["rollout_corr/rollout_is_mean"]
     np.testing.assert_allclose(mean, weights[real].mean(), rtol=1e-5)
     assert least <= np.abs(np.log(ratio[real])).mean() < most
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, 10.0), (2.0, 2.0), (3.0, 3.0)])
+def test_a_threshold_that_is_given_counts_for_stale_samples(given: float | None, found: float):
+    config = config_of("grpo", rollout_is_threshold=given)
+    weighted = _corrected(replace(config, max_staleness=2)).algorithm
+    assert weighted.rollout_is == "sequence" and weighted.rollout_is_threshold == found
 
 
 def test_rejected_tokens_are_in_no_loss_and_no_count():

@@ -684,7 +684,7 @@ class Update(ModelStage):
             own, metrics = jax.lax.scan(optimizer_step, own, jnp.arange(num_steps))
         if role.forward.pipeline is not None:
             metrics[BUBBLE] = jnp.full(num_steps, role.forward.pipeline.bubble, jnp.float32)
-        ratios = metrics.pop(LOG_RATIOS, None)
+        ratios: Any = metrics.pop(LOG_RATIOS, None)
         found = self.summary(metrics)
         if ratios is not None:
             found |= ratio_quantiles(ratios)

@@ -23,6 +23,7 @@ from jaxrl_llm.generation.partial_responses import Parts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
@@ -400,7 +401,7 @@ def _measure(own_logprobs: bool, with_ratios: bool) -> Measure | None:
     """What is made of the arrays that the actor's loss gives."""
     if own_logprobs:
         return stages.policy_metrics
-    return stages.log_ratios if with_ratios else None
+    return log_ratios if with_ratios else None
 
 
 def _critic_warmup(config: Config, algorithm: Algorithm) -> int:

@@ -18,7 +18,6 @@ from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
-from jaxrl_llm.algorithms.policy_losses import MAX_LOG_RATIO
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, MICRO_BATCHES, PREFILLS
 from jaxrl_llm.distributed.layout import Layout
@@ -38,6 +37,7 @@ from jaxrl_llm.learner.forward import (
     response_values,
 )
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
+from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
 from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
     Adapted,
@@ -56,14 +56,12 @@ from jaxrl_llm.learner.train_step import (
     mini_batches,
     train_step,
 )
-from jaxrl_llm.numerics import masked_mean, masked_quantiles
+from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
 from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
 from jaxrl_llm.plan.roles import Role, pass_model, sampling_model
 
 KL_CONTROLLER = "kl_controller"
-LOG_RATIOS = "log_ratios"  # of an optimizer step; RATIO_PERCENTS of them become metrics
-RATIO_PERCENTS = (1, 50, 99)
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 
 
@@ -377,18 +375,6 @@ def policy_metrics(logprobs_and_entropy: Any, fields: Fields) -> Metrics:
     logprobs, entropy = logprobs_and_entropy
     metrics = mismatch_metrics(logprobs, fields["rollout_logprobs"], fields["mask"])
     return metrics | {"actor/entropy": masked_mean(entropy, fields["mask"])}
-
-
-def log_ratios(found: jax.Array, fields: Fields) -> Metrics:
-    """What an optimizer step adds to LOG_RATIOS: the log-ratios, and where there are tokens."""
-    return {LOG_RATIOS: (found, fields["mask"] != 0)}  # pyright: ignore[reportReturnType]
-
-
-def ratio_quantiles(found: tuple[jax.Array, jax.Array]) -> Metrics:
-    """Quantiles of the ratio over all tokens of all optimizer steps, at most exp(20)."""
-    logs = masked_quantiles(*found, RATIO_PERCENTS)
-    ratios = jnp.exp(jnp.clip(logs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return {f"actor/ratio_p{p:02}": ratios[i] for i, p in enumerate(RATIO_PERCENTS)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -47,6 +47,7 @@ def test_the_command_writes_a_new_file(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "\n  beta=0.3 -> algorithm.beta=0.3\n" in shown
     assert "3 keys: 3 translated, 0 not needed, 0 without counterpart" in shown
+    assert f"wrote {output}; get what is not on this machine, then try it: jaxrl train" in shown
     assert isinstance(c.open_config(str(output)).algorithm, c.DPO)
     with pytest.raises(c.ConfigError, match=r"mine.py exists; give a new file"):
         convert_config(["--from=trl", DPO, f"--output={output}"])

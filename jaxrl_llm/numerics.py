@@ -6,7 +6,7 @@ Guarantees: values outside of the mask, also infinity and NaN, change no result.
 0 instead of a division by zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,41 @@ def masked_var(x: Float[Array, "..."], mask: Mask, *, unbiased: bool = True) -> 
     squares = masked_sum(jnp.square(x - masked_mean(x, mask)), mask)
     count = masked_count(mask)
     return safe_divide(squares, count - 1.0 if unbiased else count)
+
+
+def masked_quantiles(
+    x: Float[Array, "..."], mask: Mask, percents: Sequence[int]
+) -> Float[Array, " Q"]:
+    """For each of `percents`: the least entry that so many percent of the entries do not exceed.
+
+    These are entries of x, neither binned nor interpolated, in float32. They are found by bisection
+    of their bits. Integers are counted, so devices and their number change no bit.
+    """
+    keep = mask != 0
+    keys = _ordered_bits(jnp.where(keep, x.astype(jnp.float32), jnp.inf))
+    keys, count = jnp.where(keep, keys, jnp.uint32(2**32 - 1)), keep.sum(dtype=jnp.int32)
+    percent = jnp.array(percents, jnp.int32)
+    # ceil(count percent / 100), without a product that overflows.
+    ranks = count // 100 * percent + (count % 100 * percent + 99) // 100
+
+    def narrow(step: Array, found: Array) -> Array:
+        trial = found | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+        below = (keys[..., None] < trial).sum(tuple(range(keys.ndim)), dtype=jnp.int32)
+        return jnp.where(below < jnp.maximum(ranks, 1), trial, found)
+
+    found = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(len(percents), jnp.uint32))
+    return jnp.where(count > 0, _from_ordered_bits(found), 0.0)
+
+
+def _ordered_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Integers that are ordered as the float32 numbers are."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _from_ordered_bits(keys: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    bits = jnp.where(keys >> 31 == 1, keys & jnp.uint32(2**31 - 1), ~keys)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def masked_whiten(

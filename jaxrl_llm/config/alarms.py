@@ -88,6 +88,13 @@ class ClipFraction(Alarm):
 
 
 @record
+class Ratio(Alarm):
+    """The 1st or 99th percentile of the ratio is off 1 by this factor: the mean of 10 steps."""
+
+    threshold: Times = 2.0
+
+
+@record
 class Mismatch(Alarm):
     """`token_mult_prob_error` of sampler and trainer: the mean of 5 steps is above."""
 
@@ -167,6 +174,7 @@ class AlarmsConfig(Record):
     kl: KL = KL()
     update_kl: UpdateKL = UpdateKL()
     clip_fraction: ClipFraction = ClipFraction()
+    ratio: Ratio = Ratio()
     mismatch: Mismatch = Mismatch()
     reward_std: RewardSpread = RewardSpread()
     zero_variance: ZeroVariance = ZeroVariance()

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.convert.conversion import Conversion, convert, rows_of
-from jaxrl_llm.convert.rules import Source, many
+from jaxrl_llm.convert.rules import NotNeeded, Source, many
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in, without_unknown
 from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.convert.verl import DEFAULTS, VERL
@@ -32,7 +33,7 @@ def convert_verl(
     """
     words = read_command(script, lambda found: any(map(_is_entry, found)), environment, arguments)
     entry = next(i for i, word in enumerate(words) if _is_entry(word))
-    given = settings(words[entry + 1 :])
+    given, cut = settings(words[entry + 1 :])
     supervised = bool(SFT.search(words[entry]))
     defaults = SFT_DEFAULTS if supervised else DEFAULTS
     source = Source(
@@ -41,19 +42,23 @@ def convert_verl(
         devices=devices or _devices(words[:entry], given, defaults),
         rows=rows or _rows(given),
     )
-    return convert(source, VERL_SFT if supervised else VERL)
+    found = convert(source, VERL_SFT if supervised else VERL)
+    unused = {each.key for each in found.of_kind(NotNeeded)}
+    notes = [note for key, note in cut.items() if key not in unused]
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def _is_entry(word: str) -> bool:
     return bool(RL.search(word) or SFT.search(word))
 
 
-def settings(words: Sequence[str]) -> dict[str, Any]:
-    """The key=value words of Hydra; the last one of a key counts.
+def settings(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The key=value words of Hydra, the last one of a key; and notes on values that were cut.
 
     Raises: ConfigError for a word that is neither, and for a value that is not known.
     """
     found: dict[str, Any] = {}
+    cut: dict[str, str] = {}
     words = [word for word in words if word.strip()]
     while words:
         word = words.pop(0)
@@ -66,10 +71,15 @@ def settings(words: Sequence[str]) -> dict[str, Any]:
                 continue
             raise ConfigError(f"{word!r} is no key=value of verl")
         key = key.lstrip("+") if not key.startswith("--") else key
+        cut.pop(key, None)
         if unknown := unknown_in(key + text):
             text = _known(key, text, unknown[0])
+            cut[key] = (
+                f"{key}: the value depends on {', '.join(unknown)}, not known here; "
+                f"{repr(text) if text else 'nothing'} is left of it. {remedy(unknown[0])}"
+            )
         found[key] = value_of(text)
-    return found
+    return found, cut
 
 
 def _known(key: str, text: str, unknown: str) -> str:

@@ -21,6 +21,7 @@ from jaxrl_llm.data.formats import (
     CONTENT,
     LENGTH_KEYS,
     SERVES,
+    TRAINED_COLUMNS,
     TRUNCATIONS,
     LabelledExample,
     Overlong,
@@ -204,9 +205,11 @@ def _load(
         reader = _Reader(name, kind, rows, convert, fit, rules.max_length, truncation)
         checked = replace(reader, rows=FirstRows(rows)) if rules.streaming else reader
         own.append(_check_stripe(checked, rules.filter_overlong))
-        streamed.append(StreamedSource(rows, reader.records_of))
-        if rules.streaming and rules.shuffled:
-            check_groups(name, rows)
+        if rules.streaming:
+            rows = rows if purpose == "prompts" else rows.only(TRAINED_COLUMNS)
+            streamed.append(StreamedSource(rows, reader.records_of))
+            if rules.shuffled:
+                check_groups(name, rows)
         if own[-1].error:
             break
     # One list a process, of one summary a source.

@@ -53,6 +53,8 @@ COLUMNS = {
 }
 # The columns of all formats that a model sees or learns from.
 CONTENT = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in names))
+# All that a row of supervised or preference training is made of. Prompts keep every column.
+TRAINED_COLUMNS = (*CONTENT, "tools", "data_source", "margin")
 TRUNCATIONS = ("error", "left", "right", "middle")
 STEP_SEPARATOR = "\n"  # between the steps of a stepwise row, as in TRL
 # What limits the length of a row. Completions count only in supervised and preference training.

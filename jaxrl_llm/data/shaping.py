@@ -1,6 +1,6 @@
 """What the config changes of every row before its format is found: names, chat, system prompt."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +97,10 @@ class ShapedRows(Rows):
 
     def one(self, place: int) -> RawRow | BadRow:
         return self._shaped(self.rows.one(place))
+
+    def only(self, columns: Collection[str]) -> Rows:
+        renamed = self.shape.columns
+        return ShapedRows(self.rows.only({*columns, *renamed.values()}), self.shape)
 
     def _shaped(self, row: RawRow | BadRow) -> RawRow | BadRow:
         if isinstance(row, BadRow):

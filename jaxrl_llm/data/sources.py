@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -62,6 +62,10 @@ class Rows(ABC):
     def one(self, place: int) -> RawRow | BadRow:
         """One row. What was read around it may be kept for the next."""
         return next(self.read(place, place + 1))
+
+    def only(self, columns: Collection[str]) -> "Rows":
+        """The rows for a reader of these columns: others are left out where that saves work."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -147,15 +151,31 @@ def custom_rows(
 class ParquetRows(Rows):
     """A parquet file. A row group is decoded as a whole, and the last few stay in memory."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, columns: Collection[str] | None = None):
+        """Of several `columns`, those that the file has are read; None reads all."""
         self._path = path
         self._file: Any = None
         self._groups: dict[int, Any] = {}  # the oldest first
         file = self._opened()
         _refuse_double_columns(path, file.schema_arrow)
-        groups = range(file.metadata.num_row_groups)
-        self._ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
-        self._largest = max((file.metadata.row_group(i).total_byte_size for i in groups), default=0)
+        names = file.schema_arrow.names
+        self._columns = None if columns is None else [n for n in names if n in columns]
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        self._ends = list(accumulate(group.num_rows for group in groups))
+        self._largest = max((self._bytes(group) for group in groups), default=0)
+
+    def _bytes(self, group: Any) -> int:
+        """What is decoded of a row group."""
+        if self._columns is None:
+            return group.total_byte_size
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        own = [c for c in chunks if c.path_in_schema.partition(".")[0] in self._columns]
+        return sum(chunk.total_uncompressed_size for chunk in own)
+
+    def only(self, columns: Collection[str]) -> Rows:
+        if any("." in name for name in self._opened().schema_arrow.names):
+            return self  # pyarrow takes a dot for a part of a column
+        return ParquetRows(self._path, columns)
 
     @property
     def bytes_of_one(self) -> int:
@@ -178,11 +198,14 @@ class ParquetRows(Rows):
         group = bisect_right(self._ends, place)
         first = self._ends[group - 1] if group else 0
         with _READING, _refusing(self._path, "parquet file"):
-            table = self._groups.pop(group, None) or self._opened().read_row_group(group)
+            table = self._groups.pop(group, None) or self._decoded(group)
             self._groups[group] = table
             if len(self._groups) > ROW_GROUPS:
                 del self._groups[next(iter(self._groups))]
         return next(_table_rows(self._path, table.to_batches(), first, place, place + 1))
+
+    def _decoded(self, group: int) -> Any:
+        return self._opened().read_row_group(group, columns=self._columns)
 
     def _opened(self) -> Any:
         from pyarrow import parquet

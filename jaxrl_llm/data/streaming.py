@@ -32,7 +32,7 @@ def check_groups(name: str, rows: Rows) -> None:
         raise ValueError(
             f"config.data.streaming: {name} has row groups of up to {rows.bytes_of_one / 1e6:.0f} "
             f"MB, and a shuffled row decodes its whole group; at most {MOST_DECODED / 1e6:.0f} MB "
-            "work. Write it with pyarrow.parquet.write_table(table, FILE, row_group_size=1000) or "
+            "work. Write it with pyarrow.parquet.write_table(table, FILE, row_group_size=100) or "
             "as an arrow stream, or set --config.data.shuffle=false"
         )
 

@@ -58,7 +58,8 @@ def convert_config(argv: list[str]) -> int:
     _check_new(output)
     output.write_text(file_of(found, flags.library), encoding="utf-8")
     print("\n".join(lines(found)))
-    print(f"wrote {output}; try it: jaxrl train --config={output} --dry_run")
+    before = "get what is not on this machine, then " if found.missing else ""
+    print(f"wrote {output}; {before}try it: jaxrl train --config={output} --dry_run")
     return 0
 
 

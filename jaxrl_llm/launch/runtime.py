@@ -78,6 +78,7 @@ def run_script(
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
     message on stderr and exit code 2. Ctrl-C exits with 130. One of several processes then waits
     TOGETHER_S for the others. Other errors keep their traceback, and end such a process at once.
+    No error waits for programs that are compiled ahead.
     `--help` prints `help_text`, or else the docstring of the script.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -95,7 +96,9 @@ def run_script(
         if isinstance(error, ValueError) and is_for_user(error):
             print(f"error: {error}", file=sys.stderr)
             _end_together(USER_ERROR)
-        _leave_others()
+        if _is_one_of_several() or _compiles():
+            traceback.print_exc()
+            _leave(1)
         raise
     sys.exit(code)
 
@@ -105,29 +108,34 @@ def _end_together(code: int) -> NoReturn:
 
     jax waits for them for five minutes, and they may be waiting for this process.
     """
-    jax = sys.modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
-        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    if _is_one_of_several():
+        leaving = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
         leaving.start()
         leaving.join(TOGETHER_S)
         if leaving.is_alive():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            _leave(code)
+    if _compiles():
+        _leave(code)
     sys.exit(code)
 
 
-def _leave_others() -> None:
-    """End this process at once, with the traceback of the error, if it is one of several.
-
-    Otherwise jax waits at the exit for the others, and these wait for this process.
-    """
+def _is_one_of_several() -> bool:
+    """Whether jax waits at the exit for other processes, and these for this one."""
     jax = sys.modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def _compiles() -> bool:
+    """Whether Python would wait at the exit for programs, up to minutes."""
+    program = sys.modules.get("jaxrl_llm.plan.program")
+    return program is not None and program.compiles_ahead()
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def is_for_user(error: ValueError) -> bool:

@@ -34,6 +34,7 @@ class PolicyLoss:
 
     `own_logprobs` is for the only step on its samples. The old log-probs are then those that the
     step computes itself. The loss returns them and the entropies, [B, R], with its metrics.
+    `with_log_ratios` returns those of the policy to the one that the loss compares it with.
     """
 
     algorithm: Algorithm
@@ -41,6 +42,7 @@ class PolicyLoss:
     settings: ForwardSettings
     temperature: float
     own_logprobs: bool = False
+    with_log_ratios: bool = False
     router: RouterLoss = RouterLoss()  # of a mixture of experts
     replays_routes: bool = False  # tokens take the experts that they had in the rollout
 
@@ -111,7 +113,12 @@ class PolicyLoss:
             term, of_router = self.router(found.routed, share)
             total, metrics = total + term, metrics | of_router
         metrics |= attention_work(rows, self.spec, self.settings)
-        return total, (metrics, (logprobs, entropy)) if self.own_logprobs else metrics
+        if self.own_logprobs:
+            return total, (metrics, (logprobs, entropy))
+        if self.with_log_ratios:
+            compared = current["old_logprobs" if "old_logprobs" in reads else "rollout_logprobs"]
+            return total, (metrics, jax.lax.stop_gradient(logprobs - compared))
+        return total, metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,6 +108,16 @@ class Deviation(Level):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Factor(Level):
+    """How far from 1 a level is: the larger of the value and its inverse."""
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        for name, value in super().subjects(metrics):
+            if value > 0:
+                yield name, max(value, 1 / value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fresh(Level):
     """A level that counts only where the samples come from the newest policy."""
 
@@ -306,6 +316,11 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
             metrics=("actor/pg_clipfrac",),
             threshold=limit("clip_fraction"),
             look_at="learning rate, ppo_epochs, clip_low and clip_high",
+        ),
+        "ratio": Factor(
+            metrics=("actor/ratio_p01", "actor/ratio_p99"),
+            threshold=limit("ratio"),
+            look_at="learning rate, ppo_epochs, the number of mini-batches, actor/ppo_kl",
         ),
         "mismatch": Fresh(
             metrics=("token_mult_prob_error",),

@@ -23,6 +23,8 @@ from jaxrl_llm.generation.partial_responses import Parts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.ratios import log_ratios
+from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.correction import correction
@@ -395,6 +397,13 @@ def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> N
         )
 
 
+def _measure(own_logprobs: bool, with_ratios: bool) -> Measure | None:
+    """What is made of the arrays that the actor's loss gives."""
+    if own_logprobs:
+        return stages.policy_metrics
+    return log_ratios if with_ratios else None
+
+
 def _critic_warmup(config: Config, algorithm: Algorithm) -> int:
     """Iterations of the critic alone. Without a critic nothing would learn meanwhile."""
     return 0 if algorithm.value_loss is None else config.critic.warmup_steps
@@ -634,12 +643,16 @@ class _Planning:
                 seed=config.seed,
             )
             found.append(update)
+        reads = field_names(algorithm.policy_loss)
+        several = sizes.num_mini_batches * sizes.num_epochs > 1  # the ratio of a single one is 1
+        with_ratios = "rollout_logprobs" in reads or ("old_logprobs" in reads and several)
         loss = PolicyLoss(
             algorithm=algorithm,
             spec=actor.spec,
             settings=actor.forward,
             temperature=config.rollout.temperature,
             own_logprobs=own_logprobs,
+            with_log_ratios=with_ratios,
             router=router_loss(config, actor),
             replays_routes=replays_routes(config, actor),
         )
@@ -649,7 +662,7 @@ class _Planning:
             loss=loss,
             sizes=sizes,
             first_step=_critic_warmup(config, algorithm) + 1,
-            measure=stages.policy_metrics if own_logprobs else None,
+            measure=_measure(own_logprobs, with_ratios),
             seed=config.seed,
         )
         return [*found, update]

@@ -4,6 +4,7 @@ Consecutive device stages are one `jax.jit`: with a model reward the whole itera
 program. The states of roles that learn are donated, so an update needs no second copy.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,7 @@ from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
+COMPILING = "compiling"  # begins the name of a thread of `compile_ahead`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
@@ -249,7 +251,7 @@ class Program:
         """
         if jax.process_count() > 1:
             return
-        threads = ThreadPoolExecutor(len(self._compiled) or 1, "compiling")
+        threads = ThreadPoolExecutor(len(self._compiled) or 1, COMPILING)
         for segment in self.segments:
             if not segment.is_host:
                 arguments = self._arguments(segment, states, batch)
@@ -345,6 +347,15 @@ class Program:
             out_shardings=(learning_shardings, batch_sharding(mesh), replicated(mesh)),
             compiler_options=options if all(other == options for other in others) else None,
         )
+
+
+def compiles_ahead() -> bool:
+    """Whether a thread of `compile_ahead` is at work. Nothing ends it before its program is made.
+
+    Python waits for it at its exit. It is no daemon: one that comes back from XLA while Python
+    ends aborts the process.
+    """
+    return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -37,6 +37,7 @@ from jaxrl_llm.learner.forward import (
     response_values,
 )
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
+from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
 from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
     Adapted,
@@ -669,7 +670,11 @@ class Update(ModelStage):
             own, metrics = jax.lax.scan(optimizer_step, own, jnp.arange(num_steps))
         if role.forward.pipeline is not None:
             metrics[BUBBLE] = jnp.full(num_steps, role.forward.pipeline.bubble, jnp.float32)
-        return StageOutput(metrics=self.summary(metrics), state=own)
+        ratios: Any = metrics.pop(LOG_RATIOS, None)
+        found = self.summary(metrics)
+        if ratios is not None:
+            found |= ratio_quantiles(ratios)
+        return StageOutput(metrics=found, state=own)
 
     def summary(self, steps: Metrics) -> Metrics:
         """Metrics [optimizer steps] averaged; those of the step itself are named for the role."""

@@ -176,8 +176,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     if config.log.tensorboard:
         viewer = "(its viewer: pip install tensorboard)"
         lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'} {viewer}")
-    if config.log.trace:
-        lines.append(f"  trace           {run_dir / 'trace'}")
+    if (trace := run_dir / "trace").is_dir() and any(trace.iterdir()):  # not where none answered
+        lines.append(f"  trace           {trace}")
     lines.append(
         f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
     )

@@ -191,8 +191,9 @@ class Run:
 
     def _compile_ahead(self) -> None:
         """Begin to compile the programs of the first step, while other things are done."""
-        if isinstance(self.plan, OnlinePlan):
-            self.plan.at((self.resume_step or 0) + 1).compile_ahead()
+        step = (self.resume_step or 0) + 1
+        if isinstance(self.plan, OnlinePlan) and step <= self.config.total_steps:
+            self.plan.at(step).compile_ahead()
 
     def _say_what_it_is(self) -> None:
         """The banner, on the main process: on the console and in RUN/about.json."""

@@ -47,6 +47,7 @@ def test_the_command_writes_a_new_file(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "\n  beta=0.3 -> algorithm.beta=0.3\n" in shown
     assert "3 keys: 3 translated, 0 not needed, 0 without counterpart" in shown
+    assert f"wrote {output}; get what is not on this machine, then try it: jaxrl train" in shown
     assert isinstance(c.open_config(str(output)).algorithm, c.DPO)
     with pytest.raises(c.ConfigError, match=r"mine.py exists; give a new file"):
         convert_config(["--from=trl", DPO, f"--output={output}"])
@@ -60,6 +61,25 @@ def test_a_script_gets_arguments_and_the_environment(tmp_path, monkeypatch):
     config = c.open_config("my_run.py")
     assert isinstance(config.algorithm, c.DPO)
     assert (config.algorithm.beta, config.name, config.seed) == (0.4, "my_run", 3)
+
+
+def test_a_name_that_lost_an_unknown_part_is_noted(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.total_epochs=1 "
+    line += "actor_rollout_ref.model.path=a/b trainer.project_name=$PROJECT_OF_TEST "
+    names = "trainer.experiment_name=run_${SIZE_OF_TEST}_$(date +%s)"
+    assert convert_config(["--from=verl", "--rows=99", line + names]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    written = " ".join((tmp_path / "run.py").read_text().split())
+    note = "trainer.experiment_name: the value depends on SIZE_OF_TEST, $(date +%s), not known here"
+    for text in (shown, written):
+        assert note in text and "SIZE_OF_TEST=VALUE jaxrl convert-config" in text
+        assert "PROJECT_OF_TEST" not in text  # the key is not needed
+    again = line + "trainer.experiment_name=$X_OF_TEST trainer.experiment_name=known"
+    assert convert_config(["--from=verl", "--rows=99", again]) == 0
+    assert "depends on" not in capsys.readouterr().out  # the last one counts
+    with pytest.raises(c.ConfigError, match=r"known.py exists; give a new file"):
+        convert_config(["--from=verl", "--rows=99", again])
 
 
 @pytest.mark.parametrize(

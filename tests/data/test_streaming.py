@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import threading
+import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -18,6 +21,8 @@ from jaxrl_llm.data.dataset import (
     load_unpaired,
 )
 from jaxrl_llm.data.loader import PromptLoader
+from jaxrl_llm.data.shaping import Shape
+from jaxrl_llm.data.sources import ParquetRows
 from jaxrl_llm.data.streaming import Streamed
 from jaxrl_llm.tokenizer import CharTokenizer
 from jaxrl_llm.trainer.data import load_run_prompts, train_sources
@@ -126,10 +131,63 @@ def test_rows_of_several_records_are_refused(tmp_path):
 def test_a_file_of_large_row_groups_is_refused_where_rows_are_shuffled(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "MOST_DECODED", 200)  # a group of 7 rows has more
     sources = write(tmp_path, PAIRS)
-    with pytest.raises(ValueError, match="b.parquet has row groups.*row_group_size=1000"):
+    with pytest.raises(ValueError, match="b.parquet has row groups.*row_group_size=100\\)"):
         load_prompts(sources, CHAR, rules())
     assert len(load_prompts(sources, CHAR, rules(shuffled=False)).items) == 120
     assert len(load_prompts(sources, CHAR, rules(streaming=False)).items) == 120
+
+
+def test_batches_are_decoded_ahead_and_no_further(tmp_path, monkeypatch):
+    """While the step works, the next `prefetch` batches are made; then the reader waits."""
+    sources = write(tmp_path, PAIRS)
+    places, threads = [], set()
+    original = ParquetRows.one
+
+    def counted(self, place):
+        places.append(place)
+        threads.add(threading.current_thread())
+        return original(self, place)
+
+    parquet_only = Sources(files=(sources.files[1],))
+    items = load_prompts(parquet_only, CHAR, rules()).items
+    monkeypatch.setattr(ParquetRows, "one", counted)
+    loader = PromptLoader(items, batch_size=4, seed=3, prefetch=2)
+    for step in range(1, 4):
+        next(loader)
+        # The batches taken, those in the buffer, and one that waits for room in it.
+        deadline = time.monotonic() + 20
+        while len(places) < 4 * (step + 2) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert 4 * (step + 2) <= len(places) <= 4 * (step + 3)
+    loader.close()
+    assert threading.current_thread() not in threads
+
+
+def test_examples_decode_only_the_columns_that_they_are_made_of(tmp_path, monkeypatch):
+    rows = [row | {"notes": "x" * 500, "data_source": "sums"} for row in EXAMPLES]
+    file = tmp_path / "wide.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), file, row_group_size=7)
+    sources, decoded = Sources(files=(str(file),)), []
+    original = ParquetRows._decoded
+
+    def noted(self, group):
+        table = original(self, group)
+        decoded.append(table.column_names)
+        return table
+
+    monkeypatch.setattr(ParquetRows, "_decoded", noted)
+    monkeypatch.setattr(streaming, "MOST_DECODED", 1000)  # the notes of a group have 3,500
+    found = load_examples(sources, CHAR, rules()).items
+    assert list(found) == load_examples(sources, CHAR, rules(streaming=False)).items
+    assert found[3].data_source == "sums"
+    assert decoded and all(n == ["prompt", "completion", "data_source"] for n in decoded)
+    with pytest.raises(ValueError, match="row groups"):  # a reward may read any column
+        load_prompts(sources, CHAR, rules())
+    shaped = replace(sources, shape=Shape(columns={"completion": "notes"}))
+    monkeypatch.setattr(streaming, "MOST_DECODED", 9000)
+    long = load_examples(shaped, CHAR, rules(max_length=600)).items
+    assert len(long[0].token_ids) > 500
 
 
 def test_the_key_is_for_training_rows(tmp_path):

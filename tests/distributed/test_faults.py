@@ -55,28 +55,35 @@ def test_a_process_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
     assert "process 0 lags" not in found.stderr
 
 
-# (fault, process, other flags, what the output has, in words of ours)
+COORDINATOR = 0
+# (fault, what the output has, in words of ours); FAULTY stands for the process that fails
 FAULTS = [
-    ("killed", 1, "exit code 137; restart 1"),
-    ("killed", 0, "exit code 137; restart 1"),  # the coordinator
-    ("stopped", 1, "process 1 lags: it has not run for"),
-    ("segfault", 1, "Fatal Python error: Segmentation fault"),
-    ("abort", 1, "Fatal Python error: Aborted"),
-    ("exception", 1, "RuntimeError: a fault that a test made"),
-    ("hung", 1, "process 1 lags: it is in step 7"),
-    ("lock held", 1, "process 1 lags: it has not run for"),
-    ("hung reward", 1, "process 1 lags: it is in step 7, stage"),
-    ("slow", 1, ""),  # goes on
-    ("killed in a save", 1, "exit code 137; restart 1"),
+    ("killed", "exit code 137; restart 1"),
+    ("stopped", "process FAULTY lags: it has not run for"),
+    ("segfault", "Fatal Python error: Segmentation fault"),
+    ("abort", "Fatal Python error: Aborted"),
+    ("exception", "RuntimeError: a fault that a test made"),
+    ("hung", "process FAULTY lags: it is in step 7"),
+    ("lock held", "process FAULTY lags: it has not run for"),
+    ("hung reward", "process FAULTY lags: it is in step 7, stage"),
+    ("slow", ""),  # goes on
+    ("killed in a save", "exit code 137; restart 1"),
 ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run of two processes without a fault."""
+def launcher(processes: int, *flags: str) -> list[str]:
+    return [*LAUNCH, f"--processes={processes}", *flags, "--"]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+def whole(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, TinyRun]:
+    """The number of processes, and their run without a fault."""
+    processes: int = request.param
     run = TinyRun(tmp_path_factory.mktemp("whole"), f"--config.total_steps={STEPS}")
-    run.finish(launcher=[*LAUNCH, "--processes=2", "--", TRAIN])
-    return run
+    run.finish(launcher=[*launcher(processes), TRAIN])
+    return processes, run
 
 
 def faulty_run(folder: Path, fault: str, process: int, processes: int) -> tuple[TinyRun, str]:
@@ -88,10 +95,10 @@ def faulty_run(folder: Path, fault: str, process: int, processes: int) -> tuple[
     run = TinyRun(folder, f"--config.total_steps={STEPS}", limit)
     # In step 6 a checkpoint is saved, in step 7 none.
     step = STEP - 1 if fault == "killed in a save" else STEP
-    launcher = [*LAUNCH, f"--processes={processes}", "--restarts=2", "--"]
-    command = [FAULTY, fault, str(process), str(step), str(folder), TRAIN]
+    command = launcher(processes, "--restarts=2")
+    command += [FAULTY, fault, str(process), str(step), str(folder), TRAIN]
     log, seconds = folder / "log.txt", 0.0
-    with run.process(launcher=[*launcher, *command]) as started:
+    with run.process(launcher=command) as started:
         while started.poll() is None:
             if not seconds and "; restart " in log.read_text():
                 seconds = time.time() - float((folder / "injected").read_text())
@@ -104,22 +111,25 @@ def faulty_run(folder: Path, fault: str, process: int, processes: int) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "process", "text"), FAULTS)
-def test_a_fault_in_one_of_two(
-    whole: TinyRun, tmp_path: Path, fault: str, process: int, text: str
+@pytest.mark.parametrize(("fault", "text"), FAULTS)
+def test_a_fault_in_one_of_several(
+    whole: tuple[int, TinyRun], tmp_path: Path, fault: str, text: str
 ) -> None:
-    run, output = faulty_run(tmp_path, fault, process, 2)
-    assert text in output
+    processes, _ = whole
+    faulty = processes // 2
+    run, output = faulty_run(tmp_path, fault, faulty, processes)
+    assert text.replace("FAULTY", str(faulty)) in output
     assert output.count("; restart ") == (0 if fault == "slow" else 1), output
-    assert run.metrics() == whole.metrics()
-    assert_same_bits(run.weights(STEPS), whole.weights(STEPS))
+    has_the_bits(run, whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["killed", "stopped", "exception", "hung reward"])
-def test_a_fault_in_one_of_four(tmp_path: Path, fault: str) -> None:
-    _, output = faulty_run(tmp_path, fault, 2, 4)
-    assert output.count("; restart ") == 1
-    assert f"finished at step {STEPS} of {STEPS}" in output
-    if fault in ("stopped", "hung reward"):
-        assert "process 2 lags" in output
+def test_a_lost_coordinator(whole: tuple[int, TinyRun], tmp_path: Path) -> None:
+    run, output = faulty_run(tmp_path, "killed", COORDINATOR, whole[0])
+    assert output.count("exit code 137; restart 1") == 1
+    has_the_bits(run, whole)
+
+
+def has_the_bits(run: TinyRun, whole: tuple[int, TinyRun]) -> None:
+    assert run.metrics() == whole[1].metrics()
+    assert_same_bits(run.weights(STEPS), whole[1].weights(STEPS))

@@ -150,6 +150,11 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
         interrupted=False,
         checkpoint=tmp_path / "checkpoints" / "global_step_3",
     )
+    trace = tmp_path / "trace"
+    trace.mkdir()
+    assert not any("trace" in line for line in summary_lines(summary, Config()))  # none answered
+    (trace / "train.jsonl").touch()
+    assert f"  trace           {trace}" in summary_lines(summary, Config())
     lines = [line for line in summary_lines(summary, Config()) if " jaxrl " in line]
     (words,) = (line.split(" jaxrl ")[1].split() for line in lines)
     assert words[0] == "export"

@@ -1,6 +1,9 @@
 """The planned iteration as compiled programs: how many there are, what they donate, their times."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -188,6 +191,48 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
     _, found, _ = program.run({}, batch, 1, None, Timer())
     np.testing.assert_array_equal(found.returns, np.full(4, 3.0))
     assert traced == ["first", "last"]
+
+
+# A program that takes a minute to compile, and an error while its thread is at work.
+FAILS = """
+import time
+import jax, numpy as np
+from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.launch.runtime import run_script
+from jaxrl_llm.plan import program
+
+def main(_):
+    program._compile = lambda *_: time.sleep(60)
+    one = Program(
+        segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        state_shardings={},
+    )
+    rows = jax.ShapeDtypeStruct((4,), np.float32)
+    one.compile_ahead({}, RolloutBatch(**dict.fromkeys(INPUT_FIELDS, rows)))
+    raise ERROR("no such weights")
+
+run_script(main, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("RuntimeError", 1), pytest.param("ConfigError", 2, marks=pytest.mark.slow)],
+)
+def test_an_error_does_not_wait_for_programs_that_are_compiled_ahead(error, code):
+    source = FAILS.replace("ERROR", error)
+    found = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert found.returncode == code, found.stderr
+    last = {1: "RuntimeError: no such weights", 2: "error: no such weights"}[code]
+    assert found.stderr.strip().splitlines()[-1] == last
 
 
 def test_out_of_memory_names_the_program():

@@ -87,6 +87,37 @@ def test_it_is_the_step_with_a_pass_of_its_own(name, rows, monkeypatch):
     assert max(moved) > 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["packed", "four parts"])
+def test_quantiles_of_the_ratio_are_those_of_all_tokens_of_both_epochs(rows):
+    """The ratios by forward passes by hand, before and after the first optimizer step."""
+    config = ROWS[rows](single(config_of("grpo")))
+    two_epochs = replace(config, actor=replace(config.actor, ppo_epochs=2))
+
+    def step(config):
+        iteration = open_iteration(config)
+        first = first_states(iteration)
+        before = jax.tree.map(np.array, first["actor"].params)
+        states, batch, metrics = run_step(iteration, first, 1)
+        return iteration.roles["actor"], before, states["actor"].params, batch, metrics
+
+    role, before, after, batch, single_metrics = step(config)
+    assert not [name for name in single_metrics if "ratio_p" in name]
+    *_, metrics = step(two_epochs)
+    names = ("prompts", "prompt_lengths", "responses", "mask")
+    rows_in = rows_of({name: getattr(batch, name) for name in names})
+    old, new = (
+        np.array(response_logprobs(params, rows_in, spec=role.spec, settings=role.forward)[0])
+        for params in (before, after)
+    )
+    tokens = np.array(batch.mask) != 0
+    ratios = np.exp(np.concatenate([np.zeros(tokens.sum()), (new - old)[tokens]]))
+    expected = np.quantile(ratios, [0.01, 0.5, 0.99], method="inverted_cdf")
+    found = [metrics[f"actor/ratio_{p}"] for p in ("p01", "p50", "p99")]
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert found[0] < 0.999 and found[2] > 1.001
+
+
 def test_a_pass_of_its_own_where_something_else_reads_them_or_there_are_more_steps():
     grpo = single(config_of("grpo"))
     assert "old_log_prob" not in stages_of(grpo)

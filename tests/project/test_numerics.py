@@ -10,6 +10,7 @@ from jaxrl_llm.numerics import (
     entropy_from_logits,
     masked_count,
     masked_mean,
+    masked_quantiles,
     masked_sum,
     masked_var,
     masked_whiten,
@@ -31,6 +32,40 @@ def test_statistics_of_the_selected_entries(checked):
     np.testing.assert_allclose(checked(masked_mean)(x, mask, 0), [4.0, 2.0, 0.0])
     np.testing.assert_allclose(checked(masked_var)(x, mask), np.var([1, 2, 7], ddof=1), rtol=1e-6)
     np.testing.assert_allclose(masked_var(x, mask, unbiased=False), np.var([1, 2, 7]), rtol=1e-6)
+
+
+PERCENTS = (1, 50, 99, 100)
+
+
+@pytest.mark.parametrize("number", [1, 100, 1037])
+def test_quantiles_are_those_of_the_selected_entries(checked, number):
+    rng = np.random.default_rng(number)
+    x = rng.standard_normal(2 * number).astype(np.float32)
+    x[::7] = np.float32(0.25)  # equal entries
+    mask = np.zeros(2 * number, bool)
+    mask[rng.permutation(2 * number)[:number]] = True
+    expected = np.quantile(x[mask], np.array(PERCENTS) / 100, method="inverted_cdf")
+    x[~mask] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), number)
+    found = checked(masked_quantiles)(jnp.array(x), jnp.array(mask), PERCENTS)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_quantiles_of_odd_numbers_and_of_none():
+    x = jnp.array([0.0, -0.0, 1e-42, -3e38, 3e38, -1.0])
+    found = masked_quantiles(x, jnp.ones(6), (1, 33, 50, 100))
+    np.testing.assert_array_equal(found, np.array([-3e38, -1.0, 0.0, 3e38], np.float32))
+    np.testing.assert_array_equal(masked_quantiles(x, jnp.zeros(6), (1, 99)), [0.0, 0.0])
+
+
+def test_a_mesh_changes_no_bit_of_quantiles():
+    x = np.random.default_rng(0).standard_normal((16, 40)).astype(np.float32)
+    mask = np.arange(40) < np.arange(16)[:, None] + 9
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    split = jax.NamedSharding(mesh, jax.P("data"))
+    quantiles = jax.jit(masked_quantiles, static_argnums=2)
+    alone = quantiles(x, mask, PERCENTS)
+    spread = quantiles(jax.device_put(x, split), jax.device_put(mask, split), PERCENTS)
+    np.testing.assert_array_equal(alone, spread)
 
 
 def test_a_weight_of_every_token_has_its_gradient_summed_in_float32():

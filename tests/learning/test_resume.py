@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_run import (
     EPOCH_STEPS,
+    KEPT,
     SAMPLES,
     SAVE_EVERY,
     TOTAL_STEPS,
@@ -44,11 +45,11 @@ def test_reference_learns_and_keeps_what_it_should(reference: TinyRun) -> None:
 
 
 def kept_steps(run: TinyRun) -> list[int]:
-    """The newest two of the saved steps, and the one of the highest entropy."""
+    """The newest of the saved steps, and the one of the highest entropy."""
     metrics = run.metrics()
     saved = range(SAVE_EVERY, TOTAL_STEPS + 1, SAVE_EVERY)
     best = max(saved, key=lambda step: metrics[step]["actor/entropy"])
-    newest = [TOTAL_STEPS - SAVE_EVERY, TOTAL_STEPS]
+    newest = list(saved)[-KEPT:]
     assert best not in newest  # or the test would not see whether the best is kept
     return [best, *newest]
 
@@ -105,7 +106,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 
 def test_resume_never_refuses_a_used_folder(reference: TinyRun) -> None:
     before = (reference.run_dir / "metrics.jsonl").read_bytes()
-    output = reference.finish("--config.resume=never", code=2)
+    output = reference.finish_here("--config.resume=never", code=2)
     assert "--config.resume=auto" in output and "--config.run_dir" in output
     assert "Traceback" not in output
     assert (reference.run_dir / "metrics.jsonl").read_bytes() == before
@@ -113,7 +114,7 @@ def test_resume_never_refuses_a_used_folder(reference: TinyRun) -> None:
 
 def test_a_finished_run_is_left_as_it_is(reference: TinyRun) -> None:
     before = reference.metrics(), reference.saved_steps()
-    output = reference.finish()
+    output = reference.finish_here()
     assert f"already at step {TOTAL_STEPS} of {TOTAL_STEPS}; nothing to do" in output
     assert f"finished at step {TOTAL_STEPS}" in output
     assert (reference.metrics(), reference.saved_steps()) == before

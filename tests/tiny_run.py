@@ -159,7 +159,7 @@ class TinyRun:
         return output
 
     def finish_here(self, *flags: str, code: int = 0) -> str:
-        """As `finish`, in this process, for a command that trains no step."""
+        """As `finish`, in this process: for a test that asks nothing of processes."""
         words = [*self.arguments, *self.flags, *flags]
         ended = run_here(partial(run, train, words), words)
         output = ended.stdout + ended.stderr

@@ -54,10 +54,21 @@ def kept_steps(run: TinyRun) -> list[int]:
     return [best, *newest]
 
 
-def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
+def copy_compiled(folder: Path) -> None:
+    """Fill `folder` with links to the programs that the tests have compiled so far."""
+    folder.mkdir()
+    for file in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+
+
+def test_kill_9_leaves_no_mark(
+    tmp_path: Path, reference: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed after the warm-up, during a save, and within a step at an epoch's boundary."""
-    # Compiled anew, and not where a killed process might leave half a program for other tests.
-    run = TinyRun(tmp_path, f"--config.compile_cache={tmp_path / 'compiled'}")
+    # New programs go where a killed process leaves no half of one for other tests.
+    copy_compiled(tmp_path / "compiled")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    run = TinyRun(tmp_path)
     run.kill_when(run.step_path(0).exists)
     warm_up = (run.run_dir / "warmup" / "metrics.jsonl").read_bytes()
 

@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         shrink(folder, CACHE_BYTES)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     asked_for = re.findall(r"(?<!not )\b(?:slow|h200)\b", config.option.markexpr)
     if not asked_for:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)

@@ -8,19 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from in_process import run_here
 from tiny_iteration import OF_THE_DECODE_LOOP
+
+from jaxrl_llm.launch.commands import run, train
 
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(REPOSITORY / "scripts" / "train.py")]
 TIMEOUT_S = 300
 TOTAL_STEPS = 12
 SAVE_EVERY = 2
+KEPT = 3  # checkpoints, and the best
 SAMPLES = 32  # an iteration
 EPOCH_STEPS = 4  # iterations that use every training problem once
 
@@ -67,7 +72,7 @@ def get_config() -> Config:
         reward=RewardConfig(functions=(Custom(path="FOLDER/reward.py:digits"),)),
         validation=ValidationConfig(every=3),
         warmup=SupervisedConfig(steps=10, batch_size=16),
-        checkpoint=CheckpointConfig(best_metric="actor/entropy"),
+        checkpoint=CheckpointConfig(keep_latest=KEPT, best_metric="actor/entropy"),
     )
 """
 
@@ -99,7 +104,7 @@ class TinyRun:
         config = folder / "tiny.py"
         if not config.exists():  # a process may be reading it
             (folder / "reward.py").write_text(REWARD)
-            config.write_text(CONFIG.replace("FOLDER", str(folder)))
+            config.write_text(CONFIG.replace("FOLDER", str(folder)).replace("KEPT", str(KEPT)))
         self.arguments = [f"--config={config}", f"--config.run_dir={self.run_dir}"]
         self._log = folder / "log.txt"
 
@@ -151,6 +156,14 @@ class TinyRun:
             found = process.wait(TIMEOUT_S)
         output = self._log.read_text()[start:]
         assert found == code, f"exit code {found}\n{output}"
+        return output
+
+    def finish_here(self, *flags: str, code: int = 0) -> str:
+        """As `finish`, in this process: for a test that asks nothing of processes."""
+        words = [*self.arguments, *self.flags, *flags]
+        ended = run_here(partial(run, train, words), words)
+        output = ended.stdout + ended.stderr
+        assert ended.returncode == code, f"exit code {ended.returncode}\n{output}"
         return output
 
     def kill_when(self, condition: Callable[[], Any], *flags: str) -> None:

@@ -25,6 +25,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
+from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
 
 if TYPE_CHECKING:  # these import jax
@@ -67,6 +68,7 @@ def train(
     config = load_config(config) if isinstance(config, str) else config
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
     STATUS.begin()
+    COLLECTOR.begin_start()
     try:
         STATUS("importing jax")
         config = start(config, num_cpu_devices=num_cpu_devices)
@@ -76,6 +78,7 @@ def train(
         return train(config, callbacks=callbacks, end_process=end_process)
     finally:
         STATUS.end()  # where it was refused before the console took over
+        COLLECTOR.end_start()
 
 
 def _with_objects(

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
+from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.guards import CompileCounter
@@ -80,6 +81,7 @@ class Clock:
     def start(self, timer: Timer) -> Timer:
         """Begin a step; the timer of its stages. The first one counts what was compiled ahead."""
         if self._steps:
+            COLLECTOR.end_start()
             self._compiled = self.compilations.programs(PROGRAM)
         self.timer, self._started = timer, time.perf_counter()
         return self.timer

@@ -161,7 +161,7 @@ def test_two_processes_set_a_damaged_checkpoint_aside(tmp_path: Path, two: TinyR
 
 def test_one_process_goes_on_from_two(tmp_path: Path, two: TinyRun) -> None:
     run = without_its_last_step(two, tmp_path)
-    assert f"resumed from {run.step_path(RESUMED_FROM)}" in run.finish()
+    assert f"resumed from {run.step_path(RESUMED_FROM)}" in run.finish_here()
     metrics, expected = run.metrics(), two.metrics()
     for step in range(RESUMED_FROM + 1, STEPS + 1):
         assert_close(metrics[step], expected[step], rtol=1e-5, atol=2e-6)

@@ -8,11 +8,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from in_process import run_here
 
 import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
-from jaxrl_llm.launch.commands import COMMANDS, versions
+from jaxrl_llm.launch.commands import COMMANDS, main, versions
 from jaxrl_llm.launch.dry_run import dry_run
 from jaxrl_llm.trainer.progress import Summary, Totals, summary_lines
 
@@ -20,6 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def jaxrl(*words: str) -> subprocess.CompletedProcess[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["jaxrl", *words])
+        return run_here(main, words)
+
+
+def jaxrl_process(*words: str) -> subprocess.CompletedProcess[str]:
+    """With the one device that a CPU is for a user."""
     code = "from jaxrl_llm.launch.commands import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -95,7 +103,7 @@ def test_other_shells_have_a_script(shell, tmp_path):
 @pytest.mark.parametrize("name", ["ppo", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
     flags = [f"--config={name}", f"--config.run_dir={tmp_path}", "--config.total_steps=7"]
-    done = jaxrl("train", *flags, "--dry_run")
+    done = jaxrl_process("train", *flags, "--dry_run")
     assert done.returncode == 0, done.stderr
     reference = "reference: 865,408 parameters, 4 layers of 128, frozen"
     for words in ("a new run, 7 steps in all", "update_actor", reference, "peak: ", "1 x cpu"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_run import (
     EPOCH_STEPS,
+    KEPT,
     SAMPLES,
     SAVE_EVERY,
     TOTAL_STEPS,
@@ -44,19 +45,30 @@ def test_reference_learns_and_keeps_what_it_should(reference: TinyRun) -> None:
 
 
 def kept_steps(run: TinyRun) -> list[int]:
-    """The newest two of the saved steps, and the one of the highest entropy."""
+    """The newest of the saved steps, and the one of the highest entropy."""
     metrics = run.metrics()
     saved = range(SAVE_EVERY, TOTAL_STEPS + 1, SAVE_EVERY)
     best = max(saved, key=lambda step: metrics[step]["actor/entropy"])
-    newest = [TOTAL_STEPS - SAVE_EVERY, TOTAL_STEPS]
+    newest = list(saved)[-KEPT:]
     assert best not in newest  # or the test would not see whether the best is kept
     return [best, *newest]
 
 
-def test_kill_9_leaves_no_mark(tmp_path: Path, reference: TinyRun) -> None:
+def copy_compiled(folder: Path) -> None:
+    """Fill `folder` with links to the programs that the tests have compiled so far."""
+    folder.mkdir()
+    for file in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+
+
+def test_kill_9_leaves_no_mark(
+    tmp_path: Path, reference: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed after the warm-up, during a save, and within a step at an epoch's boundary."""
-    # Compiled anew, and not where a killed process might leave half a program for other tests.
-    run = TinyRun(tmp_path, f"--config.compile_cache={tmp_path / 'compiled'}")
+    # New programs go where a killed process leaves no half of one for other tests.
+    copy_compiled(tmp_path / "compiled")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    run = TinyRun(tmp_path)
     run.kill_when(run.step_path(0).exists)
     warm_up = (run.run_dir / "warmup" / "metrics.jsonl").read_bytes()
 
@@ -105,7 +117,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 
 def test_resume_never_refuses_a_used_folder(reference: TinyRun) -> None:
     before = (reference.run_dir / "metrics.jsonl").read_bytes()
-    output = reference.finish("--config.resume=never", code=2)
+    output = reference.finish_here("--config.resume=never", code=2)
     assert "--config.resume=auto" in output and "--config.run_dir" in output
     assert "Traceback" not in output
     assert (reference.run_dir / "metrics.jsonl").read_bytes() == before
@@ -113,7 +125,7 @@ def test_resume_never_refuses_a_used_folder(reference: TinyRun) -> None:
 
 def test_a_finished_run_is_left_as_it_is(reference: TinyRun) -> None:
     before = reference.metrics(), reference.saved_steps()
-    output = reference.finish()
+    output = reference.finish_here()
     assert f"already at step {TOTAL_STEPS} of {TOTAL_STEPS}; nothing to do" in output
     assert f"finished at step {TOTAL_STEPS}" in output
     assert (reference.metrics(), reference.saved_steps()) == before

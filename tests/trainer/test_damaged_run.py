@@ -3,10 +3,14 @@
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from in_process import run_here
 from tiny_run import REPOSITORY, TOTAL_STEPS, TinyRun, assert_same_bits
+
+from jaxrl_llm.launch import commands
 
 
 def damage(checkpoint: Path) -> Path:
@@ -27,11 +31,10 @@ def copied(run: TinyRun, folder: Path) -> TinyRun:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def run(ppo_run: TinyRun) -> TinyRun:
     """A whole run that kept its last three checkpoints."""
-    run = TinyRun(tmp_path_factory.mktemp("run"), "--config.checkpoint.keep_latest=3")
-    run.finish()
-    return run
+    assert ppo_run.saved_steps()[-3:] == [8, 10, TOTAL_STEPS]
+    return ppo_run
 
 
 def test_a_run_goes_on_from_the_newest_sound_checkpoint(run: TinyRun, tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_a_run_does_not_begin_again_over_damaged_checkpoints(run: TinyRun, tmp_p
     for step in again.saved_steps():
         (again.step_path(step) / "loop").rename(again.step_path(step) / "gone")
     for _ in range(2):  # the second start finds them set aside
-        output = again.finish(code=2)
+        output = again.finish_here(code=2)
         assert f"{again.run_dir} has no sound checkpoint" in output
         assert "begin again from step 0, give another --config.run_dir" in output
     assert again.saved_steps() == []
@@ -83,11 +86,8 @@ def test_a_run_does_not_begin_again_over_damaged_checkpoints(run: TinyRun, tmp_p
 def test_a_damaged_checkpoint_is_not_exported(run: TinyRun, tmp_path: Path) -> None:
     again = copied(run, tmp_path)
     file = damage(again.step_path(TOTAL_STEPS))
-    script = REPOSITORY / "scripts" / "export_hf.py"
     flags = [f"--model={again.run_dir}", f"--output={tmp_path / 'export'}"]
-    found = subprocess.run(
-        [sys.executable, str(script), *flags], capture_output=True, text=True, timeout=120
-    )
+    found = run_here(partial(commands.run, commands.export, flags), flags)
     assert found.returncode == 2, found.stderr
     assert f"global_step_{TOTAL_STEPS} is damaged: {file} has other bytes" in found.stderr
     assert "Traceback" not in found.stderr
@@ -98,7 +98,7 @@ def test_frozen_roles_without_a_file_are_refused(run: TinyRun, tmp_path: Path, n
     again = copied(run, tmp_path)
     shutil.rmtree(again.step_path(TOTAL_STEPS))
     (again.checkpoints / "frozen" / name).unlink()
-    output = again.finish(code=2)
+    output = again.finish_here(code=2)
     assert f"frozen is damaged: {name} is missing. Every checkpoint of the run needs it" in output
     assert "Traceback" not in output
 
@@ -128,7 +128,14 @@ def test_verify_says_where_no_checkpoint_is(tmp_path: Path, folder: str) -> None
 
 
 def verified(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_here(partial(commands.run, commands.verify, [str(folder)]), [str(folder)])
+
+
+def test_verify_is_a_script(tmp_path: Path) -> None:
     script = REPOSITORY / "scripts" / "verify.py"
-    return subprocess.run(
-        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=120
-    )
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, str(script), str(tmp_path / "empty")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    here = verified(tmp_path / "empty")
+    assert found.returncode == here.returncode == 2
+    assert found.stderr == here.stderr != ""

@@ -2,14 +2,16 @@
 
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from tiny_run import REPOSITORY, TinyRun
+from in_process import run_here
+from tiny_run import TinyRun
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.launch import commands
 from jaxrl_llm.trainer import disk_space
 
 FILLER = "filler"
@@ -67,10 +69,10 @@ def fill(file: Path, left: int) -> None:
 
 def test_a_run_on_a_full_disk_is_refused_and_one_that_fills_it_waits(small_disk, tmp_path):
     run = TinyRun(tmp_path / "run", "--config.reward.timeout_s=60")
-    flags = (f"--config.run_dir={small_disk}/run", "--config.compile_cache=" + str(tmp_path / "c"))
+    flags = (f"--config.run_dir={small_disk}/run",)
     filler = small_disk / FILLER
     fill(filler, 10**5)
-    output = run.finish(*flags, code=2)
+    output = run.finish_here(*flags, code=2)
     assert "error: a checkpoint of this run takes up to" in output
     assert not (small_disk / "run" / "checkpoints" / "frozen").exists()
     filler.unlink()
@@ -84,5 +86,5 @@ def test_a_run_on_a_full_disk_is_refused_and_one_that_fills_it_waits(small_disk,
         filler.unlink()
         assert process.wait(120) == 0, log.read_text()
     assert "the run goes on" in log.read_text()
-    script = str(REPOSITORY / "scripts" / "verify.py")
-    subprocess.run([sys.executable, script, str(small_disk / "run")], check=True)
+    words = [str(small_disk / "run")]
+    assert run_here(partial(commands.run, commands.verify, words), words).returncode == 0

@@ -35,7 +35,7 @@ def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     assert "exception: RuntimeError: no grader" in output
     assert run.saved_steps()[-1] == 6
     run_with(tmp_path, [])
-    assert f"resumed from {run.step_path(6)}" in run.finish()
+    assert f"resumed from {run.step_path(6)}" in run.finish_here()
     assert run.saved_steps()[-1] == TOTAL_STEPS
 
 

@@ -342,50 +342,85 @@ def test_where_a_checkpoint_is_found(tmp_path):
     assert find_model_path("Owner/Model-1.5B").path == "Owner/Model-1.5B"
 
 
-@pytest.mark.parametrize(
-    "script, flags, message",
-    [
-        ("generate.py", ["--prompt=a"], "required: --model"),
-        ("generate.py", ["--model={run}"], "required: --prompt"),
-        ("generate.py", ["--model={run}x", "--prompt=a"], "there is no model"),
-        ("generate.py", ["--model={empty}", "--prompt=a"], "holds neither config.json"),
-        ("generate.py", ["--modle={run}"], "unknown flag --modle; did you mean '--model'?"),
-        ("generate.py", ["--config=a.py"], "unknown flag --config"),
-        ("generate.py", ["--temperature=hot"], "--temperature: invalid float value"),
-        ("generate.py", ["--chat=maybe"], "--chat: invalid choice: 'maybe'"),
-        ("generate.py", ["--model={run}", "--prompt=a", "--n=0"], "0: must be 1 or more"),
-        ("evaluate.py", ["--model={run}"], "--config=FILE is missing"),
-        ("evaluate.py", ["--config={config}"], "required: --model"),
-        ("evaluate.py", ["--model={run}", "--config={config}x"], "did you mean"),
-        ("evaluate.py", ["--model={run}", "--config={config}", "--output={run}"], "is a folder"),
-        (
-            "evaluate.py",
-            ["--model={run}", "--config={config}", "--config.validation.tempreture=1"],
-            "did you mean 'config.validation.temperature'?",
-        ),
-        (
-            "evaluate.py",
-            ["--model={run}", "--config={config}", "--config.data.val_tasks=[]"],
-            "no validation data",
-        ),
-        ("export_hf.py", ["--model={run}"], "required: --output"),
-        ("export_hf.py", ["--model={run}x", "--output=o"], "there is no checkpoint"),
-        ("export_hf.py", ["--model={empty}", "--output=o"], "holds no checkpoint"),
-        ("export_hf.py", ["--model={run}", "--output={config}"], "is a file"),
-        ("export_hf.py", ["--role=policy"], "--role: invalid choice: 'policy'"),
-    ],
-)
-def test_mistakes_end_fast_without_jax_or_traceback(
-    script, flags, message, checkpoint, config_file, poison, tmp_path
-):
-    names = {"run": checkpoint.parent.parent, "config": config_file, "empty": tmp_path}
-    start = time.monotonic()
-    result = run_script(script, *(f.format(**names) for f in flags), PYTHONPATH=str(poison))
-    assert time.monotonic() - start < 2
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr and "jax was imported" not in result.stderr
-    assert result.stdout == ""
+MISTAKES = [
+    ("generate.py", ["--prompt=a"], "required: --model"),
+    ("generate.py", ["--model={run}"], "required: --prompt"),
+    ("generate.py", ["--model={run}x", "--prompt=a"], "there is no model"),
+    ("generate.py", ["--model={empty}", "--prompt=a"], "holds neither config.json"),
+    ("generate.py", ["--modle={run}"], "unknown flag --modle; did you mean '--model'?"),
+    ("generate.py", ["--config=a.py"], "unknown flag --config"),
+    ("generate.py", ["--temperature=hot"], "--temperature: invalid float value"),
+    ("generate.py", ["--chat=maybe"], "--chat: invalid choice: 'maybe'"),
+    ("generate.py", ["--model={run}", "--prompt=a", "--n=0"], "0: must be 1 or more"),
+    ("evaluate.py", ["--model={run}"], "--config=FILE is missing"),
+    ("evaluate.py", ["--config={config}"], "required: --model"),
+    ("evaluate.py", ["--model={run}", "--config={config}x"], "did you mean"),
+    ("evaluate.py", ["--model={run}", "--config={config}", "--output={run}"], "is a folder"),
+    (
+        "evaluate.py",
+        ["--model={run}", "--config={config}", "--config.validation.tempreture=1"],
+        "did you mean 'config.validation.temperature'?",
+    ),
+    (
+        "evaluate.py",
+        ["--model={run}", "--config={config}", "--config.data.val_tasks=[]"],
+        "no validation data",
+    ),
+    ("export_hf.py", ["--model={run}"], "required: --output"),
+    ("export_hf.py", ["--model={run}x", "--output=o"], "there is no checkpoint"),
+    ("export_hf.py", ["--model={empty}", "--output=o"], "holds no checkpoint"),
+    ("export_hf.py", ["--model={run}", "--output={config}"], "is a file"),
+    ("export_hf.py", ["--role=policy"], "--role: invalid choice: 'policy'"),
+]
+
+# Runs all commands and prints [exit code, stdout, stderr, seconds] of each as JSON.
+# The first has the start of the process in its time.
+IN_ONE_PROCESS = """
+import contextlib, io, json, os, runpy, sys, time
+
+start, found = float(sys.argv[1]), []
+for script, *flags in json.loads(sys.argv[2]):
+    sys.argv = [script, *flags]
+    output, errors, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    found.append([code, output.getvalue(), errors.getvalue(), time.time() - start])
+    start = time.time()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def mistakes(checkpoint, config_file, poison, tmp_path_factory) -> list[list]:
+    """What each of MISTAKES ended with, where jax cannot be imported."""
+    empty = tmp_path_factory.mktemp("empty")
+    names = {"run": checkpoint.parent.parent, "config": config_file, "empty": empty}
+    commands = [
+        [str(SCRIPTS / script), *(f.format(**names) for f in flags)]
+        for script, flags, _ in MISTAKES
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", IN_ONE_PROCESS, str(time.time()), json.dumps(commands)],
+        env={**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{poison}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_fast_without_jax_or_traceback(number, mistakes):
+    code, output, errors, seconds = mistakes[number]
+    assert seconds < 2
+    assert code == 2
+    assert MISTAKES[number][2] in errors
+    assert "Traceback" not in errors and "jax was imported" not in errors
+    assert output == ""
 
 
 @pytest.mark.parametrize("script", ["generate.py", "evaluate.py", "export_hf.py"])

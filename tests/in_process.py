@@ -1,0 +1,19 @@
+"""A command as a shell would start it, but in the process of the tests."""
+
+import contextlib
+import io
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+def run_here(command: Callable[[], NoReturn], words: Sequence[str]) -> subprocess.CompletedProcess:
+    """What `command`, which exits, printed, and its exit code. `words` are for messages."""
+    output, errors, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            command()
+        except SystemExit as ended:
+            code = ended.code
+    assert isinstance(code, int), f"{words} ended with {code!r}"
+    return subprocess.CompletedProcess(list(words), code, output.getvalue(), errors.getvalue())

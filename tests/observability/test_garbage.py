@@ -1,0 +1,37 @@
+"""Garbage is collected rarely until the first step is done, and then as before."""
+
+import gc
+
+import pytest
+
+from jaxrl_llm.observability.garbage import RARELY, Collector
+
+
+@pytest.fixture
+def thresholds():
+    """Those of the tests come back."""
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_garbage_is_collected_rarely_while_a_run_starts(thresholds):
+    gc.set_threshold(700, 10, 10)
+    collector = Collector()
+    collector.begin_start()
+    assert gc.get_threshold() == RARELY
+    collector.end_start()
+    assert gc.get_threshold() == (700, 10, 10)
+    gc.set_threshold(900, 10, 10)
+    collector.end_start()  # each step calls it
+    assert gc.get_threshold() == (900, 10, 10)
+
+
+@pytest.mark.parametrize("chosen", [(0, 10, 10), (RARELY[0] + 1, 10, 10)])
+def test_what_a_program_chose_stays(thresholds, chosen):
+    gc.set_threshold(*chosen)
+    collector = Collector()
+    collector.begin_start()
+    assert gc.get_threshold() == chosen
+    collector.end_start()
+    assert gc.get_threshold() == chosen

@@ -119,6 +119,21 @@ def export_checkpoint(
     )
 
 
+def base_note(checkpoint: Path, role: str, *, adapter: bool) -> str:
+    """What a user should know of an export whose base is in float8; empty for other ones."""
+    if adapters_in(checkpoint, role) is None:
+        return ""
+    _, model = base_of(checkpoint, role)
+    if model["param_dtype"] != FLOAT8_BASE:
+        return ""
+    if adapter:
+        return (
+            "note: the adapter was trained on a base in float8; on the base that is not quantised "
+            "its outputs differ a little"
+        )
+    return "note: the base was in float8; its dequantised weights and the adapter were merged"
+
+
 def _refuse_mixture(output: Path, adapter: bool) -> None:
     """Of a folder with a model and an adapter, transformers opens the adapter alone."""
     other = output / ("config.json" if adapter else peft.CONFIG)

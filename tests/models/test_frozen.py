@@ -11,7 +11,14 @@ from tiny import model_config
 from tiny_iteration import random_params
 
 from jaxrl_llm.kernels.float8 import FLOAT8
-from jaxrl_llm.models.base import bind, frozen_spec, init_params, merge_adapters, model_spec
+from jaxrl_llm.models.base import (
+    bind,
+    frozen_spec,
+    init_params,
+    merge_adapters,
+    model_spec,
+    scalar_params_from,
+)
 from jaxrl_llm.models.frozen import dequantized, quantize, quantized_as, quantized_matmul
 from jaxrl_llm.models.lora import Lora, join, split
 
@@ -100,3 +107,18 @@ def test_experts_are_refused_by_name():
 
     with pytest.raises(ValueError, match="experts have no float8.*actor.base_dtype=bfloat16"):
         frozen_spec(CONFIG, "causal_lm", "float8", "bfloat16", LORA)
+
+
+@pytest.mark.parametrize(("of", "to"), [("float8", "float32"), ("float32", "float8")])
+def test_a_scalar_model_is_made_of_either_kind_of_decoder(of, to):
+    language = frozen_spec(model_config(), "causal_lm", of, "float32")
+    scalar = frozen_spec(model_config(), "scalar", to, "float32")
+    params = random_params(language.params, 1)
+    found = scalar_params_from(params, scalar, jax.random.key(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), scalar.params
+    )
+    up, theirs = (x["decoder"]["layers"]["0"]["mlp"]["up"] for x in (found, params))
+    float8, dense = (up, theirs) if to == "float8" else (theirs, up)
+    weights = np.float32(float8["kernel"]) * float8["scale"]
+    np.testing.assert_allclose(weights, dense["kernel"], rtol=2**-4, atol=1e-3)

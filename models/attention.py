@@ -14,12 +14,11 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import (
-    Float8Projection,
     Form,
-    Projection,
     RMSNorm,
     apply_rope,
     gathering,
+    projection_of,
 )
 
 
@@ -66,7 +65,7 @@ class Attention(nnx.Module):
         self.interleaved = config.interleaved_rope
         multiplier = config.attention_multiplier
         self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(H)
-        linear = Float8Projection if form.startswith("float8") else Projection
+        linear = projection_of(form)
         projection = partial(linear, bias=config.attention_bias, dtype=dtype)
         if form.endswith("separate"):
             self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))

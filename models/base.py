@@ -9,7 +9,7 @@ params["decoder"]["layers"]["0"]["attention"]["q"]["kernel"] has the shape [D, N
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,18 @@ from jaxrl_llm.distributed.crossing import holds, results_elsewhere
 from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import check_family, hf_names
+from jaxrl_llm.models.frozen import (
+    KERNEL,
+    SCALE,
+    dequantized,
+    inputs_of,
+    is_frozen,
+    quantize,
+    quantized_as,
+)
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
 from jaxrl_llm.models.hf import Names
-from jaxrl_llm.models.layers import Form
+from jaxrl_llm.models.layers import FROZEN, Form
 from jaxrl_llm.models.lora import Lora, attach, join, merged, split
 
 __all__ = [
@@ -33,6 +42,8 @@ __all__ = [
     "ModelSpec",
     "Params",
     "bind",
+    "dense_spec",
+    "frozen_spec",
     "init_params",
     "init_sharded",
     "merge_adapters",
@@ -43,6 +54,7 @@ __all__ = [
 ]
 
 Params = dict[str, Any]  # nested, str keys, array leaves
+FLOAT8_BASE = "float8"  # as a dtype: of frozen projections; the rest has that of computation
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,11 @@ class ModelSpec:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
 
     @property
+    def stored_dtype(self) -> str:
+        """The dtype of most weights: `dtype`, or float8 where the projections are frozen in it."""
+        return FLOAT8_BASE if self.form == FROZEN else self.dtype
+
+    @property
     def learned(self) -> Params:
         """The parameters that a training changes: all, or those that are not the base's."""
         return self.params if self.lora is None else split(self.params)[1]
@@ -91,15 +108,16 @@ def model_spec(
     check_family(config)
     name = jnp.dtype(dtype).name
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
-    if config.mixture is not None and form.startswith("float8"):
-        raise ValueError("experts have no float8 form: set --config.rollout.quantization=none")
+    if config.mixture is not None and (form == FROZEN or form.startswith("float8")):
+        key = "actor.base_dtype=bfloat16" if form == FROZEN else "rollout.quantization=none"
+        raise ValueError(f"experts have no float8 form: set --config.{key}")
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
 
     def make() -> nnx.Module:
         model = modules[kind](config, form=form, dtype=name)
         if lora is not None:
-            assert form == "separate", form
+            assert form in ("separate", FROZEN), form
             names = hf_names(config, kind)
             _check_unfused(names, lora)
             attach(model, {path: tensor.name for path, tensor in names.items()}, lora)
@@ -127,6 +145,26 @@ def model_spec(
         axes=metadata("axes"),
         init=metadata("init"),
     )
+
+
+def frozen_spec(
+    config: ModelConfig, kind: Kind, stored: str, dtype: str, lora: Lora | None = None
+) -> ModelSpec:
+    """A model whose weights, or those below `lora`, are stored in `stored` and computed in `dtype`.
+
+    "float8" is of the projections; embeddings, norms, biases and the head then have `dtype`.
+
+    Raises: ValueError as `model_spec` does, and for float8 experts.
+    """
+    if stored != FLOAT8_BASE:
+        return model_spec(config, kind, stored, lora=lora)
+    return model_spec(config, kind, dtype, form=FROZEN, lora=lora)
+
+
+def dense_spec(spec: ModelSpec) -> ModelSpec:
+    """The same model without adapters and with kernels that are arrays."""
+    form: Form = "separate" if spec.form == FROZEN else spec.form
+    return model_spec(spec.config, spec.kind, spec.dtype, form=form)
 
 
 def _check_unfused(names: Names, lora: Lora) -> None:
@@ -158,8 +196,7 @@ def merge_adapters(
     """
     if spec.lora is None:
         return spec, params
-    dense = model_spec(spec.config, spec.kind, spec.dtype, form=spec.form)
-    return dense, merged(params, spec.lora, dtype or spec.dtype)
+    return dense_spec(spec), merged(params, spec.lora, dtype or spec.dtype)
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Params:
@@ -178,18 +215,15 @@ def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
     """
 
     @functools.cache
-    def program(shape: Any, dtype: Any, init: str, sharding: Any) -> Any:
-        draw = functools.partial(
-            _draw, shape=shape, dtype=dtype, init=init, std=spec.config.initializer_range
-        )
-        return jax.jit(draw, out_shardings=sharding)
+    def program(drawing: _Drawing, sharding: Any) -> Any:
+        return jax.jit(drawing.draw, out_shardings=sharding)
 
-    def draw(path: tuple[Any, ...], abstract: Any, init: str, sharding: Any) -> jax.Array:
-        run = program(abstract.shape, abstract.dtype, init, sharding)
-        of_leaf = _leaf_key(key, path)
+    def draw(path: tuple[Any, ...], sharding: Any) -> jax.Array:
+        drawn, drawing = _drawing(spec, path)
+        run, of_leaf = program(drawing, sharding), _leaf_key(key, drawn)
         return run(of_leaf) if holds(sharding) else results_elsewhere(run, (of_leaf,))
 
-    return jax.tree.map_with_path(draw, spec.params, spec.init, shardings)
+    return jax.tree.map_with_path(lambda path, _, place: draw(path, place), spec.params, shardings)
 
 
 def bind(spec: ModelSpec, params: Params) -> Any:
@@ -267,31 +301,67 @@ def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Pa
     """
     if spec.kind != "scalar":
         raise ValueError(f"the spec is a {spec.kind}: make it with model_spec(config, 'scalar')")
+    dense = dense_spec(spec)
     decoder = jax.tree.map(
         lambda abstract, value: jnp.array(value, dtype=abstract.dtype, copy=True),
-        spec.params["decoder"],
-        lm_params["decoder"],
+        dense.params["decoder"],
+        dequantized(lm_params["decoder"], spec.dtype),
     )
+    decoder = quantized_as(spec.params["decoder"], decoder)
     return {"decoder": decoder} | draw_params(spec, {"score": spec.params["score"]}, key)
 
 
 def draw_params(spec: ModelSpec, part: Params, key: jax.Array) -> Params:
     """First values of `part`, a part of the spec's parameters; see `init_params`."""
 
-    def draw(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        init: Any = spec.init
-        for entry in path:
-            init = init[entry.key]
-        std = spec.config.initializer_range
-        return _draw(_leaf_key(key, path), abstract.shape, abstract.dtype, init, std)
+    def draw(path: tuple[Any, ...], _: Any) -> jax.Array:
+        drawn, drawing = _drawing(spec, path)
+        return drawing.draw(_leaf_key(key, drawn))
 
     return jax.tree.map_with_path(draw, part)
 
 
-def _leaf_key(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
+def _leaf_key(key: jax.Array, path: tuple[str, ...]) -> jax.Array:
     """The key folded with the parameter's path."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """How first values are drawn, and which part of a frozen projection they are for."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    init: str
+    std: float
+    part: str = ""  # KERNEL or SCALE of a frozen projection
+    inputs: int = 0  # dims of its kernel
+
+    def draw(self, key: jax.Array) -> jax.Array:
+        drawn = _draw(key, self.shape, self.dtype, self.init, self.std)
+        if not self.part:
+            return drawn
+        kernel = quantize(drawn, self.inputs)
+        return kernel.values if self.part == KERNEL else kernel.scale
+
+
+def _drawing(spec: ModelSpec, path: tuple[Any, ...]) -> tuple[tuple[str, ...], _Drawing]:
+    """How a parameter is drawn, and the path of its key: the kernel's for a kernel's scale."""
+    *parents, name = (entry.key for entry in path)
+    module, init = _at(spec.params, parents), _at(spec.init, parents)
+    std = spec.config.initializer_range
+    if is_frozen(module) and name in (KERNEL, SCALE):
+        shape, inputs = module[KERNEL].shape, inputs_of(module)
+        drawing = _Drawing(shape, spec.dtype, init[KERNEL], std, name, inputs)
+        return (*parents, KERNEL), drawing
+    abstract = module[name]
+    return (*parents, name), _Drawing(abstract.shape, abstract.dtype.name, init[name], std)
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
 
 
 def _draw(

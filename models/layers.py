@@ -29,6 +29,7 @@ from jaxrl_llm.kernels.strict import strict_in_scope, strict_sum
 from jaxrl_llm.kernels.strict_matmul import fits as strict_matmul_fits
 from jaxrl_llm.kernels.strict_matmul import strict_dot
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.frozen import Quantized, quantized_matmul
 from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.weight import Weight, weight_matmul
 from jaxrl_llm.numerics import rms_norm, to_every_token
@@ -39,7 +40,9 @@ ParameterAxis = LogicalAxis | Literal["merged"]
 # How a model holds its projections. "separate": one kernel each. "merged": one kernel for those
 # that read the same input. "float8": merged and in float8. "float8_separate": one kernel each, in
 # float8, for heads that are split. See `base.merge_projections` and `base.quantize_projections`.
-Form = Literal["separate", "merged", "float8", "float8_separate"]
+# "frozen_separate": one kernel each, frozen in float8 below adapters; see frozen.py.
+Form = Literal["separate", "merged", "float8", "float8_separate", "frozen_separate"]
+FROZEN: Form = "frozen_separate"
 PROJECTION = "projection"  # checkpoint name of a projection's output; see decoder.py
 
 
@@ -71,8 +74,8 @@ class Projection(nnx.Module):
     adapter: Any = None  # see lora.py
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.kernel.get_value()
-        shape = (kernel if isinstance(kernel, jax.Array) else kernel.computed).shape
+        kernel = self._weights()
+        shape = getattr(kernel, "computed", kernel).shape
         dot = self._dot(shape, x.dtype)
         if self.bias is None and self.adapter is None:
             return checkpoint_name(multiply(x, kernel, self.contract, dot=dot), PROJECTION)
@@ -85,6 +88,10 @@ class Projection(nnx.Module):
         if self.bias is not None:
             y += to_every_token(self.bias[...].reshape(-1), y.shape)
         return checkpoint_name(y.reshape(*y.shape[:-1], *shape[self.contract :]), PROJECTION)
+
+    def _weights(self) -> Any:
+        """The kernel: an array, a `Weight`, a `Quantized`, or `lora.Merged`."""
+        return self.kernel.get_value()
 
     def _dot(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         strict, contract = strict_in_scope(), self.contract
@@ -99,6 +106,28 @@ class Projection(nnx.Module):
         return strict_dot
 
 
+class FrozenProjection(Projection):
+    """A projection whose kernel is frozen in float8_e4m3fn, with a scale for each output."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[ParameterAxis, ...],
+        *,
+        contract: int = 1,
+        bias: bool = False,
+        init: str = "normal",
+        dtype: DTypeLike,
+    ) -> None:
+        super().__init__(shape, axes, contract=contract, bias=bias, init=init, dtype=dtype)
+        self.kernel = parameter(shape, axes, init, FLOAT8)
+        self.scale = parameter(shape[contract:], axes[contract:], "ones", jnp.float32)
+
+    def _weights(self) -> Any:
+        kernel = self.kernel.get_value()
+        return Quantized(kernel, self.scale[...]) if isinstance(kernel, jax.Array) else kernel
+
+
 def multiply(
     x: jax.Array,
     kernel: Any,
@@ -107,11 +136,15 @@ def multiply(
     joined: bool = False,
     dot: Callable[..., jax.Array] = jnp.tensordot,
 ) -> jax.Array:
-    """The last `contract` dims of x times the first ones of a kernel: an array or a `Weight`.
+    """The last `contract` dims of x times the first ones of a kernel.
+
+    It is an array, a `Weight` or a `Quantized`.
 
     With `joined` the output dims of the kernel become one. `dot` computes it, as `jnp.tensordot`.
     """
     matmul: Any = dot
+    if isinstance(kernel, Quantized):
+        return quantized_matmul(kernel.joined(contract) if joined else kernel, x, contract, dot)
     if isinstance(kernel, Weight):
         matmul, kernel = partial(weight_matmul, kernel, dot=dot), kernel.computed
     if joined:
@@ -163,6 +196,13 @@ class Float8Projection(nnx.Module):
             preferred_element_type=self.dtype,
         )
         return y, x.scale
+
+
+def projection_of(form: Form) -> Callable[..., Any]:
+    """The class of the projections of a model in this form."""
+    if form == FROZEN:
+        return FrozenProjection
+    return Float8Projection if form.startswith("float8") else Projection
 
 
 class RMSNorm(nnx.Module):
@@ -370,7 +410,7 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         D, F = config.hidden_size, config.intermediate_size
         self.activation = config.activation
-        projection = Float8Projection if form.startswith("float8") else Projection
+        projection = projection_of(form)
         if form.endswith("separate"):
             self.gate = projection((D, F), ("embed", "mlp"), dtype=dtype)
             self.up = projection((D, F), ("embed", "mlp"), dtype=dtype)

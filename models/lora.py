@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.models.frozen import SCALE, dequantized, weights_of
 from jaxrl_llm.models.layers import Embedding, ParameterAxis, Projection, multiply, parameter
 from jaxrl_llm.models.weight import Weight
 from jaxrl_llm.numerics import round_by_chance
@@ -149,7 +150,10 @@ class Adapter(nnx.Module):
         return jnp.where(kept, x / (1 - self.dropout), 0)
 
     def __call__(self, x: jax.Array, kernel: Any, dot: Callable[..., Any]) -> jax.Array:
-        """x times the adapted weights, with joined outputs. `kernel`: an array or `Merged`."""
+        """x times the adapted weights, with joined outputs.
+
+        `kernel`: an array, a `Quantized` or `Merged`.
+        """
         a, b = self.a.get_value(), self.b.get_value()
         if isinstance(kernel, Merged):
             return merged_matmul(kernel.computed, x, a, b, self.contract, self.scale, dot)
@@ -346,7 +350,7 @@ def first_magnitudes(params: Tree, lora: Lora) -> Tree:
 
     def found(_: Path, module: Tree) -> Tree:
         adapter = module[ADAPTER]
-        a, b, kernel = adapter["a"], adapter["b"], module["kernel"]
+        a, b, kernel = adapter["a"], adapter["b"], weights_of(module)
         norms = column_norms(kernel, a, b, lora.scale, a.ndim - 1)
         return module | {ADAPTER: adapter | {MAGNITUDE: norms}}
 
@@ -354,13 +358,16 @@ def first_magnitudes(params: Tree, lora: Lora) -> Tree:
 
 
 def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
-    """Parameters without adapters: W + scale * A B in `dtype`; the others are as they were."""
+    """Parameters without adapters: W + scale * A B in `dtype`; the others are as they were.
+
+    No kernel of the result is in float8: most changes would be lost in its steps.
+    """
 
     def dense(path: Path, module: Tree) -> Tree:
-        rest = {name: value for name, value in module.items() if name != ADAPTER}
+        rest = {name: x for name, x in module.items() if name not in (ADAPTER, SCALE)}
         return rest | _sum(path, module, lora, dtype)
 
-    return _each_adapted(params, dense)
+    return dequantized(_each_adapted(params, dense), dtype)
 
 
 def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
@@ -383,7 +390,8 @@ def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     the place alone: equal adapters give equal weights.
     """
     adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
-    a, b, old = adapter["a"], adapter["b"], module[name].astype(jnp.float32)
+    a, b = adapter["a"], adapter["b"]
+    old = (weights_of(module) if name == "kernel" else module[name]).astype(jnp.float32)
     change = jnp.tensordot(a, lora.scale * b, 1, preferred_element_type=jnp.float32)
     new = old + (change.T if path[-1] == "head" else change)  # the head is a table [V, D]
     if MAGNITUDE in adapter:

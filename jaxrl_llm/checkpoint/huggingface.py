@@ -34,6 +34,7 @@ from jaxrl_llm.models.families import (
     ignored_tensor,
     to_hf_config,
 )
+from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
 from jaxrl_llm.models.hf import StoredPart, stored_parts
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
@@ -147,8 +148,16 @@ def import_params(
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def place(path: tuple[str, ...], value: np.ndarray) -> None:
-        sharding = one_device if shardings is None else _get(shardings, path)
-        _put(params, path, _place(value, sharding, target))
+        def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
+            return one_device if shardings is None else _get(shardings, path)
+
+        kernel, module = _place(value, at(path), target), _get(spec.params, path[:-1])
+        if is_frozen(module) and path[-1] == KERNEL:
+            scale = (*path[:-1], SCALE)
+            frozen = freeze(kernel, inputs_of(module), at(path), at(scale))
+            _put(params, scale, frozen.scale)
+            kernel = frozen.values
+        _put(params, path, kernel)
 
     params: Params = {}
     # What was read of parameters that lie in several tensors, one an expert.

@@ -42,7 +42,7 @@ Record = dict[str, Any]  # in JSON's types
 
 def model_record(spec: ModelSpec, dtype: str) -> Record:
     """A model that is stored as `spec` says and computed in `dtype`."""
-    given = {"kind": spec.kind, "dtype": dtype, "param_dtype": spec.dtype}
+    given = {"kind": spec.kind, "dtype": dtype, "param_dtype": spec.stored_dtype}
     if spec.lora is not None:
         given |= lora_record(spec.lora)
     return given | config_record(spec.config)

@@ -261,8 +261,9 @@ class AdaptedSettings(ModelSettings):
     """A model that learns, in full or by adapters on frozen weights."""
 
     lora: LoraConfig = LoraConfig()
-    # With lora: of the frozen weights. Empty takes that of computation.
-    base_dtype: Literal["", "float32", "bfloat16"] = ""
+    # With lora: of the frozen weights. Empty takes that of computation. "float8" is of projections
+    # alone: embeddings, norms and head keep that of computation.
+    base_dtype: Literal["", "float32", "bfloat16", "float8"] = ""
 
 
 @record

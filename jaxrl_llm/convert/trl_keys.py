@@ -89,7 +89,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 ENGINE = NotNeeded("one engine generates inside the training program")
 KERNELS = NotNeeded("XLA compiles and fuses; logits are computed in blocks")
 LAYOUT = NotNeeded("`mesh.fsdp` splits weights and optimizer state")
-NO_BITS = NoCounterpart("frozen weights have 16 bits: actor.base_dtype=bfloat16")
+NO_BITS = NoCounterpart("frozen weights have 8 or 16 bits: actor.base_dtype=float8")
 UPLOAD = not_null("`jaxrl export` writes the folder; upload it")
 SHOWN = NotNeeded("samples are always in the console, the report and the trace")
 SMALLEST = 1e-9  # of an importance weight, in place of no bound

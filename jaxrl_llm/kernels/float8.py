@@ -41,10 +41,17 @@ class Scaled(NamedTuple):
     scale: jax.Array
 
 
-def to_float8(x: jax.Array, axis: int | tuple[int, ...]) -> Scaled:
-    """x / scale in float8_e4m3fn, and the scale with `axis` kept. The largest value becomes 448."""
+def to_float8(x: jax.Array, axis: int | tuple[int, ...], *, powers_of_two: bool = False) -> Scaled:
+    """x / scale in float8_e4m3fn, and the scale with `axis` kept. The largest value becomes 448.
+
+    With `powers_of_two` it becomes 224 to 448, and the values times their scales are exact in
+    bfloat16.
+    """
     x32 = x.astype(jnp.float32)
     scale = _scale_of(jnp.max(jnp.abs(x32), axis=axis, keepdims=True))
+    if powers_of_two:
+        fraction, exponent = jnp.frexp(scale)  # scale = fraction * 2^exponent, from a half to 1
+        scale = jnp.ldexp(jnp.float32(1), jnp.where(fraction > 0.5, exponent, exponent - 1))
     return Scaled((x32 / scale).astype(FLOAT8), scale)
 
 

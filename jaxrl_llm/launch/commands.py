@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxrl_llm.checkpoint.layout import find_checkpoint
 from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
@@ -277,6 +278,10 @@ def export(argv: list[str]) -> int:
         max_shard_bytes=flags.max_shard_bytes,
     )
     print(f"wrote {written}")
+    from jaxrl_llm.trainer.trained_model import base_note
+
+    if note := base_note(find_checkpoint(flags.model), flags.role, adapter=flags.adapter):
+        print(note)
     return 0
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.sharding import HOST_MEMORY
+from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import MAGNITUDE, join
 
@@ -105,6 +106,8 @@ class CastAhead:
 def cast(params: Params, dtype: str) -> Params:
     """Parameters in the dtype of computation; gradients flow back in the stored dtype.
 
+    Kernels that are frozen in float8 stay so: a matmul makes its weights itself.
+
     Requires: a leaf that is a `Weight` was cast to `dtype` before.
     """
 
@@ -114,6 +117,6 @@ def cast(params: Params, dtype: str) -> Params:
             return x
         # A norm is divided by the float32 norm of a module: rounded, it would scale the output.
         is_norm = bool(path) and getattr(path[-1], "key", "") == MAGNITUDE
-        return x if is_norm else x.astype(dtype)
+        return x if is_norm or x.dtype == FLOAT8 else x.astype(dtype)
 
     return jax.tree.map_with_path(one, params, is_leaf=lambda x: isinstance(x, Weight))

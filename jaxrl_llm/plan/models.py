@@ -14,7 +14,7 @@ from jaxrl_llm.config import AdaptedSettings, Config, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
-from jaxrl_llm.models.base import ModelConfig, ModelSpec, model_spec
+from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
 from jaxrl_llm.models.lora import Lora, chosen_modules
@@ -114,7 +114,7 @@ def learner_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> Mo
     lora = adapters_of(source, kind, settings)
     if lora is None:
         return spec_of(source, kind, settings)
-    return model_spec(source.config, kind, base_dtype(settings), lora=lora)
+    return frozen_spec(source.config, kind, base_dtype(settings), settings.dtype, lora)
 
 
 def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lora | None:
@@ -149,11 +149,20 @@ def base_dtype(settings: ModelSettings) -> str:
     return getattr(settings, "base_dtype", "") or settings.dtype
 
 
+def base_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
+    """The abstract frozen weights below the adapters of a role. ValueError for float8 experts."""
+    return frozen_spec(source.config, kind, base_dtype(settings), settings.dtype)
+
+
 def base_settings(settings: ModelSettings) -> ModelSettings:
-    """How the frozen weights below adapters are stored, and computed without adapters."""
+    """How the frozen weights below adapters are computed without them, and stored.
+
+    Those in float8 are not all in it: then `param_dtype` is of the others.
+    """
+    stored = base_dtype(settings)
     return ModelSettings(
         dtype=settings.dtype,
-        param_dtype=base_dtype(settings),  # pyright: ignore[reportArgumentType]
+        param_dtype=settings.dtype if stored == FLOAT8_BASE else stored,  # pyright: ignore[reportArgumentType]
         attention=settings.attention,
         tensor=settings.tensor,
     )

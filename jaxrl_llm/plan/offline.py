@@ -40,7 +40,13 @@ from jaxrl_llm.learner.train_state import Metrics, Params, params_of
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
 from jaxrl_llm.plan.mixtures import check_mixtures, router_loss
-from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
+from jaxrl_llm.plan.models import (
+    ModelSource,
+    base_settings,
+    base_spec,
+    find_model,
+    learner_spec,
+)
 from jaxrl_llm.plan.online_roles import reference_role
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.roles import BASE, Role, make_role
@@ -264,7 +270,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     learner = make_role(LEARNERS[kind], spec, config.actor, mesh, **how)
     if spec.lora is not None:
         frozen = base_settings(config.actor)
-        base = make_role(BASE, spec_of(source, kind, frozen), frozen, mesh, **how)
+        base = make_role(BASE, base_spec(source, kind, config.actor), frozen, mesh, **how)
         learner = replace(learner, base=BASE)
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
     reference = None

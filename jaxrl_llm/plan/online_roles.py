@@ -9,7 +9,14 @@ from jaxrl_llm.config import Config, ConfigError, ModelSettings
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import Kind
-from jaxrl_llm.plan.models import ModelSource, base_settings, find_model, learner_spec, spec_of
+from jaxrl_llm.plan.models import (
+    ModelSource,
+    base_settings,
+    base_spec,
+    find_model,
+    learner_spec,
+    spec_of,
+)
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, make_role, strict_of
 from jaxrl_llm.plan.stages import update_sizes
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
@@ -75,7 +82,7 @@ def roles_of(
             if base not in roles:
                 frozen = base_settings(settings)
                 roles[base] = _make_role(
-                    base, spec_of(source, kind, frozen), frozen, config, None, mesh
+                    base, base_spec(source, kind, settings), frozen, config, None, mesh
                 )
             role = replace(role, base=base)
         roles[name] = role

@@ -20,7 +20,14 @@ from jaxrl_llm.config import AdaptedSettings, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.learner.train_state import Params, cast
-from jaxrl_llm.models.base import init_sharded, merge_adapters, model_spec
+from jaxrl_llm.models.base import (
+    ModelSpec,
+    dense_spec,
+    frozen_spec,
+    init_sharded,
+    merge_adapters,
+)
+from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
@@ -38,11 +45,29 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
     if source.directory is None:
         return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
     if source.checkpoint is not None:
-        params = _from_checkpoint(role, source.checkpoint)
+        params = _from_checkpoint(_with_spec(role, dense_spec(role.spec)), source.checkpoint)
+        params = _frozen(role.spec.params, params, role.param_shardings)
     else:
         params = import_params(source.directory, role.spec, role.param_shardings)
     check_loaded(params, source.checkpoint or source.directory)
     return params
+
+
+def _with_spec(role: Role, spec: ModelSpec) -> Role:
+    """The role with its model in another form, where `role` is."""
+    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
+    return replace(role, spec=spec, param_shardings=places)
+
+
+def _frozen(abstract: Params, params: Params, places: Params) -> Params:
+    """Parameters with projections in float8 where `abstract` has them so; takes them in turn."""
+    if is_frozen(abstract):
+        at = (inputs_of(abstract), places[KERNEL], places[SCALE])
+        kernel = freeze(params.pop(KERNEL), *at)
+        return params | {KERNEL: kernel.values, SCALE: kernel.scale}
+    if not isinstance(params, dict):
+        return params
+    return {name: _frozen(abstract[name], x, places[name]) for name, x in params.items()}
 
 
 def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: int) -> Params:
@@ -116,17 +141,16 @@ def adapted_role(role: Role, checkpoint: Path, stored: str) -> Role:
     assert saved is not None
     model = saved[identity.MODELS][stored]
     lora = identity.lora_of(model)
-    spec = model_spec(role.spec.config, model["kind"], model["param_dtype"], lora=lora)
-    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
-    return replace(role, spec=spec, param_shardings=places, optimizer=None, base=BASE)
+    stored, dtype = model["param_dtype"], model["dtype"]
+    spec = frozen_spec(role.spec.config, model["kind"], stored, dtype, lora)
+    return replace(_with_spec(role, spec), optimizer=None, base=BASE)
 
 
 def _stored_base(role: Role, checkpoint: Path, stored: str) -> Params:
     """The frozen weights below the adapters of a checkpoint's role."""
     name, model = base_of(checkpoint, stored)
-    spec = model_spec(role.spec.config, model["kind"], model["param_dtype"])
-    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
-    kept = replace(role, name=name, spec=spec, param_shardings=places, optimizer=None, base="")
+    spec = frozen_spec(role.spec.config, model["kind"], model["param_dtype"], model["dtype"])
+    kept = replace(_with_spec(role, spec), name=name, optimizer=None, base="")
     record = base_recorded(checkpoint, name)
     if record is None:
         return manager.restore_role(checkpoint, name, kept.abstract())

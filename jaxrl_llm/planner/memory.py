@@ -10,6 +10,7 @@ from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import (
     Rows,
     head_weights,
+    layer_outputs,
     layer_weights,
     learned_parameters,
     rows_of,
@@ -22,6 +23,7 @@ PIPELINE_COPIES = 2.0  # of what a pipeline keeps for its backward pass: it runs
 GATHERED_LAYERS = 3  # that a mesh has in flight
 GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
 BUFFERS = 0.8e9  # of collectives
+SCALE = 4  # bytes of an output of a float8 projection
 
 
 def kept(model: Model, devices: Devices) -> float:
@@ -30,7 +32,11 @@ def kept(model: Model, devices: Devices) -> float:
     if model.learns and not model.optimizer.offload:
         size += 2 * BYTES[model.optimizer.moment_dtype]
     # The base below adapters is a role of its own.
-    return learned_parameters(model) * size / devices.shards
+    kept = learned_parameters(model) * size
+    if model.float8 and not model.adapters:
+        saved = layer_weights(model.config) * (size - 1) - layer_outputs(model.config) * SCALE
+        kept -= model.config.num_layers * saved
+    return kept / devices.shards
 
 
 def temporary(job: Job, work: Work, devices: Devices, own_weights: bool = False) -> float:

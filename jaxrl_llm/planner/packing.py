@@ -82,6 +82,12 @@ def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
     return D * heads * H + config.num_heads * H * D + mlp
 
 
+def layer_outputs(config: ModelConfig) -> float:
+    """Features that the projections of one layer without experts have as outputs."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return heads * config.head_dim + 2.0 * config.intermediate_size + 2.0 * config.hidden_size
+
+
 def active_weights(config: ModelConfig) -> float:
     """`layer_weights` that one token is multiplied with."""
     mixture = config.mixture

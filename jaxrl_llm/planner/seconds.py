@@ -214,6 +214,9 @@ def _decode_seconds(
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)
     rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)
     matmuls = np.maximum(weights, flops / rate)
+    if model.float8 and not model.generates_merged:
+        # A step writes the weights of float8 projections before it reads them.
+        matmuls += read * (1 + itemsize) / tensor / rates.memory
     n = samples.responses.shape[1]
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
     tokens = reads * float(samples.prompts.mean()) + cached

@@ -20,6 +20,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.distributed.mesh import AXES
 from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.layers import FROZEN
 from jaxrl_llm.plan.models import base_settings, find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration
@@ -43,6 +44,7 @@ class Model:
     adapters: int = 0  # parameters of a role that keeps adapters, and their base apart
     merges: bool = False  # passes and updates compute with a merged copy of its weights
     generates_merged: bool = False  # and the sampler does
+    float8: bool = False  # the projections, or those below its adapters, are frozen in float8
 
     @property
     def itemsize(self) -> int:
@@ -211,6 +213,7 @@ def _model(
         adapters=0 if lora is None else learned,
         merges=lora is not None and lora.merges_updates,
         generates_merged=lora is not None and lora.merge,
+        float8=spec.form == FROZEN,
     )
 
 

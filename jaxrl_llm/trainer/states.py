@@ -20,7 +20,8 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
-from jaxrl_llm.models.base import scalar_params_from
+from jaxrl_llm.models.base import ModelSpec, scalar_params_from
+from jaxrl_llm.models.frozen import dequantized, quantized_as
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
@@ -78,7 +79,7 @@ def first_states(
         yield training
         actor = training.take_params()
         if base:
-            actor = _made(partial(cast, dtype=roles[base].spec.dtype), roles[base], actor)
+            actor = _made(partial(_frozen, roles[base].spec), roles[base], actor)
     states: States = {}
     for name in _others(plan):
         role = roles[name]
@@ -168,7 +169,12 @@ def derive_reference(role: Role, params: Params) -> Params:
 
 def _copy(params: Params, *, dtype: str) -> Params:
     # Without the copy, what is not cast would be the same buffers.
-    return jax.tree.map(jnp.copy, cast(params, dtype))
+    return jax.tree.map(jnp.copy, cast(dequantized(params, dtype), dtype))
+
+
+def _frozen(spec: ModelSpec, params: Params) -> Params:
+    """What a warm-up learned, as the base of adapters is stored."""
+    return quantized_as(spec.params, cast(params, spec.dtype))
 
 
 def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
@@ -223,7 +229,7 @@ def first_offline_states(
         yield training
         params = training.take_params()
         if plan.base is not None:
-            params = _made(partial(cast, dtype=kept.spec.dtype), kept, params)
+            params = _made(partial(_frozen, kept.spec), kept, params)
     states: States = {}
     reference = params
     if plan.base is not None:

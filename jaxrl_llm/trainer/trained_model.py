@@ -18,7 +18,7 @@ from jaxrl_llm.checkpoint.huggingface import (
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import read_jsonl
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
@@ -119,6 +119,21 @@ def export_checkpoint(
     )
 
 
+def base_note(checkpoint: Path, role: str, *, adapter: bool) -> str:
+    """What a user should know of an export whose base is in float8; empty for other ones."""
+    if adapters_in(checkpoint, role) is None:
+        return ""
+    _, model = base_of(checkpoint, role)
+    if model["param_dtype"] != FLOAT8_BASE:
+        return ""
+    if adapter:
+        return (
+            "note: the adapter was trained on a base in float8; on the base that is not quantised "
+            "its outputs differ a little"
+        )
+    return "note: the base was in float8; its dequantised weights and the adapter were merged"
+
+
 def _refuse_mixture(output: Path, adapter: bool) -> None:
     """Of a folder with a model and an adapter, transformers opens the adapter alone."""
     other = output / ("config.json" if adapter else peft.CONFIG)
@@ -174,7 +189,9 @@ def _base_dtype(checkpoint: Path, role: str) -> str:
     """The dtype of the base below the adapters of a role."""
     saved = identity.read_identity(checkpoint)
     assert saved is not None
-    return saved[identity.MODELS][role]["param_dtype"]
+    model = saved[identity.MODELS][role]
+    # Frozen projections in float8 are exact in the dtype of computation, which the rest has.
+    return model["dtype" if model["param_dtype"] == FLOAT8_BASE else "param_dtype"]
 
 
 def _check_shapes(params: Params, abstract: Any, role: str) -> None:

@@ -6,41 +6,81 @@ import jax
 import numpy as np
 import pytest
 from tiny import MODEL
-from tiny_iteration import first_states, in_micro_batches, open_iteration, run_step, tiny_config
+from tiny_iteration import (
+    first_states,
+    in_micro_batches,
+    open_iteration,
+    random_params,
+    run_step,
+    tiny_config,
+)
 
 from jaxrl_llm.config import GRPO, LoraConfig, MeshConfig, PhaseMeshConfig
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.models.base import frozen_spec
+from jaxrl_llm.models.frozen import dequantized
 
 LORA = LoraConfig(rank=2, alpha=1.0)
 
 
-def iterate(sizes, lora, *, critic):
-    """The batch, and what actor and critic learned, after one iteration; with one update or PPO."""
+def iterate(sizes, lora, *, critic, base="", dense=False):
+    """The batch, and what actor and critic learned, after one iteration; with one update or PPO.
+
+    `dense`: the base has the weights of one in float8, dequantised to float32 before.
+    """
     mesh = MeshConfig(**sizes)
     config = in_micro_batches(tiny_config(model_reward=critic), 8 // mesh.num_replicas)
     learners = ["actor"]
-    config = replace(config, mesh=mesh, actor=replace(config.actor, lora=lora))
+    config = replace(config, mesh=mesh, actor=replace(config.actor, lora=lora, base_dtype=base))
     if critic:
         learners.append("critic")
-        config = replace(config, critic=replace(config.critic, lora=lora))
+        config = replace(config, critic=replace(config.critic, lora=lora, base_dtype=base))
     else:
         actor = replace(config.actor, ppo_epochs=1, ppo_mini_batch_size=16)
         config = replace(config, actor=actor, algorithm=GRPO())
     iteration = open_iteration(config, mesh_of(mesh, [MODEL["num_key_value_heads"]]))
-    states, batch, _ = run_step(iteration, first_states(iteration), 1)
+    states = first_states(iteration)
+    if dense:
+        float8 = frozen_spec(iteration.roles["base"].spec.config, "causal_lm", "float8", "float32")
+        states["base"] = jax.jit(lambda: dequantized(random_params(float8.params, 4), "float32"))()
+    states, batch, _ = run_step(iteration, states, 1)
     assert {"actor", "base"} <= set(states) and "reference" not in states
     return batch, {name: fetch(states[name].params) for name in learners}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lora", "critic"),
+    "merge", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["apart", "merged"]
+)
+def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
+    lora = replace(LORA, merge=merge)
+    found, learned = iterate({}, lora, critic=False, base="float8")
+    expected, dense = iterate({}, lora, critic=False, base="float32", dense=True)
+    np.testing.assert_array_equal(found.responses, expected.responses)
+    for name in ("rollout_logprobs", "reference_logprobs", "advantages"):
+        one, other = (getattr(each, name) * each.mask for each in (found, expected))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=name)
+    for one, other in zip(*map(jax.tree.leaves, (learned, dense)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lora", "critic", "base"),
     [
-        pytest.param({"fsdp": 4, "tensor": 2}, LORA, False, id="grpo"),
+        pytest.param({"fsdp": 4, "tensor": 2}, LORA, False, "", id="grpo"),
+        pytest.param(
+            {"fsdp": 2, "tensor": 4},
+            replace(LORA, merge=False),
+            True,
+            "float8",
+            id="float8",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"fsdp": 4, "tensor": 2, "passes": PhaseMeshConfig(tensor=4)},
             LORA,
             True,
+            "",
             id="ppo",
             marks=pytest.mark.slow,
         ),
@@ -48,14 +88,15 @@ def iterate(sizes, lora, *, critic):
             {"data": 2, "fsdp": 2, "tensor": 2},
             replace(LORA, dora=True),
             False,
+            "",
             id="dora",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_iteration(sizes, lora, critic):
-    batch, learned = iterate(sizes, lora, critic=critic)
-    expected, alone = iterate({}, lora, critic=critic)
+def test_iteration(sizes, lora, critic, base):
+    batch, learned = iterate(sizes, lora, critic=critic, base=base)
+    expected, alone = iterate({}, lora, critic=critic, base=base)
     np.testing.assert_array_equal(batch.responses, expected.responses)
     names = ("old_logprobs", "values") if critic else ()
     for name in ("rollout_logprobs", "reference_logprobs", *names):

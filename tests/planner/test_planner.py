@@ -90,10 +90,11 @@ def test_what_roles_keep_is_what_the_arrays_of_a_run_take(mesh):
         assert size == pytest.approx(real[role], rel=0.02), role  # biases and norms are split less
 
 
-def test_adapters_keep_their_moments_and_one_base():
-    lora = c.LoraConfig(rank=4)
+@pytest.mark.parametrize("base", ["", "float8"])
+def test_adapters_keep_their_moments_and_one_base(base):
+    changes: dict[str, Any] = {"lora": c.LoraConfig(rank=4), "base_dtype": base}
     config = tiny(c.PPO(use_kl_loss=True))
-    actor, critic = (replace(each, lora=lora) for each in (config.actor, config.critic))
+    actor, critic = (replace(each, **changes) for each in (config.actor, config.critic))
     config = replace(config, actor=actor, critic=critic)
     planned = estimate(work_of(config), Devices(mesh=config.mesh, hosts=1, rates=H200))
     real = RealPrograms(config, tuple(jax.devices()[:1]), (2,)).resident()

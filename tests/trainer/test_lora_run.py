@@ -13,8 +13,10 @@ from jaxrl_llm.checkpoint import layout
 from jaxrl_llm.checkpoint.huggingface import load_model_config
 from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, import_adapter, read_lora
 from jaxrl_llm.config import ActorConfig, ConfigError, LoraConfig
-from jaxrl_llm.models.base import merge_adapters, model_spec
-from jaxrl_llm.models.lora import join
+from jaxrl_llm.launch.commands import export
+from jaxrl_llm.models.base import frozen_spec, merge_adapters, model_spec
+from jaxrl_llm.models.frozen import quantized_as
+from jaxrl_llm.models.lora import join, split
 from jaxrl_llm.plan.models import ModelSource, adapters_of, learner_spec
 from jaxrl_llm.plan.roles import strict_of
 from jaxrl_llm.trainer.answering import open_model
@@ -135,15 +137,49 @@ def test_a_run_goes_on_from_an_adapter_of_peft(tmp_path, base, trained):
     assert_same_bits(found, {k: v for k, v in of_first.items() if k.startswith("actor[")})
 
 
-def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path):
-    run, config = config_of(tmp_path, **GRPO | {"total_steps": "1"})
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float8", marks=pytest.mark.slow)])
+def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path, dtype):
+    run, config = config_of(tmp_path, **GRPO | {"total_steps": "1", "actor__base_dtype": dtype})
     checkpoint = train(config).checkpoint
-    frozen = [n for n in run.weights(1) if n.startswith("frozen")]
+    frozen = {name: x for name, x in run.weights(1).items() if name.startswith("frozen")}
     assert frozen and all("['base']" in name for name in frozen)
+    kernels = {str(x.dtype) for name, x in frozen.items() if name.endswith("['kernel']")}
+    assert kernels == {"float8_e4m3fn" if dtype == "float8" else dtype}
     assert open_model(layout.find_model_path(str(checkpoint))).spec.lora is None
     # No file holds the base alone: PEFT must not join the adapter to the model before the warm-up.
     folder = export_checkpoint(checkpoint, tmp_path / "adapter", adapter=True)
     assert json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] in ("", None)
+
+
+def test_a_base_in_float8_is_read_again_and_exported_dequantised(tmp_path, base, capsys):
+    flags = {"actor__path": str(base), "warmup": "null", "actor__base_dtype": "float8"} | GRPO
+    run, config = config_of(tmp_path / "run", total_steps="2", **flags)
+    last = train(config).checkpoint
+    found = run.weights(2)
+    assert not (last.parent / layout.FROZEN).exists()
+    again, config = config_of(
+        tmp_path / "again", total_steps="2", resume=str(run.step_path(1)), **flags
+    )
+    train(config)
+    assert_same_bits(again.weights(2), found)
+    other = flags | {"actor__base_dtype": "float32", "resume": str(run.step_path(1))}
+    with pytest.raises(ConfigError, match="param_dtype float8 there, float32 now"):
+        train(config_of(tmp_path / "other", total_steps="2", **other)[1])
+
+    capsys.readouterr()
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    export([f"--model={last}", f"--output={adapter}", "--adapter"])
+    assert "trained on a base in float8" in capsys.readouterr().out
+    export([f"--model={last}", f"--output={merged}", "--merge"])
+    assert "dequantised weights and the adapter were merged" in capsys.readouterr().out
+    theirs = open_model(layout.find_model_path(str(base))).params
+    lora = read_lora(adapter, load_model_config(base), "causal_lm", dtype="float32", dropout=0)
+    spec = frozen_spec(load_model_config(base), "causal_lm", "float8", "float32", lora)
+    frozen = quantized_as(split(spec.params)[0], theirs)
+    expected = merge_adapters(spec, join(frozen, import_adapter(adapter, spec)))[1]
+    for path in (merged, last):
+        params = open_model(layout.find_model_path(str(path))).params
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +254,7 @@ def test_an_adapter_with_a_number_that_is_none_is_refused(tmp_path, base, traine
         ({"actor.lora.merge": "false", "actor.lora.dora": "true"}, "lora.dora=True"),
         ({"actor.lora.targets": "[]"}, "lora.targets is empty"),
         ({"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"}, "base_dtype=bfloat16 is of"),
+        ({"actor.lora.rank": "0", "actor.base_dtype": "float8"}, "base_dtype=float8 is of frozen"),
         ({"actor.lora.path": "nowhere"}, "expected a folder with adapter_config.json"),
         ({"critic.lora.rank": "2", "critic.tensor": "1", "mesh.tensor": "2"}, "critic.tensor=1"),
         ({"critic.lora.rank": "2", "critic.base_dtype": "bfloat16"}, "base_dtype is bfloat16: the"),

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
-from jaxrl_llm.models.hf import stored_parts
+from jaxrl_llm.models.hf import stored_parts, whole_tensor
 from jaxrl_llm.models.rope import Llama3Rope
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -92,7 +92,7 @@ def their_tensors(names: dict, ours: dict) -> dict[str, np.ndarray]:
         return part.tensor.to_hf(value if len(names[part.path].parts) == 1 else value[part.index])
 
     return {
-        name: np.concatenate([array(part) for part in parts])
+        name: whole_tensor(parts, [array(part) for part in parts])
         for name, parts in stored_parts(names).items()
     }
 

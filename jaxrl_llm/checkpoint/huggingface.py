@@ -34,7 +34,7 @@ from jaxrl_llm.models.families import (
     ignored_tensor,
     to_hf_config,
 )
-from jaxrl_llm.models.hf import StoredPart, stored_parts
+from jaxrl_llm.models.hf import StoredPart, stored_parts, whole_tensor
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -399,8 +399,7 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
 
     def lazy(name: str, parts: list[StoredPart]) -> LazyTensor:
         def fetch() -> np.ndarray:
-            found = [part_of(part) for part in parts]
-            return found[0] if len(found) == 1 else np.concatenate(found)
+            return whole_tensor(parts, [part_of(part) for part in parts])
 
         return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
 

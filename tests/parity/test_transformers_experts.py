@@ -29,7 +29,7 @@ _spec = importlib.util.spec_from_file_location("make_goldens", _path)
 make_goldens = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_goldens)
 
-FAMILIES = ["qwen3_moe_window", "mixtral_tied", "olmoe_gqa"]
+FAMILIES = ["qwen3_moe_window", "mixtral_tied", "olmoe_gqa", "gpt_oss"]
 PROMPTS, RESPONSES = (3, 5, 2), (6, 4, 1)  # tokens
 
 

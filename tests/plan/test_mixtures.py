@@ -25,6 +25,7 @@ EXPERTS = {
 }
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
+GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4}
 
 
 def planned(model, **changes):
@@ -77,6 +78,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
             "routers are frozen weights.*router_aux_loss_coef=0 works",
         ),
         (OLMOE, {}, "olmoe has no scalar model"),
+        (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
     ],
 )
 def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):

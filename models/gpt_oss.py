@@ -34,6 +34,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, NAME, attention_bias=True, swiglu_alpha=SWIGLU_ALPHA)
     hf = DEFAULTS | dict(hf)
+    packed = common.entries(hf, "quantization_config", dict, {})
+    if packed.get("quant_method") == "mxfp4":  # an import unpacks it
+        hf["quantization_config"] = None
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = YARN | {"truncate": False}
     fields = common.common_from_hf(

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
 from jaxrl_llm.models.hf import stored_parts, whole_tensor
 from jaxrl_llm.models.rope import Llama3Rope
@@ -80,6 +80,16 @@ CONFIGS = {
         sliding_window=(4, None),
         local_rope_theta=50.0,
         attention_multiplier=5**-0.5,
+    ),
+    "gpt_oss": tiny_config(
+        "gpt_oss",
+        attention_bias=True,
+        attention_out_bias=True,
+        attention_sinks=True,
+        expert_bias=True,
+        swiglu_limit=0.7,
+        sliding_window=(4, None),
+        mixture=Mixture(num_experts=3, experts_per_token=2, expert_size=40, normalized=True),
     ),
 }
 

@@ -6,6 +6,7 @@ of each family in `models/` has the names of its tensors.
 """
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.checkpoint.mxfp4 import MXFP4, read_packed, with_unpacked
 from jaxrl_llm.checkpoint.safetensors_files import (
     LazyTensor,
     StoredTensor,
@@ -52,7 +54,7 @@ TOKENIZER_FILES = (
 )
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
-_READABLE = ("F64", "F32", "F16", "BF16")
+_READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 # Numbers of config.json that must be finite and positive, also within the rope settings.
 # Keys, their type, what to call it, and the largest value: above it, memory is taken before
 # anything is compared.
@@ -133,7 +135,8 @@ def import_params(
     """
     directory = Path(directory)
     names = hf_names(spec.config, spec.kind)
-    stored = stored_tensors(directory)
+    in_files = stored_tensors(directory)
+    stored = with_unpacked(in_files)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
     _check_tensors(
@@ -161,7 +164,9 @@ def import_params(
             found = read.pop(part.path)
             place(part.path, ours.joined([found[i] for i in range(len(found))]))
 
-    for name, value in read_tensors([stored[name] for name in wanted]):
+    packed = [stored[name] for name in wanted if stored[name].dtype == MXFP4]
+    plain = [stored[name] for name in wanted if stored[name].dtype != MXFP4]
+    for name, value in itertools.chain(read_tensors(plain), read_packed(packed, in_files)):
         for part in wanted[name]:
             take(part, value)
         del value  # before the next one is read

@@ -137,12 +137,15 @@ MODEL_OF_EXPERTS = MODEL | {
 }
 
 
-def iterate(**sizes):
+GPT_OSS = MODEL_OF_EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
+
+
+def iterate(model_type="qwen3_moe", **sizes):
     """Batch, metrics and weights after an iteration of GRPO on a mesh of these sizes."""
     mesh, config = MeshConfig(**sizes), tiny_config(model_reward=False)
     actor = replace(
         config.actor,
-        hf_config=MODEL_OF_EXPERTS,
+        hf_config=GPT_OSS if model_type == "gpt_oss" else MODEL_OF_EXPERTS,
         ppo_epochs=1,
         optimizer=OPTIMIZER,
         router_aux_loss_coef=0.1,
@@ -164,13 +167,15 @@ one_device = functools.cache(iterate)
         {"expert": 2, "fsdp": 2, "tensor": 2},
         {"data": 2, "expert": 4},
         {"data": 2, "fsdp": 2},
+        {"model_type": "gpt_oss", "expert": 2, "fsdp": 2, "tensor": 2},
     ],
     ids=str,
 )
 @pytest.mark.slow
 def test_an_iteration_equals_one_device(sizes):
     batch, metrics, params = iterate(**sizes)
-    expected_batch, expected_metrics, expected_params = one_device()
+    model_type = sizes.get("model_type", "qwen3_moe")
+    expected_batch, expected_metrics, expected_params = one_device(model_type)
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)
     names = [n for n in expected_metrics if n.endswith(("_loss", "grad_norm", "router_load"))]
     assert {"actor/pg_loss", "actor/router_aux_loss", "actor/router_z_loss"} <= set(names)

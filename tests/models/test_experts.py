@@ -116,6 +116,7 @@ def test_biases_and_clamped_values_and_their_gradients(monkeypatch):
 
     def dense(state, x):
         layer = nnx.merge(graphdef, state)
+        assert layer.router.bias is not None
         logits = x @ layer.router.kernel[...] + layer.router.bias[...]
         best = jax.nn.one_hot(jax.lax.top_k(logits, 2)[1], 4).sum(axis=2)
         share = jnp.where(best > 0, jnp.exp(logits), 0) * real[..., None]

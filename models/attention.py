@@ -18,6 +18,7 @@ from jaxrl_llm.models.layers import (
     RMSNorm,
     apply_rope,
     gathering,
+    parameter,
     projection_of,
 )
 
@@ -26,7 +27,8 @@ class Attend(Protocol):
     """The attention that a model's caller supplies: full in training, cached in generation.
 
     q and k come after q/k norm and rope. The callee applies the scale H**-0.5. `layer_cache` is any
-    pytree, or None without a cache. `window` counts positions, including the query's own.
+    pytree, or None without a cache. `window` counts positions, including the query's own. `sinks`
+    are given by a layer that has them: see `flash_attention.attention`.
     """
 
     def __call__(
@@ -38,6 +40,7 @@ class Attend(Protocol):
         /,
         *,
         window: int | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """The attention output [B, T, N, H] and the layer's new cache."""
         ...
@@ -73,7 +76,15 @@ class Attention(nnx.Module):
             self.v = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
         else:
             self.qkv = projection((D, N + 2 * K, H), ("embed", "merged", "head_dim"))
-        self.o = linear((N, H, D), ("q_heads", "head_dim", "embed"), contract=2, dtype=dtype)
+        self.o = linear(
+            (N, H, D),
+            ("q_heads", "head_dim", "embed"),
+            contract=2,
+            bias=config.attention_out_bias,
+            dtype=dtype,
+        )
+        sinks = config.attention_sinks
+        self.sinks = parameter((N,), ("q_heads",), "normal", dtype) if sinks else None
         norm = partial(
             RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset
         )
@@ -91,7 +102,9 @@ class Attention(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        out_BTNH, new_cache = attend(*self.inputs(x_BTD, rope), layer_cache, window=self.window)
+        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        inputs = self.inputs(x_BTD, rope)
+        out_BTNH, new_cache = attend(*inputs, layer_cache, window=self.window, **more)
         return self.o(out_BTNH), new_cache
 
     def inputs(

@@ -170,7 +170,7 @@ def dense_spec(spec: ModelSpec) -> ModelSpec:
 def _check_unfused(names: Names, lora: Lora) -> None:
     """Raises: ValueError for an adapter of a tensor that holds several of our projections."""
     tensors = [tensor for ours in names.values() for tensor in ours.parts]
-    whole = {tensor.name.removesuffix(".weight"): tensor.of_rows is None for tensor in tensors}
+    whole = {tensor.name.removesuffix(".weight"): not tensor.is_part for tensor in tensors}
     if fused := sorted(name for name in lora.modules if not whole.get(name, True)):
         free = {name.rpartition(".")[2] for name, unfused in whole.items() if unfused}
         linear = sorted(name for name in free if name.endswith("_proj"))

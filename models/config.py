@@ -52,7 +52,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # on the q, k and v projections; never on the output
+    attention_bias: bool = False  # on the q, k and v projections
     qk_norm: bool = False  # RMS norm of each q and k head before rope
     mixture: Mixture | None = None  # in every layer; None: each layer has one MLP
     sliding_window: tuple[int | None, ...] = ()
@@ -72,6 +72,12 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
     logits_scaling: float = 1.0  # divides the logits
+    attention_out_bias: bool = False  # on the output projection of attention
+    attention_sinks: bool = False  # a learnt logit of each head that adds to no output
+    expert_bias: bool = False  # on the router and on the projections of experts
+    # Experts compute (up + 1) * gate * sigmoid(1.702 gate), with gate at most this, and up between
+    # this and its negative. None: they use `activation`.
+    swiglu_limit: float | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -112,7 +118,7 @@ class ModelConfig:
         if not 0 < self.rotary_factor <= 1:
             raise ValueError(f"rotary_factor is {self.rotary_factor}: it must be in (0, 1]")
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
-        for name in (*names, "logits_scaling", "local_rope_theta"):
+        for name in (*names, "logits_scaling", "local_rope_theta", "swiglu_limit"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}: it must be a positive number")

@@ -7,6 +7,7 @@ Shape letters: B batch, T tokens, D hidden, F inner size of an expert, E experts
 token, N tokens of a device, M rows of the grouped matmuls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from jaxrl_llm.kernels.flash_attention import gathered
 from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
+
+SWIGLU_ALPHA = 1.702  # of `clamped_swiglu`
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +63,8 @@ class Router(nnx.Module):
         # Small, and every device needs all of it: only the storage is split.
         shape = (config.hidden_size, mixture.num_experts)
         self.kernel = parameter(shape, ("embed", "norm"), "normal", dtype)
+        biased = config.expert_bias
+        self.bias = parameter(shape[1:], ("norm",), "zeros", dtype) if biased else None
 
     def __call__(self, x_BTD: jax.Array, routing: Routing | None) -> tuple[jax.Array, Routed]:
         """The weights [B, T, K] of the chosen experts, and the choice."""
@@ -72,6 +77,8 @@ class Router(nnx.Module):
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        if self.bias is not None:
+            logits_BTE += self.bias[...].astype(jnp.float32)
         probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
         _, chosen_BTK = jax.lax.top_k(jax.lax.stop_gradient(probs_BTE), K)
         if routing.chosen_BTLK is not None:
@@ -98,52 +105,100 @@ class Router(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """One projection of all experts, [E, inputs, outputs]."""
+    """One projection of all experts, [E, inputs, outputs], and a bias [E, outputs]."""
 
     def __init__(
-        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], dtype: DTypeLike
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[ParameterAxis, ...],
+        dtype: DTypeLike,
+        *,
+        bias: bool,
     ) -> None:
         self.kernel = parameter(shape, axes, "normal", dtype)
+        # The hidden size is whole, as in other vectors of it.
+        of_bias = ("expert", "mlp" if axes[2] == "mlp" else "norm")
+        outputs = (shape[0], shape[2])
+        self.bias = parameter(outputs, of_bias, "zeros", dtype) if bias else None
 
 
 class Experts(nnx.Module):
-    """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen."""
+    """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen.
+
+    `config.swiglu_limit` has another activation in place of silu, `config.expert_bias` has biases.
+    """
 
     def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
         D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
         self.mixture = mixture
         self.router = Router(config, mixture, dtype=dtype)
-        self.gate = Stack((E, D, F), ("expert", "expert_embed", "mlp"), dtype)
-        self.up = Stack((E, D, F), ("expert", "expert_embed", "mlp"), dtype)
-        self.down = Stack((E, F, D), ("expert", "mlp", "expert_embed"), dtype)
+        self.limit = config.swiglu_limit
+        stack = partial(Stack, dtype=dtype, bias=config.expert_bias)
+        self.gate = stack((E, D, F), ("expert", "expert_embed", "mlp"))
+        self.up = stack((E, D, F), ("expert", "expert_embed", "mlp"))
+        self.down = stack((E, F, D), ("expert", "mlp", "expert_embed"))
 
     def __call__(
         self, x_BTD: jax.Array, routing: Routing | None = None
     ) -> tuple[jax.Array, Routed]:
         """The layer's output [B, T, D], and what its router did."""
         weights_BTK, routed = self.router(x_BTD, routing)
-        kernels = (self.gate.kernel[...], self.up.kernel[...], self.down.kernel[...])
-        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
+        stacks = (self.gate, self.up, self.down)
+        gate, up, down = (stack.kernel[...] for stack in stacks)
+        biases = tuple(stack.bias[...] for stack in stacks if stack.bias is not None)
+        y_BTD = experts_of_tokens(
+            x_BTD,
+            weights_BTK,
+            routed.chosen_BTK,
+            (gate, up, down, *biases[:2]),
+            limit=self.limit,
+        )
+        if biases:
+            y_BTD += _weighted_rows(weights_BTK, routed.chosen_BTK, biases[2]).astype(y_BTD.dtype)
         return y_BTD, routed
 
 
-Kernels = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F] and down [E, F, D]
+def _weighted_rows(weights_BTK: jax.Array, chosen_BTK: jax.Array, bias_ED: jax.Array) -> jax.Array:
+    """The biases of each token's experts times their weights, float32 [B, T, D].
+
+    They are added once to the sum over experts. Devices that hold parts of an expert would each add
+    the bias. A matmul, because the gradient of a gather has no fixed order on a GPU.
+    """
+    hot_BTKE = jax.nn.one_hot(chosen_BTK, len(bias_ED), dtype=jnp.float32)
+    of_experts_BTE = (hot_BTKE * weights_BTK[..., None]).sum(axis=2)
+    return jnp.einsum(
+        "BTE,ED->BTD",
+        of_experts_BTE,
+        bias_ED.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
+# gate, up [E, D, F] and down [E, F, D], and perhaps the biases [E, F] of gate and up
+Kernels = tuple[jax.Array, ...]
 
 
 def experts_of_tokens(
-    x_BTD: jax.Array, weights_BTK: jax.Array, chosen_BTK: jax.Array, kernels: Kernels
+    x_BTD: jax.Array,
+    weights_BTK: jax.Array,
+    chosen_BTK: jax.Array,
+    kernels: Kernels,
+    *,
+    limit: float | None = None,
 ) -> jax.Array:
-    """The weighted sum over the chosen experts, in the dtype of x.
+    """The weighted sum over the chosen experts, in the dtype of x, without biases of `down`.
+
+    With a `limit` experts compute `clamped_swiglu`.
 
     Where the mesh axis `expert` splits the experts, each device of a group gathers the tokens of
     the group, computes its own experts, and the sums are scattered back to the tokens' devices.
     """
     layout = layout_in_scope()
     if layout is not None:
-        return _split_experts(layout, x_BTD, weights_BTK, chosen_BTK, kernels)
+        return _split_experts(layout, x_BTD, weights_BTK, chosen_BTK, kernels, limit)
     B, T, D = x_BTD.shape
     x_ND, weights_NK, chosen_NK = (x.reshape(B * T, -1) for x in (x_BTD, weights_BTK, chosen_BTK))
-    y_ND = _own_experts(x_ND, weights_NK, chosen_NK, kernels, first=0)
+    y_ND = _own_experts(x_ND, weights_NK, chosen_NK, kernels, 0, limit)
     return y_ND.astype(x_BTD.dtype).reshape(B, T, D)
 
 
@@ -153,6 +208,7 @@ def _split_experts(
     weights_BTK: jax.Array,
     chosen_BTK: jax.Array,
     kernels: Kernels,
+    limit: float | None,
 ) -> jax.Array:
     """`experts_of_tokens` on the devices of a layout, each with its own rows."""
     rows = () if x_BTD.shape[0] % layout.num_replicas else layout.axes("batch")
@@ -169,9 +225,9 @@ def _split_experts(
         x_1ND, weights_1NK, chosen_1NK = (
             _gathered(x.reshape(1, B * T, -1), group) for x in (x_1BTD, weights_1BTK, chosen_BTK)
         )
-        gate, up, down = (kernel[0] for kernel in kernels)
-        first = _number(layout, experts) * gate.shape[0]
-        y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], (gate, up, down), first)
+        own = tuple(kernel[0] for kernel in kernels)
+        first = _number(layout, experts) * own[0].shape[0]
+        y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], own, first, limit)
         return _scattered_sum(y_ND, group).astype(x_1BTD.dtype).reshape(1, B, T, D)
 
     # The tokens of a tensor group are gathered, as before a dense layer.
@@ -179,6 +235,7 @@ def _split_experts(
         layout.constrain(x, "batch", "tokens", None) for x in (x_BTD, weights_BTK, chosen_BTK)
     )
     token, into, out = P(parts, rows), P(apart, experts, None, heads), P(apart, experts, heads)
+    biases = [out] * (len(kernels) - 3)  # [E, F] of gate and up
     # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
     in_scope = jax.sharding.get_abstract_mesh()
     mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
@@ -188,7 +245,7 @@ def _split_experts(
     y_SBTD = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(token, token, P(rows), into, into, out),
+        in_specs=(token, token, P(rows), into, into, out, *biases),
         out_specs=token,
         axis_names={*rows, *experts, *heads, *others},
         check_vma=False,
@@ -227,6 +284,7 @@ def _own_experts(
     chosen_NK: jax.Array,
     kernels: Kernels,
     first: jax.Array | int,
+    limit: float | None,
 ) -> jax.Array:
     """The part of the sum of those experts whose weights these are, counted from `first` on.
 
@@ -245,12 +303,52 @@ def _own_experts(
     order_M = jnp.where(jnp.arange(rows) < used, order_P[:rows], N * K)
     place_P = jnp.where(place_P < used, place_P, rows)
     x_PD = jnp.broadcast_to(x_ND[:, None], (N, K, x_ND.shape[1])).reshape(N * K, -1)
-    gate, up, down = kernels
+    gate, up, down, *biases = kernels
     x_MD = _moved(x_PD, order_M, place_P)
     dot = partial(_grouped, sizes_E=sizes_E)
-    y_MD = dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
+    if limit is None and not biases:
+        y_MD = dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
+    else:
+        gate_MF, up_MF = dot(x_MD, gate), dot(x_MD, up)
+        if biases:
+            gate_MF, up_MF = _with_biases((gate_MF, up_MF), biases, sizes_E)
+        y_MD = dot(_gated(gate_MF, up_MF, limit), down)
     y_NKD = _moved(y_MD, place_P, order_M).reshape(N, K, -1)
     return jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
+
+
+def _with_biases(
+    rows: Sequence[jax.Array], biases: Sequence[jax.Array], sizes_E: jax.Array
+) -> list[jax.Array]:
+    """Each array [M, F] plus the bias [F] of each row's expert; 0 in rows of no expert.
+
+    A matmul, because the gradient of a gather has no fixed order on a GPU.
+    """
+    ends_E = jnp.cumsum(sizes_E)
+    row_M1 = jnp.arange(len(rows[0]))[:, None]
+    hot_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
+    used_M1 = row_M1 < ends_E[-1]
+
+    def added(y_MF: jax.Array, bias_EF: jax.Array) -> jax.Array:
+        bias_MF = jnp.dot(
+            hot_ME.astype(y_MF.dtype),
+            bias_EF.astype(y_MF.dtype),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        # Whatever a kernel left in the other rows, in either pass, must not reach the biases.
+        return jnp.where(used_M1, y_MF + bias_MF, 0)
+
+    return [added(y_MF, bias_EF) for y_MF, bias_EF in zip(rows, biases, strict=True)]
+
+
+def _gated(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+    return jax.nn.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(1.702 gate), of clamped gate and up."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
 def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:

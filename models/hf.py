@@ -23,7 +23,8 @@ class HFTensor:
 
     Their array has `shape`. Ours is theirs, transposed if `transpose`, then reshaped to
     `our_shape`. Arrays may be numpy's or jax's. A fused tensor of theirs holds several of ours:
-    then `shape` is that of our part, which begins at `first_row` of `of_rows`.
+    then `shape` is that of our part, which begins at `first_row` of `of_rows`. Or it holds columns
+    of several in turn: then `shape` is that of our part, every `of_turns`-th column from `turn` on.
 
     Guarantees: both directions only move elements, so a round trip is exact in any dtype.
     """
@@ -34,10 +35,19 @@ class HFTensor:
     transpose: bool = False
     first_row: int = 0
     of_rows: int | None = None
+    turn: int = 0
+    of_turns: int = 1
+
+    @property
+    def is_part(self) -> bool:
+        """Whether their tensor holds other parameters of ours too."""
+        return self.of_rows is not None or self.of_turns > 1
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of their whole tensor."""
+        if self.of_turns > 1:
+            return (*self.shape[:-1], self.shape[-1] * self.of_turns)
         return self.shape if self.of_rows is None else (self.of_rows, *self.shape[1:])
 
     def to_ours(self, array: Any) -> Any:
@@ -49,10 +59,12 @@ class HFTensor:
             )
         if self.of_rows is not None:
             array = array[self.first_row : self.first_row + self.shape[0]]
+        if self.of_turns > 1:
+            array = array[..., self.turn :: self.of_turns]
         return (array.T if self.transpose else array).reshape(self.our_shape)
 
     def to_hf(self, array: Any) -> Any:
-        """From our layout to theirs; the rows of our part of a fused tensor."""
+        """From our layout to theirs; our part of a fused tensor."""
         if not self.transpose:
             return array.reshape(self.shape)
         return array.reshape(self.shape[::-1]).T
@@ -173,6 +185,10 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
     names[*path, "o", "kernel"] = HFTensor(
         f"{prefix}.o_proj.weight", (D, N * H), (N, H, D), transpose=True
     )
+    if config.attention_out_bias:
+        names[*path, "o", "bias"] = HFTensor(f"{prefix}.o_proj.bias", (D,), (D,))
+    if config.attention_sinks:
+        names[*path, "sinks"] = HFTensor(f"{prefix}.sinks", (N,), (N,))
     for name, heads in (("q_norm", N), ("k_norm", config.num_kv_heads)) if config.qk_norm else ():
         theirs, ours = ((heads * H,), (heads, H)) if config.qk_norm_whole else ((H,), (H,))
         names[*path, name, "scale"] = HFTensor(f"{prefix}.{name}.weight", theirs, ours)
@@ -205,14 +221,25 @@ class StoredPart:
 
 
 def stored_parts(names: Mapping[Path, HFTensor | HFStack]) -> dict[str, list[StoredPart]]:
-    """The parameters of each tensor of theirs, in the order of their rows."""
+    """The parameters of each tensor of theirs, in the order of their rows or columns."""
     found: dict[str, list[StoredPart]] = {}
     for path, ours in names.items():
         for index, tensor in enumerate(ours.parts):
             found.setdefault(tensor.name, []).append(StoredPart(path, index, tensor))
     return {
-        name: sorted(parts, key=lambda part: part.tensor.first_row) for name, parts in found.items()
+        name: sorted(parts, key=lambda part: (part.tensor.first_row, part.tensor.turn))
+        for name, parts in found.items()
     }
+
+
+def whole_tensor(parts: Sequence[StoredPart], arrays: Sequence[Any]) -> Any:
+    """A tensor of theirs from `HFTensor.to_hf` of each part of it, in numpy."""
+    if len(arrays) == 1:
+        return arrays[0]
+    tensor = parts[0].tensor
+    if tensor.of_turns > 1:
+        return np.stack(arrays, axis=-1).reshape(tensor.whole_shape)
+    return np.concatenate(arrays)
 
 
 def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[str, Any]:
@@ -492,7 +519,8 @@ FEW = {
     for name in (
         "mixture", "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers",
         "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
-        "embedding_multiplier", "residual_multiplier", "logits_scaling",
+        "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_out_bias",
+        "attention_sinks", "expert_bias", "swiglu_limit",
     )
 }  # fmt: skip
 

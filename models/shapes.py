@@ -1,14 +1,14 @@
 """Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
-Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B and
-meta-llama/Llama-3.1-8B.
+Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b
+and meta-llama/Llama-3.1-8B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
 from functools import partial
 
 from jaxrl_llm.models.config import Mixture, ModelConfig
-from jaxrl_llm.models.rope import Llama3Rope
+from jaxrl_llm.models.rope import Llama3Rope, YarnRope
 
 _qwen = partial(
     ModelConfig,
@@ -110,6 +110,27 @@ SHAPES: dict[str, ModelConfig] = {
         head_dim=128,
         mixture=Mixture(num_experts=128, experts_per_token=8, expert_size=768, normalized=True),
     ),
+    "gpt-oss-20b": ModelConfig(
+        family="gpt_oss",
+        rope_theta=150000.0,
+        rope_scaling=YarnRope(factor=32.0, original_max_position_embeddings=4096, truncate=False),
+        rms_norm_eps=1e-5,
+        attention_bias=True,
+        attention_out_bias=True,
+        attention_sinks=True,
+        expert_bias=True,
+        swiglu_limit=7.0,
+        sliding_window=(128, None) * 12,
+        max_position_embeddings=131072,
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        mixture=Mixture(num_experts=32, experts_per_token=4, expert_size=2880, normalized=True),
+    ),
 }
 
 
@@ -120,8 +141,12 @@ def num_parameters(config: ModelConfig) -> int:
     mlp = 3 * D * F
     if (mixture := config.mixture) is not None:
         mlp = mixture.num_experts * (3 * D * mixture.expert_size + D)  # with the router
+        if config.expert_bias:
+            mlp += mixture.num_experts * (2 * mixture.expert_size + D + 1)
     projections = D * (N + 2 * K) * H + N * H * D + mlp
     biases = (N + 2 * K) * H if config.attention_bias else 0
+    biases += D if config.attention_out_bias else 0
+    biases += N if config.attention_sinks else 0
     norms = (4 if config.norms == "both" else 2) * D
     if config.qk_norm:
         norms += (N + K) * H if config.qk_norm_whole else 2 * H
@@ -136,4 +161,6 @@ def active_parameters(config: ModelConfig) -> int:
         return num_parameters(config)
     idle = mixture.num_experts - mixture.experts_per_token
     each = 3 * config.hidden_size * mixture.expert_size
+    if config.expert_bias:
+        each += 2 * mixture.expert_size + config.hidden_size
     return num_parameters(config) - config.num_layers * idle * each

@@ -4,8 +4,9 @@ Random weights of a named shape; a correctness check first, then a warm-up, then
 repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performance.md.
 
 Flags:
-  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | -1.5b | -7b | -14b | -32b | llama-3.1-8b, or the
-                           path of a Hugging Face folder or config.json: its sizes, random weights
+  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | -1.5b | -7b | -14b | -32b | llama-3.1-8b |
+                           qwen3-30b-a3b | gpt-oss-20b, or the path of a Hugging Face folder or
+                           config.json: its sizes, random weights
   --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill, lengths
                            training: update, logprob, values, mix, lengths
                            attention: dense, packed, decode

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
-from jaxrl_llm.models.hf import stored_parts
+from jaxrl_llm.models.hf import stored_parts, whole_tensor
 from jaxrl_llm.models.rope import Llama3Rope
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -81,6 +81,16 @@ CONFIGS = {
         local_rope_theta=50.0,
         attention_multiplier=5**-0.5,
     ),
+    "gpt_oss": tiny_config(
+        "gpt_oss",
+        attention_bias=True,
+        attention_out_bias=True,
+        attention_sinks=True,
+        expert_bias=True,
+        swiglu_limit=0.7,
+        sliding_window=(4, None),
+        mixture=Mixture(num_experts=3, experts_per_token=2, expert_size=40, normalized=True),
+    ),
 }
 
 
@@ -92,7 +102,7 @@ def their_tensors(names: dict, ours: dict) -> dict[str, np.ndarray]:
         return part.tensor.to_hf(value if len(names[part.path].parts) == 1 else value[part.index])
 
     return {
-        name: np.concatenate([array(part) for part in parts])
+        name: whole_tensor(parts, [array(part) for part in parts])
         for name, parts in stored_parts(names).items()
     }
 

@@ -6,6 +6,7 @@ of each family in `models/` has the names of its tensors.
 """
 
 import functools
+import itertools
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.checkpoint.mxfp4 import MXFP4, read_packed, with_unpacked
 from jaxrl_llm.checkpoint.safetensors_files import (
     LazyTensor,
     StoredTensor,
@@ -35,7 +37,7 @@ from jaxrl_llm.models.families import (
     to_hf_config,
 )
 from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
-from jaxrl_llm.models.hf import StoredPart, stored_parts
+from jaxrl_llm.models.hf import StoredPart, stored_parts, whole_tensor
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -53,7 +55,7 @@ TOKENIZER_FILES = (
 )
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
-_READABLE = ("F64", "F32", "F16", "BF16")
+_READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 # Numbers of config.json that must be finite and positive, also within the rope settings.
 # Keys, their type, what to call it, and the largest value: above it, memory is taken before
 # anything is compared.
@@ -134,7 +136,8 @@ def import_params(
     """
     directory = Path(directory)
     names = hf_names(spec.config, spec.kind)
-    stored = stored_tensors(directory)
+    in_files = stored_tensors(directory)
+    stored = with_unpacked(in_files)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
     _check_tensors(
@@ -170,7 +173,9 @@ def import_params(
             found = read.pop(part.path)
             place(part.path, ours.joined([found[i] for i in range(len(found))]))
 
-    for name, value in read_tensors([stored[name] for name in wanted]):
+    packed = [stored[name] for name in wanted if stored[name].dtype == MXFP4]
+    plain = [stored[name] for name in wanted if stored[name].dtype != MXFP4]
+    for name, value in itertools.chain(read_tensors(plain), read_packed(packed, in_files)):
         for part in wanted[name]:
             take(part, value)
         del value  # before the next one is read
@@ -408,8 +413,7 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
 
     def lazy(name: str, parts: list[StoredPart]) -> LazyTensor:
         def fetch() -> np.ndarray:
-            found = [part_of(part) for part in parts]
-            return found[0] if len(found) == 1 else np.concatenate(found)
+            return whole_tensor(parts, [part_of(part) for part in parts])
 
         return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
 

@@ -160,7 +160,7 @@ def read_lora(
     known = {
         tensor.name.removesuffix(".weight")
         for path, tensor in hf_names(config, kind).items()
-        if isinstance(tensor, HFTensor) and tensor.of_rows is None and "router" not in path
+        if isinstance(tensor, HFTensor) and not tensor.is_part and "router" not in path
     }
     strange = sorted(modules - known)
     if strange:

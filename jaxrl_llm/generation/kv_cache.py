@@ -192,9 +192,10 @@ def prefill_attend(
         /,
         *,
         window: int | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         out_ALNH = _attention_by_heads(
-            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads
+            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads, sinks
         )
         new_ALK2H = stored(k_ALKH, v_ALKH, layer_cache.prompts)
         entries = layer_cache.prompts.at[rows_AL, :, :, positions_AL]
@@ -212,6 +213,7 @@ def _attention_by_heads(
     window: int | None,
     implementation: Implementation,
     heads: HeadAxes | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Causal attention; each device of the axes `heads` (if given) has its own heads.
 
@@ -219,18 +221,26 @@ def _attention_by_heads(
     So these axes become manual here too.
     """
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, prompts: jax.Array | None) -> jax.Array:
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        prompts: jax.Array | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
         masks: dict[str, Any] = {"window": window}
         if prompts is not None:
             masks = {"visibility": packed_visibility(prompts, window=window)}
+        masks["sinks"] = sinks
         return attention(q, k, v, implementation=implementation, strict=strict_in_scope(), **masks)
 
     if heads is None:
-        return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
+        return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL, sinks_N)
     num_heads, num_kv_heads = q_ALNH.shape[2], k_ALKH.shape[2]
     by_heads, by_kv_heads = (PartitionSpec(None, None, axes) for axes in heads)
+    of_sinks = PartitionSpec(heads.query)
     if num_heads % heads.num_query():
-        by_heads = by_kv_heads = PartitionSpec()  # every device computes all heads
+        by_heads = by_kv_heads = of_sinks = PartitionSpec()  # every device computes all heads
     elif not _own_kv_heads(heads, num_kv_heads):
         # The devices do not divide the KV heads, so each device holds all of them. Every query head
         # gets its own copy.
@@ -238,11 +248,11 @@ def _attention_by_heads(
         k_ALKH, v_ALKH = (jnp.repeat(x, repeats, axis=2) for x in (k_ALKH, v_ALKH))
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec()),
+        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec(), of_sinks),
         out_specs=by_heads,
         axis_names=set(heads.query),
         check_vma=False,
-    )(q_ALNH, k_ALKH, v_ALKH, prompts_AL)
+    )(q_ALNH, k_ALKH, v_ALKH, prompts_AL, sinks_N)
 
 
 def decode_attend(
@@ -258,10 +268,11 @@ def decode_attend(
         /,
         *,
         window: int | None,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         new_BK2H = stored(k_B1KH[:, 0], v_B1KH[:, 0], layer_cache.own)
         out_BNH, own = _decode_by_heads(
-            q_B1NH[:, 0], new_BK2H, layer_cache, context, window, implementation, heads
+            q_B1NH[:, 0], new_BK2H, layer_cache, context, window, implementation, heads, sinks
         )
         return out_BNH[:, None], layer_cache._replace(own=own)
 
@@ -276,6 +287,7 @@ def _decode_by_heads(
     window: int | None,
     implementation: Implementation,
     heads: HeadAxes | None,
+    sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Decode attention and the new pages; each device of `heads` has its own KV heads."""
     chosen: DecodeImplementation = "auto"
@@ -283,7 +295,11 @@ def _decode_by_heads(
         chosen = implementation
 
     def local(
-        q_BNH: jax.Array, new_BK2H: jax.Array, cache: LayerCache, context: Context
+        q_BNH: jax.Array,
+        new_BK2H: jax.Array,
+        cache: LayerCache,
+        context: Context,
+        sinks_N: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         inputs = DecodeInputs(
             q_BNH,
@@ -301,20 +317,21 @@ def _decode_by_heads(
             implementation=chosen,
             schedule=context.schedule,
             strict=strict_in_scope(),
+            sinks=sinks_N,
         )
 
     if heads is None:
-        return local(q_BNH, new_BK2H, cache, context)
+        return local(q_BNH, new_BK2H, cache, context, sinks_N)
     if not _own_kv_heads(heads, new_BK2H.shape[1]):
         # The KV heads are whole on every device, while q may be split. The partitioner can do that
         # with XLA's matmuls, but not with a kernel.
         chosen = "xla"
-        return local(q_BNH, new_BK2H, cache, context)
+        return local(q_BNH, new_BK2H, cache, context, sinks_N)
     by_heads, by_kv_heads = (PartitionSpec(None, axes) for axes in heads)
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec()),
+        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec(), PartitionSpec(heads.query)),
         out_specs=(by_heads, by_kv_heads),
         axis_names=set(heads.query),
         check_vma=False,
-    )(q_BNH, new_BK2H, cache, context)
+    )(q_BNH, new_BK2H, cache, context, sinks_N)

@@ -9,6 +9,7 @@ from jaxrl_llm.generation.packed_prompts import RowSizes, row_sizes
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.tail import default_tails
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
+from jaxrl_llm.models.config import ModelConfig
 
 # Automatic `num_slots` on a GPU: XLA computes matmuls with fewer rows as matrix-vector products,
 # and a step of one slot then takes 9 % longer than a step of eight (4 layers of 1.5B, H200).
@@ -72,8 +73,11 @@ def engine_sizes(
     )
 
 
-def prefill_implementation(attention: Implementation, dtype: Any, head_dim: int) -> Implementation:
+def prefill_implementation(
+    attention: Implementation, dtype: Any, config: ModelConfig
+) -> Implementation:
     """The attention of a prefill: over packed rows, or cuDNN's where our kernels cannot run."""
+    head_dim = config.head_dim
     packed = chosen_attention(attention, dtype, head_dim, ranges=True)
-    whole = chosen_attention(attention, dtype, head_dim, ranges=False)
+    whole = chosen_attention(attention, dtype, head_dim, ranges=config.attention_sinks)
     return whole if whole == "cudnn" and packed == "xla" else packed

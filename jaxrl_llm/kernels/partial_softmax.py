@@ -1,7 +1,8 @@
-"""Attention over parts of the keys, joined by their log-sum-exps."""
+"""Attention over parts of the keys, joined by their log-sum-exps; sinks as one part."""
 
 from functools import reduce
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -45,3 +46,16 @@ def merge(partials: list[PartialResult]) -> Float[Array, "..."]:
     ]
     weighted = [weight * result for weight, result in zip(weights, results, strict=True)]
     return sum(weighted[1:], weighted[0])
+
+
+def softmax_with_sinks(scores: Array, sinks: Array | None) -> Array:
+    """The softmax over the last dim, whose sum has exp(sinks) too if there are any.
+
+    `sinks` have a last dim of 1 and broadcast to the scores.
+    """
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(scores.dtype)
+    top = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
+    exponentials = jnp.exp(scores - top)
+    return exponentials / (exponentials.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))

@@ -118,7 +118,15 @@ def routed_states(
         split = AttentionSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
     def attend_in(ranges: Ranges | None) -> Attend:
-        def attend(q: Array, k: Array, v: Array, cache: None, *, window: int | None):
+        def attend(
+            q: Array,
+            k: Array,
+            v: Array,
+            cache: None,
+            *,
+            window: int | None,
+            sinks: Array | None = None,
+        ):
             visibility = None if rows is None or ranges is None else rows.visibility(window, ranges)
             out = attention(
                 q,
@@ -127,6 +135,7 @@ def routed_states(
                 window=window if visibility is None else None,
                 visibility=visibility,
                 split=split,
+                sinks=sinks,
                 implementation=settings.attention,
                 strict=settings.strict,
             )

@@ -47,13 +47,13 @@ def operands(routing, dtype=jnp.float32, rows=B):
     return x, jnp.asarray(weights, jnp.float32), tuple(kernels), jnp.asarray(chosen, jnp.int32)
 
 
-def value_and_gradients(layout: Layout | None):
+def value_and_gradients(layout: Layout | None, limit: float | None = None):
     """A compiled function of the operands: the output, and the gradients of all but the choice."""
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, D)), jnp.float32)
 
     def run(x, weights, kernels, chosen):
         def loss(x, weights, kernels):
-            y = experts_of_tokens(x, weights, chosen, kernels)
+            y = experts_of_tokens(x, weights, chosen, kernels, limit=limit)
             return (y.astype(jnp.float32) * cotangent).sum(), y
 
         with nullcontext() if layout is None else layout.scope():
@@ -66,6 +66,8 @@ def value_and_gradients(layout: Layout | None):
         return jax.jit(run)
     into = layout.sharding("expert", "expert_embed", "mlp")
     kernels = (into, into, layout.sharding("expert", "mlp", "expert_embed"))
+    if limit is not None:  # with biases
+        kernels += (layout.sharding("expert", "mlp"),) * 2
     rows = layout.sharding("batch", None, None)
     return jax.jit(run, in_shardings=(rows, rows, kernels, rows))
 
@@ -91,6 +93,18 @@ def test_split_experts_equal_those_of_one_device(sizes, tensor):
             split(*arguments),
             on_one_device(*arguments),
         )
+
+
+def test_biases_are_split_with_their_experts():
+    x, weights, kernels, chosen = operands("padding")
+    rng = np.random.default_rng(2)
+    kernels += tuple(jnp.asarray(rng.normal(size=(E, F)), jnp.float32) for _ in range(2))
+    layout = train_layout(make_mesh(expert=2, fsdp=2, tensor=2), 2)
+    jax.tree.map(
+        lambda found, expected: np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5),
+        value_and_gradients(layout, limit=0.8)(x, weights, kernels, chosen),
+        value_and_gradients(None, limit=0.8)(x, weights, kernels, chosen),
+    )
 
 
 def test_bfloat16_compiles_and_is_close():
@@ -123,12 +137,15 @@ MODEL_OF_EXPERTS = MODEL | {
 }
 
 
-def iterate(**sizes):
+GPT_OSS = MODEL_OF_EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
+
+
+def iterate(model_type="qwen3_moe", **sizes):
     """Batch, metrics and weights after an iteration of GRPO on a mesh of these sizes."""
     mesh, config = MeshConfig(**sizes), tiny_config(model_reward=False)
     actor = replace(
         config.actor,
-        hf_config=MODEL_OF_EXPERTS,
+        hf_config=GPT_OSS if model_type == "gpt_oss" else MODEL_OF_EXPERTS,
         ppo_epochs=1,
         optimizer=OPTIMIZER,
         router_aux_loss_coef=0.1,
@@ -150,13 +167,15 @@ one_device = functools.cache(iterate)
         {"expert": 2, "fsdp": 2, "tensor": 2},
         {"data": 2, "expert": 4},
         {"data": 2, "fsdp": 2},
+        {"model_type": "gpt_oss", "expert": 2, "fsdp": 2, "tensor": 2},
     ],
     ids=str,
 )
 @pytest.mark.slow
 def test_an_iteration_equals_one_device(sizes):
     batch, metrics, params = iterate(**sizes)
-    expected_batch, expected_metrics, expected_params = one_device()
+    model_type = sizes.get("model_type", "qwen3_moe")
+    expected_batch, expected_metrics, expected_params = one_device(model_type)
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)
     names = [n for n in expected_metrics if n.endswith(("_loss", "grad_norm", "router_load"))]
     assert {"actor/pg_loss", "actor/router_aux_loss", "actor/router_z_loss"} <= set(names)

@@ -99,6 +99,30 @@ def test_heads_are_split_by_the_tensor_size_of_a_phase_or_a_model(tensor, shape)
     assert set(LOCAL_SHAPES) == {shape}
 
 
+def test_a_sink_goes_with_its_head(monkeypatch):
+    def with_sinks(q, k, v, sinks, ranges, tuning, interpret):
+        LOCAL_SHAPES.append(sinks.shape)
+        return attention_reference(q, k, v, sinks=sinks).astype(q.dtype)
+
+    monkeypatch.setattr(flash_attention.kernel, "mosaic_attention_with_sinks", with_sinks)
+    q, k, v = (
+        jax.random.normal(jax.random.key(n), (2, 128, n, 64)).astype(jnp.bfloat16)
+        for n in (8, 2, 2)
+    )
+    sinks, mesh = jnp.linspace(-2.0, 4.0, 8), make_mesh(1, 2, 4)
+    by = AttentionSplit(rows=("fsdp",), heads=("tensor",))
+
+    def split(q, k, v, sinks):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return attention(q, k, v, sinks=sinks, implementation="pallas", split=by)
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    found = jax.jit(split)(*jax.device_put((q, k, v, sinks), whole))
+    assert set(LOCAL_SHAPES) == {(2,)}
+    expected = attention(q, k, v, sinks=sinks, implementation="xla")
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (found, expected)), atol=0.02)
+
+
 def test_inside_a_shard_map_each_device_runs_the_kernels_as_they_are():
     q = jnp.ones((2, 128, 4, 64), jnp.bfloat16)
     local = partial(attention, implementation="pallas")

@@ -39,6 +39,16 @@ def model(family="qwen2"):
             "qk_norm": True,
             "mixture": Mixture(num_experts=4, experts_per_token=2, expert_size=8, normalized=True),
         },
+        "gpt_oss": {
+            "family": "gpt_oss",
+            "attention_out_bias": True,
+            "attention_sinks": True,
+            "expert_bias": True,
+            "swiglu_limit": 0.5,
+            "sliding_window": (4, None),
+            "intermediate_size": 8,
+            "mixture": Mixture(num_experts=4, experts_per_token=2, expert_size=8, normalized=True),
+        },
         "64 heads a KV head": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 2},
     }
     config = replace(CONFIG, **features[family])
@@ -87,8 +97,8 @@ def full_logits(family, row):
 
 @functools.partial(jax.jit, static_argnames="family")
 def full_logits_jit(family, params, row):
-    def attend(q, k, v, layer_cache, /, *, window):
-        return attention_reference(q, k, v, causal=True, window=window), None
+    def attend(q, k, v, layer_cache, /, **how):
+        return attention_reference(q, k, v, causal=True, **how), None
 
     lm = bind(model(family)[0], params)
     hidden, _ = lm(row[None], jnp.arange(len(row))[None], attend=attend)
@@ -178,7 +188,9 @@ def test_a_limit_ends_its_own_response_only():
     np.testing.assert_array_equal(cut.finished, whole.finished & (whole.mask.sum(1) <= limits))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "experts", "64 heads a KV head"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "mistral", "experts", "gpt_oss", "64 heads a KV head"]
+)
 def test_greedy_equals_a_naive_loop(family):
     tokens, lengths, ids = prompts(5)
     sampling = SamplingParams(max_new_tokens=R, temperature=0.0, stop_token_ids=(2,))

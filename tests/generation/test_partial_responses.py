@@ -5,8 +5,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from pieces import Pieces
-from test_generation import CONFIG, P, R, prompts
+from test_generation import P, R, model, prompts
 
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.partial_responses import (
@@ -26,8 +27,9 @@ STRINGS = stop_strings(("aba", "bbb"), Pieces())
 SAMPLING = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5), stop_strings=STRINGS)
 
 
-def test_a_response_in_parts_has_the_tokens_of_one_go():
-    spec = model_spec(replace(CONFIG, max_position_embeddings=P + 2 * R))
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_response_in_parts_has_the_tokens_of_one_go(family):
+    spec = model_spec(replace(model(family)[0].config, max_position_embeddings=P + 2 * R))
     params = init_params(spec, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
     tokens, lengths, ids = prompts(5)

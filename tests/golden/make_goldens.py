@@ -313,6 +313,29 @@ CASES: dict[str, dict[str, Any]] = {
             tie_word_embeddings=True,
         ),
     ),
+    # A window, then none; a rope that stretches some pairs; values that the limit cuts.
+    "gpt_oss": case(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=4,
+            swiglu_limit=0.5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            },
+        )
+        | {"intermediate_size": 12},
+    ),
 }
 
 

@@ -29,7 +29,7 @@ def random_qkv(heads: int, kv_heads: int, *, length: int = 7, dtype: str = "floa
     ]
 
 
-def by_hand(q, k, v, *, window=None, causal=True, lengths=None):
+def by_hand(q, k, v, *, window=None, causal=True, lengths=None, sinks=None):
     """Token by token in numpy float64, no mask arrays: an answer independent of the references."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, N, H = q.shape
@@ -43,7 +43,8 @@ def by_hand(q, k, v, *, window=None, causal=True, lengths=None):
         kv_head = n // (N // k.shape[2])
         scores = k[b, start:stop, kv_head] @ q[b, t, n] / np.sqrt(H)
         weights = np.exp(scores - scores.max())
-        out[b, t, n] = (weights / weights.sum()) @ v[b, start:stop, kv_head]
+        sink = 0.0 if sinks is None else np.exp(np.float64(sinks[n]) - scores.max())
+        out[b, t, n] = (weights / (weights.sum() + sink)) @ v[b, start:stop, kv_head]
     return out
 
 
@@ -54,6 +55,23 @@ def test_attention_equals_the_sum_by_hand(heads, window):
     for function in (attention, attention_reference):
         out = jax.jit(partial(function, window=window))(q, k, v)
         np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_sinks_take_their_share_of_the_weights():
+    q, k, v = random_qkv(4, 2)
+    sinks = jnp.array([0.3, 90.0, -90.0, 2.0])
+    expected = by_hand(q, k, v, window=3, sinks=sinks)
+
+    def both(q, k, v, sinks):
+        outs = [f(q, k, v, window=3, sinks=sinks) for f in (attention, attention_reference)]
+        return [jnp.sum(jnp.sin(out)) for out in outs], outs
+
+    gradients, outs = jax.jit(jax.jacrev(both, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *gradients)
+    for out in outs:
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+    with pytest.raises(ValueError, match="cudnn attention takes no sinks: use pallas"):
+        attention(q, k, v, sinks=sinks, implementation="cudnn")
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -46,6 +46,7 @@ class Case:
     garbage: float = np.nan
     seed: int = 0
     cache_dtype: Any = jnp.bfloat16
+    sinks: tuple[float, ...] | None = None  # one a query head
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
@@ -147,7 +148,8 @@ class Case:
                 if len(k):
                     scores = k @ self.q[b, n] / np.sqrt(self.H)
                     weights = np.exp(scores - scores.max())
-                    out[b, n] = weights @ v / weights.sum()
+                    sink = 0.0 if self.sinks is None else np.exp(self.sinks[n] - scores.max())
+                    out[b, n] = weights @ v / (weights.sum() + sink)
         return out
 
     def run(self, implementation: str = "pallas", **options) -> np.ndarray:
@@ -158,7 +160,11 @@ class Case:
             given |= {} if options.get("schedule") else dict(num_splits=1)
             options = given | options
         out, own = prefix_decode_attention(
-            self.inputs(slots), window=self.window, implementation=implementation, **options
+            self.inputs(slots),
+            window=self.window,
+            sinks=None if self.sinks is None else jnp.array(self.sinks),
+            implementation=implementation,
+            **options,
         )
         assert out.dtype == jnp.bfloat16
         chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)

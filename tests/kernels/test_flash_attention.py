@@ -207,6 +207,29 @@ def test_windows():
     check(short, window=40, tuning=dataclasses.replace(default_tuning(64), block_k=64))
 
 
+@interpreted
+def test_sinks():
+    """One far above all scores, one far below: the softmax of whole rows, and no gradient there."""
+    segments = jnp.asarray(SEGMENTS[:1, 128:])
+    real = (segments > 0)[..., None, None]
+    visibility = packed_visibility(segments, window=40)
+    sinks = jnp.array([0.7, 12.0, -40.0])
+    *qkv, dout = random_qkv((3, 1), length=128)
+
+    def results(function, real, garbage, dtype):
+        function = partial(function, visibility=visibility)
+        given = [jnp.where(real, x, garbage).astype(dtype) for x in (*qkv, dout)]
+        out, pull = jax.vjp(lambda q, k, v, s: function(q, k, v, sinks=s), *given[:3], sinks)
+        return [np.asarray(x, np.float32) for x in (out, *pull(given[3].astype(out.dtype)))]
+
+    kernels = partial(hopper_attention, interpret=interpret())
+    ours = results(kernels, real, jnp.nan, jnp.bfloat16)
+    expected = results(attention_reference, real, 0.0, jnp.float32)
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), ours, expected, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b), name
+    assert abs(ours[4][2]) < 1e-6 < abs(ours[4][0])
+
+
 @pytest.mark.slow
 @interpreted
 def test_lengths_without_causality_and_split_gradients():

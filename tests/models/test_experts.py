@@ -11,7 +11,9 @@ from flax import nnx
 from tiny_models import tiny_config
 
 from jaxrl_llm.kernels.flash_attention import attention_reference
+from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.learner.router_losses import RouterLoss, load_balance, load_metrics, z_loss
+from jaxrl_llm.models import experts as experts_module
 from jaxrl_llm.models.base import bind, init_params, model_spec
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.experts import Experts, Routed, Routing
@@ -24,8 +26,8 @@ CONFIG = tiny_config("qwen3_moe", qk_norm=True, hidden_size=6, num_heads=2, mixt
 B, T, D = 2, 7, 6
 
 
-def experts(mixture=MIXTURE, seed=0):
-    layer = Experts(CONFIG, mixture, dtype="float32")
+def experts(mixture=MIXTURE, seed=0, config=CONFIG):
+    layer = Experts(config, mixture, dtype="float32")
     graphdef, state = nnx.split(layer)
     rng = np.random.default_rng(seed)
     state = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
@@ -104,6 +106,60 @@ def test_gradients_are_those_of_computing_every_expert():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, theirs)
 
 
+def test_biases_and_clamped_values_and_their_gradients(monkeypatch):
+    """Against computing every expert, although the matmuls leave NaN in rows of no expert."""
+    monkeypatch.setattr(experts_module, "grouped_matmul", leaving_nan)
+    config = replace(CONFIG, family="gpt_oss", expert_bias=True, swiglu_limit=0.8)
+    graphdef, state, x = experts(config=config)
+    real = jnp.arange(T) < jnp.array([[5], [7]])
+    cotangent = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+
+    def dense(state, x):
+        layer = nnx.merge(graphdef, state)
+        assert layer.router.bias is not None
+        logits = x @ layer.router.kernel[...] + layer.router.bias[...]
+        best = jax.nn.one_hot(jax.lax.top_k(logits, 2)[1], 4).sum(axis=2)
+        share = jnp.where(best > 0, jnp.exp(logits), 0) * real[..., None]
+        share /= jnp.where(best > 0, jnp.exp(logits), 0).sum(axis=-1, keepdims=True)
+
+        def every(stack, x, form):
+            return jnp.einsum(form, x, stack.kernel[...]) + stack.bias[...]
+
+        gate = jnp.minimum(every(layer.gate, x, "BTD,EDF->BTEF"), 0.8)
+        up = jnp.clip(every(layer.up, x, "BTD,EDF->BTEF"), -0.8, 0.8)
+        hidden = (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+        out = every(layer.down, hidden, "BTEF,EFD->BTED")
+        return jnp.einsum("BTED,BTE->BTD", out, share)
+
+    def ours(state, x):
+        return run(graphdef, state, x, Routing(real_BT=real))[0]
+
+    @jax.jit
+    def results(state, x):
+        both = [jax.vjp(function, state, x) for function in (ours, dense)]
+        return [(y, *pull(cotangent)) for y, pull in both]
+
+    found, expected = results(state, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def leaving_nan(x, kernel, sizes):
+    """The matmul, with NaN in rows after the last expert's in both passes, as kernels may leave."""
+    unused = (jnp.arange(len(x)) >= sizes.sum())[:, None]
+    return jnp.where(unused, jnp.nan, grouped_matmul(nan_gradient(x, unused), kernel, sizes))
+
+
+@jax.custom_vjp
+def nan_gradient(x, where):
+    return x
+
+
+nan_gradient.defvjp(
+    lambda x, where: (x, where),
+    lambda where, gradient: (jnp.where(where, jnp.nan, gradient), None),
+)
+
+
 def test_minus_one_leaves_the_choice_to_the_router():
     graphdef, state, x = experts()
     own = run(graphdef, state, x)[1].chosen_BTK
@@ -163,6 +219,11 @@ def test_parameters_and_flops_count_the_experts_of_a_token():
     # As the files of Qwen/Qwen3-30B-A3B have them; its page says 3.3 billion active ones.
     assert num_parameters(SHAPES["qwen3-30b-a3b"]) == 30_532_122_624
     assert 3.3e9 < active_parameters(SHAPES["qwen3-30b-a3b"]) < 3.4e9
+    # 20.9 billion parameters, 3.6 billion active ones without the embedding (arXiv:2508.10925).
+    oss = SHAPES["gpt-oss-20b"]
+    assert num_parameters(oss) == model_spec(oss).num_params
+    assert round(num_parameters(oss) / 1e9, 1) == 20.9
+    assert round((active_parameters(oss) - oss.vocab_size * oss.hidden_size) / 1e9, 1) == 3.6
     # Two experts of size 5, of four, cost what a dense layer of size 10 costs, and a router.
     dense = replace(CONFIG, family="qwen3", mixture=None, intermediate_size=10)
     router = 2 * CONFIG.num_layers * 6 * 4

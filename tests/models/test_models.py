@@ -52,8 +52,8 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | {
 }
 
 
-def full_attention(q, k, v, layer_cache, /, *, window):
-    return attention(q, k, v, window=window), layer_cache
+def full_attention(q, k, v, layer_cache, /, **how):
+    return attention(q, k, v, **how), layer_cache
 
 
 @partial(jax.jit, static_argnames=("spec", "remat", "scan", "residual_dtype"))
@@ -426,7 +426,7 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
         ({"architectures": ["Bert"]}, "architecture Bert is not supported: supported are"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "gated delta rule"),
         ({"architectures": ["Qwen3_5ForCausalLM"]}, "gated delta rule"),
-        ({"architectures": None, "model_type": "gpt_oss"}, "'gpt_oss' is not .*attention sinks"),
+        ({"architectures": None, "model_type": "qwen3_next"}, "'qwen3_next' is not .*gated delta"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -457,6 +457,7 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
         ({"family": "mistral", "sliding_window": (4, None)}, "mistral has sliding_window"),
         ({"family": "qwen2"}, "qwen2 has attention_bias=True"),
         ({"family": "qwen3", "qk_norm": True, "sliding_window": (4, 5)}, "one window size"),
+        ({"attention_sinks": True}, "llama has attention_sinks=False"),
     ],
 )
 def test_a_config_that_its_family_cannot_hold_is_refused(change, message):

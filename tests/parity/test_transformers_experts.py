@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
+from jaxrl_llm.checkpoint.mxfp4 import unpacked
 from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
 from jaxrl_llm.learner.micro_batches import Packed
 from jaxrl_llm.learner.router_losses import load_balance
@@ -29,7 +30,7 @@ _spec = importlib.util.spec_from_file_location("make_goldens", _path)
 make_goldens = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make_goldens)
 
-FAMILIES = ["qwen3_moe_window", "mixtral_tied", "olmoe_gqa"]
+FAMILIES = ["qwen3_moe_window", "mixtral_tied", "olmoe_gqa", "gpt_oss"]
 PROMPTS, RESPONSES = (3, 5, 2), (6, 4, 1)  # tokens
 
 
@@ -114,6 +115,16 @@ def test_logprobs_gradients_and_balance_equal(folder, packed, tmp_path):
     for name, gradient in expected.items():
         scale = max(1.0, np.abs(gradient).max())
         np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=1e-4, err_msg=name)
+
+
+def test_four_bits_give_their_values():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 10, 4, 16)).astype(np.uint8)
+    scales = rng.integers(100, 140, (3, 10, 4)).astype(np.uint8)
+    theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    np.testing.assert_array_equal(unpacked(blocks, scales), theirs.float().numpy())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

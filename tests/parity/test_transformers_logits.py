@@ -22,8 +22,8 @@ _spec.loader.exec_module(make_goldens)
 
 
 def our_output(spec, params, tokens):
-    def attend(q, k, v, layer_cache, /, *, window):
-        return attention(q, k, v, window=window), layer_cache
+    def attend(q, k, v, layer_cache, /, **how):
+        return attention(q, k, v, **how), layer_cache
 
     def run(params, tokens):
         model = bind(spec, params)

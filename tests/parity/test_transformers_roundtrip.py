@@ -24,8 +24,8 @@ TOKENS = np.random.default_rng(1).integers(2, 96, (2, 11)).astype(np.int32)
 def our_output(spec: ModelSpec, params: Params) -> np.ndarray:
     """Logits [B, T, V], or scores [B, T] of a scalar model."""
 
-    def attend(q, k, v, cache, *, window):
-        return attention(q, k, v, window=window), cache
+    def attend(q, k, v, cache, **how):
+        return attention(q, k, v, **how), cache
 
     def run(params):
         model = bind(spec, params)

@@ -25,6 +25,7 @@ EXPERTS = {
 }
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
+GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
 
 
 def planned(model, **changes):
@@ -77,6 +78,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
             "routers are frozen weights.*router_aux_loss_coef=0 works",
         ),
         (OLMOE, {}, "olmoe has no scalar model"),
+        (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
     ],
 )
 def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
@@ -85,10 +87,20 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_tokens": 24}, {"lora": ATTENTION}], ids=str)
-def test_the_first_step_sees_the_policy_that_sampled(changes):
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (EXPERTS, {}),
+        (EXPERTS, {"micro_batch_tokens": 24}),
+        (EXPERTS, {"lora": ATTENTION}),
+        (GPT_OSS, {"micro_batch_tokens": 24}),
+        (GPT_OSS, {"lora": ATTENTION}),
+    ],
+    ids=str,
+)
+def test_the_first_step_sees_the_policy_that_sampled(model, changes):
     config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
-    actor = replace(config.actor, hf_config=MODEL | EXPERTS, ppo_epochs=1, ppo_mini_batch_size=16)
+    actor = replace(config.actor, hf_config=MODEL | model, ppo_epochs=1, ppo_mini_batch_size=16)
     actor = replace(actor, **changes)
     config = replace(config, actor=actor, algorithm=GRPO(use_kl_loss=True))
     iteration = open_iteration(config)

@@ -51,7 +51,7 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
     max_entries_read,
     split_blocks,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, num_blocks
+from jaxrl_llm.kernels.hopper import LOG2_E, SMS, Interpret, Ref, num_blocks
 from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
 HEAD_DIMS = (64, 128)
@@ -68,6 +68,7 @@ def decode_attention_mosaic(
     schedule: DecodeSchedule | None = None,
     interpret: Interpret = None,
     strictly: bool = False,
+    sinks: Float[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """`prefix_decode_attention` by the kernel.
 
@@ -96,7 +97,7 @@ def decode_attention_mosaic(
         blocks_per_split=split_blocks(entries, num_splits, tuning.block),
         pages_per_slot=page_table_BT.shape[1],
         max_jobs=B * K * (num_splits + (0 if prompts is None else prompts.num_splits)),
-        direct_output=num_splits == 1 and not forms.rows,
+        direct_output=num_splits == 1 and not forms.rows and sinks is None,
         ctas=SMS * forms.ctas_per_sm(tuning, H, L, cache_dtype),
     )
     out_types = [jax.ShapeDtypeStruct((B, K, N // K, H), q_BNH.dtype)]
@@ -162,6 +163,8 @@ def decode_attention_mosaic(
                 blocks_B += num_blocks(inputs.prefix_lengths_B, tuning.block)
             splits_B = num_blocks(blocks_B, sizes.blocks_per_split)
         partials = _partial_results(outputs, splits_B, inputs.prefix_lengths_B > 0)
+        if sinks is not None:
+            partials.append(_sinks_part(sinks, partials[0]))
         out_BKGH = merge(partials)[:, :, : N // K]
     return out_BKGH.astype(q_BNH.dtype).reshape(B, N, H), own_OK2RH
 
@@ -563,6 +566,15 @@ def _make_body(
         plgpu.wait_smem_to_gmem(0)
 
     return body
+
+
+def _sinks_part(sinks_N: Array, like: PartialResult) -> PartialResult:
+    """The sinks as a split whose entries have the value 0. Rows that pad a KV head get one too."""
+    out_BKLH, lse_BKL, _ = like
+    _, K, L = lse_BKL.shape
+    sinks_KG = sinks_N.astype(jnp.float32).reshape(K, -1) * LOG2_E
+    sinks_KL = jnp.pad(sinks_KG, ((0, 0), (0, L - sinks_KG.shape[1])))
+    return jnp.zeros_like(out_BKLH), jnp.broadcast_to(sinks_KL, lse_BKL.shape), None
 
 
 def _partial_results(

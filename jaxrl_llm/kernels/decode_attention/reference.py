@@ -3,16 +3,19 @@
 Shape letters: those of inputs.py; S entries of a slot.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.decode_attention.inputs import DecodeInputs
+from jaxrl_llm.kernels.partial_softmax import softmax_with_sinks
 from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
 
 
 def prefix_decode_attention_reference(
-    inputs: DecodeInputs, *, window: int | None = None
+    inputs: DecodeInputs,
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N H"]:
     """The attention in float32 with repeated KV heads: what the implementations must equal.
 
@@ -29,13 +32,18 @@ def prefix_decode_attention_reference(
     v_BNSH = jnp.repeat(both_BK2SH[:, :, 1], groups, axis=1)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
     scores = jnp.where(visible_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
+    if sinks is not None:  # one more entry, whose value is 0
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+        visible_BS = jnp.pad(visible_BS, ((0, 0), (0, 1)), constant_values=True)
+        v_BNSH = jnp.pad(v_BNSH, ((0, 0), (0, 0), (0, 1), (0, 0)))
     weights = jnp.exp(scores - scores.max(-1, keepdims=True)) * visible_BS[:, None]
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
     return jnp.einsum("BNS,BNSH->BNH", weights, v_BNSH, precision="highest")
 
 
 def decode_attention_xla(
-    inputs: DecodeInputs, window: int | None
+    inputs: DecodeInputs, window: int | None, sinks_N: Array | None = None
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """One softmax over the scores of prompt and own entries, and the pages with the new entries.
 
@@ -62,7 +70,9 @@ def decode_attention_xla(
     scores = jnp.concatenate(scores, axis=-1) * H**-0.5
     visible = _visible(inputs, own_BK2SH.shape[3], window)[:, None, None]
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0).astype(q_BNH.dtype)
+    sinks_KG1 = None if sinks_N is None else sinks_N.reshape(K, N // K, 1)
+    weights = softmax_with_sinks(scores, sinks_KG1)
+    weights = jnp.where(visible, weights, 0.0).astype(q_BNH.dtype)
 
     def values_of(weights_BKGS: Array, v_BKSH: Array) -> Array:
         return jnp.einsum(

@@ -16,7 +16,7 @@ from jaxrl_llm.kernels.flash_attention.backward import backward, backward_schedu
 from jaxrl_llm.kernels.flash_attention.common import HEAD_DIMS, Tuning, default_tuning
 from jaxrl_llm.kernels.flash_attention.forward import forward, forward_schedule
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule, Visibility, ranges_of
-from jaxrl_llm.kernels.hopper import Interpret
+from jaxrl_llm.kernels.hopper import LOG2_E, Interpret
 from jaxrl_llm.kernels.partial_softmax import merge
 
 # Names under which rematerialisation may keep an attention's result, and its small schedules.
@@ -36,13 +36,14 @@ def hopper_attention(
     window: int | None = None,
     lengths: Array | None = None,
     visibility: Visibility | None = None,
+    sinks: Array | None = None,
     tuning: Tuning | None = None,
     by_runs: bool = False,
     interpret: Interpret = None,
 ) -> Array:
     """`attention` by our kernels, for any T, of operands on one device or in a shard_map.
 
-    `by_runs` computes a token's own run and its prefix apart and joins them.
+    `by_runs` computes a token's own run and its prefix apart and joins them; it takes no sinks.
 
     Guarantees: padding that `lengths` or `visibility` declares may hold anything, NaN included. An
     undeclared NaN can reach earlier tokens of its block.
@@ -83,12 +84,16 @@ def hopper_attention(
 
     q = prepared(q_BTNH, padded, real_BT)
     k, v = (prepared(x, num_keys, None if of_part else real_BT) for x in (k_BTKH, v_BTKH))
-    if by_runs and visibility is not None and visibility.prefix_start_BT is not None:
+    out: Array
+    if sinks is not None:
+        assert not by_runs
+        out = mosaic_attention_with_sinks(q, k, v, sinks, ranges, tuning, interpret)
+    elif by_runs and visibility is not None and visibility.prefix_start_BT is not None:
         own = Visibility(start_BT=visibility.start_BT)
         prefix = replace(visibility, start_BT=jnp.full_like(visibility.start_BT, padded))
         apart = partial(ranges_of, T, padded, causal=True, window=None, lengths=None)
         parts = (apart(visibility=part) for part in (own, prefix))
-        out: Array = mosaic_attention_of_runs(q, k, v, (*parts, ranges), tuning, interpret)
+        out = mosaic_attention_of_runs(q, k, v, (*parts, ranges), tuning, interpret)
     else:
         out = mosaic_attention(q, k, v, ranges, tuning, interpret)
     return out[:, :T]
@@ -171,6 +176,61 @@ def _runs_forward(
     return out, (q, k, v, out, total, ranges[2], of_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def mosaic_attention_with_sinks(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    sinks_N: Array,
+    ranges: Ranges,
+    tuning: Tuning,
+    interpret: Interpret,
+) -> Array:
+    """`mosaic_attention` with exp(sinks) in the softmax's sums.
+
+    A sink is a key of value 0. So the output shrinks by the share of the other keys, and the
+    gradient kernels need only the log-sum-exp of all.
+    """
+    return _sinks_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, ranges, tuning, interpret)[0]
+
+
+def _sinks_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks_N: Array,
+    ranges: Ranges,
+    tuning: Tuning,
+    interpret: Interpret,
+) -> tuple[Array, tuple[Residuals, Array]]:
+    plain, residuals = _attention_forward(q, k, v, ranges, tuning, interpret)
+    *_, lse_BNT, ranges, schedules = residuals
+    sees_BNT = jnp.isfinite(lse_BNT)
+    total_BNT = jnp.logaddexp2(lse_BNT, _in_base_2(sinks_N))
+    share_BNT = jnp.where(sees_BNT, jnp.exp2(lse_BNT - total_BNT), 0.0)
+    out = (plain.astype(jnp.float32) * share_BNT.swapaxes(1, 2)[..., None]).astype(q.dtype)
+    total_BNT = jnp.where(sees_BNT, total_BNT, jnp.inf)
+    return out, ((q, k, v, out, total_BNT, ranges, schedules), sinks_N)
+
+
+def _in_base_2(sinks_N: Array) -> Array:
+    return (sinks_N.astype(jnp.float32) * LOG2_E)[:, None]
+
+
+def _sinks_backward(
+    tuning: Tuning, interpret: Interpret, residuals: tuple[Residuals, Array], dout_BTNH: Array
+) -> tuple[Array, Array, Array, Array, None]:
+    """The gradient of a sink: its weight times 0 - rowsum(dO * O), summed over all queries."""
+    of_attention, sinks_N = residuals
+    out, total_BNT = of_attention[3:5]
+    dq, dk, dv, _ = _attention_backward(tuning, interpret, of_attention, dout_BTNH)
+    delta_BTN = (out.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
+    weight_BNT = jnp.exp2(_in_base_2(sinks_N) - total_BNT)
+    # The cotangent of a token that sees nothing may be NaN.
+    each_BNT = jnp.where(jnp.isfinite(total_BNT), -weight_BNT * delta_BTN.swapaxes(1, 2), 0.0)
+    return dq, dk, dv, each_BNT.sum(axis=(0, 2)).astype(sinks_N.dtype), None
+
+
 def _attention_backward(
     tuning: Tuning, interpret: Interpret, residuals: Residuals, dout_BTNH: Array
 ) -> tuple[Array, Array, Array, None]:
@@ -180,4 +240,5 @@ def _attention_backward(
 
 
 mosaic_attention.defvjp(_attention_forward, _attention_backward)
+mosaic_attention_with_sinks.defvjp(_sinks_forward, _sinks_backward)
 mosaic_attention_of_runs.defvjp(_runs_forward, _attention_backward)

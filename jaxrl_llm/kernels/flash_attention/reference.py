@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
+from jaxrl_llm.kernels.partial_softmax import softmax_with_sinks
 from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
 
 
@@ -22,6 +23,7 @@ def attention_reference(
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
     visibility: Visibility | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """The attention in float32 with repeated KV heads: what every implementation must equal.
 
@@ -37,9 +39,13 @@ def attention_reference(
     scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
     visible = visible_keys(k.shape[1], causal, window, lengths, visibility)[:, None]
     scores = jnp.where(visible, scores, -1e30)
+    if sinks is not None:  # one more key, whose value is 0
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+        visible = jnp.concatenate([visible, visible.any(-1, keepdims=True)], axis=-1)
     weights = jnp.where(visible, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    out = jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+    out = jnp.einsum("BNTS,BSNH->BTNH", weights[..., : v.shape[1]], v)
     return _zero_unseeing(_zero_padding(out, lengths), visibility)
 
 
@@ -51,6 +57,7 @@ def attention_xla(
     window: int | None,
     lengths: Array | None,
     visibility: Visibility | None,
+    sinks_N: Array | None = None,
 ) -> Array:
     """The attention by XLA, which materialises the scores: memory grows with T squared."""
     q_BTNH = _zero_unseeing(q_BTNH, visibility)
@@ -63,7 +70,8 @@ def attention_xla(
     visible = visible_keys(S, causal, window, lengths, visibility)[:, None, None]
     # Not -inf: a row without a visible key would become NaN, and so would its gradient.
     scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    sinks_KG11 = None if sinks_N is None else sinks_N.reshape(K, N // K, 1, 1)
+    weights = softmax_with_sinks(scores, sinks_KG11).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
     return _zero_unseeing(_zero_padding(out_BTKGH.reshape(B, T, N, H), lengths), visibility)
 

@@ -61,15 +61,18 @@ def token_order(length: int, parts: int) -> np.ndarray:
 
 
 def split_attention(
-    attend: Callable[[Array, Array, Array, Array | None, Visibility | None], Array],
+    attend: Callable[..., Array],
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
     lengths_B: Array | None,
     visibility: Visibility | None,
     split: AttentionSplit,
+    sinks_N: Array | None = None,
 ) -> Array:
     """`attend` on each device of the mesh in scope: its own queries with all keys of their rows.
+
+    It is called with q, k, v, lengths, visibility and sinks.
 
     Requires: where tokens are split, they are in `token_order`; `visibility` has `last`, and its
         ranges are positions in the row.
@@ -94,6 +97,7 @@ def split_attention(
         v_BTKH: Array,
         lengths_B: Array | None,
         visibility: Visibility | None,
+        sinks_N: Array | None,
     ) -> Array:
         if parts > 1 and visibility is not None:
             real_BT11 = visibility.real()[:, :, None, None]
@@ -101,18 +105,18 @@ def split_attention(
                 _in_row_order(gathered(jnp.where(real_BT11, x, 0), split.tokens), parts)
                 for x in (k_BTKH, v_BTKH)
             )
-        return attend(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility)
+        return attend(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility, sinks_N)
 
     by_row = PartitionSpec(rows or None)
     by_token = PartitionSpec(*by_row, split.tokens if parts > 1 else None)
     by_head = PartitionSpec(*by_token, heads or None)
     return jax.shard_map(
         local,
-        in_specs=(by_head, by_head, by_head, by_row, by_token),
+        in_specs=(by_head, by_head, by_head, by_row, by_token, PartitionSpec(heads or None)),
         out_specs=by_head,
         axis_names=automatic,
         check_vma=False,
-    )(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility)
+    )(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility, sinks_N)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -91,7 +91,7 @@ class ClipFraction(Alarm):
 class Ratio(Alarm):
     """The 1st or 99th percentile of the ratio is off 1 by this factor: the mean of 10 steps."""
 
-    threshold: Times = 2.0
+    threshold: Times = 3.0
 
 
 @record

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, Series, Series, int]] = {
     "kl": ("actor/kl_loss", lambda t: t / 200, lambda t: 3.0, 62),
     "update_kl": ("actor/ppo_kl", lambda t: 0.01 * wave(t), lambda t: 0.2, 61),
     "clip_fraction": ("actor/pg_clipfrac", lambda t: 0.1, lambda t: 0.7, 64),
-    "ratio": ("actor/ratio_p01", lambda t: 0.8 + 0.1 * wave(t), lambda t: 0.25, 63),
+    "ratio": ("actor/ratio_p01", lambda t: 0.8 + 0.1 * wave(t), lambda t: 0.125, 63),
     "mismatch": ("token_mult_prob_error", lambda t: 1.01 + 0.01 * wave(t), lambda t: 1.2, 62),
     "reward_std": (REWARD, lambda t: t / 100 + 0.05 * wave(t), lambda t: 0.7, 70),
     "zero_variance": ("frac_reward_zero_std", lambda t: 0.5 + t / 400, lambda t: 1.0, 69),

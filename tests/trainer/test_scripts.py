@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from chat_tokenizer import write_chat_tokenizer
+from in_process import run_here
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, write_directory
 
@@ -23,6 +25,7 @@ from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config
 from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.launch import commands
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.trainer.answering import open_model, read_prompt
 from jaxrl_llm.trainer.run import train
@@ -211,7 +214,8 @@ def test_evaluation_on_a_file_writes_every_answer(checkpoint, config_file, tmp_p
     (tmp_path / "mine, too.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = (f"--model={checkpoint}", f"--config={config_file}", "--config.validation.n=4")
     flags += (f"--data={tmp_path / 'mine, too.jsonl'}", f"--answers={tmp_path / 'answers.jsonl'}")
-    result = run_script("evaluate.py", *flags, "--config.validation.temperature=1")
+    flags += ("--config.validation.temperature=1",)
+    result = run_here(partial(commands.run, commands.evaluate, list(flags)), flags)
     assert result.returncode == 0, result.stderr
     heads, values = (line.split("  ") for line in result.stdout.splitlines())
     found = [word.strip() for word in heads if word.strip()]

@@ -24,10 +24,11 @@ from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_values
 from jaxrl_llm.learner.losses import PolicyLoss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.rows import rows_of
+from jaxrl_llm.learner.rows import ROUTES, rows_of
 from jaxrl_llm.learner.train_step import accumulate
 from jaxrl_llm.models.base import ModelSpec, bind, init_params, init_sharded, model_spec
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.experts import Routing
 from jaxrl_llm.models.flops import forward_flops, training_flops
 
 # Of log-probs (nats) and values, root mean square, and of gradients (relative L2) in bf16, at
@@ -128,7 +129,7 @@ class Training(Case):
         return (out.state, out.metrics) if self.work.kind == "update" else out.writes
 
     def _fields(self) -> Fields:
-        fields = random_fields(self.work, self.model.vocab_size)
+        fields = random_fields(self.work, self.model)
         return {name: fields[name] for name in self.stage.reads}
 
 
@@ -157,9 +158,13 @@ def _sized(config: Config, work: TrainingWorkload) -> Config:
     return config
 
 
-def random_fields(work: TrainingWorkload, vocab_size: int) -> Fields:
-    """Random tokens, and every field of a batch that a stage may read; pure."""
-    keys = iter(jax.random.split(jax.random.key(1), 16))
+def random_fields(work: TrainingWorkload, model: ModelConfig) -> Fields:
+    """Random tokens, and every field of a batch that a stage may read; pure.
+
+    A mixture has random experts for each token, as if a sampler had recorded them. Left to choose,
+    bfloat16 and float32 take other experts for some tokens, and compute different functions.
+    """
+    keys, vocab_size = iter(jax.random.split(jax.random.key(1), 16)), model.vocab_size
     rows, response = work.rows, max(work.limits)
 
     def tokens(rows: int, length: int) -> jax.Array:
@@ -172,7 +177,11 @@ def random_fields(work: TrainingWorkload, vocab_size: int) -> Fields:
     mask = mask.astype(jnp.float32)
     old = -jnp.log(float(vocab_size)) * mask + normal(0.1)
     prompts = tokens(work.prompts, work.prompt_length)
-    return {
+    routes = {}
+    if model.mixture is not None:
+        shape = rows, work.prompt_length + response, model.num_layers
+        routes[ROUTES] = _random_routes(next(keys), shape, model.mixture)
+    return routes | {
         "prompts": jnp.repeat(prompts, work.samples, axis=0),
         "prompt_lengths": jnp.repeat(jnp.asarray(work.prompt_lengths, jnp.int32), work.samples),
         "sample_ids": jnp.arange(rows, dtype=jnp.uint32),
@@ -188,6 +197,13 @@ def random_fields(work: TrainingWorkload, vocab_size: int) -> Fields:
         "returns": normal(),
         "importance_weights": mask,
     }
+
+
+def _random_routes(key: jax.Array, shape: tuple[int, ...], mixture: Mixture) -> jax.Array:
+    """Different experts [*shape, K] for each token and layer, each expert as likely as another."""
+    E, K = mixture.num_experts, mixture.experts_per_token
+    first = jax.random.randint(key, (*shape, 1), 0, E, jnp.int32)
+    return ((first + jnp.arange(K) * (E // K)) % E).astype(jnp.int16)
 
 
 class Checks:
@@ -246,7 +262,7 @@ class Checks:
         return learner_values(spec, settings, rows), partial(reference_values, spec)
 
     def _fields(self) -> Fields:
-        return random_fields(CHECK, self._model.vocab_size)
+        return random_fields(CHECK, self._model)
 
 
 def _part(kind: str) -> str:
@@ -364,7 +380,8 @@ def _reference_hidden(model: Any, fields: Fields) -> jax.Array:
     def attend(q: Any, k: Any, v: Any, cache: None, *, window: int | None) -> Any:
         return attention_reference(q, k, v, window=window), cache
 
-    hidden, _ = model(tokens, positions, attend=attend)
+    routing = Routing(chosen_BTLK=fields[ROUTES]) if ROUTES in fields else None
+    hidden, *_ = model.routed(tokens, positions, attend=attend, routing=routing)
     return hidden[:, fields["prompts"].shape[1] - 1 : -1]
 
 

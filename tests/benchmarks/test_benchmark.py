@@ -88,6 +88,16 @@ def test_packed_lengths_fill_rows_and_no_more():
     assert first[:2] == [512 + 388, 512 + 252]
 
 
+def test_tokens_of_a_mixture_have_experts_of_their_own():
+    """A token takes different experts, and every expert has tokens."""
+    model = dataclasses.replace(SHAPES["qwen3-30b-a3b"], num_layers=2)
+    work = dataclasses.replace(training.CHECK, prompt_lengths=(64, 64))
+    routes = np.asarray(training.random_fields(work, model)["rollout_routes"])
+    assert routes.shape == (4, 64 + 48, 2, 8)
+    assert len(np.unique(routes)) == 128
+    assert (np.diff(np.sort(routes, axis=-1), axis=-1) > 0).all()
+
+
 def test_flops_by_hand():
     tiny = SHAPES["tiny"]
     parameters, layer = num_parameters(tiny), 2 * 4 * 16  # 2 * heads * head_dim

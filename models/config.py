@@ -7,6 +7,7 @@ from typing import Literal
 from jaxrl_llm.models.rope import DynamicRope, LongRope, RopeScaling
 
 Kind = Literal["causal_lm", "scalar"]
+SWIGLU_ALPHA = 1.702  # of gpt-oss's activation, `experts.clamped_swiglu`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,8 @@ from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
 from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
-from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.config import SWIGLU_ALPHA, Mixture, ModelConfig
 from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
-
-SWIGLU_ALPHA = 1.702  # of `clamped_swiglu`
 
 
 @jax.tree_util.register_dataclass

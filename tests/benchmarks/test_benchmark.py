@@ -90,7 +90,7 @@ def test_packed_lengths_fill_rows_and_no_more():
 
 def test_tokens_of_a_mixture_have_experts_of_their_own():
     """A token takes different experts, and every expert has tokens."""
-    model = dataclasses.replace(SHAPES["qwen3-30b-a3b"], num_layers=2)
+    model = dataclasses.replace(SHAPES["qwen3-30b-a3b"], num_layers=2, sliding_window=())
     work = dataclasses.replace(training.CHECK, prompt_lengths=(64, 64))
     routes = np.asarray(training.random_fields(work, model)["rollout_routes"])
     assert routes.shape == (4, 64 + 48, 2, 8)

@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     prompts: jax.Array
     lengths: jax.Array
     sample_ids: jax.Array
-    seed_keys: jax.Array  # one for all, or one each
+    seed_keys: Any  # one key for all, or one each
     limits: jax.Array
     begun: jax.Array | None
 
@@ -341,7 +341,8 @@ def generate_on_mesh(
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
     own = Rows(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
-    of_own = Rows(rows, rows, rows, whole, rows, None if begun_N is None else rows)
+    each: Any = rows
+    of_own = jax.tree.map(lambda _: each, own)._replace(seed_keys=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
     manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(

@@ -235,7 +235,7 @@ def _counts(out: GenerationOutput) -> dict[str, Any]:
 
 # Fields of the batches whose responses go on, beside those of a new batch: [N, S, ...], S batches.
 OLDER = "older_"
-CONTINUED = (*SAMPLED, "policy_versions")
+CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")
 CONTINUING_READS = ("prompts", "prompt_lengths", "sample_ids", *CONTINUED)
 OLDER_READS = tuple(OLDER + n for n in ("prompts", "prompt_lengths", "sample_ids", "steps"))
 
@@ -302,7 +302,7 @@ class ContinueResponses(ModelStage):
         }
         each = jnp.sum(left.reshape(shape), axis=0)
         metrics |= {f"{UNFINISHED}_{i}": each[i] for i in range(shape[1])}
-        writes = dict(zip(CONTINUED, new, strict=True))
+        writes: dict[str, Any] = dict(zip(CONTINUED, new, strict=True))
         for name, x in zip(CONTINUED, after, strict=True):
             writes[OLDER + name] = x.reshape(*shape, *x.shape[1:])
         return StageOutput(writes, metrics)

@@ -28,7 +28,7 @@ def devices_of_roles(config: Config) -> dict[str, tuple[Device, ...]]:
     known = _roles(config)
     if config.placement == AUTO and config.node_groups:
         raise ConfigError(
-            "config.placement=auto chooses devices of one process, and config.node_groups names "
+            "config.placement=auto chooses the devices of every role, and config.node_groups names "
             "groups of nodes; leave one of them out"
         )
     if config.placement == AUTO:  # not chosen yet

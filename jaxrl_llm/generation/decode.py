@@ -75,12 +75,14 @@ def decode(
         routing=None if spec.config.mixture is None else Routing(real_BT=live_B[:, None]),
     )
     index_B = count_B if queue.begun_N is None else queue.begun_N[row_B] + count_B
-    keys_B2 = token_keys(seed_key, queue.sample_ids_N[row_B], index_B)
+    keys_B2 = token_keys(
+        seed_key if seed_key.ndim == 0 else seed_key[row_B], queue.sample_ids_N[row_B], index_B
+    )
     tokens_B, logprobs_B = _sample(model, hidden_B1D[:, 0], keys_B2, sampling)
 
     # Slots were refilled before this step, so a sample that is still ready found no page.
     num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
-    stalled = jnp.minimum(num_free, state.prefilled * group - state.head)
+    stalled = jnp.minimum(num_free, queue.ends_G1[state.prefilled] - state.head)
     stalled += jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
     at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])

@@ -51,6 +51,14 @@ from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_p
 FEWEST_WITHOUT_TRITON = 128
 
 
+class Answers(NamedTuple):
+    """Responses, [N, S, R] each, as in `GenerationOutput`."""
+
+    tokens: jax.Array
+    mask: jax.Array
+    logprobs: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
@@ -71,6 +79,18 @@ class GenerationOutput:
     # The experts of each token of prompt and response, int8 or int16 [N, P + R, L, K]; -1 where
     # there is no token, or none that was read. None unless `record_routes`.
     routes: jax.Array | None = None
+    alone: Answers | None = None  # of the rows without a group; see `generate_on_mesh`
+
+
+class Rows(NamedTuple):
+    """Samples to generate, as `generate` takes them; of `generate_on_mesh` also [N, S, ...]."""
+
+    prompts: jax.Array
+    lengths: jax.Array
+    sample_ids: jax.Array
+    seed_keys: Any  # one key for all, or one each
+    limits: jax.Array
+    begun: jax.Array | None
 
 
 def compiler_options(samples: int, num_slots: int) -> dict[str, bool]:
@@ -92,14 +112,17 @@ def generate(
     *,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
+    alone: int = 0,
     heads: HeadAxes | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
     `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `begun_N`
     counts the tokens of the response that a prompt ends with: a response that was cut goes on with
-    the random numbers that it would have had. `heads` are the mesh axes that split attention heads,
-    where the caller left some automatic (`generate_on_mesh` does).
+    the random numbers that it would have had. The first `alone` rows are groups of one, the
+    others of `settings.group`: so responses that go on share slots with new ones. `seed_key` may
+    have a key for each row. `heads` are the mesh axes that split attention heads, where the caller
+    left some automatic (`generate_on_mesh` does).
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at
@@ -118,6 +141,7 @@ def generate(
         settings,
         limits_N=limits_N,
         begun_N=begun_N,
+        alone=alone,
         heads=heads,
     )
     state = engine.empty()
@@ -174,6 +198,7 @@ def _engine(
     *,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
+    alone: int = 0,
     heads: HeadAxes | None = None,
 ) -> _Engine:
     """What `generate` runs, for its arguments."""
@@ -188,7 +213,10 @@ def _engine(
         prompts_NP,
         prompt_lengths_N,
         prefill_implementation(settings.attention, dtype, spec.config),
+        alone,
     )
+    if alone and settings.record_routes:
+        raise ValueError("record_routes needs groups of equal size: set alone=0.")
     align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8
     pages = page_sizes(
@@ -210,6 +238,7 @@ def _engine(
         begun_N,
         max_new_tokens=max_new_tokens,
         group=sizes.group,
+        alone=alone,
         prefill=sizes.prefill,
         align=align,
         strings=settings.sampling.stop_strings,
@@ -234,7 +263,7 @@ def _engine(
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how),
-        fill_slots=partial(fill_slots, queue, sizes.group, pages),
+        fill_slots=partial(fill_slots, queue, pages),
         queue=queue,
         sizes=sizes,
         strict=settings.strict,
@@ -254,6 +283,7 @@ def generate_on_mesh(
     stored: Layout | None = None,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
+    alone: Rows | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -262,6 +292,9 @@ def generate_on_mesh(
     cache and runs its own number of steps. The loops contain no collectives except those over the
     axes of the heads. A group that two replicas would share is computed in both. Call it inside
     jit.
+
+    `alone` are responses that go on: [N, S, ...] arrays, S of them beside each prompt. They take
+    slots first, and the result's `alone` is of them. The counters are of both.
 
     Requires: the replicas divide the number of prompts.
     """
@@ -287,36 +320,64 @@ def generate_on_mesh(
     mixed = split and spec.config.mixture is not None
     of_experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
 
-    def one_replica(
-        params: Any, prompts: Any, lengths: Any, ids: Any, key: Any, limits: Any, begun: Any = None
-    ) -> GenerationOutput:
+    def one_replica(params: Any, own: Rows, alone: Rows | None) -> GenerationOutput:
+        every, number = _joined(alone, own)
         with of_experts.for_layers() if of_experts else nullcontext():
             output = generate(
                 spec,
                 params,
-                prompts,
-                lengths,
-                ids,
-                key,
+                every.prompts,
+                every.lengths,
+                every.sample_ids,
+                every.seed_keys,
                 settings,
-                limits_N=limits,
-                begun_N=begun,
+                limits_N=every.limits,
+                begun_N=every.begun,
+                alone=number,
                 heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
             )
-        return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
+        output = jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
+        return _parted(output, alone)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
-    begun = () if begun_N is None else (begun_N,)
+    own = Rows(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
+    each: Any = rows
+    of_own = jax.tree.map(lambda _: each, own)._replace(seed_keys=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
     manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(
         one_replica,
         mesh=layout.mesh,
-        in_specs=(whole, rows, rows, rows, whole, rows, *(rows for _ in begun)),
+        in_specs=(whole, of_own, rows),
         out_specs=rows,
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types would not agree
-    )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, *begun)
+    )(params, own, alone)
+
+
+def _joined(alone: Rows | None, own: Rows) -> tuple[Rows, int]:
+    """All rows of a replica, those `alone` first, and the number of these."""
+    if alone is None:
+        return own, 0
+    before = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), alone)
+    number, width = before.prompts.shape
+    keys = jnp.broadcast_to(own.seed_keys, own.lengths.shape)
+    begun = jnp.zeros_like(own.lengths) if own.begun is None else own.begun
+    prompts = jnp.pad(own.prompts, ((0, 0), (0, width - own.prompts.shape[1])))
+    after = own._replace(prompts=prompts, seed_keys=keys, begun=begun)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), before, after), number
+
+
+def _parted(output: GenerationOutput, alone: Rows | None) -> GenerationOutput:
+    """The responses of the rows after those `alone`, and beside them these in their shape."""
+    if alone is None:
+        return output
+    shape = alone.lengths.shape
+    number = shape[0] * shape[1]
+    every = Answers(output.tokens, output.mask, output.logprobs)
+    before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
+    after = {name: x[number:] for name, x in every._asdict().items()}
+    return replace(output, **after, finished=output.finished[number:], alone=before)
 
 
 def _generation_form(
@@ -336,11 +397,11 @@ def _generation_form(
 def _run_loops(engine: _Engine, state: State) -> State:
     """The two nested loops, then one loop for each tail."""
     _, prefill, decode, fill_slots, queue, sizes, _ = engine
-    num_pending = queue.num_groups * sizes.group
+    num_pending = queue.ends_G1[queue.num_groups]
     fewest = (*sizes.tails, 0)
 
     def prefill_due(state: State) -> jax.Array:
-        taken = state.head >= state.prefilled * sizes.group
+        taken = state.head >= queue.ends_G1[state.prefilled]
         return (state.prefilled < queue.num_groups) & taken & ~jnp.all(state.slots.live_B)
 
     def unfinished(state: State) -> jax.Array:

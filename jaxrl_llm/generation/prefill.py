@@ -44,7 +44,7 @@ def prefill(
 
     # A pad id outside the vocabulary embeds as NaN, and no mask removes NaN from the cache.
     real_AL, groups_AL = rows.real_AL, queue.order_G[rows.prompt_AL]
-    tokens_AL = queue.prompts_NP[groups_AL * sizes.group, rows.position_AL]
+    tokens_AL = queue.prompts_NP[queue.first_G[groups_AL], rows.position_AL]
     # Padding gets distinct rows out of range: the scatter drops them, and indices stay unique.
     dropped_AL = prompt_rows + jnp.arange(real_AL.size).reshape(real_AL.shape)
     cache_rows_AL = jnp.where(real_AL, free_C[rows.place_AL], dropped_AL)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.generation.packed_prompts import PackedPrompts, RowSizes, pack_prompts
 from jaxrl_llm.generation.stop_strings import START, StopStrings
@@ -23,6 +24,10 @@ class Queue(NamedTuple):
     stop_states_N: jax.Array | None  # of the stop strings before the first new token
     order_G: jax.Array
     num_groups: jax.Array
+    first_G: jax.Array  # the first row of each group
+    group_N: jax.Array  # the group of each row
+    rows_N: jax.Array  # the samples in the queue's order: rows that hold a prompt
+    ends_G1: jax.Array  # samples in the first 0, 1, ... groups of the order
     packed: PackedPrompts  # the prompts in that order
 
 
@@ -35,19 +40,26 @@ def make_queue(
     *,
     max_new_tokens: int,
     group: int,
+    alone: int = 0,
     prefill: RowSizes,
     align: int = 1,
     strings: StopStrings | None = None,
 ) -> Queue:
     """Queue the groups whose prompt is not empty, in the order of their rows.
 
-    In a prefill a prompt begins at a multiple of `align` tokens.
+    The first `alone` rows are groups of one, the others of `group`. In a prefill a prompt begins at
+    a multiple of `align` tokens.
     """
-    has_prompt_G = lengths_N[::group] > 0
+    num_rows = lengths_N.shape[0]
+    sizes_G = np.array([1] * alone + [group] * ((num_rows - alone) // group), np.int32)
+    first_G = jnp.asarray(np.cumsum(sizes_G, dtype=np.int32) - sizes_G)
+    has_prompt_G = lengths_N[first_G] > 0
     order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
     num_groups = jnp.sum(has_prompt_G, dtype=jnp.int32)
-    lengths_G = lengths_N[::group][order_G]
-    lengths_G = jnp.where(jnp.arange(order_G.size) < num_groups, lengths_G, 0)
+    queued_G = jnp.arange(order_G.size) < num_groups
+    lengths_G = jnp.where(queued_G, lengths_N[first_G[order_G]], 0)
+    taken_G = jnp.where(queued_G, jnp.asarray(sizes_G)[order_G], 0)
+    (rows_N,) = jnp.nonzero(lengths_N > 0, size=num_rows, fill_value=0)
     return Queue(
         prompts_NP,
         lengths_N,
@@ -57,6 +69,10 @@ def make_queue(
         None if strings is None else _begun_states(strings, prompts_NP, lengths_N, begun_N),
         order_G=order_G.astype(jnp.int32),
         num_groups=num_groups,
+        first_G=first_G,
+        group_N=jnp.asarray(np.repeat(np.arange(len(sizes_G), dtype=np.int32), sizes_G)),
+        rows_N=rows_N.astype(jnp.int32),
+        ends_G1=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(taken_G, dtype=jnp.int32)]),
         packed=pack_prompts(lengths_G, num_groups, prefill, align),
     )
 

@@ -92,21 +92,23 @@ class SamplingParams:
 def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.Array) -> jax.Array:
     """The key of each row's draw, fold_in(fold_in(seed_key, sample), token), uint32 [B, 2].
 
-    `seed_key` is fold_in(key(seed), step). `token_index_B` counts the response's tokens from 0.
+    `seed_key` is fold_in(key(seed), step), one for all rows or [B]. `token_index_B` counts the
+    response's tokens from 0.
 
-    Raises: ValueError unless `seed_key` is a single threefry key.
+    Raises: ValueError unless the keys are threefry keys, one or one a row.
     """
-    if jax.random.key_data(seed_key).shape != (2,):
+    if jax.random.key_data(seed_key).shape not in ((2,), (*sample_ids_B.shape, 2)):
         raise ValueError(
             "seed_key must be one threefry key: jax.random.key(seed, impl='threefry2x32'). Other "
             "generators do not promise the same bits under vmap."
         )
 
-    def one(sample_id: jax.Array, token_index: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(seed_key, sample_id), token_index)
+    def one(key: jax.Array, sample_id: jax.Array, token_index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, sample_id), token_index)
         return jax.random.key_data(key)
 
-    return jax.vmap(one)(sample_ids_B, token_index_B)
+    of_rows = 0 if seed_key.ndim else None
+    return jax.vmap(one, in_axes=(of_rows, 0, 0))(seed_key, sample_ids_B, token_index_B)
 
 
 def sample(

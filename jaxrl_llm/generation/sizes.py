@@ -32,8 +32,12 @@ def engine_sizes(
     prompts_NP: jax.Array,
     lengths_N: jax.Array,
     prefill_attention: Implementation,
+    alone: int = 0,
 ) -> EngineSizes:
-    """Sizes for these prompts. ValueError for shapes and settings that contradict each other."""
+    """Sizes for these prompts, the first `alone` without a group.
+
+    Raises: ValueError for shapes and settings that contradict each other.
+    """
     num_samples, width = prompts_NP.shape
     group, num_slots, prefill = settings.group, settings.num_slots, settings.prefill
     if lengths_N.shape != (num_samples,):
@@ -42,9 +46,11 @@ def engine_sizes(
         raise ValueError("prompts have a width of 0 tokens; pad them to 1 or more.")
     if prefill is not None and (prefill.tokens < width or min(prefill.rows, prefill.prompts) < 1):
         raise ValueError(f"{prefill} holds no prompt of {width} tokens.")
-    if group < 1 or num_samples % group:
-        raise ValueError(f"{num_samples} prompts are not groups of {group}: give a divisor.")
-    num_groups = num_samples // group
+    if group < 1 or (num_samples - alone) % group:
+        raise ValueError(
+            f"{num_samples - alone} prompts are not groups of {group}: give a divisor."
+        )
+    num_groups = alone + (num_samples - alone) // group
     fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
     slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
     if settings.strict is not None:

@@ -135,17 +135,17 @@ def empty_state(
     )
 
 
-def fill_slots(queue: Queue, group: int, pages: PageSizes, state: State) -> State:
+def fill_slots(queue: Queue, pages: PageSizes, state: State) -> State:
     """Free slots take the next samples whose prompt is in the cache, while pages are free."""
     slots, num_samples = state.slots, queue.prompts_NP.shape[0]
     free_B = ~slots.live_B
-    ready = state.prefilled * group
+    ready = queue.ends_G1[state.prefilled]
     admitted = state.head + num_admissible(state.table, pages, slots.live_B)
     index_B = state.head + jnp.cumsum(free_B, dtype=jnp.int32) - 1
     take_B = free_B & (index_B < jnp.minimum(ready, admitted))
     index_B = jnp.clip(index_B, 0, num_samples - 1)
-    group_B = queue.order_G[index_B // group]
-    row_B = group_B * group + index_B % group
+    row_B = queue.rows_N[index_B]
+    group_B = queue.group_N[row_B]
     token_B = queue.prompts_NP[row_B, jnp.maximum(queue.lengths_N[row_B] - 1, 0)]
     return state._replace(
         slots=Slots(

@@ -105,7 +105,17 @@ class Iteration:
         states = self.abstract_states()
         batch = self.program.trace(states, self.abstract_batch())
         if self.continuing is not None:
-            self.continuing.trace(states, batch)
+            older = [
+                {name: batch[name] for name in stages.CONTINUING_READS}
+            ] * self.config.max_staleness
+            steps = jax.ShapeDtypeStruct((len(older),), jnp.int32)
+            found = jax.eval_shape(stages.older_fields, older, steps)
+            sharding = batch_sharding(self.mesh)
+            beside = {
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for name, x in found.items()
+            }
+            self.continuing.trace(states, batch.replace(**beside))
         return batch
 
     def compile_ahead(self) -> None:

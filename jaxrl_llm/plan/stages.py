@@ -21,8 +21,14 @@ from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, MICRO_BATCHES, PREFILLS
 from jaxrl_llm.distributed.layout import Layout
-from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
+from jaxrl_llm.generation.engine import (
+    GenerationOutput,
+    Rows,
+    compiler_options,
+    generate_on_mesh,
+)
 from jaxrl_llm.generation.partial_responses import (
+    NO_VERSION,
     Parts,
     Responses,
     append,
@@ -139,7 +145,7 @@ class Generation:
         settings: GenerationSettings,
         *,
         limits: Any = None,
-        begun: Any = None,
+        alone: Rows | None = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
         spec, params = sampling_model(role.spec, params_of(state), self.dtype)
@@ -149,13 +155,18 @@ class Generation:
             prompts,
             lengths,
             sample_ids,
-            jax.random.fold_in(jax.random.key(self.seed), step),
+            self.keys(step),
             settings,
             layout=role.generation,
             stored=role.layout,
             limits_N=limits,
-            begun_N=begun,
+            alone=alone,
         )
+
+    def keys(self, steps: jax.Array) -> jax.Array:
+        """The keys of steps, one or [N], from which those of their samples are made."""
+        fold = partial(jax.random.fold_in, jax.random.key(self.seed))
+        return jax.vmap(fold)(steps) if steps.ndim else fold(steps)
 
     def compiler_options(self, role: Role) -> dict[str, bool]:
         """XLA's, for a program that generates a batch, with greedy answers or without."""
@@ -200,13 +211,7 @@ class Generate(ModelStage):
         out = self.how.run(
             self.model, state, step, prompts, prompt_lengths, sample_ids, settings, limits=limits
         )
-        slot_steps = out.slot_steps.sum()
-        metrics = {
-            "rollout/decode_steps": out.steps.max(),
-            "rollout/prefills": out.prefills.max(),
-            "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
-            "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
-        }
+        metrics = _counts(out)
         if parts is None:
             found = (out.tokens, out.mask, out.logprobs)
             found += () if out.routes is None else (out.routes,)
@@ -218,12 +223,30 @@ class Generate(ModelStage):
         return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
 
 
+def _counts(out: GenerationOutput) -> dict[str, Any]:
+    """Metrics of the engine's loops."""
+    slot_steps = out.slot_steps.sum()
+    return {
+        "rollout/decode_steps": out.steps.max(),
+        "rollout/prefills": out.prefills.max(),
+        "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
+        "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
+    }
+
+
+# Fields of the batches whose responses go on, beside those of a new batch: [N, S, ...], S batches.
+OLDER = "older_"
+CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")
+CONTINUING_READS = ("prompts", "prompt_lengths", "sample_ids", *CONTINUED)
+OLDER_READS = tuple(OLDER + n for n in ("prompts", "prompt_lengths", "sample_ids", "steps"))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ContinueResponses(ModelStage):
-    """The next part of each response that was cut: the actor of now goes on with it.
+    """The next part of each response that was cut, and the first part of a new batch.
 
-    Prompt and response so far are prefilled again. It is a program of its own: a plan has one
-    writer of a field.
+    They share the engine's slots in one call. Prompt and response so far are prefilled again. It is
+    a program of its own: a plan has one writer of a field. A batch of `older_steps` 0 is none.
     """
 
     how: Generation
@@ -232,52 +255,79 @@ class ContinueResponses(ModelStage):
 
     generates = True
     name = "gen_continue"
-    writes = (*SAMPLED, "policy_versions")
+    writes = (*CONTINUED, *(OLDER + name for name in CONTINUED))
 
-    def __call__(
-        self,
-        state: Any,
-        step: Any,
-        *,
-        prompts: Any,
-        prompt_lengths: Any,
-        sample_ids: Any,
-        responses: Any,
-        mask: Any,
-        rollout_logprobs: Any,
-        policy_versions: Any,
-    ) -> StageOutput:
+    @property
+    def reads(self) -> tuple[str, ...]:
+        older = tuple(OLDER + name for name in CONTINUED)
+        return ("prompts", "prompt_lengths", "sample_ids", *OLDER_READS, *older)
+
+    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
         sampling, parts = self.how.settings.sampling, self.parts
-        before = Responses(responses, mask, rollout_logprobs, policy_versions)
-        go_on = are_unfinished(before, prompt_lengths, sampling)
-        # The others are rows without a prompt: they generate nothing and take no slot.
-        whole, lengths = join(prompts, prompt_lengths, before)
-        # No version was left out: each one works on all that had not ended.
-        version = before.last_N(policy_versions) + 1
+        version = parts.first_version(step)
+        older = {name: fields[OLDER + name] for name in CONTINUED}
+        flat = Responses(*(_rows(older[name]) for name in CONTINUED))
+        prompts, lengths, ids, steps = (_rows(fields[name]) for name in OLDER_READS)
+        go_on = are_unfinished(flat, lengths, sampling) & (steps > 0)
+        whole, longer = join(prompts, lengths, flat)
         longest = sampling.max_new_tokens
         limits = jnp.minimum(
-            parts.limit(version, step, longest), jnp.maximum(longest - before.lengths_N, 1)
+            parts.limit(version, steps, longest), jnp.maximum(longest - flat.lengths_N, 1)
         )
+        shape = fields[OLDER_READS[1]].shape
+        # The others are rows without a prompt: they generate nothing and take no slot.
+        rows = (whole, jnp.where(go_on, longer, 0), ids, self.how.keys(steps), limits)
+        stacked = (x.reshape(*shape, *x.shape[1:]) for x in (*rows, flat.lengths_N))
+        new_lengths = fields["prompt_lengths"]
+        # The slots are those of one batch.
+        settings = self.how.settings
+        slots = settings.num_slots or new_lengths.shape[0] // self.model.generation.num_replicas
         out = self.how.run(
             self.model,
             state,
             step,
-            whole,
-            jnp.where(go_on, lengths, 0),
-            sample_ids,
-            replace(self.how.settings, group=1),
-            limits=limits,
-            begun=before.lengths_N,
+            fields["prompts"],
+            new_lengths,
+            fields["sample_ids"],
+            replace(settings, num_slots=slots),
+            limits=jnp.full(new_lengths.shape, parts.limit(version, step, longest)),
+            alone=Rows(*stacked),
         )
-        new = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
-        after = append(before, new)
-        left = are_unfinished(after, prompt_lengths, sampling)
+        assert out.alone is not None
+        new = _responses(out, version)
+        after = append(flat, jax.tree.map(_rows, _responses(out.alone, version)))
+        left = are_unfinished(after, lengths, sampling) & (steps > 0)
         metrics = {
-            UNFINISHED: left.sum(),
-            "rollout/decode_steps": out.steps.max(),
-            "rollout/prefills": out.prefills.max(),
+            UNFINISHED: are_unfinished(new, new_lengths, sampling).sum(),
+            **_counts(out),
         }
-        return StageOutput(dict(zip(self.writes, after, strict=True)), metrics)
+        each = jnp.sum(left.reshape(shape), axis=0)
+        metrics |= {f"{UNFINISHED}_{i}": each[i] for i in range(shape[1])}
+        writes: dict[str, Any] = dict(zip(CONTINUED, new, strict=True))
+        for name, x in zip(CONTINUED, after, strict=True):
+            writes[OLDER + name] = x.reshape(*shape, *x.shape[1:])
+        return StageOutput(writes, metrics)
+
+
+def older_fields(batches: Sequence[Any], steps: jax.Array) -> dict[str, Any]:
+    """What `ContinueResponses` reads of the batches of `steps`, int32 [S]. Call it inside jit."""
+    found = {
+        OLDER + name: jnp.stack([batch[name] for batch in batches], axis=1)
+        for name in CONTINUING_READS
+    }
+    shape = (batches[0]["prompts"].shape[0], len(batches))
+    return found | {OLDER + "steps": jnp.broadcast_to(steps, shape)}
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """[N, S, ...] as rows."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _responses(out: Any, version: jax.Array) -> Responses:
+    """What was generated under one policy."""
+    versions = jnp.where(out.mask > 0, version, NO_VERSION).astype(jnp.int32)
+    return Responses(out.tokens, out.mask, out.logprobs, versions)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

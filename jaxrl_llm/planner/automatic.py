@@ -2,19 +2,20 @@
 
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
 
 from jaxrl_llm.config import Config, ConfigError, check
 from jaxrl_llm.config.placement import ROLLOUT
+from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, placed
 from jaxrl_llm.planner.rates import GB, MEMORY, Rates, rates_of
-from jaxrl_llm.planner.search import best_layouts
+from jaxrl_llm.planner.search import best_layouts, few_settings, with_settings
 from jaxrl_llm.planner.work import Work, work_of
 
 UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
@@ -23,20 +24,19 @@ NEXT = 3  # layouts that are shown besides the chosen one
 
 
 def automatic(config: Config) -> tuple[Config, list[str]]:
-    """`config` with the mesh and the placement that were chosen, and why, in lines.
+    """`config` with the mesh, the placement, the remat and the rows that were chosen, and why.
 
     The choice depends on the config, the devices of all processes and this version only, so every
     process makes the same one.
 
     Raises: ConfigError when nothing fits.
     """
-    count = jax.device_count()
-    hosts = len(set(gather_objects(platform.node(), "hosts of a layout")))
+    names = gather_objects(platform.node(), "hosts of a layout")
+    hosts, nodes = len(set(names)), devices_of_nodes()
+    own, refused = _own_devices(hosts, [len(node) for node in nodes], in_order(nodes))
     rates, known = _rates_here()
     work = work_of(replace(config, placement={}))
-    choices = best_placements(
-        work, count, hosts, rates, apart=hosts == 1 and jax.process_count() == 1
-    )
+    choices = best_placements(work, jax.device_count(), hosts, rates, own=own)
     kept: list[tuple[Config, Estimate, tuple[str, ...]]] = []
     for planned, flags in choices:
         found = _settled(config, planned)
@@ -46,44 +46,93 @@ def automatic(config: Config) -> tuple[Config, list[str]]:
             break
     if not kept:
         raise ConfigError(
-            f"config.placement=auto: no layout of {count} devices holds this run, by the planner. "
-            "`jaxrl plan --quick` shows what each stage needs; more devices, "
-            "--config.actor.remat=full or smaller --config.rollout.num_slots need less"
+            f"config.placement=auto: no layout of {jax.device_count()} devices holds this run, by "
+            "the planner. `jaxrl plan --quick` shows what each stage needs; more devices, or "
+            "smaller --config.rollout.num_slots need less"
         )
-    return kept[0][0], _lines(kept, rates, known)
+    return kept[0][0], _lines(kept, rates, known, refused)
+
+
+def shares(count: int, unit: int = 1) -> tuple[int, ...]:
+    """How many of `count` devices roles of their own may have, in whole units of `unit`."""
+    units = count // unit
+    return tuple(unit * n for n in sorted({round(units * share) for share in SPLITS} - {0, units}))
+
+
+def in_order(nodes: Sequence[Sequence[int]]) -> bool:
+    """Whether the devices of each node follow those of the node before it."""
+    return [number for node in nodes for number in node] == list(range(sum(map(len, nodes))))
+
+
+def _own_devices(hosts: int, sizes: Sequence[int], ordered: bool) -> tuple[tuple[int, ...], str]:
+    """The numbers of devices for roles of their own, and why there are none, if so.
+
+    Over several processes, which are `sizes` of devices, each role has whole hosts.
+    """
+    count = sum(sizes)
+    if len(sizes) == 1:
+        return shares(count), ""
+    if hosts != len(sizes):
+        return (), (
+            f"{len(sizes)} processes run on {hosts} hosts; start one process a host, with all of "
+            "its devices"
+        )
+    if len(set(sizes)) > 1:
+        return (), (
+            f"the hosts have {', '.join(map(str, sizes))} devices; start hosts with equal numbers, "
+            "or name the devices with --config.placement"
+        )
+    if not ordered:
+        return (), (
+            "jax.devices() is not in the order of the processes; name the nodes of each role, for "
+            "example --config.placement.rollout=node1:0-7"
+        )
+    return shares(count, sizes[0]), ""
 
 
 def best_placements(
-    work: Work, count: int, hosts: int, rates: Rates, *, apart: bool
+    work: Work,
+    count: int,
+    hosts: int,
+    rates: Rates,
+    *,
+    own: Sequence[int] = (),
+    keep_settings: bool = False,
 ) -> list[tuple[Estimate, tuple[str, ...]]]:
-    """Layouts of one group and, with `apart`, of roles on devices of their own; fastest first.
+    """Layouts of one group, and of roles with `own` devices, or another of these numbers.
 
-    Each comes with its flags. Remat and micro-batches stay those of the config.
+    The fastest first, each with its flags. With `keep_settings` remat and packed rows stay those of
+    the config. Where generation is ahead, one group is for want of roles apart only.
     """
-    found: list[tuple[Estimate, tuple[str, ...]]] = []
-    if not work.config.max_staleness:
-        one = best_layouts(work, count, hosts, rates, keep_settings=True)
+    one = best_layouts(work, count, hosts, rates, settings=[work] if keep_settings else None)
+    settings = [work] if keep_settings else few_settings(work, one)
+    found = list(_apart(work, count, hosts, rates, own, settings))
+    if not (work.config.max_staleness and found):
         found += [(choice.estimate, choice.flags) for choice in one]
-    if apart:
-        found += list(_apart(work, count, hosts, rates))
     return sorted(found, key=lambda each: each[0].seconds)
 
 
 def _apart(
-    work: Work, count: int, hosts: int, rates: Rates
+    work: Work,
+    count: int,
+    hosts: int,
+    rates: Rates,
+    sizes: Sequence[int],
+    settings: Sequence[Work],
 ) -> Iterator[tuple[Estimate, tuple[str, ...]]]:
     per_host = count // hosts
-    for own in sorted({round(count * share) for share in SPLITS} - {0, count}):
+    for own in sizes:
+        left = math.ceil((count - own) / per_host)
+        choices = best_layouts(work, count - own, left, rates, settings=settings)
         names = f"{count - own}-{count - 1}" if own > 1 else str(count - 1)
         for placement in _placements(work, names):
-            left = math.ceil((count - own) / per_host)
-            for choice in best_layouts(work, count - own, left, rates, keep_settings=True):
+            for choice in choices:
                 mesh = choice.estimate.devices.mesh
                 config = replace(work.config, mesh=mesh, placement=placement)
                 whole = Devices(mesh=mesh, hosts=hosts, rates=rates, of_host=per_host)
                 try:
                     check(config)
-                    planned = placed(work, config, whole)
+                    planned = placed(choice.estimate.work, config, whole)
                 except ConfigError:
                     continue
                 flags = [f"--config.placement.{role}={name}" for role, name in placement.items()]
@@ -104,9 +153,8 @@ def _placements(work: Work, names: str) -> Iterator[dict[str, str]]:
 
 def _settled(config: Config, planned: Estimate) -> Config | None:
     """`config` with this layout; None where a rule refuses it."""
-    mesh = planned.devices.mesh
-    placement = planned.placement
-    settled = replace(config, mesh=mesh, placement=placement)
+    mesh, placement = planned.devices.mesh, planned.placement
+    settled = replace(with_settings(config, planned.work), mesh=mesh, placement=placement)
     try:
         check(settled)
     except ConfigError:
@@ -136,8 +184,9 @@ def _least_device() -> tuple[str | None, int | None]:
 
 
 def _lines(
-    kept: list[tuple[Config, Estimate, tuple[str, ...]]], rates: Rates, known: bool
+    kept: list[tuple[Config, Estimate, tuple[str, ...]]], rates: Rates, known: bool, refused: str
 ) -> list[str]:
+    """The choice, the next best, why no role is apart where none may be, and the reason."""
     whose = rates.name if known else f"{rates.name}, as this device has no data sheet here"
     lines = [f"placement=auto, by the planner with the rates of {whose}:"]
     for i, (_, planned, flags) in enumerate(kept):
@@ -146,6 +195,8 @@ def _lines(
             f"  {word} {number(planned.seconds)} s a step, {number(planned.peak / GB)} GB a "
             f"device: {' '.join(flags) or 'one device'}"
         )
+    if refused:
+        lines.append(f"  no role with devices of its own was considered: {refused}")
     lines.append(f"  {_why(kept[0][1])}")
     return lines
 

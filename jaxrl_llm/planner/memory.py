@@ -61,11 +61,17 @@ def slots_of(work: Work, samples: Samples) -> int:
 
 
 def cache_tokens(work: Work, samples: Samples) -> tuple[float, float]:
-    """Tokens in a replica's cache: of prompts, and of responses."""
+    """Tokens in a replica's cache: of prompts, and of responses.
+
+    With partial rollouts a response that goes on has a row of its own, for its prompt and what it
+    has so far: no group shares it.
+    """
     slots = slots_of(work, samples)
     groups = min(len(samples.prompts), slots)  # a waiting prompt's row is filled when it is due
-    responses = work.config.rollout.cache_tokens or slots * samples.longest_response
-    return groups * samples.longest_prompt, responses
+    prompts = groups * samples.longest_prompt
+    if work.config.partial_rollouts:
+        prompts = max(prompts, slots * (samples.longest_prompt + samples.longest_response))
+    return prompts, work.config.rollout.cache_tokens or slots * samples.longest_response
 
 
 def _generation(
@@ -150,14 +156,18 @@ def saved_bytes(model: Model) -> float:
     queries = config.num_heads * config.head_dim
     residual = D * BYTES[model.settings.residual_dtype]
     attention = (queries + 4) * size
-    projections = (queries + kv + 2 * F + _copies(config)) * size
+    # A norm behind the MLP reads what its last projection wrote. One behind attention reads what is
+    # kept for the residual sum in any case, unless everything is kept: then the sum is.
+    behind = 0 if config.norms == "before" else D
+    projections = (queries + kv + 2 * F + _copies(config) + behind) * size
+    normed = queries + kv / 2 if config.qk_norm else 0  # heads before their norm, and after
     return (
         residual
         + {
             "full": 0.0,
             "attention": attention,
             "projections": attention + projections,
-            "none": attention + projections + (F + 2 * D) * size,
+            "none": attention + projections + (F + 2 * D + behind + normed) * size,
         }[model.settings.remat]
     )
 

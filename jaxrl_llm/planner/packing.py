@@ -88,6 +88,15 @@ def layer_outputs(config: ModelConfig) -> float:
     return heads * config.head_dim + 2.0 * config.intermediate_size + 2.0 * config.hidden_size
 
 
+def expert_weights(config: ModelConfig) -> float:
+    """Parameters of the experts of all layers; 0 without a mixture."""
+    mixture = config.mixture
+    if mixture is None:
+        return 0.0
+    size = 3.0 * config.hidden_size * mixture.expert_size
+    return config.num_layers * mixture.num_experts * size
+
+
 def active_weights(config: ModelConfig) -> float:
     """`layer_weights` that one token is multiplied with."""
     mixture = config.mixture

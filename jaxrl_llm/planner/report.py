@@ -193,11 +193,11 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
 
 def _best_mesh(work: Work, count: int, hosts: int, rates: Rates) -> Any:
     """The fastest mesh with the config's other settings; without one the one that needs least."""
-    found = best_layouts(work, count, hosts, rates, keep_settings=True)
+    found = best_layouts(work, count, hosts, rates, settings=[work])
     if found:
         return found[0].estimate.devices.mesh
     unlimited = replace(rates, capacity=math.inf)
-    anyway = best_layouts(work, count, hosts, unlimited, keep_settings=True)
+    anyway = best_layouts(work, count, hosts, unlimited, settings=[work])
     if not anyway:
         raise ConfigError(
             f"no mesh of {count} devices divides this config's batch of {work.samples.count} "

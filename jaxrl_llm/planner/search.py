@@ -1,11 +1,11 @@
 """The layouts that a config can have on some devices, and the fastest that fit."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
+from jaxrl_llm.config import Config, MeshConfig, PhaseMeshConfig
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, estimate
 from jaxrl_llm.planner.rates import Rates
@@ -13,6 +13,7 @@ from jaxrl_llm.planner.work import Model, Work
 
 PIPELINES = (1, 2, 4, 8)
 REMATS = ("none", "projections", "full")
+ROLES = {"actor", "critic"}  # whose settings are searched
 ROW_TOKENS = (4096, 8192, 16384)  # of packed rows, where a sample fits
 
 
@@ -25,14 +26,20 @@ class Choice:
 
 
 def best_layouts(
-    work: Work, count: int, hosts: int, rates: Rates, *, keep_settings: bool = False
+    work: Work,
+    count: int,
+    hosts: int,
+    rates: Rates,
+    *,
+    settings: Sequence[Work] | None = None,
 ) -> list[Choice]:
     """All layouts that fit on `count` devices, the fastest first.
 
-    With `keep_settings` the mesh alone varies; otherwise remat and the rows of packed passes too.
+    Remat and the rows of packed passes vary with the mesh, unless `settings` has `work` in the
+    forms that are compared.
     """
     found = []
-    settings = [work] if keep_settings else list(_settings(work))
+    settings = list(_settings(work)) if settings is None else settings
     for mesh in _meshes(work, count, hosts):
         devices = Devices(mesh=mesh, hosts=hosts, rates=rates)
         for each in settings:
@@ -61,7 +68,7 @@ def smallest_count(work: Work, most: int, per_host: int, rates: Rates) -> Choice
     while count <= most:
         part = work.scaled(count / most)
         hosts = max(1, count // per_host)
-        if choices := best_layouts(part, count, hosts, rates, keep_settings=True):
+        if choices := best_layouts(part, count, hosts, rates, settings=[part]):
             return choices[0]
         count *= 2
     return None
@@ -115,6 +122,27 @@ def _divides(model: Model, tensor: int) -> bool:
     return config.num_heads % tensor == 0 and inner % tensor == 0
 
 
+def few_settings(work: Work, choices: Sequence[Choice]) -> list[Work]:
+    """`work` as it is, as the fastest of `choices` has it, and with least memory; each once."""
+    forms = [work, _with(work, REMATS[-1], work.actor.rows.micro_batch_tokens)]
+    forms += [choice.estimate.work for choice in choices[:1]]
+    return [form for i, form in enumerate(forms) if all(_differ(form, f) for f in forms[:i])]
+
+
+def with_settings(config: Config, work: Work) -> Config:
+    """`config` with the remat and the packed rows of `work`, as `flags` name them."""
+    found: dict[str, Any] = {}
+    for name in ROLES.intersection(work.models):
+        model, own = work.models[name], getattr(config, name)
+        rows = model.rows.micro_batch_tokens
+        found[name] = replace(own, remat=model.settings.remat, micro_batch_tokens=rows)
+    return replace(config, **found)
+
+
+def _differ(work: Work, other: Work) -> bool:
+    return work.models != other.models
+
+
 def _settings(work: Work) -> Iterator[Work]:
     """The work with other activation checkpointing and other packed rows."""
     longest = work.samples.longest_prompt + work.samples.longest_response
@@ -148,7 +176,7 @@ def _flags(work: Work, planned: Estimate) -> tuple[str, ...]:
         found.append(f"--config.mesh.generation.tensor={mesh.generation.tensor}")
     for name, model in planned.work.models.items():
         was = work.models[name]
-        if name not in ("actor", "critic"):
+        if name not in ROLES:
             continue
         if model.settings.remat != was.settings.remat:
             found.append(f"--config.{name}.remat={model.settings.remat}")

@@ -1,19 +1,27 @@
 """Bytes that one device receives in a stage, by mesh axes. No jax.
 
 They follow the sharding rules: weights are gathered over `fsdp` and its neighbours for each
-micro-batch, `tensor` moves activations, `sequence` keys and values, `data` gradients. A plan that
+micro-batch, `tensor` moves activations, `sequence` keys and values, `data` gradients. The axis
+`expert` moves tokens to experts and sums back, and gathers the weights of all else. A plan that
 compiles the programs reads the bytes from them instead.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.packing import Rows, learned_parameters, stored_parameters
+from jaxrl_llm.planner.packing import (
+    Rows,
+    expert_weights,
+    learned_parameters,
+    stored_parameters,
+)
 from jaxrl_llm.planner.work import BYTES, Model, Work
 
 WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # besides tensor
+OF_EXPERTS = ("pipeline", "fsdp", "sequence")  # along `expert` they stay where they are
 GATHERED = " (weights)"  # moves while matmuls run; a layer waits for activations and keys
 LATENCY = 25e-6  # seconds of a small all-reduce inside a host
 HOP = 5e-6  # seconds from host to host around a ring; assumed
@@ -50,13 +58,18 @@ class Traffic:
 def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
     """One update over the rows of a replica."""
     config, mesh = model.config, devices.mesh
-    parameters = stored_parameters(model)
-    group = devices.size(WEIGHTS)
-    # Weights twice a micro-batch, in the dtype of matmuls; their gradients once, in float32.
     learned = learned_parameters(model)
-    each = 2 * model.itemsize * parameters + 4 * learned
-    weights = each / mesh.tensor * _share(group)
-    received = {_weight_axes(devices): weights * rows.micro_batches}
+    experts = expert_weights(config)
+    # Weights twice a micro-batch, in the dtype of matmuls; their gradients once, in float32.
+    twice = 2 * model.itemsize
+    received = _weights(
+        devices,
+        mesh.tensor,
+        rows.micro_batches,
+        total=twice * stored_parameters(model) + 4 * learned,
+        experts=(twice + (0 if model.adapters else 4)) * experts,
+    )
+    received |= _tokens(model, rows, devices, update=True)
     again = 1.4 if model.settings.remat == "full" else 1.0
     received |= _activations(model, rows, devices, mesh.tensor, passes=2.5 * again)
     received |= _keys(model, rows, devices, copies=2 * 2 * again + 4)
@@ -69,9 +82,15 @@ def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
 
 def of_pass(model: Model, rows: Rows, devices: Devices) -> Traffic:
     """One pass without a gradient over the rows of a replica."""
-    tensor, group = devices.tensor("pass"), devices.size(WEIGHTS)
-    weights = stored_parameters(model) / tensor * model.itemsize * _share(group)
-    received = {_weight_axes(devices): weights * rows.micro_batches}
+    tensor = devices.tensor("pass")
+    received = _weights(
+        devices,
+        tensor,
+        rows.micro_batches,
+        total=model.itemsize * stored_parameters(model),
+        experts=model.itemsize * expert_weights(model.config),
+    )
+    received |= _tokens(model, rows, devices, update=False)
     received |= _activations(model, rows, devices, tensor, passes=1)
     received |= _keys(model, rows, devices, copies=2)
     return _without_zeros(received, rows.micro_batches * _ring_seconds(model, devices))
@@ -107,6 +126,24 @@ def _activations(
     return {"tensor": size / devices.mesh.sequence * _share(tensor)}
 
 
+def _tokens(model: Model, rows: Rows, devices: Devices, *, update: bool) -> dict[str, float]:
+    """Tokens on their way to the experts of a group, and float32 sums on their way back.
+
+    A token goes to every device of the group, with the weights and numbers of its experts. An
+    update gathers it again unless it is kept. The gradients of both ways are float32.
+    """
+    mixture, others = model.config.mixture, devices.mesh.expert - 1
+    if mixture is None:
+        return {}
+    size, chosen = model.config.hidden_size, mixture.experts_per_token
+    there, back = model.itemsize * size + 8 * chosen, 4 * size
+    each = there + back
+    if update:
+        again = there if model.settings.remat != "none" else 0
+        each += again + 4 * (size + chosen) + back
+    return {"expert": each * rows.tokens * others * model.config.num_layers}
+
+
 def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> dict[str, float]:
     config, mesh = model.config, devices.mesh
     heads = max(1.0, config.num_kv_heads / mesh.tensor)
@@ -114,10 +151,22 @@ def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> dict[
     return {"sequence": size * _share(mesh.sequence)}
 
 
-def _weight_axes(devices: Devices) -> str:
+def _weights(
+    devices: Devices, tensor: int, times: int, *, total: float, experts: float
+) -> dict[str, float]:
+    """`total` bytes of all weights, gathered `times` times; a device needs its own experts only."""
+    received: dict[str, float] = {}
+    for size, axes in ((total - experts, WEIGHTS), (experts / devices.mesh.expert, OF_EXPERTS)):
+        name = _weight_axes(devices, axes)
+        share = _share(devices.size(axes))
+        received[name] = received.get(name, 0.0) + size / tensor * share * times
+    return received
+
+
+def _weight_axes(devices: Devices, axes: Sequence[str]) -> str:
     """The axes over which weights are gathered, without those of one device."""
     sizes = devices.mesh.sizes
-    return "+".join(axis for axis in WEIGHTS if sizes[axis] > 1) + GATHERED
+    return "+".join(axis for axis in axes if sizes[axis] > 1) + GATHERED
 
 
 def _share(group: int) -> float:

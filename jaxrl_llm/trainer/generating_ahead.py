@@ -8,7 +8,7 @@ same bits each time.
 - On one group of devices, generation comes before the updates of a step. What overlaps is the
   host's part: reward functions grade the batches ahead in a thread, while the devices go on.
 - With partial rollouts a response is generated in parts, by policies that follow each other
-  (`generation/partial_responses.py`).
+  (`generation/partial_responses.py`). The next batch begins in the same call.
 - With dynamic sampling, all rounds of a batch come from one policy.
 - With several processes all must enter what they exchange in one order. So the main thread moves
   fields and weights: a batch comes to the actor before the next weights leave it. A step grades
@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed import crossing
@@ -37,7 +38,13 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.online import AHEAD, Iteration
 from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE
 from jaxrl_llm.plan.program import MOVED
-from jaxrl_llm.plan.stages import UNFINISHED
+from jaxrl_llm.plan.stages import (
+    CONTINUED,
+    CONTINUING_READS,
+    OLDER,
+    UNFINISHED,
+    older_fields,
+)
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.trainer.signals import host_work
@@ -173,7 +180,9 @@ class AheadBatches(PromptBatches):
         return super().finish(step, batch, context, found)
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
-        self._fill(step, step + self.plan.config.max_staleness, states, self._saving)
+        # Responses that go on share the call of the next batch, so that one begins now too.
+        more = 1 if self.plan.config.partial_rollouts else 0
+        self._fill(step, step + self.plan.config.max_staleness + more, states, self._saving)
         self._take_over(self._saving)
         ahead = tuple(self._ahead) if self._settled() else ()
         batches = [
@@ -219,20 +228,24 @@ class AheadBatches(PromptBatches):
         Its weights are copied to the rollout's devices before this returns: the next update takes
         the actor's memory. On one group the responses are there before this returns.
         """
+        going: tuple[Ahead, ...] = ()
         if self.plan.config.partial_rollouts:
-            for each in self._ahead:
-                if each.version < version:
-                    each.version = version
-                    self._generate(each, self._go_on, states, timer)
+            going = tuple(each for each in self._ahead if each.version < version)
+            for each in going:
+                each.version = version
         for step in range(version + len(self._ahead) + 1, last + 1):
             each = Ahead(step=step, version=version)
-            self._begin(each, states, timer)
+            self._begin(each, states, timer, going)
             self._ahead.append(each)
+            going = ()
 
-    def _begin(self, each: Ahead, states: States, timer: Timer) -> None:
-        """Draw the prompts of a batch, and begin to generate."""
+    def _begin(
+        self, each: Ahead, states: States, timer: Timer, going: tuple[Ahead, ...] = ()
+    ) -> None:
+        """Draw the prompts of a batch, and begin to generate; those `going` on share its call."""
         self._draw(each, timer, each.version)
-        self._generate(each, self._first_part, states, timer)
+        work = partial(self._together, going) if going else self._first_part
+        self._generate(each, work, states, timer)
 
     def _draw(self, each: Ahead, timer: Timer, version: int) -> Round:
         """The prompts of the next round of a batch, which `version` begins to answer."""
@@ -302,14 +315,59 @@ class AheadBatches(PromptBatches):
         run = partial(iteration.program.run, segments=iteration.generating)
         self._run_part(each, run, weights, timer)
 
-    def _go_on(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
-        program = iteration.continuing
+    def _together(
+        self,
+        going: tuple[Ahead, ...],
+        each: Ahead,
+        iteration: Iteration,
+        weights: States,
+        timer: Timer,
+    ) -> None:
+        """Begin a batch, and go on with the responses of those before it, in one call."""
+        try:
+            unfinished = self._run_together(going, each, iteration, weights, timer)
+        except BaseException as error:
+            for older in going:
+                older.fail(error)
+            raise
+        for batch, left in zip((*going, each), unfinished, strict=True):
+            if not left and not batch.generated.done():
+                self._completed(batch)
+
+    def _run_together(
+        self,
+        going: tuple[Ahead, ...],
+        each: Ahead,
+        iteration: Iteration,
+        weights: States,
+        timer: Timer,
+    ) -> list[int]:
+        """The unfinished responses of every batch after its part, the new batch the last."""
+        program, (only,) = iteration.continuing, each.rounds
         assert program is not None
-        if not each.generated.done():
-            self._run_part(each, program.run, weights, timer)
-        elif each.generated.exception() is None and not program.runs:
-            # It is compiled with the others, not in some later step that has no time for it.
-            program.run(weights, each.rounds[0].batch, each.step, None, Timer())
+        failed = [older.generated.done() and older.generated.exception() for older in going]
+        sound = [older for older, error in zip(going, failed, strict=True) if not error]
+        beside = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
+        _, batch, found = program.run(weights, only.batch.replace(**beside), each.step, None, timer)
+        parts = self._apart({name: batch[OLDER + name] for name in CONTINUED})
+        counts = [found.pop(f"{UNFINISHED}_{i}") for i in range(len(parts))]
+        left = {
+            id(older): older.rounds[0].add(
+                older.rounds[0].batch.replace(**part), {UNFINISHED: count}
+            )
+            for older, part, count in zip(sound, parts, counts, strict=False)
+        }
+        new = only.batch.replace(**{name: batch[name] for name in CONTINUED})
+        return [*(left.get(id(older), 0) for older in going), only.add(new, found)]
+
+    def _older(self, batches: list[Any], ahead: list[Ahead], new: Any) -> dict[str, jax.Array]:
+        """What the program reads of the batches before the new one; step 0 is none."""
+        number = self.plan.config.max_staleness
+        steps = [*(each.step for each in ahead), *[0] * (number - len(ahead))]
+        fill = batches[0] if batches else _blank(new, self.plan.config.data.max_response_length)
+        filled = [*batches, *[fill] * (number - len(batches))]
+        fields = [{name: batch[name] for name in CONTINUING_READS} for batch in filled]
+        return self._stacked(fields, np.array(steps, np.int32))
 
     def _run_part(
         self, each: Ahead, run: Callable[..., Any], weights: States, timer: Timer
@@ -374,6 +432,19 @@ class AheadBatches(PromptBatches):
         return {name: float(value) for name, value in fetch(found).items()}
 
     @cached_property
+    def _stacked(self) -> Callable[..., dict[str, jax.Array]]:
+        return jax.jit(older_fields, out_shardings=batch_sharding(self.plan.learner.mesh))
+
+    @cached_property
+    def _apart(self) -> Callable[..., list[dict[str, jax.Array]]]:
+        number = self.plan.config.max_staleness
+
+        def parts(fields: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
+            return [{name: x[:, i] for name, x in fields.items()} for i in range(number)]
+
+        return jax.jit(parts, out_shardings=batch_sharding(self.plan.learner.mesh))
+
+    @cached_property
     def _measure(self) -> Callable[..., dict[str, jax.Array]]:
         return jax.jit(token_staleness, out_shardings=replicated(self.plan.learner.mesh))
 
@@ -389,6 +460,15 @@ def token_staleness(newest: int, versions_NR: jax.Array) -> dict[str, jax.Array]
         "rollout/staleness": behind_NR.sum() / jnp.maximum(real_NR.sum(), 1),
         "rollout/staleness_max": behind_NR.max(),
         "rollout/continued": jnp.sum(versions_NR.max(axis=1) > versions_NR[:, 0]),
+    }
+
+
+def _blank(new: Any, response: int) -> dict[str, Any]:
+    """The fields of a batch that has no responses, with the prompts of `new`."""
+    none = jnp.zeros_like(new.prompts, shape=(new.prompts.shape[0], response))
+    return {
+        **{name: new[name] for name in CONTINUING_READS if name not in CONTINUED},
+        **dict(zip(CONTINUED, (none, none * 0.0, none * 0.0, none), strict=True)),
     }
 
 
@@ -423,7 +503,9 @@ class AheadFilteredBatches(AheadBatches):
         found = means_of(rounds) | own | found | moved(*parts, own, found)
         return found | current.groups.metrics() | current.priorities | self._repetition.take()
 
-    def _begin(self, each: Ahead, states: States, timer: Timer) -> None:
+    def _begin(
+        self, each: Ahead, states: States, timer: Timer, going: tuple[Ahead, ...] = ()
+    ) -> None:
         self._generate(each, self._all_rounds, states, timer)
 
     def _all_rounds(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:

@@ -19,7 +19,7 @@ from benchmarks.planned_steps import ROOT, shape_of  # noqa: E402
 from benchmarks.workloads import mix_limits  # noqa: E402
 from jaxrl_llm import config as c  # noqa: E402
 from jaxrl_llm.models.families import to_hf_config  # noqa: E402
-from jaxrl_llm.planner.automatic import best_placements  # noqa: E402
+from jaxrl_llm.planner.automatic import best_placements, shares  # noqa: E402
 from jaxrl_llm.planner.rates import GB, rates_of  # noqa: E402
 from jaxrl_llm.planner.search import best_layouts  # noqa: E402
 from jaxrl_llm.planner.work import Work, work_of  # noqa: E402
@@ -100,9 +100,7 @@ def weak_scaling() -> Iterator[str]:
         whole, first = work_of(config), 0.0
         for count in WEAK:
             part: Work = whole.scaled(count / config.mesh.num_devices)
-            found = best_layouts(
-                part, count, count // PER_HOST, rates_of("h200"), keep_settings=True
-            )
+            found = best_layouts(part, count, count // PER_HOST, rates_of("h200"), settings=[part])
             if not found:
                 yield f"| {config.name} | {count:,} | does not fit | | | |"
                 continue
@@ -128,9 +126,12 @@ def asynchrony() -> Iterator[str]:
             config = replace(config, data=replace(config.data, max_response_length=LONGEST))
             rates = rates_of("h200")
             work = work_of(config, lengths=lengths)
-            one = best_placements(work, count, hosts, rates, apart=False)
+            one = best_placements(work, count, hosts, rates, keep_settings=True)
             ahead = work_of(replace(config, max_staleness=1), lengths=lengths)
-            apart = best_placements(ahead, count, hosts, rates, apart=True)
+            apart = best_placements(
+                ahead, count, hosts, rates, own=shares(count), keep_settings=True
+            )
+            apart = [each for each in apart if each[0].apart]
             if not one or not apart:
                 yield f"| {name} | {count} | does not fit | | | |"
                 continue

@@ -9,7 +9,9 @@ import pytest
 from pieces import Pieces
 from test_generation import P, R, model, prompts
 
-from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.distributed.layout import generation_layout
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.generation.engine import Rows, generate, generate_on_mesh
 from jaxrl_llm.generation.partial_responses import (
     Parts,
     Responses,
@@ -59,6 +61,60 @@ def test_a_response_in_parts_has_the_tokens_of_one_go(family):
     np.testing.assert_allclose(joined.logprobs_NR, whole.logprobs, atol=1e-5)
     expected = np.where(whole.mask == 0, -1, np.where(first == 1, 0, 3))
     np.testing.assert_array_equal(joined.versions_NR, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_responses_that_go_on_share_slots_with_new_ones(temperature):
+    """The tokens are those of two calls, each row has its own key, and fewer steps are taken."""
+    spec = model_spec(replace(CONFIG, max_position_embeddings=P + 2 * R))
+    params = jax.tree.map(
+        lambda x: x * 6 if x.ndim > 1 else x, init_params(spec, jax.random.key(3))
+    )
+    tokens, lengths, ids = prompts(3)
+    twice = [jnp.repeat(x, 2, axis=0) for x in (tokens, lengths, ids)]
+    new = Rows(twice[0], twice[1], jnp.arange(6, dtype=jnp.uint32), jax.random.key(7), None, None)
+    sampling = SamplingParams(max_new_tokens=R, temperature=temperature)
+    settings = GenerationSettings(sampling=sampling, group=2, num_slots=4)
+    # One long response and one that is over: a call of their own would leave slots idle.
+    older = jnp.pad(tokens, ((0, 0), (0, R)))
+    keys = jax.random.split(jax.random.key(8), 3)
+    going = jnp.where(jnp.arange(3) == 1, 0, lengths)
+    limits, begun = jnp.array([R, R, 2]), jnp.array([1, 0, 2])
+    alone = Rows(older, going, ids, keys, limits, begun)
+    new = new._replace(limits=jnp.array([1, 2, R, 1, 3, R]))
+
+    @jax.jit
+    def run(params):
+        single = replace(settings, group=1)
+        first = generate(
+            spec, params, *alone[:4], single, limits_N=alone.limits, begun_N=alone.begun
+        )
+        second = generate(spec, params, *new[:4], settings, limits_N=new.limits)
+        layout = generation_layout(make_mesh(data=1), 2)
+        both = generate_on_mesh(
+            spec,
+            params,
+            *new[:4],
+            settings,
+            layout=layout,
+            limits_N=new.limits,
+            alone=jax.tree.map(lambda x: x[:, None], _in_pairs(alone)),
+        )
+        return first, second, both
+
+    first, second, both = jax.tree.map(np.asarray, run(params))
+    for name in ("tokens", "mask"):
+        np.testing.assert_array_equal(getattr(both, name), getattr(second, name))
+        np.testing.assert_array_equal(getattr(both.alone, name)[:3, 0], getattr(first, name))
+    np.testing.assert_allclose(both.alone.logprobs[:3, 0], first.logprobs, atol=1e-5)
+    assert both.steps[0] < first.steps + second.steps
+
+
+def _in_pairs(alone):
+    """As many rows as there are new ones: the others have no prompt."""
+    return jax.tree.map(lambda x: jnp.concatenate([x, x]), alone)._replace(
+        lengths=jnp.concatenate([alone.lengths, jnp.zeros_like(alone.lengths)])
+    )
 
 
 def test_the_newest_policy_takes_a_response_to_its_end():

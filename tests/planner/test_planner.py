@@ -5,22 +5,38 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.extend
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import MODEL
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.layout import train_layout
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.generation.engine import begin
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.launch import commands
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.decoder import Block, rematerialised
+from jaxrl_llm.models.experts import experts_of_tokens
+from jaxrl_llm.models.flops import kv_bytes_per_token
+from jaxrl_llm.models.layers import rope_tables
+from jaxrl_llm.models.shapes import num_parameters
 from jaxrl_llm.planner import automatic as planner
-from jaxrl_llm.planner.automatic import automatic, best_placements
+from jaxrl_llm.planner.automatic import automatic, best_placements, shares
 from jaxrl_llm.planner.compiled import RealPrograms, with_compiled
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import estimate, placed
-from jaxrl_llm.planner.packing import rows_of
+from jaxrl_llm.planner.memory import cache_tokens, saved_bytes
+from jaxrl_llm.planner.packing import Rows, rows_of
 from jaxrl_llm.planner.rates import rates_of
 from jaxrl_llm.planner.search import best_layouts
 from jaxrl_llm.planner.seconds import _decoding
+from jaxrl_llm.planner.traffic import of_update
 from jaxrl_llm.planner.work import Samples, work_of
 
 H200 = rates_of("h200")
@@ -149,6 +165,92 @@ def test_packed_rows_hold_a_prompt_once_and_count_visible_pairs():
     assert alone.micro_batches == 2 and alone.pairs == rows.pairs + 2 * 8**2 / 2
 
 
+def test_a_response_that_goes_on_takes_the_cache_of_the_engine():
+    config = tiny(c.GRPO(), max_staleness=2, partial_rollouts=3)
+    work = work_of(config)
+    spec = model_spec(work.actor.config)
+    settings = GenerationSettings(sampling=SamplingParams(max_new_tokens=8))
+    rows, key = jnp.zeros((64, 8 + 8), jnp.int32), jax.random.key(0)
+    ones = jnp.ones(64, jnp.int32)
+    arguments = (rows, ones, ones, key, settings)
+    state = jax.eval_shape(lambda params: begin(spec, params, *arguments), spec.params)
+    real = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+    planned = sum(cache_tokens(work, work.samples)) * kv_bytes_per_token(spec.config, 4)
+    assert planned == real
+    whole = replace(work, config=replace(config, partial_rollouts=0))
+    assert sum(cache_tokens(whole, work.samples)) < sum(cache_tokens(work, work.samples))
+
+
+def collectives(jaxpr) -> float:
+    """Bytes that a device receives in the gathers and scattered sums of a program."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("all_gather", "reduce_scatter"):
+            (first,), (last,) = equation.invars, equation.outvars
+            total += abs(last.aval.size - first.aval.size) * first.aval.dtype.itemsize
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            total += collectives(inner)
+    return total
+
+
+def test_tokens_go_to_experts_and_come_back_as_in_the_layer():
+    """The weights of experts do not move along the axis."""
+    hf = MODEL | {
+        **{"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "norm_topk_prob": True},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    }
+    config = tiny(c.GRPO(), c.MeshConfig(expert=2, fsdp=2))
+    config = replace(config, actor=replace(config.actor, hf_config=hf))
+    work = work_of(config)
+    model, D, rows = work.actor.config, work.actor.config.hidden_size, 8
+    layout = train_layout(make_mesh(expert=2, fsdp=2), 2)
+    kernels = [jnp.zeros(shape) for shape in ((8, D, 16), (8, D, 16), (8, 16, D))]
+    tokens, weights = jnp.zeros((rows, 4, D)), jnp.zeros((rows, 4, 2))
+    chosen = jnp.zeros((rows, 4, 2), jnp.int32)
+
+    def loss(tokens, weights, kernels):
+        return experts_of_tokens(tokens, weights, chosen, kernels).sum()
+
+    with layout.scope():
+        made = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(tokens, weights, tuple(kernels))
+    devices = Devices(mesh=config.mesh, hosts=1, rates=H200)
+    packed = Rows(micro_batches=1, tokens=rows * 4 // 4, targets=8, pairs=8.0, row_tokens=8)
+    found = of_update(work.actor, packed, devices).received
+    assert found["expert"] == collectives(made.jaxpr) * model.num_layers
+    experts = model.num_layers * 3 * 8 * D * 16
+    rest = num_parameters(model) - experts
+    assert found["fsdp (weights)"] == 12 * experts / 2 / 2  # of half, from one of two devices
+    assert found["fsdp+expert (weights)"] == 12 * rest * 3 / 4
+
+
+def no_attention(q, k, v, cache, /, *, window):
+    return q, cache
+
+
+def test_a_norm_behind_a_projection_keeps_what_it_reads():
+    actor, tokens = work_of(tiny(c.GRPO())).actor, 8
+    settings = replace(actor.settings, remat="projections")
+    rope = rope_tables(actor.config, jnp.arange(tokens)[None])
+    x = jnp.zeros((1, tokens, actor.config.hidden_size))
+
+    def kept(norms):
+        """Bytes of tokens that the gradient function of a layer holds, and those planned."""
+        model = replace(actor.config, norms=norms)
+        block = Block(model, kind=model.layer_kinds[0], form="separate", dtype=jnp.float32)
+        graphdef, state = nnx.split(block)
+
+        def layer(state, x):
+            return nnx.merge(graphdef, state)(x, rope, None, no_attention)[0]
+
+        run = rematerialised(layer, "projections")
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(run, *a)[1], state, x))
+        real = sum(leaf.size * 4 for leaf in leaves if leaf.shape[:2] == (1, tokens))
+        return real, saved_bytes(replace(actor, config=model, settings=settings)) * tokens
+
+    (before, planned_before), (both, planned_both) = kept("before"), kept("both")
+    assert both - before == planned_both - planned_before > 0
+
+
 def test_the_compiler_replaces_memory_and_traffic():
     mesh = c.MeshConfig(fsdp=4, tensor=2)
     config = tiny(c.GRPO(use_kl_loss=False), mesh)
@@ -202,14 +304,14 @@ def test_updates_of_roles_apart_run_at_the_same_time():
 
 def test_one_group_is_chosen_for_ppo_on_two_devices():
     """As measured: docs/placement.md."""
-    found = best_placements(work_of(large(4, algorithm=c.PPO())), 2, 1, H200, apart=True)
+    found = best_placements(work_of(large(4, algorithm=c.PPO())), 2, 1, H200, own=[1])
     placements = ["placement" in " ".join(flags) for _, flags in found]
     assert not placements[0] and any(placements)
 
 
 def test_a_rollout_apart_may_have_a_host_of_its_own():
     work = work_of(large(4, algorithm=c.GRPO(), max_staleness=1))
-    found = best_placements(work, 16, 2, H200, apart=True)
+    found = best_placements(work, 16, 2, H200, own=shares(16))
     (half,) = (planned for planned, flags in found if "--config.placement.rollout=8-15" in flags)
     assert [half.devices.hosts, half.apart["rollout"].hosts] == [1, 1]
 
@@ -227,6 +329,34 @@ def test_auto_gives_a_config_that_uses_all_devices_and_says_why(capsys):
     assert "chosen" in lines[1] and "next" in lines[2] and "why" in lines[-1]
     ahead, _ = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
     assert list(ahead.placement) == ["rollout"]
+
+
+def test_auto_searches_what_is_kept_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    config = large(placement="auto")
+    config = replace(config, actor=replace(config.actor, remat="none"))
+    chosen, lines = automatic(config)
+    assert chosen.actor.remat != "none" and f"--config.actor.remat={chosen.actor.remat}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "placement", "why_not"),
+    [
+        (["a", "b"], [range(4), range(4, 8)], {"rollout": "4-7"}, ""),
+        (["a", "a"], [range(4), range(4, 8)], {}, "2 processes run on 1 hosts; start one"),
+        (["a", "b"], [range(2), range(2, 8)], {}, "the hosts have 2, 6 devices"),
+        (["a", "b"], [range(4, 8), range(4)], {}, "in the order of"),
+    ],
+)
+def test_roles_apart_have_whole_hosts_over_several_processes(
+    monkeypatch, hosts, nodes, placement, why_not
+):
+    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    monkeypatch.setattr(planner, "gather_objects", lambda value, name: hosts)
+    monkeypatch.setattr(planner, "devices_of_nodes", lambda: [list(node) for node in nodes])
+    chosen, lines = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
+    assert chosen.placement == placement and chosen.mesh.num_devices == (4 if placement else 8)
+    assert why_not in lines[-2] and ("was considered" in lines[-2]) == bool(why_not)
 
 
 # ------------------------------------------------------------------------- the command

@@ -8,22 +8,21 @@ token, N tokens of a device, M rows of the grouped matmuls.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
-from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.models.config import Mixture, ModelConfig
-from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
+from jaxrl_llm.models.expert_exchange import exchanges_rows, rows_by_exchange
+from jaxrl_llm.models.expert_rows import Kernels, computed_experts, moved
+from jaxrl_llm.models.layers import ParameterAxis, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -127,16 +126,13 @@ class Experts(nnx.Module):
         return y_BTD, routed
 
 
-Kernels = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F] and down [E, F, D]
-
-
 def experts_of_tokens(
     x_BTD: jax.Array, weights_BTK: jax.Array, chosen_BTK: jax.Array, kernels: Kernels
 ) -> jax.Array:
     """The weighted sum over the chosen experts, in the dtype of x.
 
-    Where the mesh axis `expert` splits the experts, each device of a group gathers the tokens of
-    the group, computes its own experts, and the sums are scattered back to the tokens' devices.
+    Where the mesh axis `expert` splits the experts, the devices of a group exchange tokens: see
+    `exchanges_rows`.
     """
     layout = layout_in_scope()
     if layout is not None:
@@ -161,18 +157,29 @@ def _split_experts(
     parts = (*(axis for axis in experts if axis not in rows), *heads)
     group = tuple(axis for axis in experts if axis in rows)
     apart = tuple(axis for axis in rows if axis not in experts)  # they have the same weights
+    size = axis_size(layout.mesh, *experts)
 
     def local(
         x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, *kernels: jax.Array
     ) -> jax.Array:
         _, B, T, D = x_1BTD.shape
-        x_1ND, weights_1NK, chosen_1NK = (
-            _gathered(x.reshape(1, B * T, -1), group) for x in (x_1BTD, weights_1BTK, chosen_BTK)
-        )
         gate, up, down = (kernel[0] for kernel in kernels)
-        first = _number(layout, experts) * gate.shape[0]
-        y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], (gate, up, down), first)
-        return _scattered_sum(y_ND, group).astype(x_1BTD.dtype).reshape(1, B, T, D)
+        own, split = (gate, up, down), group == experts and size > 1
+        if split and exchanges_rows(B * T, chosen_BTK.shape[-1], size, x_1BTD.dtype):
+            x_ND, weights_NK, chosen_NK = (
+                x.reshape(B * T, -1) for x in (x_1BTD, weights_1BTK, chosen_BTK)
+            )
+            y_PD = rows_by_exchange(x_ND, chosen_NK, own, experts)
+            y_ND = _weighted_sum(y_PD, weights_NK)
+        else:
+            x_1ND, weights_1NK, chosen_1NK = (
+                _gathered(x.reshape(1, B * T, -1), group)
+                for x in (x_1BTD, weights_1BTK, chosen_BTK)
+            )
+            first = _number(layout, experts) * gate.shape[0]
+            y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], own, first)
+            y_ND = _scattered_sum(y_ND, group)
+        return y_ND.astype(x_1BTD.dtype).reshape(1, B, T, D)
 
     # The tokens of a tensor group are gathered, as before a dense layer.
     x_BTD, weights_BTK, chosen_BTK = (
@@ -245,37 +252,11 @@ def _own_experts(
     order_M = jnp.where(jnp.arange(rows) < used, order_P[:rows], N * K)
     place_P = jnp.where(place_P < used, place_P, rows)
     x_PD = jnp.broadcast_to(x_ND[:, None], (N, K, x_ND.shape[1])).reshape(N * K, -1)
-    gate, up, down = kernels
-    x_MD = _moved(x_PD, order_M, place_P)
-    dot = partial(_grouped, sizes_E=sizes_E)
-    y_MD = dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
-    y_NKD = _moved(y_MD, place_P, order_M).reshape(N, K, -1)
+    y_MD = computed_experts(moved(x_PD, order_M, place_P), kernels, sizes_E)
+    return _weighted_sum(moved(y_MD, place_P, order_M), weights_NK)
+
+
+def _weighted_sum(y_PD: jax.Array, weights_NK: jax.Array) -> jax.Array:
+    """The sum over the experts of a token, float32."""
+    y_NKD = y_PD.reshape(*weights_NK.shape, -1)
     return jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
-
-
-def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:
-    """Each run of `sizes_E` rows times the weights of its expert."""
-    y_MF = grouped_matmul(x_MD, kernel_EDF.astype(x_MD.dtype), sizes_E)
-    return checkpoint_name(y_MF, PROJECTION)
-
-
-@jax.custom_vjp
-def _moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """Row `source[i]` of x as row i, and 0 where there is none. Row j of x goes to `target[j]`.
-
-    The gradient moves rows back by a gather. A scatter would add with atomics on a GPU, in another
-    order in every run.
-    """
-    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
-
-
-def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
-    return _moved(x, source, target), (source, target)
-
-
-def _moved_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    source, target = residuals
-    return _moved(gradient, target, source), None, None
-
-
-_moved.defvjp(_moved_forward, _moved_backward)

@@ -20,9 +20,12 @@ from tiny_iteration import (
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.communication import collectives
+from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import Layout, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.models.expert_exchange import exchanges_rows
 from jaxrl_llm.models.experts import experts_of_tokens
 
 B, T, D, F, E, K = 8, 6, 8, 4, 8, 3
@@ -41,6 +44,8 @@ def operands(routing, dtype=jnp.float32, rows=B):
     chosen = np.argsort(rng.normal(size=(rows, T, E)))[..., :K]
     if routing == "all to one":  # the others of a token are its padding
         chosen = np.broadcast_to([5, E, E], (rows, T, K))
+    if routing == "all to one device":  # of those of two experts
+        chosen = np.broadcast_to([4, 5, E], (rows, T, K))
     if routing == "padding":
         chosen = np.where(np.arange(T)[:, None] < 4, chosen, E)
     x, *kernels = (jnp.asarray(a, dtype) for a in (x, *kernels))
@@ -82,7 +87,7 @@ def test_split_experts_equal_those_of_one_device(sizes, tensor):
     """A phase with a larger tensor size takes a part of the axis expert for it."""
     mesh = make_mesh(**sizes, cuts=[tensor] if tensor else [])
     split = value_and_gradients(train_layout(mesh, 2, tensor=tensor))
-    for routing in ("balanced", "all to one", "padding"):
+    for routing in ("balanced", "all to one", "all to one device", "padding"):
         arguments = operands(routing)
         jax.tree.map(
             lambda found, expected: np.testing.assert_allclose(
@@ -91,6 +96,25 @@ def test_split_experts_equal_those_of_one_device(sizes, tensor):
             split(*arguments),
             on_one_device(*arguments),
         )
+
+
+def test_an_exchange_moves_the_bytes_that_the_page_says():
+    """A round has 1.25 * K * N / G rows: here 3 of 8 numbers, to 7 others, there and back."""
+    mesh = make_mesh(expert=8)
+    arguments = operands("balanced")
+    program = value_and_gradients(train_layout(mesh, 2)).lower(*arguments).compile()
+    axes = MeshAxes(names=mesh.axis_names, sizes=mesh.axis_sizes)
+    moved = collectives(program.as_text(), axes, ())
+    rows = [each for each in moved if each.kind == "all-to-all" and "f32" in each.shape]
+    assert sum(each.bytes for each in rows) == 5 * (7 * 3 * 8 * 4)  # 2 forward, 3 backward
+    assert not any(each.kind in ("all-gather", "reduce-scatter") for each in moved)
+
+
+def test_the_cheaper_way_is_chosen():
+    """8 experts of a token: from 8 devices on. 2 experts: from 2 devices on."""
+    for experts_of_token, first in ((8, 8), (2, 2), (1, 2)):
+        chosen = [n for n in (2, 4, 8, 16) if exchanges_rows(4096, experts_of_token, n, "bfloat16")]
+        assert chosen == [n for n in (2, 4, 8, 16) if n >= first]
 
 
 def test_bfloat16_compiles_and_is_close():

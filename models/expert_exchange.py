@@ -49,7 +49,7 @@ def rows_by_exchange(
     `kernels` are those of this device's experts. `chosen_NK` counts the experts of all devices;
     whatever is no expert is padding.
     """
-    plan = _plan(chosen_NK, kernels[0].shape[0], axes)
+    plan = _plan(chosen_NK, kernels[0].kernel.shape[0], axes)
     return checkpoint_name(_exchanged(x_ND, kernels, plan, axes), PROJECTION)
 
 
@@ -111,21 +111,31 @@ def _exchanged_forward(
 def _exchanged_backward(axes: Axes, residuals: Any, gradient_PD: jax.Array) -> Any:
     """Rows are sent and multiplied again. Gradients of weights are added up in float32."""
     x_ND, kernels, plan = residuals
+    learned = tuple(each.learned for each in kernels)
+
+    def remote(x_SD: jax.Array, learned: Any, expert_S: jax.Array) -> jax.Array:
+        now: Any = tuple(w.with_learned(own) for w, own in zip(kernels, learned, strict=True))
+        return _remote(x_SD, now, expert_S, axes)
 
     def one_round(number: jax.Array, found: Any) -> Any:
-        of_x_PD, of_kernels = found
+        of_x_PD, of_learned = found
         x_SD, expert_S, rows_S = _sent(x_ND, kernels, plan, number)
-        _, gradient = jax.vjp(lambda x, w: _remote(x, w, expert_S, axes), x_SD, kernels)
+        _, gradient = jax.vjp(partial(remote, expert_S=expert_S), x_SD, learned)
         of_x_SD, of_round = gradient(_taken(gradient_PD, rows_S))
-        of_kernels = jax.tree.map(jnp.add, of_kernels, of_round)
-        return _received(of_x_PD, of_x_SD, plan, number), of_kernels
+        of_learned = jax.tree.map(jnp.add, of_learned, of_round)
+        return _received(of_x_PD, of_x_SD, plan, number), of_learned
 
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), kernels)
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), learned)
     start = (jnp.zeros_like(gradient_PD), zeros)
-    of_x_PD, of_kernels = jax.lax.fori_loop(0, plan.rounds, one_round, start)
+    of_x_PD, of_learned = jax.lax.fori_loop(0, plan.rounds, one_round, start)
     of_x_NKD = of_x_PD.reshape(x_ND.shape[0], -1, x_ND.shape[1])
     of_x_ND = of_x_NKD.sum(axis=1, dtype=jnp.float32).astype(x_ND.dtype)
-    return of_x_ND, jax.tree.map(lambda g, w: g.astype(w.dtype), of_kernels, kernels), None
+    of_learned = jax.tree.map(lambda g, w: g.astype(w.dtype), of_learned, learned)
+    of_kernels = tuple(
+        jax.tree.map(jnp.zeros_like, w).with_learned(g)
+        for w, g in zip(kernels, of_learned, strict=True)
+    )
+    return of_x_ND, of_kernels, None
 
 
 _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
@@ -141,7 +151,7 @@ def _sent(
     rows_GC = plan.rows_P[jnp.minimum(place_GC, P - 1)]
     rows_S = jnp.where(within_C < plan.counts_G[:, None], rows_GC, P).reshape(-1)
     K = P // x_ND.shape[0]
-    expert_S = plan.expert_P.at[rows_S].get(mode="fill", fill_value=kernels[0].shape[0])
+    expert_S = plan.expert_P.at[rows_S].get(mode="fill", fill_value=kernels[0].kernel.shape[0])
     return _taken(x_ND, rows_S // K), expert_S, rows_S
 
 
@@ -161,6 +171,6 @@ def _remote(x_SD: jax.Array, kernels: Kernels, expert_S: jax.Array, axes: Axes) 
     expert_S = exchange(expert_S)
     order_S = jnp.argsort(expert_S, stable=True)
     place_S = jnp.zeros_like(order_S).at[order_S].set(jnp.arange(order_S.size), unique_indices=True)
-    sizes_E = (expert_S[:, None] == jnp.arange(kernels[0].shape[0])).sum(0, dtype=jnp.int32)
+    sizes_E = (expert_S[:, None] == jnp.arange(kernels[0].kernel.shape[0])).sum(0, dtype=jnp.int32)
     y_SD = computed_experts(moved(exchange(x_SD), order_S, place_S), kernels, sizes_E)
     return exchange(moved(y_SD, place_S, order_S))

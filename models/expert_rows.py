@@ -3,17 +3,74 @@
 Shape letters: D hidden, F inner size of an expert, E experts, M rows.
 """
 
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
-from jaxrl_llm.models.layers import PROJECTION
+from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
 
-Kernels = tuple[jax.Array, jax.Array, jax.Array]  # gate, up [E, D, F] and down [E, F, D]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stacked:
+    """The weights of one projection of all experts, as a pass computes with them.
+
+    With `a` and `b` only these learn. Then the weights are `kernel` where `merged`, which holds the
+    sum, and `kernel` + `scale` * a b otherwise.
+    """
+
+    kernel: Any  # [E, inputs, outputs]
+    a: Any = None  # [E, inputs, R]
+    b: Any = None  # [E, R, outputs]
+    scale: float = field(default=1.0, metadata={"static": True})
+    merged: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def learned(self) -> tuple[Any, ...]:
+        """The arrays that have a gradient."""
+        return (self.kernel,) if self.a is None else (self.a, self.b)
+
+    def with_learned(self, learned: tuple[Any, ...]) -> "Stacked":
+        names = ("kernel",) if self.a is None else ("a", "b")
+        return replace(self, **dict(zip(names, learned, strict=True)))
+
+    def __call__(self, x_M: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        """Each run of `sizes_E` rows times the weights of its expert."""
+        if self.merged:
+            y_M = _merged(x_M, self.kernel, self.a, self.b * self.scale, sizes_E)
+        elif self.a is None:
+            y_M = grouped_matmul(x_M, self.kernel, sizes_E)
+        else:
+            y_M = grouped_matmul(x_M, self.kernel, sizes_E)
+            y_M += _low_rank(x_M, self.a, self.b * self.scale, sizes_E)
+        return checkpoint_name(y_M, PROJECTION)
+
+
+Kernels = tuple[Stacked, Stacked, Stacked]  # gate, up [E, D, F] and down [E, F, D]
+
+
+class Stack(nnx.Module):
+    """One projection of all experts, [E, inputs, outputs]."""
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], dtype: DTypeLike
+    ) -> None:
+        self.kernel = parameter(shape, axes, "normal", dtype)
+
+    adapter: Any = None  # see lora.py
+
+    def weights(self, dtype: DTypeLike) -> Stacked:
+        """What a pass in `dtype` computes with."""
+        if self.adapter is None:
+            return Stacked(self.kernel[...].astype(dtype))
+        found: Stacked = self.adapter.weights(self.kernel.get_value(), dtype)
+        return found
 
 
 def computed_experts(x_MD: jax.Array, kernels: Kernels, sizes_E: jax.Array) -> jax.Array:
@@ -22,14 +79,29 @@ def computed_experts(x_MD: jax.Array, kernels: Kernels, sizes_E: jax.Array) -> j
     Rows after the last expert's are 0.
     """
     gate, up, down = kernels
-    dot = partial(_grouped, sizes_E=sizes_E)
-    return dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
+    return down(jax.nn.silu(gate(x_MD, sizes_E)) * up(x_MD, sizes_E), sizes_E)
 
 
-def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:
-    """Each run of `sizes_E` rows times the weights of its expert."""
-    y_MF = grouped_matmul(x_MD, kernel_EDF.astype(x_MD.dtype), sizes_E)
-    return checkpoint_name(y_MF, PROJECTION)
+def _low_rank(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return grouped_matmul(grouped_matmul(x_M, a, sizes_E), b, sizes_E)
+
+
+@jax.custom_vjp
+def _merged(
+    x_M: jax.Array, kernel: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+    """x times `kernel`, which is some weights + a b; the gradients are those of x, a and b."""
+    return grouped_matmul(x_M, kernel, sizes_E)
+
+
+def _merged_backward(residuals: Any, gradient: jax.Array) -> Any:
+    x_M, kernel, a, b, sizes_E = residuals
+    _, of_x = jax.vjp(lambda x: grouped_matmul(x, kernel, sizes_E), x_M)
+    _, of_adapter = jax.vjp(lambda a, b: _low_rank(x_M, a, b, sizes_E), a, b)
+    return *of_x(gradient), jnp.zeros_like(kernel), *of_adapter(gradient), None
+
+
+_merged.defvjp(lambda *operands: (_merged(*operands), operands), _merged_backward)
 
 
 @jax.custom_vjp

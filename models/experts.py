@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens, D hidden, F inner size of an expert, E experts
 token, N tokens of a device, M rows of the grouped matmuls.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -21,8 +21,8 @@ from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
 from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.expert_exchange import exchanges_rows, rows_by_exchange
-from jaxrl_llm.models.expert_rows import Kernels, computed_experts, moved
-from jaxrl_llm.models.layers import ParameterAxis, parameter
+from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
+from jaxrl_llm.models.layers import parameter
 
 
 @jax.tree_util.register_dataclass
@@ -96,15 +96,6 @@ class Router(nnx.Module):
         return weights_BTK, routed
 
 
-class Stack(nnx.Module):
-    """One projection of all experts, [E, inputs, outputs]."""
-
-    def __init__(
-        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], dtype: DTypeLike
-    ) -> None:
-        self.kernel = parameter(shape, axes, "normal", dtype)
-
-
 class Experts(nnx.Module):
     """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen."""
 
@@ -121,8 +112,8 @@ class Experts(nnx.Module):
     ) -> tuple[jax.Array, Routed]:
         """The layer's output [B, T, D], and what its router did."""
         weights_BTK, routed = self.router(x_BTD, routing)
-        kernels = (self.gate.kernel[...], self.up.kernel[...], self.down.kernel[...])
-        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
+        gate, up, down = (each.weights(x_BTD.dtype) for each in (self.gate, self.up, self.down))
+        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, (gate, up, down))
         return y_BTD, routed
 
 
@@ -160,11 +151,11 @@ def _split_experts(
     size = axis_size(layout.mesh, *experts)
 
     def local(
-        x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, *kernels: jax.Array
+        x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, copies: Kernels
     ) -> jax.Array:
         _, B, T, D = x_1BTD.shape
-        gate, up, down = (kernel[0] for kernel in kernels)
-        own, split = (gate, up, down), group == experts and size > 1
+        own: Kernels = jax.tree.map(lambda w: w[0], copies)
+        split = group == experts and size > 1
         if split and exchanges_rows(B * T, chosen_BTK.shape[-1], size, x_1BTD.dtype):
             x_ND, weights_NK, chosen_NK = (
                 x.reshape(B * T, -1) for x in (x_1BTD, weights_1BTK, chosen_BTK)
@@ -176,7 +167,7 @@ def _split_experts(
                 _gathered(x.reshape(1, B * T, -1), group)
                 for x in (x_1BTD, weights_1BTK, chosen_BTK)
             )
-            first = _number(layout, experts) * gate.shape[0]
+            first = _number(layout, experts) * own[0].kernel.shape[0]
             y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], own, first)
             y_ND = _scattered_sum(y_ND, group)
         return y_ND.astype(x_1BTD.dtype).reshape(1, B, T, D)
@@ -185,7 +176,9 @@ def _split_experts(
     x_BTD, weights_BTK, chosen_BTK = (
         layout.constrain(x, "batch", "tokens", None) for x in (x_BTD, weights_BTK, chosen_BTK)
     )
-    token, into, out = P(parts, rows), P(apart, experts, None, heads), P(apart, experts, heads)
+    token = P(parts, rows)
+    placed = (_copied(layout, w, inner, apart) for w, inner in zip(kernels, (2, 2, 1), strict=True))
+    copies, specs = zip(*placed, strict=True)
     # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
     in_scope = jax.sharding.get_abstract_mesh()
     mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
@@ -195,7 +188,7 @@ def _split_experts(
     y_SBTD = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(token, token, P(rows), into, into, out),
+        in_specs=(token, token, P(rows), specs),
         out_specs=token,
         axis_names={*rows, *experts, *heads, *others},
         check_vma=False,
@@ -203,11 +196,35 @@ def _split_experts(
         _copies(layout, parts, x_BTD),
         _copies(layout, parts, weights_BTK),
         chosen_BTK,
-        *(_copies(layout, apart, kernel.astype(x_BTD.dtype)) for kernel in kernels),
+        copies,
     )
     if y_SBTD.shape[0] == 1:
         return y_SBTD[0]
     return jax.lax.reduce(y_SBTD, jnp.zeros((), y_SBTD.dtype), jax.lax.add, (0,))
+
+
+def _copied(
+    layout: Layout, weights: Stacked, inner: int, apart: tuple[str, ...]
+) -> tuple[Stacked, Stacked]:
+    """A copy of the weights for each device along `apart`, and the specs of the copies.
+
+    `inner` is the dim of the kernel that heads split. An adapter's matrix without it is shared
+    along heads too.
+    """
+    experts, heads = layout.axes("expert"), layout.axes("mlp")
+
+    def one(x: jax.Array, is_split: bool) -> tuple[jax.Array, P]:
+        if is_split:
+            dims = (heads if dim == inner else None for dim in (1, 2))
+            return _copies(layout, apart, x), P(apart, experts, *dims)
+        return _copies(layout, (*apart, *heads), x), P((*apart, *heads), experts)
+
+    kernel, kernel_spec = one(weights.kernel, True)
+    if weights.a is None:
+        return replace(weights, kernel=kernel), replace(weights, kernel=kernel_spec)
+    (a, a_spec), (b, b_spec) = one(weights.a, inner == 1), one(weights.b, inner == 2)
+    copies = replace(weights, kernel=kernel, a=a, b=b)
+    return copies, replace(weights, kernel=kernel_spec, a=a_spec, b=b_spec)
 
 
 def _copies(layout: Layout, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -239,7 +256,7 @@ def _own_experts(
 
     The result is float32.
     """
-    (N, K), num = chosen_NK.shape, kernels[0].shape[0]
+    (N, K), num = chosen_NK.shape, kernels[0].kernel.shape[0]
     own_NK = chosen_NK - first
     own_P = jnp.where((own_NK >= 0) & (own_NK < num), own_NK, num).reshape(-1)
     order_P = jnp.argsort(own_P, stable=True)

@@ -3,6 +3,7 @@
 import functools
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxrl_llm.distributed.layout import Layout, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.models.expert_exchange import exchanges_rows
+from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
 
 B, T, D, F, E, K = 8, 6, 8, 4, 8, 3
@@ -58,7 +60,7 @@ def value_and_gradients(layout: Layout | None):
 
     def run(x, weights, kernels, chosen):
         def loss(x, weights, kernels):
-            y = experts_of_tokens(x, weights, chosen, kernels)
+            y = experts_of_tokens(x, weights, chosen, tuple(map(Stacked, kernels)))
             return (y.astype(jnp.float32) * cotangent).sum(), y
 
         with nullcontext() if layout is None else layout.scope():
@@ -98,6 +100,32 @@ def test_split_experts_equal_those_of_one_device(sizes, tensor):
         )
 
 
+@pytest.mark.parametrize("merged", [False, True], ids=["apart", "merged"])
+def test_adapters_of_split_experts_equal_those_of_one_device(merged):
+    """Devices along `tensor` share the matrices of an adapter that have no inner dim."""
+    x, weights, kernels, chosen = operands("balanced")
+    rng = np.random.default_rng(2)
+    own = [
+        [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((E, n, 2), (E, 2, m))]
+        for _, n, m in (k.shape for k in kernels)
+    ]
+
+    def loss(own, x, *, layout):
+        stacks = [Stacked(k, *ab, 0.5, merged) for k, ab in zip(kernels, own, strict=True)]
+        with layout.scope() if layout else nullcontext():
+            return (experts_of_tokens(x, weights, chosen, tuple(stacks)) ** 2).sum()
+
+    def gradient(layout):
+        whole = {} if layout is None else {"in_shardings": layout.sharding()}
+        run = jax.value_and_grad(partial(loss, layout=layout), (0, 1))
+        return jax.jit(run, **whole)(own, x)
+
+    expected, close = gradient(None), partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    for num in (4, 2):  # an all-to-all, and a gather
+        found = gradient(train_layout(make_mesh(expert=num, tensor=2), 2))
+        jax.tree.map(close, found, expected)
+
+
 def test_an_exchange_moves_the_bytes_that_the_page_says():
     """A round has 1.25 * K * N / G rows: here 3 of 8 numbers, to 7 others, there and back."""
     mesh = make_mesh(expert=8)
@@ -127,6 +155,7 @@ def test_bfloat16_compiles_and_is_close():
 
 def test_rows_that_the_devices_do_not_divide_are_computed_by_all():
     x, weights, kernels, chosen = operands("balanced", rows=3)
+    kernels = tuple(map(Stacked, kernels))
     expected = jax.jit(experts_of_tokens)(x, weights, chosen, kernels)
     layout = train_layout(make_mesh(data=2, expert=4), 2)
     whole = jax.device_put((x, weights, chosen, kernels), layout.sharding())

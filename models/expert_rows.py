@@ -12,7 +12,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
+from jaxrl_llm.kernels.grouped_matmul import TILE, grouped_matmul
+from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
 
 
@@ -83,6 +84,10 @@ def computed_experts(x_MD: jax.Array, kernels: Kernels, sizes_E: jax.Array) -> j
 
 
 def _low_rank(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """x a b. The kernel takes whole tiles, so there the rank is padded with zeros."""
+    missing = -a.shape[2] % TILE if on_hopper() else 0
+    a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
+    b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
     return grouped_matmul(grouped_matmul(x_M, a, sizes_E), b, sizes_E)
 
 

@@ -32,20 +32,24 @@ def grouped_matmul(
 ) -> jax.Array:
     """The first `sizes_G[0]` rows times the first weights, the next ones times the next, and so on.
 
-    Rows after the last group's are 0. "pallas" needs bfloat16; "auto" takes it where it can. It
-    pads D and F to multiples of `TILE` with zeros: of weights of other sizes it makes a copy.
+    Rows after the last group's are 0. "pallas" needs bfloat16, and D and F that are multiples of
+    `TILE`; "auto" takes it where it can.
 
     Requires: the sizes add up to at most M.
     """
     if implementation == "auto":
-        fits = {x_MD.dtype, weights_GDF.dtype} == {jnp.dtype(jnp.bfloat16)}
-        implementation = "pallas" if on_hopper() and fits else "xla"
+        implementation = "pallas" if on_hopper() and _fits(x_MD, weights_GDF) else "xla"
     if implementation == "xla":
         return jax.lax.ragged_dot(x_MD, weights_GDF, sizes_G)
-    (M, D), F = x_MD.shape, weights_GDF.shape[2]
-    x_MD = jnp.pad(x_MD, ((0, -M % TILE), (0, -D % TILE)))  # the kernels read whole tiles
-    weights_GDF = jnp.pad(weights_GDF, ((0, 0), (0, -D % TILE), (0, -F % TILE)))
-    return _by_kernel(x_MD, weights_GDF, sizes_G)[:M, :F]
+    rows = x_MD.shape[0]
+    x_MD = jnp.pad(x_MD, ((0, -rows % TILE), (0, 0)))  # the kernels read whole tiles
+    return _by_kernel(x_MD, weights_GDF, sizes_G)[:rows]
+
+
+def _fits(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
+    _, D, F = weights_GDF.shape
+    dtypes = {x_MD.dtype, weights_GDF.dtype}
+    return dtypes == {jnp.dtype(jnp.bfloat16)} and D % TILE == 0 and F % TILE == 0
 
 
 @jax.custom_vjp

@@ -70,7 +70,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
         (EXPERTS, {"mesh": {"sequence": 2}}, "mesh.sequence=1 works"),
         (EXPERTS, {"mesh": {"pipeline": 2}}, "mesh.pipeline=1 works"),
-        (EXPERTS, {"actor": {"lora": LoraConfig(rank=2)}}, "targets=q_proj,k_proj"),
+        (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (
             EXPERTS,
             {"actor": {"lora": ATTENTION, "router_aux_loss_coef": 0.1}},
@@ -85,7 +85,9 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_tokens": 24}, {"lora": ATTENTION}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"micro_batch_tokens": 24}, {"lora": LoraConfig(rank=2)}], ids=str
+)
 def test_the_first_step_sees_the_policy_that_sampled(changes):
     config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
     actor = replace(config.actor, hf_config=MODEL | EXPERTS, ppo_epochs=1, ppo_mini_batch_size=16)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
-from jaxrl_llm.models.experts import SWIGLU_ALPHA
+from jaxrl_llm.models.expert_rows import SWIGLU_ALPHA
 from jaxrl_llm.models.hf import FULL, LOCAL, HFTensor, Names, Path
 
 __all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]

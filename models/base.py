@@ -63,7 +63,7 @@ class ModelSpec:
 
     Equality and hash use the first five fields. `params`, `axes` and `init` have the same
     structure. A leaf of `axes` is a tuple of logical axes, one a dim; a leaf of `init` is "normal",
-    "ones", "zeros", "uniform" or "unit_normal".
+    "ones", "zeros", "uniform", "uniform_each" or "unit_normal".
     """
 
     config: ModelConfig
@@ -367,8 +367,9 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, init: str, std: float
 ) -> jax.Array:
-    if init == "uniform":  # of A, within 1 / sqrt(inputs), as PEFT draws it
-        bound = math.prod(shape[:-1]) ** -0.5
+    if init.startswith("uniform"):  # of A, within 1 / sqrt(inputs), as PEFT draws it
+        inputs = shape[1:-1] if init == "uniform_each" else shape[:-1]
+        bound = math.prod(inputs) ** -0.5
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
     if init == "unit_normal":
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)

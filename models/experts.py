@@ -7,24 +7,23 @@ Shape letters: B batch, T tokens, D hidden, F inner size of an expert, E experts
 token, N tokens of a device, M rows of the grouped matmuls.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
-from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
-from jaxrl_llm.models.config import SWIGLU_ALPHA, Mixture, ModelConfig
-from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
+from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.expert_exchange import exchanges_rows, rows_by_exchange
+from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
+from jaxrl_llm.models.layers import parameter
 
 
 @jax.tree_util.register_dataclass
@@ -102,24 +101,6 @@ class Router(nnx.Module):
         return weights_BTK, routed
 
 
-class Stack(nnx.Module):
-    """One projection of all experts, [E, inputs, outputs], and a bias [E, outputs]."""
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        axes: tuple[ParameterAxis, ...],
-        dtype: DTypeLike,
-        *,
-        bias: bool,
-    ) -> None:
-        self.kernel = parameter(shape, axes, "normal", dtype)
-        # The hidden size is whole, as in other vectors of it.
-        of_bias = ("expert", "mlp" if axes[2] == "mlp" else "norm")
-        outputs = (shape[0], shape[2])
-        self.bias = parameter(outputs, of_bias, "zeros", dtype) if bias else None
-
-
 class Experts(nnx.Module):
     """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen.
 
@@ -141,18 +122,12 @@ class Experts(nnx.Module):
     ) -> tuple[jax.Array, Routed]:
         """The layer's output [B, T, D], and what its router did."""
         weights_BTK, routed = self.router(x_BTD, routing)
-        stacks = (self.gate, self.up, self.down)
-        gate, up, down = (stack.kernel[...] for stack in stacks)
-        biases = tuple(stack.bias[...] for stack in stacks if stack.bias is not None)
-        y_BTD = experts_of_tokens(
-            x_BTD,
-            weights_BTK,
-            routed.chosen_BTK,
-            (gate, up, down, *biases[:2]),
-            limit=self.limit,
-        )
-        if biases:
-            y_BTD += _weighted_rows(weights_BTK, routed.chosen_BTK, biases[2]).astype(y_BTD.dtype)
+        gate, up, down = (each.weights(x_BTD.dtype) for each in (self.gate, self.up, self.down))
+        gate, bias_ED = replace(gate, limit=self.limit), down.bias
+        kernels = (gate, up, replace(down, bias=None))
+        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
+        if bias_ED is not None:
+            y_BTD += _weighted_rows(weights_BTK, routed.chosen_BTK, bias_ED).astype(y_BTD.dtype)
         return y_BTD, routed
 
 
@@ -172,31 +147,20 @@ def _weighted_rows(weights_BTK: jax.Array, chosen_BTK: jax.Array, bias_ED: jax.A
     )
 
 
-# gate, up [E, D, F] and down [E, F, D], and perhaps the biases [E, F] of gate and up
-Kernels = tuple[jax.Array, ...]
-
-
 def experts_of_tokens(
-    x_BTD: jax.Array,
-    weights_BTK: jax.Array,
-    chosen_BTK: jax.Array,
-    kernels: Kernels,
-    *,
-    limit: float | None = None,
+    x_BTD: jax.Array, weights_BTK: jax.Array, chosen_BTK: jax.Array, kernels: Kernels
 ) -> jax.Array:
     """The weighted sum over the chosen experts, in the dtype of x, without biases of `down`.
 
-    With a `limit` experts compute `clamped_swiglu`.
-
-    Where the mesh axis `expert` splits the experts, each device of a group gathers the tokens of
-    the group, computes its own experts, and the sums are scattered back to the tokens' devices.
+    Where the mesh axis `expert` splits the experts, the devices of a group exchange tokens: see
+    `exchanges_rows`.
     """
     layout = layout_in_scope()
     if layout is not None:
-        return _split_experts(layout, x_BTD, weights_BTK, chosen_BTK, kernels, limit)
+        return _split_experts(layout, x_BTD, weights_BTK, chosen_BTK, kernels)
     B, T, D = x_BTD.shape
     x_ND, weights_NK, chosen_NK = (x.reshape(B * T, -1) for x in (x_BTD, weights_BTK, chosen_BTK))
-    y_ND = _own_experts(x_ND, weights_NK, chosen_NK, kernels, 0, limit)
+    y_ND = _own_experts(x_ND, weights_NK, chosen_NK, kernels, first=0)
     return y_ND.astype(x_BTD.dtype).reshape(B, T, D)
 
 
@@ -206,7 +170,6 @@ def _split_experts(
     weights_BTK: jax.Array,
     chosen_BTK: jax.Array,
     kernels: Kernels,
-    limit: float | None,
 ) -> jax.Array:
     """`experts_of_tokens` on the devices of a layout, each with its own rows."""
     rows = () if x_BTD.shape[0] % layout.num_replicas else layout.axes("batch")
@@ -215,25 +178,37 @@ def _split_experts(
     parts = (*(axis for axis in experts if axis not in rows), *heads)
     group = tuple(axis for axis in experts if axis in rows)
     apart = tuple(axis for axis in rows if axis not in experts)  # they have the same weights
+    size = axis_size(layout.mesh, *experts)
 
     def local(
-        x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, *kernels: jax.Array
+        x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, copies: Kernels
     ) -> jax.Array:
         _, B, T, D = x_1BTD.shape
-        x_1ND, weights_1NK, chosen_1NK = (
-            _gathered(x.reshape(1, B * T, -1), group) for x in (x_1BTD, weights_1BTK, chosen_BTK)
-        )
-        own = tuple(kernel[0] for kernel in kernels)
-        first = _number(layout, experts) * own[0].shape[0]
-        y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], own, first, limit)
-        return _scattered_sum(y_ND, group).astype(x_1BTD.dtype).reshape(1, B, T, D)
+        own: Kernels = jax.tree.map(lambda w: w[0], copies)
+        split = group == experts and size > 1
+        if split and exchanges_rows(B * T, chosen_BTK.shape[-1], size, x_1BTD.dtype):
+            x_ND, weights_NK, chosen_NK = (
+                x.reshape(B * T, -1) for x in (x_1BTD, weights_1BTK, chosen_BTK)
+            )
+            y_PD = rows_by_exchange(x_ND, chosen_NK, own, experts)
+            y_ND = _weighted_sum(y_PD, weights_NK)
+        else:
+            x_1ND, weights_1NK, chosen_1NK = (
+                _gathered(x.reshape(1, B * T, -1), group)
+                for x in (x_1BTD, weights_1BTK, chosen_BTK)
+            )
+            first = _number(layout, experts) * own[0].kernel.shape[0]
+            y_ND = _own_experts(x_1ND[0], weights_1NK[0], chosen_1NK[0], own, first)
+            y_ND = _scattered_sum(y_ND, group)
+        return y_ND.astype(x_1BTD.dtype).reshape(1, B, T, D)
 
     # The tokens of a tensor group are gathered, as before a dense layer.
     x_BTD, weights_BTK, chosen_BTK = (
         layout.constrain(x, "batch", "tokens", None) for x in (x_BTD, weights_BTK, chosen_BTK)
     )
-    token, into, out = P(parts, rows), P(apart, experts, None, heads), P(apart, experts, heads)
-    biases = [out] * (len(kernels) - 3)  # [E, F] of gate and up
+    token = P(parts, rows)
+    placed = (_copied(layout, w, inner, apart) for w, inner in zip(kernels, (2, 2, 1), strict=True))
+    copies, specs = zip(*placed, strict=True)
     # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
     in_scope = jax.sharding.get_abstract_mesh()
     mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
@@ -243,7 +218,7 @@ def _split_experts(
     y_SBTD = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(token, token, P(rows), into, into, out, *biases),
+        in_specs=(token, token, P(rows), specs),
         out_specs=token,
         axis_names={*rows, *experts, *heads, *others},
         check_vma=False,
@@ -251,11 +226,38 @@ def _split_experts(
         _copies(layout, parts, x_BTD),
         _copies(layout, parts, weights_BTK),
         chosen_BTK,
-        *(_copies(layout, apart, kernel.astype(x_BTD.dtype)) for kernel in kernels),
+        copies,
     )
     if y_SBTD.shape[0] == 1:
         return y_SBTD[0]
     return jax.lax.reduce(y_SBTD, jnp.zeros((), y_SBTD.dtype), jax.lax.add, (0,))
+
+
+def _copied(
+    layout: Layout, weights: Stacked, inner: int, apart: tuple[str, ...]
+) -> tuple[Stacked, Stacked]:
+    """A copy of the weights for each device along `apart`, and the specs of the copies.
+
+    `inner` is the dim of the kernel that heads split. An adapter's matrix without it is shared
+    along heads too.
+    """
+    experts, heads = layout.axes("expert"), layout.axes("mlp")
+
+    def one(x: jax.Array, is_split: bool) -> tuple[jax.Array, P]:
+        if is_split:
+            dims = (heads if dim == inner else None for dim in (1, 2))
+            return _copies(layout, apart, x), P(apart, experts, *dims)
+        return _copies(layout, (*apart, *heads), x), P((*apart, *heads), experts)
+
+    kernel, kernel_spec = one(weights.kernel, True)
+    copies, specs = replace(weights, kernel=kernel), replace(weights, kernel=kernel_spec)
+    if weights.bias is not None:
+        bias, bias_spec = _copies(layout, apart, weights.bias), P(apart, experts, heads)
+        copies, specs = replace(copies, bias=bias), replace(specs, bias=bias_spec)
+    if weights.a is None:
+        return copies, specs
+    (a, a_spec), (b, b_spec) = one(weights.a, inner == 1), one(weights.b, inner == 2)
+    return replace(copies, a=a, b=b), replace(specs, a=a_spec, b=b_spec)
 
 
 def _copies(layout: Layout, axes: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -282,13 +284,12 @@ def _own_experts(
     chosen_NK: jax.Array,
     kernels: Kernels,
     first: jax.Array | int,
-    limit: float | None,
 ) -> jax.Array:
     """The part of the sum of those experts whose weights these are, counted from `first` on.
 
     The result is float32.
     """
-    (N, K), num = chosen_NK.shape, kernels[0].shape[0]
+    (N, K), num = chosen_NK.shape, kernels[0].kernel.shape[0]
     own_NK = chosen_NK - first
     own_P = jnp.where((own_NK >= 0) & (own_NK < num), own_NK, num).reshape(-1)
     order_P = jnp.argsort(own_P, stable=True)
@@ -301,77 +302,11 @@ def _own_experts(
     order_M = jnp.where(jnp.arange(rows) < used, order_P[:rows], N * K)
     place_P = jnp.where(place_P < used, place_P, rows)
     x_PD = jnp.broadcast_to(x_ND[:, None], (N, K, x_ND.shape[1])).reshape(N * K, -1)
-    gate, up, down, *biases = kernels
-    x_MD = _moved(x_PD, order_M, place_P)
-    dot = partial(_grouped, sizes_E=sizes_E)
-    if limit is None and not biases:
-        y_MD = dot(jax.nn.silu(dot(x_MD, gate)) * dot(x_MD, up), down)
-    else:
-        gate_MF, up_MF = dot(x_MD, gate), dot(x_MD, up)
-        if biases:
-            gate_MF, up_MF = _with_biases((gate_MF, up_MF), biases, sizes_E)
-        y_MD = dot(_gated(gate_MF, up_MF, limit), down)
-    y_NKD = _moved(y_MD, place_P, order_M).reshape(N, K, -1)
+    y_MD = computed_experts(moved(x_PD, order_M, place_P), kernels, sizes_E)
+    return _weighted_sum(moved(y_MD, place_P, order_M), weights_NK)
+
+
+def _weighted_sum(y_PD: jax.Array, weights_NK: jax.Array) -> jax.Array:
+    """The sum over the experts of a token, float32."""
+    y_NKD = y_PD.reshape(*weights_NK.shape, -1)
     return jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
-
-
-def _with_biases(
-    rows: Sequence[jax.Array], biases: Sequence[jax.Array], sizes_E: jax.Array
-) -> list[jax.Array]:
-    """Each array [M, F] plus the bias [F] of each row's expert; 0 in rows of no expert.
-
-    A matmul, because the gradient of a gather has no fixed order on a GPU.
-    """
-    ends_E = jnp.cumsum(sizes_E)
-    row_M1 = jnp.arange(len(rows[0]))[:, None]
-    hot_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
-    used_M1 = row_M1 < ends_E[-1]
-
-    def added(y_MF: jax.Array, bias_EF: jax.Array) -> jax.Array:
-        bias_MF = jnp.dot(
-            hot_ME.astype(y_MF.dtype),
-            bias_EF.astype(y_MF.dtype),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        # Whatever a kernel left in the other rows, in either pass, must not reach the biases.
-        return jnp.where(used_M1, y_MF + bias_MF, 0)
-
-    return [added(y_MF, bias_EF) for y_MF, bias_EF in zip(rows, biases, strict=True)]
-
-
-def _gated(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
-    return jax.nn.silu(gate) * up if limit is None else clamped_swiglu(gate, up, limit)
-
-
-def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """gpt-oss's activation: (up + 1) * gate * sigmoid(1.702 gate), of clamped gate and up."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
-
-
-def _grouped(x_MD: jax.Array, kernel_EDF: jax.Array, *, sizes_E: jax.Array) -> jax.Array:
-    """Each run of `sizes_E` rows times the weights of its expert."""
-    y_MF = grouped_matmul(x_MD, kernel_EDF.astype(x_MD.dtype), sizes_E)
-    return checkpoint_name(y_MF, PROJECTION)
-
-
-@jax.custom_vjp
-def _moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """Row `source[i]` of x as row i, and 0 where there is none. Row j of x goes to `target[j]`.
-
-    The gradient moves rows back by a gather. A scatter would add with atomics on a GPU, in another
-    order in every run.
-    """
-    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
-
-
-def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
-    return _moved(x, source, target), (source, target)
-
-
-def _moved_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    source, target = residuals
-    return _moved(gradient, target, source), None, None
-
-
-_moved.defvjp(_moved_forward, _moved_backward)

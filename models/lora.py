@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.models.expert_rows import Stack, Stacked
 from jaxrl_llm.models.frozen import SCALE, dequantized, weights_of
 from jaxrl_llm.models.layers import Embedding, ParameterAxis, Projection, multiply, parameter
 from jaxrl_llm.models.weight import Weight
@@ -66,12 +67,23 @@ class Lora:
         """Whether the head or the embedding has an adapter; updates compute it apart."""
         return self._has(UNEMBEDDING, EMBEDDING)
 
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether experts have adapters."""
+        return any(EXPERTS in name for name in self.modules)
+
     def _has(self, *ends: str) -> bool:
         return any(name.rpartition(".")[2] in ends for name in self.modules)
 
     def check(self) -> None:
         """Raises: ValueError for what cannot be computed together."""
         unlike = {"lora.dora": self.dora, "an adapter of lm_head": self.adapts_head}
+        for what in (name for name in ("dora", "dropout") if getattr(self, name)):
+            if self.adapts_experts:
+                raise ValueError(
+                    f"lora.{what}={getattr(self, what)} with adapters of experts: leave it out, or "
+                    "set lora.targets=q_proj,k_proj,v_proj,o_proj"
+                )
         for what in (name for name, given in unlike.items() if given):
             if self.dropout:
                 raise ValueError(f"lora.dropout={self.dropout} with {what}: set it to 0")
@@ -88,6 +100,7 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     """The modules that `targets` name, among those of a model with these Hugging Face tensors.
 
     A target is "all-linear", the end of a module's name after a dot, or a pattern of whole names.
+    The first expert of a layer stands for all of them.
 
     Raises: ValueError for a target that no module has, with the names that there are.
     """
@@ -103,11 +116,6 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
                 f"lora.targets: no module is called {target!r} or matches it; the names are "
                 f"{ALL_LINEAR}, {', '.join(ends)}, and a pattern is of whole names, such as "
                 r"model\.layers\.[01]\..*_proj"
-            )
-        if any(EXPERTS in name for name in found):
-            raise ValueError(
-                f"lora.targets: {target!r} names experts, which cannot have adapters; "
-                "--config.actor.lora.targets=q_proj,k_proj,v_proj,o_proj works"
             )
         chosen.update(found)
     return frozenset(chosen)
@@ -164,6 +172,23 @@ class Adapter(nnx.Module):
         norms = column_norms(kernel, self.a[...], self.b[...], self.scale, self.contract)
         factor = self.magnitude[...] / jax.lax.stop_gradient(norms)
         return y_F * factor.reshape(-1).astype(y_F.dtype)
+
+
+class StackAdapter(nnx.Module):
+    """A B of each expert of a projection: A [E, inputs, R], B [E, R, outputs]."""
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], lora: Lora) -> None:
+        (E, D, F), (each, inputs, outputs) = shape, axes
+        self.scale, R = lora.scale, lora.rank
+        self.a = parameter((E, D, R), (each, inputs, "rank"), "uniform_each", lora.dtype)
+        self.b = parameter((E, R, F), (each, "rank", outputs), "zeros", lora.dtype)
+
+    def weights(self, kernel: Any, dtype: DTypeLike) -> Stacked:
+        """What a pass in `dtype` computes with. `kernel`: an array or `Merged`."""
+        merged = isinstance(kernel, Merged)
+        kernel = kernel.computed if merged else kernel.astype(dtype)
+        a, b = self.a[...].astype(dtype), self.b[...].astype(dtype)
+        return Stacked(kernel, a, b, scale=self.scale, merged=merged)
 
 
 class EmbeddingAdapter(Adapter):
@@ -285,6 +310,10 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
             axes = kernel.get_metadata()["axes"]
             module.adapter = Adapter(kernel.shape, axes, module.contract, lora)
             continue
+        if isinstance(module, Stack):
+            kernel = module.kernel
+            module.adapter = StackAdapter(kernel.shape, kernel.get_metadata()["axes"], lora)
+            continue
         assert isinstance(module, Embedding)
         if lora.dora:
             raise ValueError(f"lora.dora: {tensor} is a table, which has no DoRA; leave it out")
@@ -392,7 +421,9 @@ def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
     a, b = adapter["a"], adapter["b"]
     old = (weights_of(module) if name == "kernel" else module[name]).astype(jnp.float32)
-    change = jnp.tensordot(a, lora.scale * b, 1, preferred_element_type=jnp.float32)
+    of_experts = a.ndim + b.ndim == old.ndim + 3
+    product = jnp.matmul if of_experts else partial(jnp.tensordot, axes=1)
+    change = product(a, lora.scale * b, preferred_element_type=jnp.float32)
     new = old + (change.T if path[-1] == "head" else change)  # the head is a table [V, D]
     if MAGNITUDE in adapter:
         new *= adapter[MAGNITUDE] / column_norms(old, a, b, lora.scale, a.ndim - 1)

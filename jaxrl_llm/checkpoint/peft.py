@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from jaxrl_llm.distributed import multihost
 from jaxrl_llm.models.base import ModelSpec, Params
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.models.hf import HFTensor
+from jaxrl_llm.models.hf import HFStack, HFTensor, Names
 from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora
 
 __all__ = ["CONFIG", "WEIGHTS", "adapter_tensors", "export_adapter", "import_adapter", "read_lora"]
@@ -54,10 +56,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 Leaf = tuple[str, ...]  # path of a parameter
 
 
-def adapter_tensors(spec: ModelSpec) -> dict[Leaf, HFTensor]:
-    """PEFT's tensor of each parameter of `spec` that learns."""
+def adapter_tensors(spec: ModelSpec) -> Names:
+    """PEFT's tensors of each parameter of `spec` that learns: one of each expert in a stack."""
     names = hf_names(spec.config, spec.kind)
-    found: dict[Leaf, HFTensor] = {}
+    found: Names = {}
     for path, leaf in _leaves(spec.learned):
         if path[0] == HEAD:
             (theirs,) = names[path].parts
@@ -66,13 +68,18 @@ def adapter_tensors(spec: ModelSpec) -> dict[Leaf, HFTensor]:
         assert path[-2] == ADAPTER, path
         weights = next(p for end in ("kernel", "table") if (p := (*path[:-2], end)) in names)
         suffixes = _TABLE if weights == ("decoder", "embed", "table") else _LINEAR
-        module = names[weights].name.removesuffix(".weight")
-        found[path] = HFTensor(
-            PREFIX + module + suffixes[path[-1]],
-            _their_shape(path[-1], leaf.shape),
-            leaf.shape,
-            transpose=path[-1] != MAGNITUDE,
+        stacked = isinstance(names[weights], HFStack)
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        parts = tuple(
+            HFTensor(
+                PREFIX + tensor.name.removesuffix(".weight") + suffixes[path[-1]],
+                _their_shape(path[-1], shape),
+                shape,
+                transpose=path[-1] != MAGNITUDE,
+            )
+            for tensor in names[weights].parts
         )
+        found[path] = HFStack(parts) if stacked else parts[0]
     return found
 
 
@@ -101,15 +108,22 @@ def export_adapter(
     directory, lora = Path(directory), spec.lora
     assert lora is not None
 
-    def lazy(path: Leaf, tensor: HFTensor) -> LazyTensor:
+    @lru_cache(maxsize=1)  # the experts of a stack follow each other
+    def fetched(path: Leaf) -> np.ndarray:
         value = own
         for part in path:
             value = value[part]
-        return LazyTensor(
-            tensor.name, tensor.shape, lambda: tensor.to_hf(np.asarray(multihost.fetch(value)))
-        )
+        return np.asarray(multihost.fetch(value))
 
-    tensors = [lazy(path, tensor) for path, tensor in adapter_tensors(spec).items()]
+    def lazy(path: Leaf, ours: HFTensor | HFStack) -> list[LazyTensor]:
+        if isinstance(ours, HFTensor):
+            return [LazyTensor(ours.name, ours.shape, lambda: ours.to_hf(fetched(path)))]
+        return [
+            LazyTensor(each.name, each.shape, partial(_of_expert, each, i, partial(fetched, path)))
+            for i, each in enumerate(ours.parts)
+        ]
+
+    tensors = [each for path, ours in adapter_tensors(spec).items() for each in lazy(path, ours)]
     if multihost.is_main():
         directory.mkdir(parents=True, exist_ok=True)
         write_safetensors(directory / WEIGHTS, tensors, float_dtype(dtype or lora.dtype))
@@ -122,10 +136,16 @@ def export_adapter(
     return directory
 
 
+def _of_expert(tensor: HFTensor, expert: int, stack: Callable[[], np.ndarray]) -> np.ndarray:
+    return tensor.to_hf(stack()[expert])
+
+
 def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     """The content of adapter_config.json."""
     lora = spec.lora
     assert lora is not None
+    if lora.adapts_experts:  # PEFT joins gate and up with twice the rank, so not by its root
+        lora = replace(lora, rslora=False, alpha=lora.scale * lora.rank)
     return {
         "peft_type": "LORA",
         "task_type": TASKS[spec.kind],
@@ -133,7 +153,7 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(lora.modules),
+        "target_modules": sorted(_every_module(spec.config, spec.kind, lora.modules)),
         "modules_to_save": [HEAD] if spec.kind == "scalar" else None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
@@ -141,6 +161,20 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _every_module(config: ModelConfig, kind: Kind, modules: Iterable[str]) -> Iterator[str]:
+    """PEFT's names of modules: all experts where ours has the first one."""
+    of_stacks = {
+        _module(ours.name): [_module(each.name) for each in ours.parts]
+        for ours in hf_names(config, kind).values()
+    }
+    for module in modules:
+        yield from of_stacks[module]
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
 
 
 # ------------------------------------------------------------------------- read
@@ -158,21 +192,28 @@ def read_lora(
     stored = _stored(directory)
     modules = {_module_of(name) for name in stored if not _is_head(name)}
     known = {
-        tensor.name.removesuffix(".weight")
-        for path, tensor in hf_names(config, kind).items()
-        if isinstance(tensor, HFTensor) and not tensor.is_part and "router" not in path
+        _module(ours.name)
+        for path, ours in hf_names(config, kind).items()
+        if not ours.parts[0].is_part and "router" not in path
     }
-    strange = sorted(modules - known)
+    chosen = modules & known
+    every = set(_every_module(config, kind, chosen))
+    if missing := sorted(every - modules):
+        raise ConfigError(
+            f"{directory} has no adapter of {missing[0]}, and has one of another expert of that "
+            "layer; experts have adapters together"
+        )
+    strange = sorted(modules - every)
     if strange:
         raise ConfigError(
             f"{directory} has an adapter of {strange[0]}, which this model does not have, or which "
-            "has no adapters here: experts, routers, and tensors of several projections. Give "
+            "has no adapters here: routers, and tensors of several projections. Give "
             "another adapter, or merge it into the model with PEFT first"
         )
     return Lora(
         rank=theirs["r"],
         alpha=theirs["lora_alpha"],
-        modules=frozenset(modules),
+        modules=frozenset(chosen),
         rslora=bool(theirs.get("use_rslora")),
         dora=bool(theirs.get("use_dora")),
         dropout=dropout,
@@ -186,21 +227,25 @@ def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None
     Raises: ConfigError for a tensor that is missing or has another shape.
     """
     directory, stored = Path(directory), _stored(Path(directory))
-    wanted = {tensor.name: (path, tensor) for path, tensor in adapter_tensors(spec).items()}
-    for name, (_, tensor) in wanted.items():
+    ours = adapter_tensors(spec)
+    wanted = {tensor.name: tensor for each in ours.values() for tensor in each.parts}
+    for name, tensor in wanted.items():
         if name not in stored or stored[name].shape != tensor.shape:
             found = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
             raise ConfigError(
                 f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
                 f"{tensor.shape}; give the adapter of this model"
             )
+    found = {
+        name: wanted[name].to_ours(value)
+        for name, value in read_tensors([stored[name] for name in wanted])
+    }
     params: Params = {}
-    for name, value in read_tensors([stored[name] for name in wanted]):
-        path, tensor = wanted[name]
+    for path, each in ours.items():
         node = params
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = tensor.to_ours(value)
+        node[path[-1]] = each.joined([found.pop(tensor.name) for tensor in each.parts])
 
     def place(abstract: Any, value: Any) -> jax.Array:
         return jnp.asarray(value, abstract.dtype)

@@ -1,8 +1,10 @@
 """Experts split over devices give the numbers of one device, whatever tokens choose."""
 
+import dataclasses
 import functools
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,13 @@ from tiny_iteration import (
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.communication import collectives
+from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import Layout, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.models.expert_exchange import exchanges_rows
+from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
 
 B, T, D, F, E, K = 8, 6, 8, 4, 8, 3
@@ -41,6 +47,8 @@ def operands(routing, dtype=jnp.float32, rows=B):
     chosen = np.argsort(rng.normal(size=(rows, T, E)))[..., :K]
     if routing == "all to one":  # the others of a token are its padding
         chosen = np.broadcast_to([5, E, E], (rows, T, K))
+    if routing == "all to one device":  # of those of two experts
+        chosen = np.broadcast_to([4, 5, E], (rows, T, K))
     if routing == "padding":
         chosen = np.where(np.arange(T)[:, None] < 4, chosen, E)
     x, *kernels = (jnp.asarray(a, dtype) for a in (x, *kernels))
@@ -53,7 +61,10 @@ def value_and_gradients(layout: Layout | None, limit: float | None = None):
 
     def run(x, weights, kernels, chosen):
         def loss(x, weights, kernels):
-            y = experts_of_tokens(x, weights, chosen, kernels, limit=limit)
+            stacks = list(map(Stacked, kernels[:3]))
+            for i, bias in enumerate(kernels[3:]):  # of gate and up
+                stacks[i] = dataclasses.replace(stacks[i], bias=bias, limit=limit)
+            y = experts_of_tokens(x, weights, chosen, tuple(stacks))
             return (y.astype(jnp.float32) * cotangent).sum(), y
 
         with nullcontext() if layout is None else layout.scope():
@@ -84,7 +95,7 @@ def test_split_experts_equal_those_of_one_device(sizes, tensor):
     """A phase with a larger tensor size takes a part of the axis expert for it."""
     mesh = make_mesh(**sizes, cuts=[tensor] if tensor else [])
     split = value_and_gradients(train_layout(mesh, 2, tensor=tensor))
-    for routing in ("balanced", "all to one", "padding"):
+    for routing in ("balanced", "all to one", "all to one device", "padding"):
         arguments = operands(routing)
         jax.tree.map(
             lambda found, expected: np.testing.assert_allclose(
@@ -107,6 +118,51 @@ def test_biases_are_split_with_their_experts():
     )
 
 
+@pytest.mark.parametrize("merged", [False, True], ids=["apart", "merged"])
+def test_adapters_of_split_experts_equal_those_of_one_device(merged):
+    """Devices along `tensor` share the matrices of an adapter that have no inner dim."""
+    x, weights, kernels, chosen = operands("balanced")
+    rng = np.random.default_rng(2)
+    own = [
+        [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((E, n, 2), (E, 2, m))]
+        for _, n, m in (k.shape for k in kernels)
+    ]
+
+    def loss(own, x, *, layout):
+        stacks = [Stacked(k, *ab, 0.5, merged) for k, ab in zip(kernels, own, strict=True)]
+        with layout.scope() if layout else nullcontext():
+            return (experts_of_tokens(x, weights, chosen, tuple(stacks)) ** 2).sum()
+
+    def gradient(layout):
+        whole = {} if layout is None else {"in_shardings": layout.sharding()}
+        run = jax.value_and_grad(partial(loss, layout=layout), (0, 1))
+        return jax.jit(run, **whole)(own, x)
+
+    expected, close = gradient(None), partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    for num in (4, 2):  # an all-to-all, and a gather
+        found = gradient(train_layout(make_mesh(expert=num, tensor=2), 2))
+        jax.tree.map(close, found, expected)
+
+
+def test_an_exchange_moves_the_bytes_that_the_page_says():
+    """A round has 1.25 * K * N / G rows: here 3 of 8 numbers, to 7 others, there and back."""
+    mesh = make_mesh(expert=8)
+    arguments = operands("balanced")
+    program = value_and_gradients(train_layout(mesh, 2)).lower(*arguments).compile()
+    axes = MeshAxes(names=mesh.axis_names, sizes=mesh.axis_sizes)
+    moved = collectives(program.as_text(), axes, ())
+    rows = [each for each in moved if each.kind == "all-to-all" and "f32" in each.shape]
+    assert sum(each.bytes for each in rows) == 5 * (7 * 3 * 8 * 4)  # 2 forward, 3 backward
+    assert not any(each.kind in ("all-gather", "reduce-scatter") for each in moved)
+
+
+def test_the_cheaper_way_is_chosen():
+    """8 experts of a token: from 8 devices on. 2 experts: from 2 devices on."""
+    for experts_of_token, first in ((8, 8), (2, 2), (1, 2)):
+        chosen = [n for n in (2, 4, 8, 16) if exchanges_rows(4096, experts_of_token, n, "bfloat16")]
+        assert chosen == [n for n in (2, 4, 8, 16) if n >= first]
+
+
 def test_bfloat16_compiles_and_is_close():
     arguments = operands("balanced", jnp.bfloat16)
     split = value_and_gradients(train_layout(make_mesh(expert=4, tensor=2), 2))
@@ -117,6 +173,7 @@ def test_bfloat16_compiles_and_is_close():
 
 def test_rows_that_the_devices_do_not_divide_are_computed_by_all():
     x, weights, kernels, chosen = operands("balanced", rows=3)
+    kernels = tuple(map(Stacked, kernels))
     expected = jax.jit(experts_of_tokens)(x, weights, chosen, kernels)
     layout = train_layout(make_mesh(data=2, expert=4), 2)
     whole = jax.device_put((x, weights, chosen, kernels), layout.sharding())

@@ -14,8 +14,12 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as c
+from jaxrl_llm.kernels import grouped_matmul
 from jaxrl_llm.planner.compiled import RealPrograms
 from jaxrl_llm.planner.topology import COMPILER_OPTIONS, compile_devices
+
+# The cards are no devices of this process, which "auto" would ask.
+grouped_matmul.on_hopper = lambda: True
 
 MEMORY = 141e9  # bytes of an H200
 ALGORITHMS = {"PPO": c.PPO(use_kl_loss=True), "GRPO": c.GRPO(use_kl_loss=True), "DPO": c.DPO()}
@@ -31,8 +35,17 @@ class Shape:
     heads: int
     kv_heads: int
     vocab: int = 152_064
+    experts: int = 0  # each of `mlp` inner numbers; 8 of a token. 0: a dense model
 
     def hf_config(self) -> dict[str, Any]:
+        mixture = {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "num_experts": self.experts,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": self.mlp,
+            "norm_topk_prob": True,
+        }
         return {
             "model_type": "qwen2",
             "vocab_size": self.vocab,
@@ -43,6 +56,7 @@ class Shape:
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": 4_194_304,
             "tie_word_embeddings": False,
+            **(mixture if self.experts else {}),
         }
 
 
@@ -51,6 +65,11 @@ SHAPES = {
     "32B": Shape(5120, 27_648, 64, 40, 8),  # Qwen2.5-32B
     "70B": Shape(8192, 28_672, 80, 64, 8, 128_256),  # Llama-3.1-70B
     "72B": Shape(8192, 29_568, 80, 64, 8),  # Qwen2.5-72B
+    "30B-A3B": Shape(2048, 768, 48, 32, 4, 151_936, 128),  # Qwen3-30B-A3B
+    "235B-A22B": Shape(4096, 1536, 94, 64, 4, 151_936, 128),  # Qwen3-235B-A22B
+    # DeepSeek-V3's layers of experts. Its latent attention, shared expert and three dense layers
+    # do not exist here: plain attention and experts alone stand for them.
+    "671B": Shape(7168, 2048, 61, 56, 8, 129_280, 256),
 }
 
 
@@ -99,6 +118,7 @@ class Scaled(RealPrograms):
             actor=c.ActorConfig(**actor, **({} if offline else {"ppo_mini_batch_size": rows})),
             critic=c.CriticConfig(**settings),
             reward=c.RewardConfig() if offline else c.RewardConfig(functions=(c.ExactAnswer(),)),
+            rollout=c.RolloutConfig(n=8 if isinstance(algorithm, c.GRPO) else 1),
             algorithm=algorithm,
         )
         super().__init__(config, compile_devices(config.mesh.num_devices), (shape.kv_heads,))

@@ -1,5 +1,6 @@
 """The experts' layer against a loop over tokens in float64, and the losses of its router."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 
@@ -8,17 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_iteration import random_params
 from tiny_models import tiny_config
 
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
 from jaxrl_llm.learner.router_losses import RouterLoss, load_balance, load_metrics, z_loss
-from jaxrl_llm.models import experts as experts_module
+from jaxrl_llm.models import expert_rows
 from jaxrl_llm.models.base import bind, init_params, model_spec
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.experts import Experts, Routed, Routing
+from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.lora import chosen_modules
+from jaxrl_llm.models.lora import Lora, attach, chosen_modules, join, merged_ahead, split
 from jaxrl_llm.models.shapes import SHAPES, active_parameters, num_parameters
 
 MIXTURE = Mixture(num_experts=4, experts_per_token=2, expert_size=5, normalized=True)
@@ -108,7 +111,7 @@ def test_gradients_are_those_of_computing_every_expert():
 
 def test_biases_and_clamped_values_and_their_gradients(monkeypatch):
     """Against computing every expert, although the matmuls leave NaN in rows of no expert."""
-    monkeypatch.setattr(experts_module, "grouped_matmul", leaving_nan)
+    monkeypatch.setattr(expert_rows, "grouped_matmul", leaving_nan)
     config = replace(CONFIG, family="gpt_oss", expert_bias=True, swiglu_limit=0.8)
     graphdef, state, x = experts(config=config)
     real = jnp.arange(T) < jnp.array([[5], [7]])
@@ -191,12 +194,55 @@ def test_losses_of_the_router():
     assert found["router_dead_experts"] == 1
 
 
-def test_experts_take_no_adapters():
-    names = ["model.layers.0.self_attn.q_proj.weight"]
-    names += ["model.layers.0.mlp.experts.0.gate_proj.weight"]
-    assert chosen_modules(["q_proj"], names) == {"model.layers.0.self_attn.q_proj"}
-    with pytest.raises(ValueError, match="cannot have adapters.*targets=q_proj"):
-        chosen_modules(["all-linear"], names)
+@pytest.mark.parametrize("padded", [False, True])
+def test_adapters_of_experts_are_merged_or_apart(monkeypatch, padded):
+    """The layer has W + scale * A B of each expert; both forms give the same gradients."""
+    names = [tensor.name for tensor in hf_names(CONFIG, "causal_lm").values()]
+    modules = chosen_modules(["gate_proj", "down_proj"], names)
+    lora = Lora(rank=2, alpha=3.0, modules=modules)
+    graphdef, _, x = experts()
+    layer = nnx.merge(graphdef, experts()[1])
+    paths = {("gate", "kernel"): "model.layers.0.mlp.experts.0.gate_proj.weight"}
+    paths |= {("down", "kernel"): "model.layers.0.mlp.experts.0.down_proj.weight"}
+    attach(layer, paths, lora)
+    graphdef, state = nnx.split(layer)
+    params = random_params(nnx.to_pure_dict(state), 1, 0.4)
+    base, own = split(params)
+    merged_by_hand = copy.deepcopy(base)
+    for name in ("gate", "down"):
+        adapter = own[name]["adapter"]
+        for e in range(4):
+            change = 1.5 * adapter["a"][e] @ adapter["b"][e]
+            merged_by_hand[name]["kernel"][e] += change
+    plain = experts()[0]
+    expected, _ = nnx.merge(plain, merged_by_hand)(x)
+
+    def loss(own, base):
+        y, _ = nnx.merge(graphdef, join(base, own))(x)
+        return (y**2).sum(), y
+
+    # As on a GPU, where the rank is padded to a tile of the kernel.
+    monkeypatch.setattr(expert_rows, "on_hopper", lambda: padded)
+    forms = (base, merged_ahead(params, lora, "float32"))
+    results = [jax.jit(jax.value_and_grad(loss, has_aux=True))(own, form) for form in forms]
+    for (_, y), gradient in results:
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+        jax.tree.map(
+            lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4),
+            gradient,
+            results[0][1],
+        )
+    by_weights = jax.grad(lambda w: (nnx.merge(plain, w)(x)[0] ** 2).sum())(merged_by_hand)
+    of_w, adapter = by_weights["down"]["kernel"], own["down"]["adapter"]
+    of_b = 1.5 * jnp.einsum("edr,edf->erf", adapter["a"], of_w)
+    np.testing.assert_allclose(results[0][1]["down"]["adapter"]["b"], of_b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("setting", [{"dora": True}, {"dropout": 0.1}])
+def test_experts_have_neither_dora_nor_dropout(setting):
+    lora = Lora(rank=2, alpha=3.0, modules=frozenset({"a.experts.0.up_proj"}), **setting)
+    with pytest.raises(ValueError, match="adapters of experts.*targets=q_proj"):
+        lora.check()
 
 
 def test_experts_have_no_float8_form():

@@ -11,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_iteration import random_params
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
 from jaxrl_llm.checkpoint.mxfp4 import unpacked
+from jaxrl_llm.checkpoint.peft import export_adapter, import_adapter, read_lora
 from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
 from jaxrl_llm.learner.micro_batches import Packed
 from jaxrl_llm.learner.router_losses import load_balance
 from jaxrl_llm.learner.rows import rows_of, sample_fields
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.lora import Lora, chosen_modules, join, merged_ahead
 from jaxrl_llm.tokenizer import CharTokenizer
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
@@ -144,3 +148,49 @@ def test_a_folder_survives_bit_for_bit(folder, dtype, tmp_path):
         assert value.tobytes() == after[name].tobytes(), name
     for name, value in theirs.state_dict().items():
         assert torch.isfinite(value.float()).all(), name
+
+
+def test_adapters_of_experts_are_those_of_peft(folder, tmp_path):
+    """PEFT joins gate and up, with twice the rank: of A it has ours, of B a diagonal of blocks."""
+    path, _ = folder
+    peft = pytest.importorskip("peft", reason="pip install -e '.[parity]'")
+    config, fields = load_model_config(path), samples()
+    modules = chosen_modules(
+        ["all-linear"], [t.name for t in hf_names(config, "causal_lm").values()]
+    )
+    spec = model_spec(config, lora=Lora(rank=3, alpha=5.0, modules=modules))
+    base = import_params(path, model_spec(config))
+    own = random_params(spec.learned, 1, 0.2)
+    out = export_adapter(tmp_path / "adapter", spec, own, base=str(path))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = peft.PeftModel.from_pretrained(model, out, is_trainable=True)
+
+    def loss(own, base):
+        params = join(base, own)
+        found = response_statistics(params, rows_of(fields), spec=spec, settings=ForwardSettings())
+        return (found.logprobs * fields["mask"]).sum(), found.logprobs * fields["mask"]
+
+    theirs, _ = their_logprobs(model, fields)
+    theirs.sum().backward()
+    gradients = {
+        name: p.grad.numpy()
+        for name, p in model.named_parameters()
+        if p.requires_grad and ".experts." in name and "lora_A" in name
+    }
+    expected = sum((g.astype(np.float64) ** 2).sum() for g in gradients.values())
+    merged = merged_ahead(join(base, own), spec.lora, "float32")
+    for form in (base, merged):
+        (_, ours), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(own, form)
+        np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
+        of_experts = [
+            x
+            for p, x in jax.tree_util.tree_leaves_with_path(found)
+            if p[-1].key == "a" and "mlp" in {entry.key for entry in p}
+        ]
+        np.testing.assert_allclose(sum((x**2).sum() for x in of_experts), expected, rtol=1e-5)
+
+    again = import_adapter(
+        out,
+        model_spec(config, lora=read_lora(out, config, "causal_lm", dtype="float32", dropout=0)),
+    )
+    jax.tree.map(np.testing.assert_array_equal, again, own)

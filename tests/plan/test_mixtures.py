@@ -71,7 +71,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
         (EXPERTS, {"mesh": {"sequence": 2}}, "mesh.sequence=1 works"),
         (EXPERTS, {"mesh": {"pipeline": 2}}, "mesh.pipeline=1 works"),
-        (EXPERTS, {"actor": {"lora": LoraConfig(rank=2)}}, "targets=q_proj,k_proj"),
+        (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (
             EXPERTS,
             {"actor": {"lora": ATTENTION, "router_aux_loss_coef": 0.1}},
@@ -92,7 +92,7 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
     [
         (EXPERTS, {}),
         (EXPERTS, {"micro_batch_tokens": 24}),
-        (EXPERTS, {"lora": ATTENTION}),
+        (EXPERTS, {"lora": LoraConfig(rank=2)}),
         (GPT_OSS, {"micro_batch_tokens": 24}),
         (GPT_OSS, {"lora": ATTENTION}),
     ],

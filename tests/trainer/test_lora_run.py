@@ -65,6 +65,23 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(tmp_path, base, t
     assert_same_bits(again.weights(2), found)
 
 
+@pytest.mark.slow
+def test_adapters_of_experts_resume_exactly_and_merge(tmp_path):
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 16, "vocab_size": 96}
+    changes = {f"actor.hf_config.{key}": json.dumps(value) for key, value in experts.items()}
+    flags = {"total_steps": "2", "warmup": "null"} | GRPO | changes
+    run, config = config_of(tmp_path / "one", **flags)
+    last = train(config).checkpoint
+    found = run.weights(2)
+    assert [name for name in found if "gate" in name and "adapter" in name]
+    again, config = config_of(tmp_path / "two", resume=str(run.step_path(1)), **flags)
+    train(config)
+    assert_same_bits(again.weights(2), found)
+    out = export_checkpoint(last, tmp_path / "merged")
+    assert load_model_config(out).mixture.num_experts == 4
+
+
 def test_the_frozen_weights_must_be_those_of_the_adapters(tmp_path, base, trained):
     run, _ = trained
     other = export_checkpoint(run.step_path(0), tmp_path / "other")

@@ -1,0 +1,176 @@
+"""Rows of tokens through the grouped matmuls of their experts, and moves of rows.
+
+Shape letters: D hidden, F inner size of an expert, E experts, M rows.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jaxrl_llm.kernels.grouped_matmul import TILE, grouped_matmul
+from jaxrl_llm.kernels.hopper import on_hopper
+from jaxrl_llm.models.config import SWIGLU_ALPHA
+from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stacked:
+    """The weights of one projection of all experts, as a pass computes with them.
+
+    With `a` and `b` only these learn. Then the weights are `kernel` where `merged`, which holds the
+    sum, and `kernel` + `scale` * a b otherwise.
+    """
+
+    kernel: Any  # [E, inputs, outputs]
+    a: Any = None  # [E, inputs, R]
+    b: Any = None  # [E, R, outputs]
+    scale: float = field(default=1.0, metadata={"static": True})
+    merged: bool = field(default=False, metadata={"static": True})
+    bias: Any = None  # [E, outputs]; `down` has none here, see `Experts`
+    # Of `gate`: with a limit experts compute `clamped_swiglu`.
+    limit: float | None = field(default=None, metadata={"static": True})
+
+    @property
+    def learned(self) -> tuple[Any, ...]:
+        """The arrays that have a gradient."""
+        return tuple(getattr(self, name) for name in self._learned_names)
+
+    @property
+    def _learned_names(self) -> tuple[str, ...]:
+        if self.a is not None:
+            return ("a", "b")
+        return ("kernel",) if self.bias is None else ("kernel", "bias")
+
+    def with_learned(self, learned: tuple[Any, ...]) -> "Stacked":
+        names = self._learned_names
+        return replace(self, **dict(zip(names, learned, strict=True)))
+
+    def __call__(self, x_M: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        """Each run of `sizes_E` rows times the weights of its expert."""
+        if self.merged:
+            y_M = _merged(x_M, self.kernel, self.a, self.b * self.scale, sizes_E)
+        elif self.a is None:
+            y_M = grouped_matmul(x_M, self.kernel, sizes_E)
+        else:
+            y_M = grouped_matmul(x_M, self.kernel, sizes_E)
+            y_M += _low_rank(x_M, self.a, self.b * self.scale, sizes_E)
+        y_M = checkpoint_name(y_M, PROJECTION)
+        return y_M if self.bias is None else with_biases(y_M, self.bias, sizes_E)
+
+
+Kernels = tuple[Stacked, Stacked, Stacked]  # gate, up [E, D, F] and down [E, F, D]
+
+
+class Stack(nnx.Module):
+    """One projection of all experts, [E, inputs, outputs], and a bias [E, outputs]."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[ParameterAxis, ...],
+        dtype: DTypeLike,
+        *,
+        bias: bool,
+    ) -> None:
+        self.kernel = parameter(shape, axes, "normal", dtype)
+        # The hidden size is whole, as in other vectors of it.
+        of_bias = ("expert", "mlp" if axes[2] == "mlp" else "norm")
+        outputs = (shape[0], shape[2])
+        self.bias = parameter(outputs, of_bias, "zeros", dtype) if bias else None
+
+    adapter: Any = None  # see lora.py
+
+    def weights(self, dtype: DTypeLike) -> Stacked:
+        """What a pass in `dtype` computes with."""
+        bias = None if self.bias is None else self.bias[...]
+        if self.adapter is None:
+            return Stacked(self.kernel[...].astype(dtype), bias=bias)
+        found: Stacked = self.adapter.weights(self.kernel.get_value(), dtype)
+        return replace(found, bias=bias)
+
+
+def computed_experts(x_MD: jax.Array, kernels: Kernels, sizes_E: jax.Array) -> jax.Array:
+    """down(silu(gate(x)) * up(x)), each run of `sizes_E` rows by its expert.
+
+    Rows after the last expert's are 0.
+    """
+    gate, up, down = kernels
+    if gate.limit is not None:
+        return down(clamped_swiglu(gate(x_MD, sizes_E), up(x_MD, sizes_E), gate.limit), sizes_E)
+    return down(jax.nn.silu(gate(x_MD, sizes_E)) * up(x_MD, sizes_E), sizes_E)
+
+
+def with_biases(y_MF: jax.Array, bias_EF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Each row plus the bias of its expert; 0 in rows of no expert.
+
+    A matmul, because the gradient of a gather has no fixed order on a GPU.
+    """
+    ends_E, row_M1 = jnp.cumsum(sizes_E), jnp.arange(len(y_MF))[:, None]
+    hot_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
+    bias_MF = jnp.dot(
+        hot_ME.astype(y_MF.dtype),
+        bias_EF.astype(y_MF.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    # Whatever a kernel left in the other rows, in either pass, must not reach the biases.
+    return jnp.where(row_M1 < ends_E[-1], y_MF + bias_MF, 0)
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(1.702 gate), of clamped gate and up."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
+
+
+def _low_rank(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """x a b. The kernel takes whole tiles, so there the rank is padded with zeros."""
+    missing = -a.shape[2] % TILE if on_hopper() else 0
+    a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
+    b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
+    return grouped_matmul(grouped_matmul(x_M, a, sizes_E), b, sizes_E)
+
+
+@jax.custom_vjp
+def _merged(
+    x_M: jax.Array, kernel: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+    """x times `kernel`, which is some weights + a b; the gradients are those of x, a and b."""
+    return grouped_matmul(x_M, kernel, sizes_E)
+
+
+def _merged_backward(residuals: Any, gradient: jax.Array) -> Any:
+    x_M, kernel, a, b, sizes_E = residuals
+    _, of_x = jax.vjp(lambda x: grouped_matmul(x, kernel, sizes_E), x_M)
+    _, of_adapter = jax.vjp(lambda a, b: _low_rank(x_M, a, b, sizes_E), a, b)
+    return *of_x(gradient), jnp.zeros_like(kernel), *of_adapter(gradient), None
+
+
+_merged.defvjp(lambda *operands: (_merged(*operands), operands), _merged_backward)
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """Row `source[i]` of x as row i, and 0 where there is none. Row j of x goes to `target[j]`.
+
+    The gradient moves rows back by a gather. A scatter would add with atomics on a GPU, in another
+    order in every run.
+    """
+    return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
+
+
+def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
+    return moved(x, source, target), (source, target)
+
+
+def _moved_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    source, target = residuals
+    return moved(gradient, target, source), None, None
+
+
+moved.defvjp(_moved_forward, _moved_backward)

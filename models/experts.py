@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -184,7 +185,7 @@ def _split_experts(
         x_1BTD: jax.Array, weights_1BTK: jax.Array, chosen_BTK: jax.Array, copies: Kernels
     ) -> jax.Array:
         _, B, T, D = x_1BTD.shape
-        own: Kernels = jax.tree.map(lambda w: w[0], copies)
+        own: Kernels = jax.tree.map(lambda w: w[0, 0], copies)
         split = group == experts and size > 1
         if split and exchanges_rows(B * T, chosen_BTK.shape[-1], size, x_1BTD.dtype):
             x_ND, weights_NK, chosen_NK = (
@@ -238,26 +239,45 @@ def _copied(
 ) -> tuple[Stacked, Stacked]:
     """A copy of the weights for each device along `apart`, and the specs of the copies.
 
-    `inner` is the dim of the kernel that heads split. An adapter's matrix without it is shared
-    along heads too.
+    `inner` is the dim of the kernel that heads split; storage splits the other one. An adapter's
+    matrix without an inner dim is shared along heads too.
     """
     experts, heads = layout.axes("expert"), layout.axes("mlp")
+    stored = layout.axes("expert_embed")
+    far = tuple(axis for axis in apart if axis not in stored)
 
-    def one(x: jax.Array, is_split: bool) -> tuple[jax.Array, P]:
-        if is_split:
-            dims = (heads if dim == inner else None for dim in (1, 2))
-            return _copies(layout, apart, x), P(apart, experts, *dims)
-        return _copies(layout, (*apart, *heads), x), P((*apart, *heads), experts)
+    def one(x: jax.Array, split: int | None, kept: int | None) -> tuple[jax.Array, P]:
+        near = tuple(axis for axis in apart if axis in stored) + (() if split else heads)
+        dims = [heads if dim == split else None for dim in (1, 2)]
+        x = _copies(layout, far, x)
+        if kept and axis_size(layout.mesh, *far) > 1:
+            # So the gradient is scattered over `stored` first, and its shards are summed over
+            # `far`. Left to itself, the partitioner sums the whole gradient over both.
+            held = (stored if dim == kept else own for dim, own in zip((1, 2), dims, strict=True))
+            x = _constrained(layout, x, P(far, experts, *held))
+        return _copies(layout, near, x), P(near, far, experts, *dims)
 
-    kernel, kernel_spec = one(weights.kernel, True)
+    outer = 3 - inner
+    kernel, kernel_spec = one(weights.kernel, inner, outer)
     copies, specs = replace(weights, kernel=kernel), replace(weights, kernel=kernel_spec)
     if weights.bias is not None:
-        bias, bias_spec = _copies(layout, apart, weights.bias), P(apart, experts, heads)
-        copies, specs = replace(copies, bias=bias), replace(specs, bias=bias_spec)
+        near = tuple(axis for axis in apart if axis in stored)
+        bias = _copies(layout, near, _copies(layout, far, weights.bias))
+        copies, specs = (
+            replace(copies, bias=bias),
+            replace(specs, bias=P(near, far, experts, heads)),
+        )
     if weights.a is None:
         return copies, specs
-    (a, a_spec), (b, b_spec) = one(weights.a, inner == 1), one(weights.b, inner == 2)
+    a, a_spec = one(weights.a, *((1, None) if inner == 1 else (None, 1)))
+    b, b_spec = one(weights.b, *((2, None) if inner == 2 else (None, 2)))
     return replace(copies, a=a, b=b), replace(specs, a=a_spec, b=b_spec)
+
+
+def _constrained(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
+    in_scope = jax.sharding.get_abstract_mesh()
+    mesh = layout.mesh if in_scope.empty else in_scope
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _copies(layout: Layout, axes: tuple[str, ...], x: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ MESHES = [
     {"expert": 8},
     {"expert": 2, "fsdp": 2, "tensor": 2},
     {"data": 2, "expert": 4},
+    {"data": 2, "expert": 2, "fsdp": 2},
     {"fsdp": 4, "tensor": 2},
 ]
 

@@ -1,0 +1,132 @@
+"""What the two kernels of the grouped matmul share: shared memory, the ring's steps, the stores.
+
+A fixed number of CTAs goes through jobs. A job is one tile of the output. In a CTA a producer
+warpgroup loads blocks of both operands by TMA into a ring of stages in shared memory, for job
+after job without a pause; two consumer warpgroups multiply and write 64 rows of the tile each.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxrl_llm.kernels.hopper import Ref, ScratchType
+
+CONSUMERS = 2
+CHUNK = 64  # rows of a consumer's accumulator
+DEPTH = 64  # contracted entries of a step
+PIECE = 64  # columns that are stored at a time
+COLUMN_TILES = (256, 192, 128)  # columns of a tile: the first that divides the outputs
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+COMPILER = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+)
+
+
+def column_tile(outputs: int, most: int = max(COLUMN_TILES)) -> int:
+    """Columns of a tile, at most `most`."""
+    return next(c for c in COLUMN_TILES if c <= most and outputs % c == 0)
+
+
+def cumulative(counts: jax.Array) -> jax.Array:
+    """`jnp.cumsum` of few counts, in one kernel."""
+    index = jnp.arange(counts.shape[0])
+    return jnp.where(index[:, None] >= index, counts, 0).sum(axis=1, dtype=jnp.int32)
+
+
+def matrices(*shape: int) -> ScratchType:
+    """Shared memory of bfloat16 matrices in the tiles that TMA writes and wgmma reads."""
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def ring(stages: int, loads: int) -> dict[str, ScratchType]:
+    """The barriers of a ring whose stages take `loads` loads each."""
+    return dict(
+        loaded=plgpu.Barrier(num_arrivals=loads, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    )
+
+
+def own_jobs(total: jax.Array | int, ctas: int) -> jax.Array:
+    """The number of jobs of this CTA: it takes every `ctas`-th."""
+    first = lax.axis_index("cta")
+    return lax.div(total - first + (ctas - 1), jnp.asarray(ctas, first.dtype))
+
+
+def stage_of(step: jax.Array, stages: int) -> jax.Array:
+    return lax.rem(step, jnp.asarray(stages, step.dtype))
+
+
+def multiplied(
+    acc_ref: Ref,
+    matmul: Callable[[Ref, jax.Array, jax.Array], None],
+    *,
+    at: jax.Array,
+    steps: jax.Array,
+    stages: int,
+    loaded: Ref,
+    free: Ref,
+) -> jax.Array:
+    """The accumulator after `matmul(acc_ref, step, stage)` of all steps of a job.
+
+    `at` is the number of steps of earlier jobs. A stage is released when the next step's matmul
+    has been issued and its own is done.
+    """
+
+    @pl.loop(0, steps)
+    def _step(step: jax.Array) -> None:
+        stage = stage_of(at + step, stages)
+        plgpu.barrier_wait(loaded.at[stage])
+        matmul(acc_ref, step, stage)
+        plgpu.wgmma_wait(1)
+
+        @pl.when(step > 0)
+        def _release() -> None:
+            plgpu.barrier_arrive(free.at[stage_of(at + step - 1, stages)])
+
+    result = acc_ref[...]
+
+    @pl.when(steps > 0)
+    def _release_last() -> None:
+        plgpu.barrier_arrive(free.at[stage_of(at + steps - 1, stages)])
+
+    return result
+
+
+def store(
+    acc: jax.Array, smem: Ref, copy: Callable[[Ref, int], None]
+) -> None:
+    """Write an accumulator in pieces of `PIECE` columns, through two buffers in turn.
+
+    `copy(buffer, column)` starts the copies of a piece from shared memory.
+    """
+    for number in range(acc.shape[1] // PIECE):
+        columns = slice(number * PIECE, (number + 1) * PIECE)
+        buffer = smem.at[number % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        buffer[...] = acc[:, columns].astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        copy(buffer, number * PIECE)
+        plgpu.commit_smem_to_gmem_group()
+
+
+def fill_stage(
+    step: jax.Array, loads: Callable[[jax.Array, Ref], None], stages: int, loaded: Ref, free: Ref
+) -> None:
+    """Start the loads of a step as soon as its stage is free."""
+    stage = stage_of(step, stages)
+    pl.when(step >= stages)(partial(plgpu.barrier_wait, free.at[stage]))
+    loads(stage, loaded.at[stage])
+
+
+def drain(steps: jax.Array, stages: int, free: Ref) -> None:
+    """Wait until the last stages are free: a CTA must not end before all barrier phases."""
+
+    @pl.loop(jnp.maximum(steps - stages, 0), steps)
+    def _wait(step: jax.Array) -> None:
+        plgpu.barrier_wait(free.at[stage_of(step, stages)])

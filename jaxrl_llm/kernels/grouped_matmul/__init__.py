@@ -13,9 +13,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.kernels.grouped_matmul.common import COLUMN_TILES
+from jaxrl_llm.kernels.grouped_matmul.common import CHUNK, COLUMN_TILES
 from jaxrl_llm.kernels.grouped_matmul.rows import multiply_rows
-from jaxrl_llm.kernels.grouped_matmul.weights import weights_gradient
+from jaxrl_llm.kernels.grouped_matmul.weights import ALIGNED, weights_gradient
 from jaxrl_llm.kernels.hopper import Interpret, on_hopper
 
 Implementation = Literal["auto", "xla", "pallas"]
@@ -42,7 +42,10 @@ def grouped_matmul(
         implementation = "pallas" if on_hopper() and _fits(x_MD, weights_GDF) else "xla"
     if implementation == "xla":
         return jax.lax.ragged_dot(x_MD, weights_GDF, sizes_G)
-    return _by_kernel(x_MD, weights_GDF, sizes_G, interpret)
+    rows = x_MD.shape[0]
+    padded = max(CHUNK, -(-rows // ALIGNED) * ALIGNED)
+    x_MD = jnp.pad(x_MD, ((0, padded - rows), (0, 0)))
+    return _by_kernel(x_MD, weights_GDF, sizes_G, interpret)[:rows]
 
 
 def _fits(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:

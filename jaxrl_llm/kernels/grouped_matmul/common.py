@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxrl_llm.kernels.hopper import Ref, ScratchType
+from jaxrl_llm.kernels.hopper import Interpret, Ref, ScratchType
 
 CONSUMERS = 2
 CHUNK = 64  # rows of a consumer's accumulator
@@ -42,6 +42,25 @@ def matrices(*shape: int) -> ScratchType:
     """Shared memory of bfloat16 matrices in the tiles that TMA writes and wgmma reads."""
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def views(*shape: int, interpret: Interpret) -> ScratchType:
+    """Shared memory of matrices of 64 columns under three views: tiles, rows, plain rows.
+
+    In tiles of 8 rows and in rows the same bytes are the same element: wgmma takes tiles. TMA
+    takes rows from any row on, where it would round the first row of tiles to a multiple of 8.
+    Plain rows are not swizzled, so that any number of them can be stored. The interpreter has one
+    view.
+    """
+    if interpret is not None:
+        return plgpu.SMEM(shape, jnp.bfloat16)
+    rows = plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
+    return plgpu.RefUnion(matrices(*shape), rows, plgpu.SMEM(shape, jnp.bfloat16))
+
+
+def view(ref: Ref, interpret: Interpret) -> tuple[Ref, Ref, Ref]:
+    """The three views of what `views` allocates."""
+    return (ref, ref, ref) if interpret is not None else tuple(ref)
 
 
 def ring(stages: int, loads: int) -> dict[str, ScratchType]:
@@ -98,20 +117,18 @@ def multiplied(
     return result
 
 
-def store(
-    acc: jax.Array, smem: Ref, copy: Callable[[Ref, int], None]
-) -> None:
+def store(acc: jax.Array, write: Ref, read: Ref, copy: Callable[[Ref, int], None]) -> None:
     """Write an accumulator in pieces of `PIECE` columns, through two buffers in turn.
 
-    `copy(buffer, column)` starts the copies of a piece from shared memory.
+    `write` and `read` are views of the buffers. `copy(buffer, column)` starts the copies of a
+    piece from shared memory.
     """
     for number in range(acc.shape[1] // PIECE):
         columns = slice(number * PIECE, (number + 1) * PIECE)
-        buffer = smem.at[number % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        buffer[...] = acc[:, columns].astype(jnp.bfloat16)
+        write[number % 2] = acc[:, columns].astype(jnp.bfloat16)
         plgpu.commit_smem()
-        copy(buffer, number * PIECE)
+        copy(read.at[number % 2], number * PIECE)
         plgpu.commit_smem_to_gmem_group()
 
 

@@ -36,8 +36,10 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     ring,
     stage_of,
     store,
+    view,
+    views,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
 
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
 
@@ -100,24 +102,22 @@ def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, ja
     """
     G, tile_rows = sizes_G.shape[0], chunks * CHUNK
     sizes_G = sizes_G.astype(jnp.int32)
-    sizes_H = jnp.append(sizes_G, rows - sizes_G.sum(dtype=jnp.int32))
-    tiles_H = (sizes_H + tile_rows - 1) // tile_rows
-    ends_H, tile_ends_H = cumulative(sizes_H), cumulative(tiles_H)
+    ends_G, tile_ends_G = cumulative(sizes_G), cumulative((sizes_G + tile_rows - 1) // tile_rows)
+    none_tiles = (rows - ends_G[-1] + tile_rows - 1) // tile_rows
     tile_T = jnp.arange(rows // tile_rows + G + 1, dtype=jnp.int32)
-    group_T = (tile_ends_H <= tile_T[:, None]).sum(axis=1, dtype=jnp.int32)
-    group_T = jnp.minimum(group_T, G)
-    size_T, end_T = sizes_H[group_T], ends_H[group_T]
-    in_group_T = tile_T - (tile_ends_H - tiles_H)[group_T]
+    group_T = (tile_ends_G <= tile_T[:, None]).sum(axis=1, dtype=jnp.int32)
+    start_T, end_T = jnp.insert(ends_G, 0, 0)[group_T], jnp.append(ends_G, rows)[group_T]
+    tile_T -= jnp.insert(tile_ends_G, 0, 0)[group_T]
     fields = [group_T]
     for chunk in range(chunks):
-        first_T = end_T - size_T + in_group_T * tile_rows + chunk * CHUNK
+        first_T = start_T + tile_T * tile_rows + chunk * CHUNK
         left_T = end_T - first_T
-        moves_T = (left_T > 0) & (left_T < CHUNK) & (size_T >= CHUNK)
+        moves_T = (left_T > 0) & (left_T < CHUNK) & (end_T - start_T >= CHUNK)
         fields += [
             jnp.where(moves_T, end_T - CHUNK, first_T),
             jnp.where(moves_T, CHUNK, jnp.clip(left_T, 0, CHUNK)),
         ]
-    return jnp.stack(fields, axis=1), tile_ends_H[-1:]
+    return jnp.stack(fields, axis=1), tile_ends_G[-1:] + none_tiles
 
 
 def _run(
@@ -134,16 +134,23 @@ def _run(
     ctas = min(SMS, tiles.shape[0] * column_tiles)
     block = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
     run = plgpu.kernel(
-        partial(_kernel, tile=tile, transposed=transposed, column_tiles=column_tiles, ctas=ctas),
+        partial(
+            _kernel,
+            tile=tile,
+            transposed=transposed,
+            column_tiles=column_tiles,
+            ctas=ctas,
+            interpret=interpret,
+        ),
         out_type=jax.ShapeDtypeStruct((x_MD.shape[0], outputs), x_MD.dtype),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=dict(
-            x_smem=matrices(tile.stages, tile.chunks, CHUNK, DEPTH),
+            x_smem=views(tile.stages, tile.chunks, CHUNK, DEPTH, interpret=interpret),
             w_smem=matrices(tile.stages, *block),
-            **_out_smem(interpret),
+            out_smem=views(CONSUMERS, 2, CHUNK, PIECE, interpret=interpret),
             **ring(tile.stages, tile.chunks + 1),
         ),
         compiler_params=COMPILER,
@@ -154,19 +161,6 @@ def _run(
 
 
 _lowered_once = jax.jit(_run, static_argnums=(4, 5, 6))  # for all layers
-
-
-def _out_smem(interpret: Interpret) -> dict[str, ScratchType]:
-    """Buffers of the stores: in wgmma's tiles for whole chunks, else row after row.
-
-    A tile cannot be cut between its 8 rows. The two share memory, but in the interpreter, which
-    does not support that.
-    """
-    shape = (CONSUMERS, 2, CHUNK, PIECE)
-    both = matrices(*shape), plgpu.SMEM(shape, jnp.bfloat16)
-    if interpret is None:
-        return {"out_smem": plgpu.RefUnion(*both)}
-    return dict(zip(("out_smem", "run_smem"), both, strict=True))
 
 
 def _place(
@@ -196,15 +190,15 @@ def _kernel(
     out_smem: Ref,
     loaded: Ref,
     free: Ref,
-    run_smem: Ref = None,
+    interpret: Interpret,
 ) -> None:
     groups, stages, width = w_ref.shape[0], tile.stages, tile.width
     all_steps = x_ref.shape[1] // DEPTH
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     num_tiles = num_ref[0]
     jobs = own_jobs(num_tiles * column_tiles, ctas)
-    if run_smem is None:
-        out_smem, run_smem = out_smem
+    x_tiles, x_rows, _ = view(x_smem, interpret)
+    out_tiles, out_rows, out_plain = view(out_smem, interpret)
 
     def job_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _place(cta + number * ctas, num_tiles, column_tiles, tile.band)
@@ -225,7 +219,7 @@ def _kernel(
             return w_smem.at[stage, :, mine]
 
         def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
-            plgpu.wgmma(acc_ref, x_smem.at[stage, chunk], weights_of(stage))
+            plgpu.wgmma(acc_ref, x_tiles.at[stage, chunk], weights_of(stage))
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)
@@ -247,9 +241,7 @@ def _kernel(
                 def runs(buffer: Ref, offset: int) -> None:
                     begin = rows - rows
                     for size in RUNS:
-                        target = out_ref.at[
-                            pl.ds(first + begin, size), pl.ds(base + offset, PIECE)
-                        ]
+                        target = out_ref.at[pl.ds(first + begin, size), pl.ds(base + offset, PIECE)]
                         copy = partial(
                             plgpu.copy_smem_to_gmem,
                             buffer.at[pl.ds(begin, size)],
@@ -259,8 +251,9 @@ def _kernel(
                         pl.when(rows & size != 0)(copy)
                         begin += rows & size
 
-                pl.when(rows == CHUNK)(lambda: store(acc, out_smem.at[warpgroup], whole))
-                pl.when(rows < CHUNK)(lambda: store(acc, run_smem.at[warpgroup], runs))
+                tiles, in_rows, plain = (x.at[warpgroup] for x in (out_tiles, out_rows, out_plain))
+                pl.when(rows == CHUNK)(lambda: store(acc, tiles, in_rows, whole))
+                pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
 
             @pl.when(rows == 0)
             def _pass() -> None:
@@ -299,7 +292,7 @@ def _kernel(
                         copy = partial(
                             plgpu.copy_gmem_to_smem,
                             x_ref.at[pl.ds(first, CHUNK), entries],
-                            x_smem.at[stage, c],
+                            x_rows.at[stage, c],
                             barrier,
                         )
                         if c == 0:

@@ -1,8 +1,9 @@
 """The kernel for the gradient of the weights: of each group x^T times the gradient of its outputs.
 
-A job is a tile of inputs and outputs of one group. Its steps are blocks of 64 rows from the group's
-first row on. The last block has rows of the next group or of none: both operands are set to zero
-there, in shared memory, since zero times NaN is NaN. A group without rows gets zeros.
+A job is a tile of inputs and outputs of one group. Its steps are blocks of 64 rows. The first block
+starts at a multiple of 8, where a tile of shared memory starts. Rows of other groups in the first
+and the last block are set to zero in x, in shared memory. Rows after the last group's may hold NaN,
+and zero times NaN is NaN: there both operands are set to zero. A group without rows gets zeros.
 
 Shape letters: those of the package.
 """
@@ -37,6 +38,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, num_blocks
 
 INPUTS = CONSUMERS * CHUNK  # of a tile
+ALIGNED = 8  # rows of a tile of shared memory, from whose first one TMA loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,10 @@ def weights_gradient(
     tile: Tile | None = None,
     interpret: Interpret = None,
 ) -> jax.Array:
-    """x^T times the gradient of each group, [G, D, F] in bfloat16."""
+    """x^T times the gradient of each group, [G, D, F] in bfloat16.
+
+    Requires: M is a multiple of `ALIGNED`.
+    """
     tile = tile or Tile(outputs=column_tile(gradient_MF.shape[1]))
     sizes_G = sizes_G.astype(jnp.int32)
     groups_G2 = jnp.stack([cumulative(sizes_G) - sizes_G, sizes_G], axis=1)
@@ -111,11 +116,11 @@ def _place(
     return group, first + lax.rem(rest, size), lax.div(rest, size)
 
 
-def _zero_after(smem: Ref, rows: jax.Array) -> None:
-    """Set the rows of a block from `rows` on to zero."""
+def _keep(smem: Ref, first: jax.Array, end: jax.Array) -> None:
+    """Set all rows of a block but those from `first` to `end` to zero."""
     block = smem[...]
     row = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=plgpu.Layout.WGMMA)
-    smem[...] = jnp.where(row < rows, block, jnp.zeros_like(block))
+    smem[...] = jnp.where((row >= first) & (row < end), block, jnp.zeros_like(block))
 
 
 def _kernel(
@@ -141,6 +146,16 @@ def _kernel(
     def job_of(number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return _place(cta + number * ctas, input_tiles, output_tiles, tile.band)
 
+    last = groups_ref.shape[0] - 1
+    used = groups_ref[last, 0] + groups_ref[last, 1]
+
+    def blocks_of(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Start of the first block, first row and end of the rows in it, number of blocks."""
+        first, rows = groups_ref[group, 0], groups_ref[group, 1]
+        start = pl.multiple_of(lax.div(first, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
+        end = first + rows - start
+        return start, first - start, end, jnp.where(rows > 0, num_blocks(end, DEPTH), 0)
+
     @pl.when(warpgroup < CONSUMERS)
     def _consume() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
@@ -149,17 +164,21 @@ def _kernel(
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             group, input_tile, output_tile = job_of(number)
-            rows = groups_ref[group, 1]
-            steps = num_blocks(rows, DEPTH)
+            block, first, end, steps = blocks_of(group)
 
             def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
-                left = rows - step * DEPTH
+                kept = jnp.where(step == 0, first, 0), end - step * DEPTH
+                foreign = (kept[0] > 0) | (kept[1] < DEPTH)
+                of_none = (kept[1] < DEPTH) & (block + (step + 1) * DEPTH > used)
 
-                @pl.when(left < DEPTH)
+                @pl.when(foreign)
                 def _mask() -> None:
-                    _zero_after(x_smem.at[stage, :, mine], left)
-                    _zero_after(dy_smem.at[stage, :, half], left)
+                    _keep(x_smem.at[stage, :, mine], *kept)
+                    pl.when(of_none)(lambda: _keep(dy_smem.at[stage, :, half], *kept))
                     plgpu.commit_smem()
+
+                @pl.when(of_none)
+                def _both_halves() -> None:
                     plgpu.barrier_arrive(masked)
                     plgpu.barrier_wait(masked)
 
@@ -178,7 +197,7 @@ def _kernel(
                     buffer, out_ref.at[group, inputs, columns], commit_group=False
                 )
 
-            store(acc, out_smem.at[warpgroup], copy)
+            store(acc, out_smem.at[warpgroup], out_smem.at[warpgroup], copy)
             return at + steps
 
         lax.fori_loop(0, jobs, one_job, jnp.int32(0))
@@ -190,14 +209,13 @@ def _kernel(
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             group, input_tile, output_tile = job_of(number)
-            first, rows = groups_ref[group, 0], groups_ref[group, 1]
+            start, _, _, steps = blocks_of(group)
             inputs = pl.ds(input_tile * INPUTS, INPUTS)
             columns = pl.ds(output_tile * outputs, outputs)
-            steps = num_blocks(rows, DEPTH)
 
             @pl.loop(0, steps)
             def _load(step: jax.Array) -> None:
-                block = pl.ds(first + step * DEPTH, DEPTH)
+                block = pl.ds(start + step * DEPTH, DEPTH)
 
                 def loads(stage: jax.Array, barrier: Ref) -> None:
                     plgpu.copy_gmem_to_smem(x_ref.at[block, inputs], x_smem.at[stage], barrier)

@@ -45,7 +45,8 @@ def grouped_matmul(
     rows = x_MD.shape[0]
     padded = max(CHUNK, -(-rows // ALIGNED) * ALIGNED)
     x_MD = jnp.pad(x_MD, ((0, padded - rows), (0, 0)))
-    return _by_kernel(x_MD, weights_GDF, sizes_G, interpret)[:rows]
+    y_MF: jax.Array = _by_kernel(x_MD, weights_GDF, sizes_G, interpret)
+    return y_MF[:rows]
 
 
 def _fits(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:

@@ -6,6 +6,7 @@ after job without a pause; two consumer warpgroups multiply and write 64 rows of
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -63,7 +64,7 @@ def view(ref: Ref, interpret: Interpret) -> tuple[Ref, Ref, Ref]:
     return (ref, ref, ref) if interpret is not None else tuple(ref)
 
 
-def ring(stages: int, loads: int) -> dict[str, ScratchType]:
+def ring_barriers(stages: int, loads: int) -> dict[str, ScratchType]:
     """The barriers of a ring whose stages take `loads` loads each."""
     return dict(
         loaded=plgpu.Barrier(num_arrivals=loads, num_barriers=stages),
@@ -71,50 +72,70 @@ def ring(stages: int, loads: int) -> dict[str, ScratchType]:
     )
 
 
+@dataclass(frozen=True)
+class Ring:
+    """The ring of a CTA. Its steps are counted through all jobs of the CTA."""
+
+    loaded: Ref
+    free: Ref
+    stages: int
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        return lax.rem(step, jnp.asarray(self.stages, step.dtype))
+
+    def multiplied(
+        self,
+        acc_ref: Ref,
+        matmul: Callable[[Ref, jax.Array, jax.Array], None],
+        at: jax.Array,
+        steps: jax.Array,
+    ) -> jax.Array:
+        """The accumulator after `matmul(acc_ref, step, stage)` of the steps from `at` on.
+
+        A stage is released when the next step's matmul has been issued and its own is done.
+        """
+
+        @pl.loop(0, steps)
+        def _step(step: jax.Array) -> None:
+            stage = self.stage(at + step)
+            plgpu.barrier_wait(self.loaded.at[stage])
+            matmul(acc_ref, step, stage)
+            plgpu.wgmma_wait(1)
+            pl.when(step > 0)(partial(self._release, at + step - 1))
+
+        result = acc_ref[...]
+        pl.when(steps > 0)(partial(self._release, at + steps - 1))
+        return result
+
+    def _release(self, step: jax.Array) -> None:
+        plgpu.barrier_arrive(self.free.at[self.stage(step)])
+
+    def skip(self, at: jax.Array, steps: jax.Array) -> None:
+        """Release the stages of some steps without a matmul."""
+
+        @pl.loop(0, steps)
+        def _step(step: jax.Array) -> None:
+            plgpu.barrier_wait(self.loaded.at[self.stage(at + step)])
+            self._release(at + step)
+
+    def fill(self, step: jax.Array, loads: Callable[[jax.Array, Ref], None]) -> None:
+        """Start `loads(stage, barrier)` of a step as soon as its stage is free."""
+        stage = self.stage(step)
+        pl.when(step >= self.stages)(partial(plgpu.barrier_wait, self.free.at[stage]))
+        loads(stage, self.loaded.at[stage])
+
+    def drain(self, steps: jax.Array) -> None:
+        """Wait until the last stages are free: a CTA must not end before all barrier phases."""
+
+        @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
+        def _wait(step: jax.Array) -> None:
+            plgpu.barrier_wait(self.free.at[self.stage(step)])
+
+
 def own_jobs(total: jax.Array | int, ctas: int) -> jax.Array:
     """The number of jobs of this CTA: it takes every `ctas`-th."""
     first = lax.axis_index("cta")
     return lax.div(total - first + (ctas - 1), jnp.asarray(ctas, first.dtype))
-
-
-def stage_of(step: jax.Array, stages: int) -> jax.Array:
-    return lax.rem(step, jnp.asarray(stages, step.dtype))
-
-
-def multiplied(
-    acc_ref: Ref,
-    matmul: Callable[[Ref, jax.Array, jax.Array], None],
-    *,
-    at: jax.Array,
-    steps: jax.Array,
-    stages: int,
-    loaded: Ref,
-    free: Ref,
-) -> jax.Array:
-    """The accumulator after `matmul(acc_ref, step, stage)` of all steps of a job.
-
-    `at` is the number of steps of earlier jobs. A stage is released when the next step's matmul
-    has been issued and its own is done.
-    """
-
-    @pl.loop(0, steps)
-    def _step(step: jax.Array) -> None:
-        stage = stage_of(at + step, stages)
-        plgpu.barrier_wait(loaded.at[stage])
-        matmul(acc_ref, step, stage)
-        plgpu.wgmma_wait(1)
-
-        @pl.when(step > 0)
-        def _release() -> None:
-            plgpu.barrier_arrive(free.at[stage_of(at + step - 1, stages)])
-
-    result = acc_ref[...]
-
-    @pl.when(steps > 0)
-    def _release_last() -> None:
-        plgpu.barrier_arrive(free.at[stage_of(at + steps - 1, stages)])
-
-    return result
 
 
 def store(acc: jax.Array, write: Ref, read: Ref, copy: Callable[[Ref, int], None]) -> None:
@@ -130,20 +151,3 @@ def store(acc: jax.Array, write: Ref, read: Ref, copy: Callable[[Ref, int], None
         plgpu.commit_smem()
         copy(read.at[number % 2], number * PIECE)
         plgpu.commit_smem_to_gmem_group()
-
-
-def fill_stage(
-    step: jax.Array, loads: Callable[[jax.Array, Ref], None], stages: int, loaded: Ref, free: Ref
-) -> None:
-    """Start the loads of a step as soon as its stage is free."""
-    stage = stage_of(step, stages)
-    pl.when(step >= stages)(partial(plgpu.barrier_wait, free.at[stage]))
-    loads(stage, loaded.at[stage])
-
-
-def drain(steps: jax.Array, stages: int, free: Ref) -> None:
-    """Wait until the last stages are free: a CTA must not end before all barrier phases."""
-
-    @pl.loop(jnp.maximum(steps - stages, 0), steps)
-    def _wait(step: jax.Array) -> None:
-        plgpu.barrier_wait(free.at[stage_of(step, stages)])

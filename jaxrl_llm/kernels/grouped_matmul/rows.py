@@ -26,15 +26,12 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     DEPTH,
     PIECE,
     PRODUCER_REGISTERS,
+    Ring,
     column_tile,
     cumulative,
-    drain,
-    fill_stage,
     matrices,
-    multiplied,
     own_jobs,
-    ring,
-    stage_of,
+    ring_barriers,
     store,
     view,
     views,
@@ -151,7 +148,7 @@ def _run(
             x_smem=views(tile.stages, tile.chunks, CHUNK, DEPTH, interpret=interpret),
             w_smem=matrices(tile.stages, *block),
             out_smem=views(CONSUMERS, 2, CHUNK, PIECE, interpret=interpret),
-            **ring(tile.stages, tile.chunks + 1),
+            **ring_barriers(tile.stages, tile.chunks + 1),
         ),
         compiler_params=COMPILER,
         interpret=interpret,
@@ -192,8 +189,9 @@ def _kernel(
     free: Ref,
     interpret: Interpret,
 ) -> None:
-    groups, stages, width = w_ref.shape[0], tile.stages, tile.width
+    groups, width = w_ref.shape[0], tile.width
     all_steps = x_ref.shape[1] // DEPTH
+    ring = Ring(loaded, free, tile.stages)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     num_tiles = num_ref[0]
     jobs = own_jobs(num_tiles * column_tiles, ctas)
@@ -226,12 +224,11 @@ def _kernel(
             _, steps = group_and_steps(row_tile)
             first, rows = (tiles_ref[row_tile, 1 + 2 * chunk + i] for i in range(2))
             base = column * tile.columns + (0 if tile.chunks == CONSUMERS else warpgroup * width)
-            counted = dict(at=at, steps=steps, stages=stages, loaded=loaded, free=free)
 
             @pl.when(rows > 0)
             def _multiply() -> None:
                 acc = pl.run_scoped(
-                    lambda ref: multiplied(ref, matmul, **counted), accumulator(CHUNK, width)
+                    lambda ref: ring.multiplied(ref, matmul, at, steps), accumulator(CHUNK, width)
                 )
 
                 def whole(buffer: Ref, offset: int) -> None:
@@ -255,14 +252,7 @@ def _kernel(
                 pl.when(rows == CHUNK)(lambda: store(acc, tiles, in_rows, whole))
                 pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
 
-            @pl.when(rows == 0)
-            def _pass() -> None:
-                @pl.loop(0, steps)
-                def _step(step: jax.Array) -> None:
-                    stage = stage_of(at + step, stages)
-                    plgpu.barrier_wait(loaded.at[stage])
-                    plgpu.barrier_arrive(free.at[stage])
-
+            pl.when(rows == 0)(lambda: ring.skip(at, steps))
             return at + steps
 
         lax.fori_loop(0, jobs, one_job, jnp.int32(0))
@@ -301,8 +291,8 @@ def _kernel(
                             pl.when(rows > 0)(copy)
                             pl.when(rows == 0)(partial(plgpu.barrier_arrive, barrier))
 
-                fill_stage(at + step, loads, stages, loaded, free)
+                ring.fill(at + step, loads)
 
             return at + steps
 
-        drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)), stages, free)
+        ring.drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)))

@@ -25,14 +25,12 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     DEPTH,
     PIECE,
     PRODUCER_REGISTERS,
+    Ring,
     column_tile,
     cumulative,
-    drain,
-    fill_stage,
     matrices,
-    multiplied,
     own_jobs,
-    ring,
+    ring_barriers,
     store,
 )
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, num_blocks
@@ -90,7 +88,7 @@ def _run(
             dy_smem=matrices(tile.stages, DEPTH, tile.outputs),
             out_smem=matrices(CONSUMERS, 2, CHUNK, PIECE),
             masked=plgpu.Barrier(num_arrivals=CONSUMERS),
-            **ring(tile.stages, 2),
+            **ring_barriers(tile.stages, 2),
         ),
         compiler_params=COMPILER,
         interpret=interpret,
@@ -138,8 +136,9 @@ def _kernel(
     loaded: Ref,
     free: Ref,
 ) -> None:
-    stages, outputs = tile.stages, tile.outputs
+    outputs = tile.outputs
     input_tiles, output_tiles = x_ref.shape[1] // INPUTS, dy_ref.shape[1] // outputs
+    ring = Ring(loaded, free, tile.stages)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     jobs = own_jobs(groups_ref.shape[0] * input_tiles * output_tiles, ctas)
 
@@ -185,9 +184,8 @@ def _kernel(
                 x = x_smem.at[stage, :, mine].transpose((1, 0))
                 plgpu.wgmma(acc_ref, x, dy_smem.at[stage])
 
-            counted = dict(at=at, steps=steps, stages=stages, loaded=loaded, free=free)
             acc = pl.run_scoped(
-                lambda ref: multiplied(ref, matmul, **counted), accumulator(CHUNK, outputs)
+                lambda ref: ring.multiplied(ref, matmul, at, steps), accumulator(CHUNK, outputs)
             )
 
             def copy(buffer: Ref, offset: int) -> None:
@@ -221,8 +219,8 @@ def _kernel(
                     plgpu.copy_gmem_to_smem(x_ref.at[block, inputs], x_smem.at[stage], barrier)
                     plgpu.copy_gmem_to_smem(dy_ref.at[block, columns], dy_smem.at[stage], barrier)
 
-                fill_stage(at + step, loads, stages, loaded, free)
+                ring.fill(at + step, loads)
 
             return at + steps
 
-        drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)), stages, free)
+        ring.drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)))

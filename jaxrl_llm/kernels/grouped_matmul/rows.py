@@ -11,6 +11,7 @@ Shape letters: those of the package; T row tiles, H groups and the rows of none.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
 )
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
 
+# Of a job for a consumer: steps, first row and number of rows of its chunk, column tile.
+Read: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
 
 
@@ -194,16 +197,17 @@ def _kernel(
     ring = Ring(loaded, free, tile.stages)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
     num_tiles = num_ref[0]
-    jobs = own_jobs(num_tiles * column_tiles, ctas)
+    total = num_tiles * column_tiles
+    jobs = own_jobs(total, ctas)
     x_tiles, x_rows, _ = view(x_smem, interpret)
     out_tiles, out_rows, out_plain = view(out_smem, interpret)
 
     def job_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _place(cta + number * ctas, num_tiles, column_tiles, tile.band)
+        job = jnp.minimum(cta + number * ctas, total - 1)  # one after the CTA's last is asked for
+        return _place(job, num_tiles, column_tiles, tile.band)
 
-    def group_and_steps(row_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        group = tiles_ref[row_tile, 0]
-        return group, jnp.where(group < groups, all_steps, 0)
+    def steps_of(group: jax.Array) -> jax.Array:
+        return jnp.where(group < groups, all_steps, 0)
 
     @pl.when(warpgroup < CONSUMERS)
     def _consume() -> None:
@@ -219,10 +223,14 @@ def _kernel(
         def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
             plgpu.wgmma(acc_ref, x_tiles.at[stage, chunk], weights_of(stage))
 
-        def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
+        def read(number: jax.Array) -> Read:
             row_tile, column = job_of(number)
-            _, steps = group_and_steps(row_tile)
             first, rows = (tiles_ref[row_tile, 1 + 2 * chunk + i] for i in range(2))
+            return steps_of(tiles_ref[row_tile, 0]), first, rows, column
+
+        def one_job(number: jax.Array, carry: tuple[jax.Array, Read]) -> tuple[jax.Array, Read]:
+            at, (steps, first, rows, column) = carry
+            following = read(number + 1)  # ahead of its use
             base = column * tile.columns + (0 if tile.chunks == CONSUMERS else warpgroup * width)
 
             @pl.when(rows > 0)
@@ -253,9 +261,9 @@ def _kernel(
                 pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
 
             pl.when(rows == 0)(lambda: ring.skip(at, steps))
-            return at + steps
+            return at + steps, following
 
-        lax.fori_loop(0, jobs, one_job, jnp.int32(0))
+        lax.fori_loop(0, jobs, one_job, (jnp.int32(0), read(jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == CONSUMERS)
@@ -264,14 +272,14 @@ def _kernel(
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)
-            group, steps = group_and_steps(row_tile)
+            group = tiles_ref[row_tile, 0]
             columns = pl.ds(column * tile.columns, tile.columns)
             chunks = [
                 tuple(tiles_ref[row_tile, 1 + 2 * c + i] for i in range(2))
                 for c in range(tile.chunks)
             ]
 
-            @pl.loop(0, steps)
+            @pl.loop(0, steps_of(group))
             def _load(step: jax.Array) -> None:
                 entries = pl.ds(step * DEPTH, DEPTH)
 
@@ -293,6 +301,6 @@ def _kernel(
 
                 ring.fill(at + step, loads)
 
-            return at + steps
+            return at + steps_of(group)
 
         ring.drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)))

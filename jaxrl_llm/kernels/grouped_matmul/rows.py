@@ -174,6 +174,37 @@ def _place(
     return first + lax.rem(rest, size), lax.div(rest, size)
 
 
+def _store_chunk(
+    acc: jax.Array,
+    buffers: tuple[Ref, Ref, Ref],
+    out_ref: Ref,
+    first: jax.Array,
+    rows: jax.Array,
+    base: jax.Array,
+) -> None:
+    """Write the first `rows` rows of an accumulator to the rows from `first` and columns from
+    `base` on. `buffers` are the views of a consumer's buffers.
+    """
+    tiles, in_rows, plain = buffers
+
+    def copy(buffer: Ref, begin: jax.Array, size: int, offset: int) -> None:
+        target = out_ref.at[pl.ds(first + begin, size), pl.ds(base + offset, PIECE)]
+        plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+
+    def runs(buffer: Ref, offset: int) -> None:
+        begin = rows - rows
+        for size in RUNS:
+            run = partial(copy, buffer.at[pl.ds(begin, size)], begin, size, offset)
+            pl.when(rows & size != 0)(run)
+            begin += rows & size
+
+    def whole(buffer: Ref, offset: int) -> None:
+        copy(buffer, rows - rows, CHUNK, offset)
+
+    pl.when(rows == CHUNK)(lambda: store(acc, tiles, in_rows, whole))
+    pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
+
+
 def _kernel(
     x_ref: Ref,
     w_ref: Ref,
@@ -200,7 +231,6 @@ def _kernel(
     total = num_tiles * column_tiles
     jobs = own_jobs(total, ctas)
     x_tiles, x_rows, _ = view(x_smem, interpret)
-    out_tiles, out_rows, out_plain = view(out_smem, interpret)
 
     def job_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         job = jnp.minimum(cta + number * ctas, total - 1)  # one after the CTA's last is asked for
@@ -239,26 +269,8 @@ def _kernel(
                     lambda ref: ring.multiplied(ref, matmul, at, steps), accumulator(CHUNK, width)
                 )
 
-                def whole(buffer: Ref, offset: int) -> None:
-                    target = out_ref.at[pl.ds(first, CHUNK), pl.ds(base + offset, PIECE)]
-                    plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
-
-                def runs(buffer: Ref, offset: int) -> None:
-                    begin = rows - rows
-                    for size in RUNS:
-                        target = out_ref.at[pl.ds(first + begin, size), pl.ds(base + offset, PIECE)]
-                        copy = partial(
-                            plgpu.copy_smem_to_gmem,
-                            buffer.at[pl.ds(begin, size)],
-                            target,
-                            commit_group=False,
-                        )
-                        pl.when(rows & size != 0)(copy)
-                        begin += rows & size
-
-                tiles, in_rows, plain = (x.at[warpgroup] for x in (out_tiles, out_rows, out_plain))
-                pl.when(rows == CHUNK)(lambda: store(acc, tiles, in_rows, whole))
-                pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
+                buffers = tuple(buffer.at[warpgroup] for buffer in view(out_smem, interpret))
+                _store_chunk(acc, buffers, out_ref, first, rows, base)
 
             pl.when(rows == 0)(lambda: ring.skip(at, steps))
             return at + steps, following

@@ -21,16 +21,17 @@ CONSUMERS = 2
 CHUNK = 64  # rows of a consumer's accumulator
 DEPTH = 64  # contracted entries of a step
 PIECE = 64  # columns that are stored at a time
-COLUMN_TILES = (256, 192, 128)  # columns of a tile: the first that divides the outputs
+COLUMN_TILES = (256, 128)  # columns of a tile: the first that divides the outputs
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 COMPILER = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
 )
 
 
-def column_tile(outputs: int, most: int = max(COLUMN_TILES)) -> int:
-    """Columns of a tile, at most `most`."""
-    return next(c for c in COLUMN_TILES if c <= most and outputs % c == 0)
+def column_tile(outputs: int) -> tuple[int, int]:
+    """Columns of a tile of 128 rows, and the stages that fit the shared memory beside them."""
+    columns = next(c for c in COLUMN_TILES if outputs % c == 0)
+    return columns, 4 if columns == 256 else 6
 
 
 def cumulative(counts: jax.Array) -> jax.Array:

@@ -68,11 +68,15 @@ class Tile:
 
 
 def default_tile(rows: int, groups: int, outputs: int) -> Tile:
-    """Tiles of 128 rows where groups have as many on average, else of 64."""
-    columns = column_tile(outputs)
+    """Tiles of 128 rows where groups have as many on average, else of 64.
+
+    A tile of 128 rows and 256 columns loads the fewest bytes a product, and its accumulators fill
+    the registers. Small groups would leave its second chunk empty.
+    """
+    columns, stages = column_tile(outputs)
     if rows < CONSUMERS * CHUNK * groups:
-        return Tile(chunks=1, columns=256 if columns == 256 else 128, stages=4)
-    return Tile(columns=columns)
+        return Tile(chunks=1, columns=columns)
+    return Tile(columns=columns, stages=stages)
 
 
 def multiply_rows(
@@ -91,24 +95,27 @@ def multiply_rows(
     G, D, F = weights_GDF.shape
     tile = tile or default_tile(x_MD.shape[0], G, D if transposed else F)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode
-    jobs = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
-    return run(x_MD, weights_GDF, *jobs, transposed, tile, interpret)
+    tiles = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
+    return run(x_MD, weights_GDF, tiles, transposed, tile, interpret)
 
 
-def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, jax.Array]:
-    """The row tiles [T, 1 + 2 chunks] in the order of rows, and their number [1], int32.
+def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> jax.Array:
+    """The row tiles in the order of rows, [T, 2 + 2 chunks] int32, made by three XLA kernels.
 
-    A tile is its group (G: none), then first row and number of rows of each chunk.
+    A tile is the number of tiles (the same in each), its group (G: none), then first row and number
+    of rows of each chunk. Entries after the last tile mean nothing.
     """
     G, tile_rows = sizes_G.shape[0], chunks * CHUNK
     sizes_G = sizes_G.astype(jnp.int32)
     ends_G, tile_ends_G = cumulative(sizes_G), cumulative((sizes_G + tile_rows - 1) // tile_rows)
-    none_tiles = (rows - ends_G[-1] + tile_rows - 1) // tile_rows
+    number = tile_ends_G[-1] + (rows - ends_G[-1] + tile_rows - 1) // tile_rows
     tile_T = jnp.arange(rows // tile_rows + G + 1, dtype=jnp.int32)
     group_T = (tile_ends_G <= tile_T[:, None]).sum(axis=1, dtype=jnp.int32)
-    start_T, end_T = jnp.insert(ends_G, 0, 0)[group_T], jnp.append(ends_G, rows)[group_T]
-    tile_T -= jnp.insert(tile_ends_G, 0, 0)[group_T]
-    fields = [group_T]
+    earlier_T = jnp.maximum(group_T - 1, 0)
+    start_T = jnp.where(group_T > 0, ends_G[earlier_T], 0)
+    end_T = jnp.where(group_T < G, ends_G[jnp.minimum(group_T, G - 1)], rows)
+    tile_T -= jnp.where(group_T > 0, tile_ends_G[earlier_T], 0)
+    fields = [jnp.full_like(tile_T, number), group_T]
     for chunk in range(chunks):
         first_T = start_T + tile_T * tile_rows + chunk * CHUNK
         left_T = end_T - first_T
@@ -117,14 +124,13 @@ def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, ja
             jnp.where(moves_T, end_T - CHUNK, first_T),
             jnp.where(moves_T, CHUNK, jnp.clip(left_T, 0, CHUNK)),
         ]
-    return jnp.stack(fields, axis=1), tile_ends_G[-1:] + none_tiles
+    return jnp.stack(fields, axis=1)
 
 
 def _run(
     x_MD: jax.Array,
     weights_GDF: jax.Array,
     tiles: jax.Array,
-    num_tiles: jax.Array,
     transposed: bool,
     tile: Tile,
     interpret: Interpret,
@@ -157,10 +163,10 @@ def _run(
         interpret=interpret,
         kernel_name="grouped_matmul_rows",
     )
-    return run(x_MD, weights_GDF, tiles, num_tiles)
+    return run(x_MD, weights_GDF, tiles)
 
 
-_lowered_once = jax.jit(_run, static_argnums=(4, 5, 6))  # for all layers
+_lowered_once = jax.jit(_run, static_argnums=(3, 4, 5))  # for all layers
 
 
 def _place(
@@ -209,7 +215,6 @@ def _kernel(
     x_ref: Ref,
     w_ref: Ref,
     tiles_ref: Ref,
-    num_ref: Ref,
     out_ref: Ref,
     *,
     tile: Tile,
@@ -227,7 +232,7 @@ def _kernel(
     all_steps = x_ref.shape[1] // DEPTH
     ring = Ring(loaded, free, tile.stages)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    num_tiles = num_ref[0]
+    num_tiles = tiles_ref[0, 0]
     total = num_tiles * column_tiles
     jobs = own_jobs(total, ctas)
     x_tiles, x_rows, _ = view(x_smem, interpret)
@@ -255,8 +260,8 @@ def _kernel(
 
         def read(number: jax.Array) -> Read:
             row_tile, column = job_of(number)
-            first, rows = (tiles_ref[row_tile, 1 + 2 * chunk + i] for i in range(2))
-            return steps_of(tiles_ref[row_tile, 0]), first, rows, column
+            first, rows = (tiles_ref[row_tile, 2 + 2 * chunk + i] for i in range(2))
+            return steps_of(tiles_ref[row_tile, 1]), first, rows, column
 
         def one_job(number: jax.Array, carry: tuple[jax.Array, Read]) -> tuple[jax.Array, Read]:
             at, (steps, first, rows, column) = carry
@@ -284,10 +289,10 @@ def _kernel(
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)
-            group = tiles_ref[row_tile, 0]
+            group = tiles_ref[row_tile, 1]
             columns = pl.ds(column * tile.columns, tile.columns)
             chunks = [
-                tuple(tiles_ref[row_tile, 1 + 2 * c + i] for i in range(2))
+                tuple(tiles_ref[row_tile, 2 + 2 * c + i] for i in range(2))
                 for c in range(tile.chunks)
             ]
 

@@ -60,7 +60,8 @@ def weights_gradient(
 
     Requires: M is a multiple of `ALIGNED`.
     """
-    tile = tile or Tile(outputs=column_tile(gradient_MF.shape[1]))
+    outputs, stages = column_tile(gradient_MF.shape[1])
+    tile = tile or Tile(outputs=outputs, stages=stages)
     sizes_G = sizes_G.astype(jnp.int32)
     groups_G2 = jnp.stack([cumulative(sizes_G) - sizes_G, sizes_G], axis=1)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode

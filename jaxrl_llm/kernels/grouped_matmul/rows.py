@@ -37,7 +37,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     view,
     views,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, in_bands
 
 # Of a job for a consumer: steps, first row and number of rows of its chunk, column tile.
 Read: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -56,10 +56,6 @@ class Tile:
     columns: int = 256
     stages: int = 4
     band: int = 8  # row tiles that run next to each other, so that they share weights
-
-    @property
-    def rows(self) -> int:
-        return self.chunks * CHUNK
 
     @property
     def width(self) -> int:
@@ -169,17 +165,6 @@ def _run(
 _lowered_once = jax.jit(_run, static_argnums=(3, 4, 5))  # for all layers
 
 
-def _place(
-    job: jax.Array, row_tiles: jax.Array, column_tiles: int, band: int
-) -> tuple[jax.Array, jax.Array]:
-    """Row tile and column tile of a job: bands of row tiles, column after column within."""
-    per_band = jnp.asarray(band * column_tiles, job.dtype)
-    first = lax.div(job, per_band) * band
-    size = jnp.minimum(row_tiles - first, band)
-    rest = lax.rem(job, per_band)
-    return first + lax.rem(rest, size), lax.div(rest, size)
-
-
 def _store_chunk(
     acc: jax.Array,
     buffers: tuple[Ref, Ref, Ref],
@@ -239,7 +224,7 @@ def _kernel(
 
     def job_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
         job = jnp.minimum(cta + number * ctas, total - 1)  # one after the CTA's last is asked for
-        return _place(job, num_tiles, column_tiles, tile.band)
+        return in_bands(job, num_tiles, column_tiles, tile.band)
 
     def steps_of(group: jax.Array) -> jax.Array:
         return jnp.where(group < groups, all_steps, 0)

@@ -33,20 +33,6 @@ def num_blocks(entries: jax.Array, block: int) -> jax.Array:
     return jax.lax.div(entries + (block - 1), jnp.int32(block))
 
 
-def in_bands(
-    index: jax.Array, row_tiles: jax.Array | int, column_tiles: int, band: int
-) -> tuple[jax.Array, jax.Array]:
-    """Row tile and column tile of a job: bands of row tiles, column after column within.
-
-    Jobs that run next to each other so share rows and columns in the L2 cache.
-    """
-    per_band = jnp.asarray(band * column_tiles, index.dtype)
-    first = jax.lax.div(index, per_band) * band
-    size = jnp.minimum(row_tiles - first, band)
-    rest = jax.lax.rem(index, per_band)
-    return first + jax.lax.rem(rest, size), jax.lax.div(rest, size)
-
-
 def cache_ptxas_version() -> None:
     """Make jax ask for the version of ptxas once per process. Call it when a process starts.
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator, in_bands
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator
 
 CONSUMERS = 2
 
@@ -128,6 +128,16 @@ def _matrices(number: int, rows: int, columns: int) -> ScratchType:
     return plgpu.SMEM((number, rows, columns), jnp.bfloat16, transforms=transforms)
 
 
+def _place(index: Array, row_tiles: int, column_tiles: int, group: int) -> tuple[Array, Array]:
+    """Row tile and column tile of a CTA: groups of row tiles, column after column within."""
+    group = min(group, row_tiles)
+    per_group = jnp.asarray(group * column_tiles, index.dtype)
+    first = lax.div(index, per_group) * group
+    size = jnp.minimum(row_tiles - first, group)
+    rest = lax.rem(index, per_group)
+    return first + lax.rem(rest, size), lax.div(rest, size)
+
+
 def _kernel(
     x_ref: Ref,
     w_ref: Ref,
@@ -143,7 +153,7 @@ def _kernel(
     free: Ref,
 ) -> None:
     steps, stages = x_ref.shape[1] // tile.depth, tile.stages
-    row_tile, column_tile = in_bands(lax.axis_index("tile"), row_tiles, column_tiles, tile.group)
+    row_tile, column_tile = _place(lax.axis_index("tile"), row_tiles, column_tiles, tile.group)
     warpgroup = lax.axis_index("warpgroup")
     columns = pl.ds(column_tile * tile.outputs, tile.outputs)
 

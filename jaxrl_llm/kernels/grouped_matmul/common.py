@@ -145,9 +145,11 @@ def store(acc: jax.Array, write: Ref, read: Ref, copy: Callable[[Ref, int], None
     `write` and `read` are views of the buffers. `copy(buffer, column)` starts the copies of a
     piece from shared memory.
     """
-    for number in range(acc.shape[1] // PIECE):
+    pieces = acc.shape[1] // PIECE
+    in_flight = 1 if pieces % 2 == 0 else 0  # an odd one would write what is still being read
+    for number in range(pieces):
         columns = slice(number * PIECE, (number + 1) * PIECE)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         write[number % 2] = acc[:, columns].astype(jnp.bfloat16)
         plgpu.commit_smem()
         copy(read.at[number % 2], number * PIECE)

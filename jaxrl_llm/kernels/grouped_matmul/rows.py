@@ -11,7 +11,6 @@ Shape letters: those of the package; T row tiles, H groups and the rows of none.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,8 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     view,
     views,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, in_bands
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
 
-# Of a job for a consumer: steps, first row and number of rows of its chunk, column tile.
-Read: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
 
 
@@ -91,27 +88,24 @@ def multiply_rows(
     G, D, F = weights_GDF.shape
     tile = tile or default_tile(x_MD.shape[0], G, D if transposed else F)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode
-    tiles = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
-    return run(x_MD, weights_GDF, tiles, transposed, tile, interpret)
+    jobs = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
+    return run(x_MD, weights_GDF, *jobs, transposed, tile, interpret)
 
 
-def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> jax.Array:
-    """The row tiles in the order of rows, [T, 2 + 2 chunks] int32, made by three XLA kernels.
+def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, jax.Array]:
+    """The row tiles [T, 1 + 2 chunks] in the order of rows, and their number [1], int32.
 
-    A tile is the number of tiles (the same in each), its group (G: none), then first row and number
-    of rows of each chunk. Entries after the last tile mean nothing.
+    A tile is its group (G: none), then first row and number of rows of each chunk.
     """
     G, tile_rows = sizes_G.shape[0], chunks * CHUNK
     sizes_G = sizes_G.astype(jnp.int32)
     ends_G, tile_ends_G = cumulative(sizes_G), cumulative((sizes_G + tile_rows - 1) // tile_rows)
-    number = tile_ends_G[-1] + (rows - ends_G[-1] + tile_rows - 1) // tile_rows
+    none_tiles = (rows - ends_G[-1] + tile_rows - 1) // tile_rows
     tile_T = jnp.arange(rows // tile_rows + G + 1, dtype=jnp.int32)
     group_T = (tile_ends_G <= tile_T[:, None]).sum(axis=1, dtype=jnp.int32)
-    earlier_T = jnp.maximum(group_T - 1, 0)
-    start_T = jnp.where(group_T > 0, ends_G[earlier_T], 0)
-    end_T = jnp.where(group_T < G, ends_G[jnp.minimum(group_T, G - 1)], rows)
-    tile_T -= jnp.where(group_T > 0, tile_ends_G[earlier_T], 0)
-    fields = [jnp.full_like(tile_T, number), group_T]
+    start_T, end_T = jnp.insert(ends_G, 0, 0)[group_T], jnp.append(ends_G, rows)[group_T]
+    tile_T -= jnp.insert(tile_ends_G, 0, 0)[group_T]
+    fields = [group_T]
     for chunk in range(chunks):
         first_T = start_T + tile_T * tile_rows + chunk * CHUNK
         left_T = end_T - first_T
@@ -120,13 +114,14 @@ def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> jax.Array:
             jnp.where(moves_T, end_T - CHUNK, first_T),
             jnp.where(moves_T, CHUNK, jnp.clip(left_T, 0, CHUNK)),
         ]
-    return jnp.stack(fields, axis=1)
+    return jnp.stack(fields, axis=1), tile_ends_G[-1:] + none_tiles
 
 
 def _run(
     x_MD: jax.Array,
     weights_GDF: jax.Array,
     tiles: jax.Array,
+    num_tiles: jax.Array,
     transposed: bool,
     tile: Tile,
     interpret: Interpret,
@@ -159,10 +154,21 @@ def _run(
         interpret=interpret,
         kernel_name="grouped_matmul_rows",
     )
-    return run(x_MD, weights_GDF, tiles)
+    return run(x_MD, weights_GDF, tiles, num_tiles)
 
 
-_lowered_once = jax.jit(_run, static_argnums=(3, 4, 5))  # for all layers
+_lowered_once = jax.jit(_run, static_argnums=(4, 5, 6))  # for all layers
+
+
+def _place(
+    job: jax.Array, row_tiles: jax.Array, column_tiles: int, band: int
+) -> tuple[jax.Array, jax.Array]:
+    """Row tile and column tile of a job: bands of row tiles, column after column within."""
+    per_band = jnp.asarray(band * column_tiles, job.dtype)
+    first = lax.div(job, per_band) * band
+    size = jnp.minimum(row_tiles - first, band)
+    rest = lax.rem(job, per_band)
+    return first + lax.rem(rest, size), lax.div(rest, size)
 
 
 def _store_chunk(
@@ -178,19 +184,18 @@ def _store_chunk(
     """
     tiles, in_rows, plain = buffers
 
-    def copy(buffer: Ref, begin: jax.Array, size: int, offset: int) -> None:
-        target = out_ref.at[pl.ds(first + begin, size), pl.ds(base + offset, PIECE)]
+    def whole(buffer: Ref, offset: int) -> None:
+        target = out_ref.at[pl.ds(first, CHUNK), pl.ds(base + offset, PIECE)]
         plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
     def runs(buffer: Ref, offset: int) -> None:
         begin = rows - rows
         for size in RUNS:
-            run = partial(copy, buffer.at[pl.ds(begin, size)], begin, size, offset)
-            pl.when(rows & size != 0)(run)
+            target = out_ref.at[pl.ds(first + begin, size), pl.ds(base + offset, PIECE)]
+            run = buffer.at[pl.ds(begin, size)]
+            copy = partial(plgpu.copy_smem_to_gmem, run, target, commit_group=False)
+            pl.when(rows & size != 0)(copy)
             begin += rows & size
-
-    def whole(buffer: Ref, offset: int) -> None:
-        copy(buffer, rows - rows, CHUNK, offset)
 
     pl.when(rows == CHUNK)(lambda: store(acc, tiles, in_rows, whole))
     pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
@@ -200,6 +205,7 @@ def _kernel(
     x_ref: Ref,
     w_ref: Ref,
     tiles_ref: Ref,
+    num_ref: Ref,
     out_ref: Ref,
     *,
     tile: Tile,
@@ -217,17 +223,17 @@ def _kernel(
     all_steps = x_ref.shape[1] // DEPTH
     ring = Ring(loaded, free, tile.stages)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-    num_tiles = tiles_ref[0, 0]
-    total = num_tiles * column_tiles
-    jobs = own_jobs(total, ctas)
+    num_tiles = num_ref[0]
+    jobs = own_jobs(num_tiles * column_tiles, ctas)
     x_tiles, x_rows, _ = view(x_smem, interpret)
+    out_tiles, out_rows, out_plain = view(out_smem, interpret)
 
     def job_of(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        job = jnp.minimum(cta + number * ctas, total - 1)  # one after the CTA's last is asked for
-        return in_bands(job, num_tiles, column_tiles, tile.band)
+        return _place(cta + number * ctas, num_tiles, column_tiles, tile.band)
 
-    def steps_of(group: jax.Array) -> jax.Array:
-        return jnp.where(group < groups, all_steps, 0)
+    def group_and_steps(row_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        group = tiles_ref[row_tile, 0]
+        return group, jnp.where(group < groups, all_steps, 0)
 
     @pl.when(warpgroup < CONSUMERS)
     def _consume() -> None:
@@ -243,14 +249,10 @@ def _kernel(
         def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
             plgpu.wgmma(acc_ref, x_tiles.at[stage, chunk], weights_of(stage))
 
-        def read(number: jax.Array) -> Read:
+        def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)
-            first, rows = (tiles_ref[row_tile, 2 + 2 * chunk + i] for i in range(2))
-            return steps_of(tiles_ref[row_tile, 1]), first, rows, column
-
-        def one_job(number: jax.Array, carry: tuple[jax.Array, Read]) -> tuple[jax.Array, Read]:
-            at, (steps, first, rows, column) = carry
-            following = read(number + 1)  # ahead of its use
+            _, steps = group_and_steps(row_tile)
+            first, rows = (tiles_ref[row_tile, 1 + 2 * chunk + i] for i in range(2))
             base = column * tile.columns + (0 if tile.chunks == CONSUMERS else warpgroup * width)
 
             @pl.when(rows > 0)
@@ -259,13 +261,15 @@ def _kernel(
                     lambda ref: ring.multiplied(ref, matmul, at, steps), accumulator(CHUNK, width)
                 )
 
-                buffers = tuple(buffer.at[warpgroup] for buffer in view(out_smem, interpret))
-                _store_chunk(acc, buffers, out_ref, first, rows, base)
+                views_of_mine = tuple(
+                    buffer.at[warpgroup] for buffer in (out_tiles, out_rows, out_plain)
+                )
+                _store_chunk(acc, views_of_mine, out_ref, first, rows, base)
 
             pl.when(rows == 0)(lambda: ring.skip(at, steps))
-            return at + steps, following
+            return at + steps
 
-        lax.fori_loop(0, jobs, one_job, (jnp.int32(0), read(jnp.int32(0))))
+        lax.fori_loop(0, jobs, one_job, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == CONSUMERS)
@@ -274,14 +278,14 @@ def _kernel(
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)
-            group = tiles_ref[row_tile, 1]
+            group, steps = group_and_steps(row_tile)
             columns = pl.ds(column * tile.columns, tile.columns)
             chunks = [
-                tuple(tiles_ref[row_tile, 2 + 2 * c + i] for i in range(2))
+                tuple(tiles_ref[row_tile, 1 + 2 * c + i] for i in range(2))
                 for c in range(tile.chunks)
             ]
 
-            @pl.loop(0, steps_of(group))
+            @pl.loop(0, steps)
             def _load(step: jax.Array) -> None:
                 entries = pl.ds(step * DEPTH, DEPTH)
 
@@ -303,6 +307,6 @@ def _kernel(
 
                 ring.fill(at + step, loads)
 
-            return at + steps_of(group)
+            return at + steps
 
         ring.drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)))

@@ -33,7 +33,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     ring_barriers,
     store,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, in_bands, num_blocks
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, num_blocks
 
 INPUTS = CONSUMERS * CHUNK  # of a tile
 ALIGNED = 8  # rows of a tile of shared memory, from whose first one TMA loads
@@ -107,7 +107,12 @@ def _place(
     """Group, tile of inputs and tile of outputs of a job: groups one after the other."""
     per_group = jnp.asarray(input_tiles * output_tiles, job.dtype)
     group, rest = lax.div(job, per_group), lax.rem(job, per_group)
-    return group, *in_bands(rest, input_tiles, output_tiles, band)
+    band = min(band, input_tiles)
+    per_band = jnp.asarray(band * output_tiles, job.dtype)
+    first = lax.div(rest, per_band) * band
+    size = jnp.minimum(input_tiles - first, band)
+    rest = lax.rem(rest, per_band)
+    return group, first + lax.rem(rest, size), lax.div(rest, size)
 
 
 def _keep(smem: Ref, first: jax.Array, end: jax.Array) -> None:

@@ -318,7 +318,7 @@ def _own_experts(
     # A token is in one row of each of its experts, so no more rows than these are used.
     rows = N * min(K, num)
     used = sizes_E.sum()
-    # Rows after the last expert's are not computed by a kernel: whatever is there is left out.
+    # Rows after the last expert's belong to no token: they are left out.
     order_M = jnp.where(jnp.arange(rows) < used, order_P[:rows], N * K)
     place_P = jnp.where(place_P < used, place_P, rows)
     x_PD = jnp.broadcast_to(x_ND[:, None], (N, K, x_ND.shape[1])).reshape(N * K, -1)

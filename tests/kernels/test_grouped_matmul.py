@@ -1,30 +1,26 @@
-"""Grouped matmuls of jax's Mosaic kernels, interpreted, against a loop over groups."""
+"""Grouped matmuls, ours interpreted and XLA's, against a loop over groups."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels import grouped_matmul as module
-from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
+from jaxrl_llm.kernels.grouped_matmul import grouped_matmul, rows, weights
 
 D, F = 128, 128
+SIZES = {
+    # Small groups: chunks of 64 rows, one that is moved up, runs of rows, an empty group.
+    "small": (141, (70, 0, 9, 50)),
+    # Large ones: tiles of two chunks, a second one moved up, and one without rows.
+    "large": (270, (130, 70)),
+}
 
 
-@pytest.fixture
-def interpreted(monkeypatch):
-    """jax's kernels take no such argument, and ask the first device for its processors."""
-    kernel = functools.partial(plgpu.kernel, interpret=InterpretGPUParams())
-    monkeypatch.setattr(plgpu, "kernel", kernel)
-    monkeypatch.setattr(jax, "devices", lambda *_: [SimpleNamespace(core_count=4)])
-
-
-@pytest.mark.parametrize("sizes", [(70, 0, 9, 50), (0, 0, 130, 0)])
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
     "implementation",
     [
@@ -37,36 +33,72 @@ def interpreted(monkeypatch):
         ),
     ],
 )
-def test_rows_and_both_gradients(interpreted, implementation, sizes):
-    """Uneven groups, empty ones, one for all, and rows of none. Small integers: no rounding."""
+def test_rows_and_both_gradients(monkeypatch, implementation, sizes):
+    """Uneven groups and rows of none, which are NaN for the kernels. Small integers: no rounding.
+
+    A CTA goes through several jobs.
+    """
+    monkeypatch.setattr(rows, "SMS", 2)
+    monkeypatch.setattr(weights, "SMS", 3)
     rng = np.random.default_rng(0)
-    M, G = 140, len(sizes)
-    x, weights = rng.integers(-2, 3, (M, D)), rng.integers(-2, 3, (G, D, F))
-    cotangent = rng.integers(-2, 3, (M, F))
+    M, sizes = SIZES[sizes]
+    G, used = len(sizes), sum(sizes)
+    x, kernels, cotangent = (
+        rng.integers(-2, 3, shape).astype(np.float32) for shape in ((M, D), (G, D, F), (M, F))
+    )
+    expected, x_gradient, of_weights = np.zeros((M, F)), np.zeros((M, D)), np.zeros((G, D, F))
     group = np.repeat(np.arange(G), sizes)
-    used = len(group)
-    expected = np.zeros((M, F))
-    expected[:used] = np.einsum("md,mdf->mf", x[:used], weights[group])
-    x_gradient = np.zeros((M, D))
-    x_gradient[:used] = np.einsum("mf,mdf->md", cotangent[:used], weights[group])
-    of_weights = np.zeros((G, D, F))
-    for i, g in enumerate(group):
-        of_weights[g] += np.outer(x[i], cotangent[i])
+    for g in range(G):
+        of_group = np.flatnonzero(group == g)
+        expected[of_group] = x[of_group] @ kernels[g]
+        x_gradient[of_group] = cotangent[of_group] @ kernels[g].T
+        of_weights[g] = x[of_group].T @ cotangent[of_group]
+    if implementation == "pallas":
+        x[used:] = cotangent[used:] = np.nan
 
     bf16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
     y, gradient = jax.vjp(
-        lambda x, w: grouped_matmul(x, w, jnp.array(sizes), implementation), bf16(x), bf16(weights)
+        lambda x, w: grouped_matmul(
+            x, w, jnp.array(sizes), implementation, interpret=InterpretGPUParams()
+        ),
+        bf16(x),
+        bf16(kernels),
     )
     found = gradient(bf16(cotangent))
     for one, other in zip((y, *found), (expected, x_gradient, of_weights), strict=True):
         np.testing.assert_array_equal(one, bf16(other))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("kind", ["skewed", "with empty groups", "no rows"])
+def test_row_tiles_hold_every_row_once_but_for_moved_chunks(kind, chunks):
+    M, G = 1000, 9
+    rng = np.random.default_rng(1)
+    loads = np.exp(1.5 * rng.normal(size=G))
+    sizes = rng.multinomial(900, loads / loads.sum())
+    if kind == "with empty groups":
+        sizes[[0, 4, 8]] = 0
+    if kind == "no rows":
+        sizes[:] = 0
+    tiles, number = rows.row_tiles(jnp.asarray(sizes), M, chunks)
+    group = np.repeat(np.arange(G + 1), [*sizes, M - sizes.sum()])
+    covered = np.full(M, -1)
+    chunk_sizes = []
+    for g, *fields in np.asarray(tiles)[: int(number[0])]:
+        for first, size in zip(fields[::2], fields[1::2], strict=True):
+            assert (group[first : first + size] == g).all()
+            covered[first : first + size] = g
+            chunk_sizes.append((np.count_nonzero(group == g) >= 64, size))
+    np.testing.assert_array_equal(covered, group)
+    assert all(size in (0, 64) for large, size in chunk_sizes if large)
+    assert int(number[0]) <= tiles.shape[0]
+
+
 def test_the_kernel_is_for_bfloat16_and_whole_tiles(monkeypatch):
     monkeypatch.setattr(module, "on_hopper", lambda: True)
-    monkeypatch.setattr(module, "_by_kernel", lambda *operands: ("kernel",) * 4)
+    monkeypatch.setattr(module, "_by_kernel", lambda x, *operands: jnp.full_like(x, 7))
     sizes = jnp.array([3, 1])
-    x, weights = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((2, 128, 256), jnp.bfloat16)
-    assert grouped_matmul(x, weights, sizes) == ("kernel",) * 4
-    assert grouped_matmul(x[:, :64], weights[:, :64], sizes).shape == (4, 256)
-    assert grouped_matmul(x.astype("float32"), weights.astype("float32"), sizes).shape == (4, 256)
+    x, kernels = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((2, 128, 256), jnp.bfloat16)
+    assert (grouped_matmul(x, kernels, sizes) == 7).all()
+    for others in (x[:, :64], kernels[:, :64]), (x.astype("float32"), kernels.astype("float32")):
+        assert not (grouped_matmul(*others, sizes) == 7).any()

@@ -1,0 +1,79 @@
+"""Grouped matmul: runs of rows, each times the weights of its group.
+
+On a Hopper GPU in bfloat16 it is computed by the kernels of this package. Everywhere else by
+`jax.lax.ragged_dot`, of which XLA makes on a GPU and on a CPU a dense matmul with the weights of
+every group.
+
+Shape letters: M rows, G groups, D inputs, F outputs.
+"""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.kernels.grouped_matmul.common import CHUNK, COLUMN_TILES
+from jaxrl_llm.kernels.grouped_matmul.rows import multiply_rows
+from jaxrl_llm.kernels.grouped_matmul.weights import ALIGNED, weights_gradient
+from jaxrl_llm.kernels.hopper import Interpret, on_hopper
+
+Implementation = Literal["auto", "xla", "pallas"]
+TILE = min(COLUMN_TILES)
+
+
+def grouped_matmul(
+    x_MD: jax.Array,
+    weights_GDF: jax.Array,
+    sizes_G: jax.Array,
+    implementation: Implementation = "auto",
+    *,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """The first `sizes_G[0]` rows times the first weights, the next ones times the next, and so on.
+
+    Rows after the last group's are 0, and what x has there reaches no result and no gradient.
+    "pallas" needs bfloat16, and D and F that are multiples of `TILE`; "auto" takes it where it can.
+
+    Requires: the sizes add up to at most M.
+    Guarantees: the kernels' sums have one order, so that they have the same bits in every run.
+    """
+    if implementation == "auto":
+        implementation = "pallas" if on_hopper() and _fits(x_MD, weights_GDF) else "xla"
+    if implementation == "xla":
+        return jax.lax.ragged_dot(x_MD, weights_GDF, sizes_G)
+    rows = x_MD.shape[0]
+    padded = max(CHUNK, -(-rows // ALIGNED) * ALIGNED)
+    x_MD = jnp.pad(x_MD, ((0, padded - rows), (0, 0)))
+    y_MF: jax.Array = _by_kernel(x_MD, weights_GDF, sizes_G, interpret)
+    return y_MF[:rows]
+
+
+def _fits(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
+    _, D, F = weights_GDF.shape
+    dtypes = {x_MD.dtype, weights_GDF.dtype}
+    return dtypes == {jnp.dtype(jnp.bfloat16)} and D % TILE == 0 and F % TILE == 0
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_kernel(
+    x_MD: jax.Array, weights_GDF: jax.Array, sizes_G: jax.Array, interpret: Interpret
+) -> jax.Array:
+    return multiply_rows(x_MD, weights_GDF, sizes_G, interpret=interpret)
+
+
+def _forward(
+    x_MD: jax.Array, weights_GDF: jax.Array, sizes_G: jax.Array, interpret: Interpret
+) -> tuple[jax.Array, Any]:
+    return _by_kernel(x_MD, weights_GDF, sizes_G, interpret), (x_MD, weights_GDF, sizes_G)
+
+
+def _backward(
+    interpret: Interpret, residuals: Any, gradient_MF: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x_MD, weights_GDF, sizes_G = residuals
+    of_x = multiply_rows(gradient_MF, weights_GDF, sizes_G, transposed=True, interpret=interpret)
+    return of_x, weights_gradient(x_MD, gradient_MF, sizes_G, interpret=interpret), None
+
+
+_by_kernel.defvjp(_forward, _backward)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxrl_llm.models import (
+    deepseek_v3,
     gemma,
     gemma3,
     glm4,
@@ -36,6 +37,7 @@ class Family(Protocol):
 
 # By the `model_type` of config.json.
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3,
     "gemma": gemma,
     "gemma3_text": gemma3,
     "glm4": glm4,
@@ -72,8 +74,9 @@ MISSING: dict[str, str] = {
     "Qwen2Moe": _SHARED,
     "Qwen35": "gated delta rule layers with a state in the cache",
     "GptOss": "attention sinks, and its clamped activation and biases of experts",
-    "DeepseekV2": f"multi-head latent attention and {_SHARED}",
-    "DeepseekV3": f"multi-head latent attention, a sigmoid router and {_SHARED}",
+    "DeepseekV2": "a softmax router that chooses among groups of experts",
+    "DeepseekV32": "sparse attention",
+    "DeepseekV4": "sparse attention and hyper-connections",
     "GlmMoe": f"sparse attention, a sigmoid router and {_SHARED}",
     "Glm4Moe": f"a sigmoid router and {_SHARED}",
     "GraniteMoeHybrid": "state space layers",
@@ -144,10 +147,13 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
     """Whether an import may ignore this tensor, which `hf_names` does not list.
 
+    DeepSeek-V3's files have layers that predict further tokens.
     Old files store the rope frequencies. Some tied models store the head a second time. A scalar
     model that is made from a language model does not use the head.
     """
     if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if config.family == "deepseek_v3" and deepseek_v3.predicts_further(config, name):
         return True
     return name == "lm_head.weight" and (config.tie_word_embeddings or kind == "scalar")
 

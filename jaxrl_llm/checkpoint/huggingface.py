@@ -60,7 +60,9 @@ _TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
     (
         ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
          "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers",
-         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+         "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace",
+         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         int, "a whole number below 2**31", 2**31,
     ),
     (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
@@ -148,7 +150,8 @@ def import_params(
 
     def place(path: tuple[str, ...], value: np.ndarray) -> None:
         sharding = one_device if shardings is None else _get(shardings, path)
-        _put(params, path, _place(value, sharding, target))
+        own = names[path].parts[0].dtype
+        _put(params, path, _place(value, sharding, float_dtype(own) if own else target))
 
     params: Params = {}
     # What was read of parameters that lie in several tensors, one an expert.
@@ -402,7 +405,7 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
             found = [part_of(part) for part in parts]
             return found[0] if len(found) == 1 else np.concatenate(found)
 
-        return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
+        return LazyTensor(name, parts[0].tensor.whole_shape, fetch, parts[0].tensor.dtype)
 
     names = hf_names(spec.config, spec.kind)
     return [lazy(name, parts) for name, parts in stored_parts(names).items()]

@@ -44,6 +44,7 @@ from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
+from jaxrl_llm.models.config import ModelConfig
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
 # rollout then takes 6 % less time with 256 slots and 2 % less with 128, and compiles faster. With
@@ -301,7 +302,7 @@ def generate_on_mesh(
                 settings,
                 limits_N=limits,
                 begun_N=begun,
-                heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
+                heads=_head_axes(spec.config, group, layout) if split else None,
             )
         return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
@@ -317,6 +318,11 @@ def generate_on_mesh(
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types would not agree
     )(params, prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, *begun)
+
+
+def _head_axes(config: ModelConfig, group: tuple[str, ...], layout: Layout) -> HeadAxes:
+    """The axes of heads. Every device has the one head of a cache of latent attention."""
+    return HeadAxes(group, layout.axes("kv_heads") if config.latent is None else ())
 
 
 def _generation_form(

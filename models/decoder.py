@@ -322,6 +322,6 @@ def period_of(kinds: Sequence[Any]) -> int:
     if len(kinds) == 1:
         return 1
     raise ValueError(
-        "the windows or rope tables of the layers repeat no pattern, so they cannot be scanned: "
+        "the windows, rope tables or experts of the layers repeat no pattern: no scan of them; "
         "set scan_layers to false"
     )

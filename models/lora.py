@@ -91,7 +91,7 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     Raises: ValueError for a target that no module has, with the names that there are.
     """
     every = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    linear = [name for name in every if name.endswith("_proj") or EXPERTS in name]
+    linear = [name for name in every if "_proj" in name.rpartition(".")[2] or EXPERTS in name]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
     chosen: set[str] = set()
     for target in targets:
@@ -104,9 +104,12 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
                 r"model\.layers\.[01]\..*_proj"
             )
         if any(EXPERTS in name for name in found):
+            of_experts = {name.rpartition(".")[2] for name in linear if EXPERTS in name}
+            others = dict.fromkeys(name.rpartition(".")[2] for name in linear)
             raise ValueError(
                 f"lora.targets: {target!r} names experts, which cannot have adapters; "
-                "--config.actor.lora.targets=q_proj,k_proj,v_proj,o_proj works"
+                "--config.actor.lora.targets="
+                f"{','.join(end for end in others if end not in of_experts)} works"
             )
         chosen.update(found)
     return frozenset(chosen)

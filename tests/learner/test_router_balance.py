@@ -9,12 +9,14 @@ from test_train_step import MODEL, SETTINGS, rollout
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
+from jaxrl_llm.checkpoint.manager import CheckpointManager, restore
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.losses import PolicyLoss
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import RouterLoss
-from jaxrl_llm.learner.train_state import cast, init_state
+from jaxrl_llm.learner.train_state import cast, init_state, state_shardings
 from jaxrl_llm.learner.train_step import MiniBatches, train_step
 from jaxrl_llm.models.base import init_params, model_spec
 from jaxrl_llm.models.config import BALANCE, Latent, Mixture
@@ -111,6 +113,28 @@ def test_it_balances_a_skewed_router_and_nothing_else_moves_it():
 
     half, _ = balancing(balancing(first, 12)[0], 12)
     jax.tree.map(np.testing.assert_array_equal, half, state)
+
+
+def test_a_checkpoint_keeps_it(tmp_path):
+    optimizer = make_optimizer(DECAYING, 50)
+    state = init_state(skewed(), optimizer)
+    manager = CheckpointManager(
+        tmp_path, keep_latest=1, keep_best=0, best_metric="", asynchronous=False
+    )
+    manager.save(1, {"actor": state}, {"step": 1}, {"reward": 0.0})
+    manager.close()
+    abstract = jax.eval_shape(lambda: init_state(skewed(), optimizer))
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = jax.tree.map(lambda _: one_device, abstract.params)
+    placed = state_shardings(
+        abstract.params, params, optimizer, make_mesh(devices=jax.devices()[:1])
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
+    )
+    found = restore(tmp_path / "global_step_1", {"actor": abstract})[0]["actor"]
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
 def test_it_stays_float32():

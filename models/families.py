@@ -60,7 +60,6 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
     for kind, architecture in family.ARCHITECTURES.items()
 }
 
-_SHARED = "experts that every token shares"
 _IMAGES = "an image encoder; its language model alone may be supported"
 _LAYER_NORMS = "LayerNorm with biases"
 # What an architecture needs that is not here, by the start of its name or its model_type, without
@@ -69,16 +68,17 @@ MISSING: dict[str, str] = {
     "Gemma2": "soft caps of attention scores and logits in the attention and head kernels",
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
-    "Llama4": f"chunked attention, the temperature of layers without rope, and {_SHARED}",
-    "Qwen3Next": f"gated delta rule layers with a state in the cache, and {_SHARED}",
-    "Qwen2Moe": _SHARED,
+    "Llama4": "chunked attention and the temperature of layers without rope",
+    "Qwen3Next": "gated delta rule layers with a state in the cache, and a gate of shared experts",
+    "Qwen2Moe": "a gate of its shared experts",
     "Qwen35": "gated delta rule layers with a state in the cache",
     "GptOss": "attention sinks, and its clamped activation and biases of experts",
     "DeepseekV2": "a softmax router that chooses among groups of experts",
     "DeepseekV32": "sparse attention",
     "DeepseekV4": "sparse attention and hyper-connections",
-    "GlmMoe": f"sparse attention, a sigmoid router and {_SHARED}",
-    "Glm4Moe": f"a sigmoid router and {_SHARED}",
+    "GlmMoe": "sparse attention",
+    "Glm4MoeLite": "a family file: it is near to deepseek_v3 and was not compared",
+    "Glm4Moe": "a family file: partial rope and norms of q and k with a sigmoid router",
     "GraniteMoeHybrid": "state space layers",
     "GraniteMoe": "one tensor for all experts of a layer in the files",
     "Phi3Small": "block-sparse attention",

@@ -226,6 +226,15 @@ class ModelConfig:
         return 0 if self.mixture is None else self.num_layers - self.mixture.dense_layers
 
     @property
+    def attended_size(self) -> int:
+        """The size of a head as attention over whole rows gets it.
+
+        Our kernels have no head between 128 and 256, so latent attention pads those with zeros.
+        """
+        padded = self.latent is not None and 128 < self.head_dim < 256
+        return 256 if padded else self.head_dim
+
+    @property
     def cache_heads(self) -> tuple[int, int]:
         """KV heads that a token has in the cache of generation, and their size.
 

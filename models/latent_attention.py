@@ -1,12 +1,14 @@
 """Multi-head latent attention, of DeepSeek-V2 and V3 (arXiv:2405.04434).
 
 Keys and values of all heads are made of one small vector of each token, and of one key with rope.
-Training makes them and attends as usual, with values padded to the size of a key. Generation keeps
+Training makes them and attends as usual, with zeros behind values, and behind queries and keys of
+a size that our kernels do not take. Generation keeps
 the small vector and the key with rope. A decode step attends to these, as to one KV head: what
 would make keys of them multiplies the queries, and what would make values multiplies the output.
 
 Shape letters: B batch, T tokens, D hidden, N heads, H dims of a query and key, C their dims without
-rope, P those with rope, V dims of a value, R size of the small vector, S that of the queries' one.
+rope, P those with rope, V dims of a value, R size of the small vector, S that of the queries' one,
+X another size.
 """
 
 import math
@@ -42,6 +44,7 @@ class LatentAttention(nnx.Module):
         R, P, V = latent.kv_rank, latent.rope_dim, latent.value_dim
         assert not form.startswith("float8"), form
         self.sizes = (H, H - P, R, V)
+        self.attended_size = config.attended_size
         self.window, rope_table = kind
         assert self.window is None and rope_table == 0, kind
         self.rotated = partial(apply_rope, interleaved=config.interleaved_rope)
@@ -75,15 +78,17 @@ class LatentAttention(nnx.Module):
         k_BT1P = turned(k_BT1P)
         if layer_cache is not None and x_BTD.shape[1] == 1:
             return self._decoded(own_BTNC, turned_BTNP, small_BTR, k_BT1P, layer_cache, attend)
-        q_BTNH = self._scaled(jnp.concatenate([own_BTNC, turned_BTNP], axis=-1), self.scale)
+        q_BTNH = jnp.concatenate([own_BTNC, turned_BTNP], axis=-1)
         made_BTNX = self.kv_b(small_BTR)
         shared_BTNP = jnp.broadcast_to(k_BT1P, (*made_BTNX.shape[:-1], H - C))
         k_BTNH = jnp.concatenate([made_BTNX[..., :C], shared_BTNP], axis=-1)
         if layer_cache is not None:
             layer_cache = Kept(layer_cache, *_stored(small_BTR, k_BT1P))
-        v_BTNH = _padded(made_BTNX[..., C:], H)
-        out_BTNH, new_cache = attend(q_BTNH, k_BTNH, v_BTNH, layer_cache, window=None)
-        return self.o(out_BTNH[..., :V]), new_cache
+        q_BTNX, k_BTNX, v_BTNX = (
+            _padded(x, self.attended_size) for x in (q_BTNH, k_BTNH, made_BTNX[..., C:])
+        )
+        out_BTNX, new_cache = attend(self._scaled(q_BTNX), k_BTNX, v_BTNX, layer_cache, window=None)
+        return self.o(out_BTNX[..., :V]), new_cache
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, the small vector after its norm, and the key of all heads before rope."""
@@ -105,12 +110,10 @@ class LatentAttention(nnx.Module):
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
         """The layer's output with a cache of small vectors."""
-        H, C, R, _ = self.sizes
+        _, C, R, _ = self.sizes
         to_keys_RNC, to_values_RNV = jnp.split(self._makers(), (C,), axis=-1)
         own_BTNR = jnp.einsum("BTNC,RNC->BTNR", own_BTNC, to_keys_RNC)
-        q_BTNX = jnp.concatenate([own_BTNR, turned_BTNP], axis=-1)
-        # The callee of `Attend` scales by the size of what it gets.
-        q_BTNX = self._scaled(q_BTNX, self.scale * math.sqrt(q_BTNX.shape[-1] / H))
+        q_BTNX = self._scaled(jnp.concatenate([own_BTNR, turned_BTNP], axis=-1))
         k_BT1X, v_BT1X = _stored(small_BTR, k_BT1P)
         out_BTNX, new_cache = attend(q_BTNX, k_BT1X, v_BT1X, layer_cache, window=None)
         return self.o(jnp.einsum("BTNR,RNV->BTNV", out_BTNX[..., :R], to_values_RNV)), new_cache
@@ -122,7 +125,9 @@ class LatentAttention(nnx.Module):
             return kernel
         return self.kv_b(jnp.eye(self.sizes[2], dtype=kernel.dtype)[None])[0]
 
-    def _scaled(self, q_BTNX: jax.Array, scale: float) -> jax.Array:
+    def _scaled(self, q_BTNX: jax.Array) -> jax.Array:
+        """Queries whose logits are right after the callee of `Attend` scaled by their size."""
+        scale = self.scale * math.sqrt(q_BTNX.shape[-1] / self.sizes[0])
         return q_BTNX if scale == 1.0 else (q_BTNX * jnp.float32(scale)).astype(q_BTNX.dtype)
 
 
@@ -135,4 +140,6 @@ def _stored(small_BTR: jax.Array, k_BT1P: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def _padded(x: jax.Array, size: int) -> jax.Array:
     """x with zeros behind its last dim, up to `size`."""
+    if x.shape[-1] == size:
+        return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])

@@ -188,7 +188,7 @@ def _engine(
         settings,
         prompts_NP,
         prompt_lengths_N,
-        prefill_implementation(settings.attention, dtype, spec.config.head_dim),
+        prefill_implementation(settings.attention, dtype, spec.config.attended_size),
     )
     align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8

@@ -24,15 +24,15 @@ FIXED = {"attention_bias": False, "moe_layer_freq": 1}
 ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: Mapping[str, Any], family: str = NAME) -> ModelConfig:
     """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
-    common.refuse_unless(hf, NAME, **FIXED, **ROUTER)
+    common.refuse_unless(hf, family, **FIXED, **ROUTER)
     if hf.get("quantization_config"):
         raise ValueError(
-            f"{NAME} with quantization_config is not supported: its weights are float8 with scales "
-            "of blocks (weight_scale_inv); convert the folder to bfloat16 first"
+            f"{family} with quantization_config is not supported: the weights are float8 with "
+            "scales of blocks (weight_scale_inv); convert the folder to bfloat16 first"
         )
-    heads = common.require(hf, "num_attention_heads", NAME)
+    heads = common.require(hf, "num_attention_heads", family)
     latent = Latent(
         kv_rank=value_of(hf, "kv_lora_rank", 512),
         query_rank=hf.get("q_lora_rank", 1536),
@@ -43,7 +43,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     whole = value_of(hf, "qk_nope_head_dim", 128) + latent.rope_dim
     given = {"num_key_value_heads": heads} | dict(hf) | {"head_dim": whole}
     return ModelConfig(
-        **common.common_from_hf(given, NAME, max_position_embeddings=4096),
+        **common.common_from_hf(given, family, max_position_embeddings=4096),
         interleaved_rope=bool(value_of(hf, "rope_interleave", True)),
         latent=latent,
         mixture=_mixture(hf),
@@ -67,11 +67,15 @@ def _mixture(hf: Mapping[str, Any]) -> Mixture:
     )
 
 
-def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
+def to_hf_config(
+    config: ModelConfig,
+    kind: Kind = "causal_lm",
+    architectures: Mapping[Kind, str] = ARCHITECTURES,
+) -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
     latent, mixture = _parts(config)
     return {
-        **common.common_to_hf(config, kind, ARCHITECTURES),
+        **common.common_to_hf(config, kind, architectures),
         **FIXED,
         **ROUTER,
         "head_dim": latent.rope_dim,
@@ -145,7 +149,7 @@ def predicts_further(config: ModelConfig, name: str) -> bool:
 
 
 def check(config: ModelConfig) -> None:
-    """Raises: ValueError when DeepSeek-V3 has no such model."""
+    """Raises: ValueError when the family has no such model."""
     common.check_features(
         config,
         attention_bias=False,
@@ -157,10 +161,10 @@ def check(config: ModelConfig) -> None:
     )
     _, mixture = _parts(config)
     if mixture.scores != "sigmoid":
-        raise ValueError(f"{NAME} has a sigmoid router: give scores='sigmoid'")
+        raise ValueError(f"{config.family} has a sigmoid router: give scores='sigmoid'")
     if mixture.shared_size < 1 or mixture.shared_size % mixture.expert_size:
         raise ValueError(
-            f"{NAME} has shared experts of expert_size {mixture.expert_size}: shared_size "
+            f"{config.family} has shared experts of expert_size {mixture.expert_size}: shared_size "
             f"{mixture.shared_size} is not one or more of them"
         )
 
@@ -168,5 +172,5 @@ def check(config: ModelConfig) -> None:
 def _parts(config: ModelConfig) -> tuple[Latent, Mixture]:
     """Raises: ValueError for a model without one of them."""
     if config.latent is None or config.mixture is None:
-        raise ValueError(f"{NAME} has latent attention and experts: give latent and mixture")
+        raise ValueError(f"{config.family} has latent attention and experts: give both")
     return config.latent, config.mixture

@@ -8,6 +8,7 @@ from jaxrl_llm.models import (
     gemma,
     gemma3,
     glm4,
+    glm4_moe_lite,
     granite,
     llama,
     mistral,
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": gemma,
     "gemma3_text": gemma3,
     "glm4": glm4,
+    "glm4_moe_lite": glm4_moe_lite,
     "granite": granite,
     "llama": llama,
     "mistral": mistral,
@@ -77,7 +79,6 @@ MISSING: dict[str, str] = {
     "DeepseekV32": "sparse attention",
     "DeepseekV4": "sparse attention and hyper-connections",
     "GlmMoe": "sparse attention",
-    "Glm4MoeLite": "a family file: it is near to deepseek_v3 and was not compared",
     "Glm4Moe": "a family file: partial rope and norms of q and k with a sigmoid router",
     "GraniteMoeHybrid": "state space layers",
     "GraniteMoe": "one tensor for all experts of a layer in the files",
@@ -147,13 +148,13 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
     """Whether an import may ignore this tensor, which `hf_names` does not list.
 
-    DeepSeek-V3's files have layers that predict further tokens.
+    Files of DeepSeek-V3 have layers that predict further tokens.
     Old files store the rope frequencies. Some tied models store the head a second time. A scalar
     model that is made from a language model does not use the head.
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
-    if config.family == "deepseek_v3" and deepseek_v3.predicts_further(config, name):
+    if config.latent is not None and deepseek_v3.predicts_further(config, name):
         return True
     return name == "lm_head.weight" and (config.tie_word_embeddings or kind == "scalar")
 

@@ -369,6 +369,23 @@ CASES: dict[str, dict[str, Any]] = {
             tie_word_embeddings=True,
         ),
     ),
+    "glm4_moe_lite": case(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        **sizes(
+            16,
+            2,
+            2,
+            q_lora_rank=8,
+            kv_lora_rank=6,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+        ),
+    ),
 }
 
 

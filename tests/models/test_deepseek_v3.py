@@ -69,6 +69,26 @@ def test_layers_that_predict_further_tokens_are_not_read():
         assert found == ignored, name
 
 
+GLM = PUBLISHED | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+
+
+def test_glm_has_defaults_and_a_list_of_its_own():
+    given = {key: value for key, value in GLM.items() if not key.startswith(("n_", "first_k"))}
+    given |= {"v_head_dim": 128, "topk_group": 1}
+    config = families.config_from_hf(given)
+    assert config.mixture is not None and config.latent is not None
+    assert (config.mixture.num_experts, config.mixture.num_groups) == (64, 1)
+    assert (config.mixture.dense_layers, config.latent.value_dim) == (1, 128)
+    types = ["dense"] * 2 + ["sparse"] * 59
+    config = families.config_from_hf(GLM | {"mlp_layer_types": types})
+    assert config.mixture is not None and config.mixture.dense_layers == 2
+    assert families.config_from_hf(families.to_hf_config(config)) == config
+    with pytest.raises(ValueError, match="first_k_dense_replace=3"):
+        families.config_from_hf(GLM)
+    with pytest.raises(ValueError, match="the first ones 'dense'"):
+        families.config_from_hf(GLM | {"mlp_layer_types": types[::-1]})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

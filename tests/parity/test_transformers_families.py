@@ -90,7 +90,7 @@ def test_packed_rows(name):
         np.testing.assert_allclose(found, expected, atol=1e-4 * max(scale, 1.0), err_msg=path)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "deepseek_v3_plain"])
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"])
 def test_greedy_generation(name):
     """Our prefill of padded prompts and our decode steps choose the tokens of theirs."""
     theirs, spec, params = both(name)

@@ -386,6 +386,29 @@ CASES: dict[str, dict[str, Any]] = {
             moe_intermediate_size=8,
         ),
     ),
+    "deepseek_v3_scalar": case(
+        "deepseek_v3",
+        "DeepseekV3ForSequenceClassification",
+        **sizes(
+            16,
+            2,
+            2,
+            first_k_dense_replace=1,
+            q_lora_rank=None,
+            kv_lora_rank=6,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            id2label={"0": "LABEL_0"},
+            label2id={"LABEL_0": 0},
+            pad_token_id=0,
+        ),
+    ),
 }
 
 

@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, D hidden, N query heads, K KV heads, H head di
 
 import math
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,14 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, Any]:
         """The attention output [B, T, N, H] and the layer's new cache."""
         ...
+
+
+class Kept(NamedTuple):
+    """The cache of a layer, and what it is to hold in place of the keys and values of a prefill."""
+
+    cache: Any
+    keys: jax.Array
+    values: jax.Array
 
 
 class Attention(nnx.Module):

@@ -244,11 +244,12 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
     layers = {}
     for name, layer in params["decoder"]["layers"].items():
         attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
-        parts = [attention.pop(part) for part in ("q", "k", "v")]
-        attention["qkv"] = {
-            leaf: jnp.concatenate([part[leaf] for part in parts], axis=-2) for leaf in parts[0]
-        }
-        if spec.config.mixture is None:  # experts keep theirs
+        if spec.config.latent is None:  # latent attention keeps its projections
+            parts = [attention.pop(part) for part in ("q", "k", "v")]
+            attention["qkv"] = {
+                leaf: jnp.concatenate([part[leaf] for part in parts], axis=-2) for leaf in parts[0]
+            }
+        if spec.config.mixture_of(int(name)) is None:  # experts keep theirs
             kernels = [mlp.pop(part)["kernel"] for part in ("gate", "up")]
             mlp["gate_up"] = {"kernel": jnp.concatenate(kernels, axis=-1)}
         layers[name] = layer | {"attention": attention, "mlp": mlp}

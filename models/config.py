@@ -8,6 +8,9 @@ from jaxrl_llm.models.rope import DynamicRope, LongRope, RopeScaling
 
 Kind = Literal["causal_lm", "scalar"]
 SWIGLU_ALPHA = 1.702  # of gpt-oss's activation, `experts.clamped_swiglu`
+# Name of a sigmoid router's parameter that is added to the scores for the choice alone. It stays
+# float32 and has no gradient; `learner/router_balance.py` changes it.
+BALANCE = "balance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +22,17 @@ class Mixture:
     expert_size: int  # inner size of an expert
     normalized: bool  # whether the weights of a token's experts add up to 1
 
+    # "sigmoid": each expert has a score of its own, and a balance bias is added for the choice.
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1  # of experts; a token chooses within some of them
+    groups_per_token: int = 1
+    scaling: float = 1.0  # of the weights of a token's experts
+    shared_size: int = 0  # inner size of the experts that every token has, together
+    dense_layers: int = 0  # the first layers, with an MLP in place of experts
+
     def __post_init__(self) -> None:
-        for name in ("num_experts", "experts_per_token", "expert_size"):
+        sizes = ("num_experts", "experts_per_token", "expert_size")
+        for name in (*sizes, "num_groups", "groups_per_token"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.experts_per_token > self.num_experts:
@@ -28,6 +40,41 @@ class Mixture:
                 f"experts_per_token {self.experts_per_token} is more than num_experts "
                 f"{self.num_experts}: a token chooses different experts"
             )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        each, odd = divmod(self.num_experts, self.num_groups)
+        if odd or (self.num_groups > 1 and each < 2):
+            raise ValueError(
+                f"{self.num_experts} experts do not make {self.num_groups} groups of two or more "
+                "equal parts: change num_groups"
+            )
+        open_experts = self.groups_per_token * each
+        if self.groups_per_token > self.num_groups or open_experts < self.experts_per_token:
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} of {self.num_groups} groups leaves "
+                f"{open_experts} experts to choose {self.experts_per_token} of: change it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: keys and values are made of a small vector of each token.
+
+    A head of q and k has its own dims first, then `rope_dim` dims with rope. Those of k are the
+    same in all heads.
+    """
+
+    kv_rank: int  # size of the vector that keys and values are made of
+    query_rank: int | None  # size of the one that queries are made of; None: of the hidden state
+    rope_dim: int
+    value_dim: int  # of a head
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "query_rank", "rope_dim", "value_dim"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} is {size}: it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +102,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # on the q, k and v projections
     qk_norm: bool = False  # RMS norm of each q and k head before rope
-    mixture: Mixture | None = None  # in every layer; None: each layer has one MLP
+    mixture: Mixture | None = None  # experts; None: each layer has one MLP
     sliding_window: tuple[int | None, ...] = ()
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02  # standard deviation of fresh weights
@@ -79,6 +126,7 @@ class ModelConfig:
     # Experts compute (up + 1) * gate * sigmoid(1.702 gate), with gate at most this, and up between
     # this and its negative. None: they use `activation`.
     swiglu_limit: float | None = None
+    latent: Latent | None = None  # multi-head latent attention
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -107,6 +155,12 @@ class ModelConfig:
                 "give one a layer"
             )
         self._check_multipliers()
+        self._check_latent()
+        if self.mixture is not None and not 0 <= self.mixture.dense_layers < self.num_layers:
+            raise ValueError(
+                f"dense_layers {self.mixture.dense_layers} of {self.num_layers} layers: at least "
+                "one layer has experts"
+            )
         if self.rotary_dim < 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"rotary_factor {self.rotary_factor} of a head_dim of {self.head_dim} rotates "
@@ -124,9 +178,26 @@ class ModelConfig:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}: it must be a positive number")
 
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        if latent.rope_dim >= self.head_dim or latent.value_dim > self.head_dim:
+            raise ValueError(
+                f"a head of {self.head_dim} with rope_dim {latent.rope_dim} and value_dim "
+                f"{latent.value_dim}: the first must be smaller, the second not larger"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"num_kv_heads {self.num_kv_heads} with latent attention: it makes a key for each "
+                f"query head, so take {self.num_heads}"
+            )
+
     @property
     def rotary_dim(self) -> int:
         """Dims of a head that rope rotates."""
+        if self.latent is not None:
+            return self.latent.rope_dim
         return int(self.head_dim * self.rotary_factor)
 
     @property
@@ -146,9 +217,39 @@ class ModelConfig:
     @property
     def active_size(self) -> int:
         """The inner size that a token is computed with: of the MLP, or of its experts together."""
-        if self.mixture is None:
+        mixture = self.mixture
+        if mixture is None:
             return self.intermediate_size
-        return self.mixture.experts_per_token * self.mixture.expert_size
+        return mixture.experts_per_token * mixture.expert_size + mixture.shared_size
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """The experts of a layer; None where it has an MLP."""
+        mixture = self.mixture
+        return None if mixture is None or layer < mixture.dense_layers else mixture
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts; they are the last ones."""
+        return 0 if self.mixture is None else self.num_layers - self.mixture.dense_layers
+
+    @property
+    def attended_size(self) -> int:
+        """The size of a head as attention over whole rows gets it.
+
+        Our kernels have no head between 128 and 256, so latent attention pads those with zeros.
+        """
+        padded = self.latent is not None and 128 < self.head_dim < 256
+        return 256 if padded else self.head_dim
+
+    @property
+    def cache_heads(self) -> tuple[int, int]:
+        """KV heads that a token has in the cache of generation, and their size.
+
+        With latent attention the cache holds what keys and values are made of, as one head.
+        """
+        if self.latent is None:
+            return self.num_kv_heads, self.head_dim
+        return 1, self.latent.kv_rank + self.latent.rope_dim
 
     def for_context(self, length: int) -> "ModelConfig":
         """This model with the rope frequencies of a run whose rows have up to `length` tokens.

@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.kernels.strict import Strict, by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Attend, Attention
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.experts import Experts, Routed, Routing
+from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.layers import (
     MLP,
     PROJECTION,
@@ -50,6 +51,7 @@ class Block(nnx.Module):
         config: ModelConfig,
         *,
         kind: tuple[int | None, int | None],
+        mixture: Mixture | None,
         form: Form,
         dtype: DTypeLike,
     ) -> None:
@@ -64,13 +66,17 @@ class Block(nnx.Module):
         float8 = form.startswith("float8")
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = norm(float8=float8) if before else None
-        self.attention = Attention(config, kind=kind, form=form, dtype=dtype)
+        self.attention = (
+            Attention(config, kind=kind, form=form, dtype=dtype)
+            if config.latent is None
+            else LatentAttention(config, config.latent, kind=kind, form=form, dtype=dtype)
+        )
         self.attention_out_norm = norm() if after else None
         self.mlp_norm = norm(float8=float8) if before else None
         self.mlp = (
             MLP(config, form=form, dtype=dtype)
-            if config.mixture is None
-            else Experts(config, config.mixture, dtype=dtype)
+            if mixture is None
+            else Experts(config, mixture, dtype=dtype)
         )
         self.mlp_out_norm = norm() if after else None
 
@@ -120,6 +126,7 @@ class Block(nnx.Module):
 
         def before(state: Any, x_CD: jax.Array, *rope: jax.Array) -> Any:
             layer = nnx.merge(graphdef, state)
+            assert isinstance(layer.attention, Attention)
             return layer.attention.inputs(layer._read(x_CD, layer.attention_norm), rope)
 
         def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
@@ -151,7 +158,9 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config, dtype=dtype)
         self.layers = nnx.Dict(
             {
-                str(i): Block(config, kind=kind, form=form, dtype=dtype)
+                str(i): Block(
+                    config, kind=kind, mixture=config.mixture_of(i), form=form, dtype=dtype
+                )
                 for i, kind in enumerate(config.layer_kinds)
             }
         )
@@ -181,7 +190,7 @@ class Decoder(nnx.Module):
         in a loop over stacked weights: the program is smaller, but the weights are copied. The
         layers after the last whole period run one by one. `residual_dtype` is the dtype of the
         residual stream; None takes that of the parameters. `run_layers` computes the layers in
-        another way. `routing` is for layers of experts; what their routers did has the layers as
+        another way. `routing` is for layers of experts; what their routers did has these layers as
         its first dim.
 
         Requires: no cache with `scan` or `run_layers`.
@@ -202,6 +211,7 @@ class Decoder(nnx.Module):
             x_BTD, routed = _scanned(layers, x_BTD, rope, attend, remat, routing)
             return norm(x_BTD), (), routed
         new_cache, routed = [], []
+        first = self.config.num_layers - self.config.num_expert_layers
         runs: dict[Any, Callable[..., Any]] = {}
         for i, layer in enumerate(layers):
             graphdef, state = nnx.split(layer)
@@ -210,13 +220,14 @@ class Decoder(nnx.Module):
                 # Equal layers share one jitted function, which is traced, differentiated and
                 # lowered once. XLA inlines it, so the program is the same.
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
-            of_layer = None if routing is None else routing.of_layer(i)
+            of_layer = None if routing is None else routing.of_layer(i - first)
             x_BTD, new_layer_cache, layer_routed = runs[graphdef](
                 state, x_BTD, rope, layer_cache, of_layer
             )
             new_cache.append(new_layer_cache)
-            routed.append(layer_routed)
-        every = jax.tree.map(lambda *layers: jnp.stack(layers), *routed)
+            if layer_routed is not None:
+                routed.append(layer_routed)
+        every = jax.tree.map(lambda *layers: jnp.stack(layers), *routed) if routed else None
         return norm(x_BTD), tuple(new_cache), every
 
     def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
@@ -311,6 +322,6 @@ def period_of(kinds: Sequence[Any]) -> int:
     if len(kinds) == 1:
         return 1
     raise ValueError(
-        "the windows or rope tables of the layers repeat no pattern, so they cannot be scanned: "
+        "the windows, rope tables or experts of the layers repeat no pattern: no scan of them; "
         "set scan_layers to false"
     )

@@ -21,10 +21,10 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
-from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.config import BALANCE, Mixture, ModelConfig
 from jaxrl_llm.models.expert_exchange import exchanges_rows, rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
-from jaxrl_llm.models.layers import parameter
+from jaxrl_llm.models.layers import MLP, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -37,9 +37,14 @@ class Routing:
     chosen_BTLK: jax.Array | None = None
 
     def of_layer(self, layer: int) -> "Routing":
-        """The routing of one layer; its `chosen_BTLK` has no dim of layers."""
+        """The routing of one layer with experts; its `chosen_BTLK` has no dim of layers.
+
+        A negative layer has none.
+        """
         if self.chosen_BTLK is None:
             return self
+        if layer < 0:
+            return Routing(real_BT=self.real_BT)
         return Routing(real_BT=self.real_BT, chosen_BTLK=self.chosen_BTLK[:, :, layer])
 
 
@@ -54,7 +59,10 @@ class Routed(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Chooses K experts for each token. Logits, probabilities and weights are float32."""
+    """Chooses K experts for each token. Logits, probabilities and weights are float32.
+
+    With sigmoid scores, a bias that is not in the weights balances the choice (arXiv:2408.15664).
+    """
 
     def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
         self.mixture = mixture
@@ -63,6 +71,8 @@ class Router(nnx.Module):
         self.kernel = parameter(shape, ("embed", "norm"), "normal", dtype)
         biased = config.expert_bias
         self.bias = parameter(shape[1:], ("norm",), "zeros", dtype) if biased else None
+        if mixture.scores == "sigmoid":
+            setattr(self, BALANCE, parameter(shape[1:], ("norm",), "zeros", jnp.float32))
 
     def __call__(self, x_BTD: jax.Array, routing: Routing | None) -> tuple[jax.Array, Routed]:
         """The weights [B, T, K] of the chosen experts, and the choice."""
@@ -77,15 +87,17 @@ class Router(nnx.Module):
         )
         if self.bias is not None:
             logits_BTE += self.bias[...].astype(jnp.float32)
-        probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-        _, chosen_BTK = jax.lax.top_k(jax.lax.stop_gradient(probs_BTE), K)
+        scores_BTE, probs_BTE = self._scores(logits_BTE)
+        _, chosen_BTK = jax.lax.top_k(jax.lax.stop_gradient(self._for_choice(scores_BTE)), K)
         if routing.chosen_BTLK is not None:
             given_BTK = routing.chosen_BTLK.astype(jnp.int32)
             is_given = (given_BTK >= 0) & (given_BTK < E)
             chosen_BTK = jnp.where(is_given, given_BTK, chosen_BTK)
-        weights_BTK = jnp.take_along_axis(probs_BTE, chosen_BTK, axis=-1)
+        weights_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, axis=-1)
         if self.mixture.normalized:
             weights_BTK /= weights_BTK.sum(axis=-1, keepdims=True)
+        if (scaling := self.mixture.scaling) != 1.0:
+            weights_BTK *= scaling
         real_BT = routing.real_BT
         if real_BT is None:
             real_BT = jnp.ones(x_BTD.shape[:2], bool)
@@ -101,11 +113,35 @@ class Router(nnx.Module):
         )
         return weights_BTK, routed
 
+    def _scores(self, logits_BTE: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts' scores, and their probabilities, which add up to 1."""
+        if self.mixture.scores == "softmax":
+            probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+            return probs_BTE, probs_BTE
+        # A score of 0 would be divided by itself.
+        scores_BTE = jnp.maximum(jax.nn.sigmoid(logits_BTE), jnp.finfo(jnp.float32).tiny)
+        return scores_BTE, scores_BTE / scores_BTE.sum(axis=-1, keepdims=True)
+
+    def _for_choice(self, scores_BTE: jax.Array) -> jax.Array:
+        """What the choice takes the largest of; groups that are not open have -inf."""
+        if self.mixture.scores == "sigmoid":
+            scores_BTE = scores_BTE + getattr(self, BALANCE)[...]
+        groups, open_groups = self.mixture.num_groups, self.mixture.groups_per_token
+        if groups == open_groups:
+            return scores_BTE
+        B, T, E = scores_BTE.shape
+        scores_BTGX = scores_BTE.reshape(B, T, groups, E // groups)
+        best_BTG = jax.lax.top_k(scores_BTGX, 2)[0].sum(axis=-1)
+        _, open_BTX = jax.lax.top_k(best_BTG, open_groups)
+        is_open_BTG = jax.nn.one_hot(open_BTX, groups, dtype=bool).any(axis=-2)
+        return jnp.where(is_open_BTG[..., None], scores_BTGX, -jnp.inf).reshape(B, T, E)
+
 
 class Experts(nnx.Module):
     """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen.
 
     `config.swiglu_limit` has another activation in place of silu, `config.expert_bias` has biases.
+    The shared ones, if there are any, are one MLP of every token that is added.
     """
 
     def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
@@ -117,6 +153,8 @@ class Experts(nnx.Module):
         self.gate = stack((E, D, F), ("expert", "expert_embed", "mlp"))
         self.up = stack((E, D, F), ("expert", "expert_embed", "mlp"))
         self.down = stack((E, F, D), ("expert", "mlp", "expert_embed"))
+        if mixture.shared_size:
+            self.shared = MLP(config, size=mixture.shared_size, form="separate", dtype=dtype)
 
     def __call__(
         self, x_BTD: jax.Array, routing: Routing | None = None
@@ -129,6 +167,8 @@ class Experts(nnx.Module):
         y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
         if bias_ED is not None:
             y_BTD += _weighted_rows(weights_BTK, routed.chosen_BTK, bias_ED).astype(y_BTD.dtype)
+        if self.mixture.shared_size:
+            y_BTD += self.shared(x_BTD)
         return y_BTD, routed
 
 

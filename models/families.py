@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jaxrl_llm.models import (
+    deepseek_v3,
     gemma,
     gemma3,
     glm4,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     llama,
@@ -37,9 +39,11 @@ class Family(Protocol):
 
 # By the `model_type` of config.json.
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3,
     "gemma": gemma,
     "gemma3_text": gemma3,
     "glm4": glm4,
+    "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "granite": granite,
     "llama": llama,
@@ -60,7 +64,6 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
     for kind, architecture in family.ARCHITECTURES.items()
 }
 
-_SHARED = "experts that every token shares"
 _IMAGES = "an image encoder; its language model alone may be supported"
 _LAYER_NORMS = "LayerNorm with biases"
 # What an architecture needs that is not here, by the start of its name or its model_type, without
@@ -69,14 +72,15 @@ MISSING: dict[str, str] = {
     "Gemma2": "soft caps of attention scores and logits in the attention and head kernels",
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
-    "Llama4": f"chunked attention, the temperature of layers without rope, and {_SHARED}",
-    "Qwen3Next": f"gated delta rule layers with a state in the cache, and {_SHARED}",
-    "Qwen2Moe": _SHARED,
+    "Llama4": "chunked attention and the temperature of layers without rope",
+    "Qwen3Next": "gated delta rule layers with a state in the cache, and a gate of shared experts",
+    "Qwen2Moe": "a gate of its shared experts",
     "Qwen35": "gated delta rule layers with a state in the cache",
-    "DeepseekV2": f"multi-head latent attention and {_SHARED}",
-    "DeepseekV3": f"multi-head latent attention, a sigmoid router and {_SHARED}",
-    "GlmMoe": f"sparse attention, a sigmoid router and {_SHARED}",
-    "Glm4Moe": f"a sigmoid router and {_SHARED}",
+    "DeepseekV2": "a softmax router that chooses among groups of experts",
+    "DeepseekV32": "sparse attention",
+    "DeepseekV4": "sparse attention and hyper-connections",
+    "GlmMoe": "sparse attention",
+    "Glm4Moe": "a family file: partial rope and norms of q and k with a sigmoid router",
     "GraniteMoeHybrid": "state space layers",
     "GraniteMoe": "one tensor for all experts of a layer in the files",
     "Phi3Small": "block-sparse attention",
@@ -145,10 +149,13 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
     """Whether an import may ignore this tensor, which `hf_names` does not list.
 
+    Files of DeepSeek-V3 have layers that predict further tokens.
     Old files store the rope frequencies. Some tied models store the head a second time. A scalar
     model that is made from a language model does not use the head.
     """
     if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if config.latent is not None and deepseek_v3.predicts_further(config, name):
         return True
     return name == "lm_head.weight" and (config.tie_word_embeddings or kind == "scalar")
 

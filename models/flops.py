@@ -26,12 +26,19 @@ def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: float = 2) -> float:
     """Bytes that one token holds in the cache, over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+    heads, size = config.cache_heads
+    return 2 * config.num_layers * heads * size * itemsize
+
+
+def attended_dim(config: ModelConfig) -> float:
+    """The mean of the sizes of a key and of a value, of one head."""
+    value = config.head_dim if config.latent is None else config.latent.value_dim
+    return (config.head_dim + value) / 2
 
 
 def attention_flops(
     num_heads: int,
-    head_dim: int,
+    head_dim: float,
     lengths: Sequence[int],
     *,
     window: int | None = None,
@@ -63,5 +70,5 @@ def training_flops(
 def forward_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:
     """FLOPs of a forward pass, a third of `training_flops`."""
     dense = 2.0 * matmul_parameters(config, kind) * sum(lengths)
-    layer = attention_flops(config.num_heads, config.head_dim, lengths)
+    layer = attention_flops(config.num_heads, attended_dim(config), lengths)
     return dense + config.num_layers * layer

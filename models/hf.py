@@ -6,7 +6,7 @@ imports transformers: the functions take and return dicts.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class HFTensor:
     of_rows: int | None = None
     turn: int = 0
     of_turns: int = 1
+    dtype: str | None = None  # of both arrays, whatever that of the model is
 
     @property
     def is_part(self) -> bool:
@@ -119,21 +120,30 @@ def hf_names(config: ModelConfig, kind: Kind, *, norms: Mapping[str, str] = NORM
         layer, prefix = ("decoder", "layers", str(i)), f"model.layers.{i}"
         for ours, theirs in norms.items():
             names[*layer, ours, "scale"] = HFTensor(f"{prefix}.{theirs}.weight", (D,), (D,))
-        if config.mixture is not None:
-            names |= _expert_names(config, config.mixture, (*layer, "mlp"), prefix)
+        if (mixture := config.mixture_of(i)) is not None:
+            names |= _expert_names(config, mixture, (*layer, "mlp"), prefix)
         else:
-            for name in ("gate", "up"):
-                names[*layer, "mlp", name, "kernel"] = HFTensor(
-                    f"{prefix}.mlp.{name}_proj.weight", (F, D), (D, F), transpose=True
-                )
-            names[*layer, "mlp", "down", "kernel"] = HFTensor(
-                f"{prefix}.mlp.down_proj.weight", (D, F), (F, D), transpose=True
-            )
-        names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
+            names |= mlp_names((*layer, "mlp"), f"{prefix}.mlp", D, F)
+        if config.latent is None:
+            names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
     if kind == "scalar":
         names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
     elif not config.tie_word_embeddings:
         names["head", "table"] = HFTensor("lm_head.weight", (V, D), (V, D))
+    return names
+
+
+def mlp_names(path: Path, prefix: str, hidden: int, inner: int) -> Names:
+    """The three projections of an MLP."""
+    D, F = hidden, inner
+    names: Names = {}
+    for name in ("gate", "up"):
+        names[*path, name, "kernel"] = HFTensor(
+            f"{prefix}.{name}_proj.weight", (F, D), (D, F), transpose=True
+        )
+    names[*path, "down", "kernel"] = HFTensor(
+        f"{prefix}.down_proj.weight", (D, F), (F, D), transpose=True
+    )
     return names
 
 
@@ -252,12 +262,12 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
     """
     refuse_unless(hf, family, hidden_act="silu", quantization_config=None)
     for key in ("vocab_size", "hidden_size", "intermediate_size"):
-        _require(hf, key, family)
-    heads = _require(hf, "num_attention_heads", family)
+        require(hf, key, family)
+    heads = require(hf, "num_attention_heads", family)
     kv_heads = hf.get("num_key_value_heads", defaults.get("num_key_value_heads")) or heads
     head_dim = hf.get("head_dim", defaults.get("head_dim")) or hf["hidden_size"] // heads
     positions = "max_position_embeddings"
-    max_positions = _value(hf, positions, defaults[positions])
+    max_positions = value_of(hf, positions, defaults[positions])
     rotary_factor = 1.0
     if "partial_rotary_factor" in defaults:
         rotary_factor = _partial_rotary(hf) or defaults["partial_rotary_factor"]
@@ -269,19 +279,19 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
         "intermediate_size": hf["intermediate_size"],
-        "num_layers": _require(hf, "num_hidden_layers", family),
+        "num_layers": require(hf, "num_hidden_layers", family),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "rotary_factor": float(rotary_factor),
-        "rms_norm_eps": float(_value(hf, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6))),
+        "rms_norm_eps": float(value_of(hf, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6))),
         "tie_word_embeddings": bool(
             hf.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
         ),
         "max_position_embeddings": max_positions,
-        "initializer_range": float(_value(hf, "initializer_range", 0.02)),
+        "initializer_range": float(value_of(hf, "initializer_range", 0.02)),
     }
 
 
@@ -330,7 +340,7 @@ def _partial_rotary(hf: Mapping[str, Any]) -> float | None:
 
 def positive(hf: Mapping[str, Any], key: str, default: float) -> Any:
     """The number of a key; null counts as absent. Raises: ValueError if it is not positive."""
-    value = _value(hf, key, default)
+    value = value_of(hf, key, default)
     if not is_positive(value):
         raise ValueError(f"config.json has {key}={value!r}: give a positive number")
     return value
@@ -477,7 +487,7 @@ def by_layer_type_from_hf(
     theta = positive(local, "rope_theta", positive(hf, "rope_local_base_freq", 10000.0))
     rope = entries(both, FULL, dict, {}) | entries(hf, "rope_scaling", dict, {})
     period = positive(hf, "sliding_window_pattern", defaults["sliding_window_pattern"])
-    layers = _require(hf, "num_hidden_layers", family)
+    layers = require(hf, "num_hidden_layers", family)
     types = hf.get("layer_types") or [LOCAL if (i + 1) % period else FULL for i in range(layers)]
     window = hf.get("sliding_window", defaults["sliding_window"])
     keys = {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
@@ -520,7 +530,7 @@ FEW = {
         "mixture", "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers",
         "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
         "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_out_bias",
-        "attention_sinks", "expert_bias", "swiglu_limit",
+        "attention_sinks", "expert_bias", "swiglu_limit", "latent",
     )
 }  # fmt: skip
 
@@ -553,19 +563,26 @@ def mixture_from_hf(
     Raises: ValueError for a missing key.
     """
     return Mixture(
-        num_experts=_require(hf, experts, family),
-        experts_per_token=_require(hf, "num_experts_per_tok", family),
-        expert_size=_require(hf, size, family),
+        num_experts=require(hf, experts, family),
+        experts_per_token=require(hf, "num_experts_per_tok", family),
+        expert_size=require(hf, size, family),
         normalized=normalized,
     )
 
 
 def check_mixture(config: ModelConfig, **allowed: Any) -> Mixture:
-    """`check_features` of a family with experts. Returns the experts."""
-    if config.mixture is None:
+    """`check_features` of a family with experts, none of them shared. Returns the experts."""
+    mixture = config.mixture
+    if mixture is None:
         raise ValueError(f"{config.family} has experts: give mixture, or take a dense family")
-    check_features(config, mixture=config.mixture, **allowed)
-    return config.mixture
+    check_features(config, mixture=mixture, **allowed)
+    for field in fields(mixture):
+        if field.default is not MISSING and getattr(mixture, field.name) != field.default:
+            raise ValueError(
+                f"{config.family} has {field.name}={field.default!r} of its experts, not "
+                f"{getattr(mixture, field.name)!r}: change it or take deepseek_v3"
+            )
+    return mixture
 
 
 def check_head_size(config: ModelConfig) -> None:
@@ -578,13 +595,14 @@ def check_head_size(config: ModelConfig) -> None:
         )
 
 
-def _value(hf: Mapping[str, Any], key: str, default: Any) -> Any:
+def value_of(hf: Mapping[str, Any], key: str, default: Any) -> Any:
     """The value of a key. A null value counts as absent, as in transformers."""
     value = hf.get(key)
     return default if value is None else value
 
 
-def _require(hf: Mapping[str, Any], key: str, family: str) -> Any:
+def require(hf: Mapping[str, Any], key: str, family: str) -> Any:
+    """The value of a key. Raises: ValueError where there is none."""
     if hf.get(key) is None:
         raise ValueError(f"config.json of a {family} model lacks {key}: take a complete one")
     return hf[key]

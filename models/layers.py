@@ -404,11 +404,12 @@ _lookup.defvjp(_lookup_forward, _lookup_backward)
 class MLP(nnx.Module):
     """The gated feed-forward layer: down(act(gate(x)) * up(x)) (arXiv:2002.05202).
 
-    In merged form, gate and up are one kernel [D, 2F]; see `base.merge_projections`.
+    In merged form, gate and up are one kernel [D, 2F]; see `base.merge_projections`. F is `size`,
+    or else the config's.
     """
 
-    def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
-        D, F = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, *, size: int = 0, form: Form, dtype: DTypeLike) -> None:
+        D, F = config.hidden_size, size or config.intermediate_size
         self.activation = config.activation
         projection = projection_of(form)
         if form.endswith("separate"):

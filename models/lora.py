@@ -105,7 +105,7 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     Raises: ValueError for a target that no module has, with the names that there are.
     """
     every = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    linear = [name for name in every if name.endswith("_proj") or EXPERTS in name]
+    linear = [name for name in every if "_proj" in name.rpartition(".")[2] or EXPERTS in name]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
     chosen: set[str] = set()
     for target in targets:

@@ -210,6 +210,11 @@ class YarnRope(RopeScaling):
             return scale(self.mscale) / scale(self.mscale_all_dim)
         return scale(1.0)
 
+    @property
+    def whole_head_scale(self) -> float:
+        """The further factor of q and of k, all dims, in latent attention."""
+        return 0.1 * (self.mscale_all_dim or 0.0) * math.log(self.factor) + 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(RopeScaling):

@@ -1,13 +1,13 @@
 """Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
-Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b
-and meta-llama/Llama-3.1-8B.
+Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b,
+deepseek-ai/DeepSeek-V3 and meta-llama/Llama-3.1-8B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
 from functools import partial
 
-from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.config import Latent, Mixture, ModelConfig
 from jaxrl_llm.models.rope import Llama3Rope, YarnRope
 
 _qwen = partial(
@@ -131,27 +131,84 @@ SHAPES: dict[str, ModelConfig] = {
         head_dim=64,
         mixture=Mixture(num_experts=32, experts_per_token=4, expert_size=2880, normalized=True),
     ),
+    "deepseek-v3": ModelConfig(
+        family="deepseek_v3",
+        rope_scaling=YarnRope(
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        interleaved_rope=True,
+        max_position_embeddings=163840,
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_layers=61,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=192,
+        latent=Latent(kv_rank=512, query_rank=1536, rope_dim=64, value_dim=128),
+        mixture=Mixture(
+            num_experts=256,
+            experts_per_token=8,
+            expert_size=2048,
+            normalized=True,
+            scores="sigmoid",
+            num_groups=8,
+            groups_per_token=4,
+            scaling=2.5,
+            shared_size=2048,
+            dense_layers=3,
+        ),
+    ),
 }
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Number of parameters of the language model; a tied table counts once."""
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    N, K = config.num_heads, config.num_kv_heads
-    mlp = 3 * D * F
-    if (mixture := config.mixture) is not None:
-        mlp = mixture.num_experts * (3 * D * mixture.expert_size + D)  # with the router
-        if config.expert_bias:
-            mlp += mixture.num_experts * (2 * mixture.expert_size + D + 1)
-    projections = D * (N + 2 * K) * H + N * H * D + mlp
+    D, H, N, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
+    experts = 0 if config.mixture is None else config.mixture.num_experts
+    matmuls = sum(shared_matmuls(config, i) for i in range(config.num_layers))
+    matmuls += config.num_expert_layers * experts * expert_matmuls(config)
+    if config.expert_bias:
+        matmuls += config.num_expert_layers * experts * (_expert_biases(config) + 1)
     biases = (N + 2 * K) * H if config.attention_bias else 0
     biases += D if config.attention_out_bias else 0
     biases += N if config.attention_sinks else 0
     norms = (4 if config.norms == "both" else 2) * D
     if config.qk_norm:
         norms += (N + K) * H if config.qk_norm_whole else 2 * H
+    if (latent := config.latent) is not None:
+        norms += latent.kv_rank + (latent.query_rank or 0)
     tables = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
-    return config.num_layers * (projections + biases + norms) + tables + D
+    balance = 0
+    if config.mixture is not None and config.mixture.scores == "sigmoid":
+        balance = config.num_expert_layers * experts
+    return matmuls + config.num_layers * (biases + norms) + balance + tables + D
+
+
+def attention_matmuls(config: ModelConfig) -> int:
+    """Parameters of the projections of a layer's attention."""
+    D, N, H = config.hidden_size, config.num_heads, config.head_dim
+    if (latent := config.latent) is None:
+        return D * (N + 2 * config.num_kv_heads) * H + N * H * D
+    R, P, V, S = latent.kv_rank, latent.rope_dim, latent.value_dim, latent.query_rank
+    queries = D * N * H if S is None else D * S + S * N * H
+    return queries + D * (R + P) + R * N * (H - P + V) + N * V * D
+
+
+def shared_matmuls(config: ModelConfig, layer: int) -> int:
+    """Parameters of the matmuls of one layer, without the experts that tokens choose."""
+    D = config.hidden_size
+    if (mixture := config.mixture_of(layer)) is None:
+        return attention_matmuls(config) + 3 * D * config.intermediate_size
+    return attention_matmuls(config) + D * mixture.num_experts + 3 * D * mixture.shared_size
+
+
+def expert_matmuls(config: ModelConfig) -> int:
+    """Parameters of the matmuls of one expert that tokens choose."""
+    return 0 if config.mixture is None else 3 * config.hidden_size * config.mixture.expert_size
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -160,7 +217,10 @@ def active_parameters(config: ModelConfig) -> int:
     if mixture is None:
         return num_parameters(config)
     idle = mixture.num_experts - mixture.experts_per_token
-    each = 3 * config.hidden_size * mixture.expert_size
-    if config.expert_bias:
-        each += 2 * mixture.expert_size + config.hidden_size
-    return num_parameters(config) - config.num_layers * idle * each
+    each = expert_matmuls(config) + (_expert_biases(config) if config.expert_bias else 0)
+    return num_parameters(config) - config.num_expert_layers * idle * each
+
+
+def _expert_biases(config: ModelConfig) -> int:
+    """Biases of the projections of one expert, where experts have them."""
+    return 0 if config.mixture is None else 2 * config.mixture.expert_size + config.hidden_size

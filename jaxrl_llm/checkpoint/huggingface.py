@@ -63,7 +63,9 @@ _TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
     (
         ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
          "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers",
-         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+         "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace",
+         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         int, "a whole number below 2**31", 2**31,
     ),
     (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
@@ -154,7 +156,9 @@ def import_params(
         def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
             return one_device if shardings is None else _get(shardings, path)
 
-        kernel, module = _place(value, at(path), target), _get(spec.params, path[:-1])
+        own = names[path].parts[0].dtype
+        kernel = _place(value, at(path), float_dtype(own) if own else target)
+        module = _get(spec.params, path[:-1])
         if is_frozen(module) and path[-1] == KERNEL:
             scale = (*path[:-1], SCALE)
             frozen = freeze(kernel, inputs_of(module), at(path), at(scale))
@@ -415,7 +419,7 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
         def fetch() -> np.ndarray:
             return whole_tensor(parts, [part_of(part) for part in parts])
 
-        return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
+        return LazyTensor(name, parts[0].tensor.whole_shape, fetch, parts[0].tensor.dtype)
 
     names = hf_names(spec.config, spec.kind)
     return [lazy(name, parts) for name, parts in stored_parts(names).items()]

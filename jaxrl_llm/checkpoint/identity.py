@@ -71,8 +71,13 @@ def config_record(config: ModelConfig) -> Record:
     scaling = config.rope_scaling
     if scaling is not None:
         found["rope_scaling"] = {"rope_type": scaling.kind} | dataclasses.asdict(scaling)
+    if config.latent is not None:
+        found["latent"] = dataclasses.asdict(config.latent)
     if config.mixture is not None:
-        found["mixture"] = dataclasses.asdict(config.mixture)
+        # Checkpoints of older versions have the fields without a default.
+        fields = dataclasses.fields(config.mixture)
+        given = dataclasses.asdict(config.mixture)
+        found["mixture"] = {f.name: given[f.name] for f in fields if given[f.name] != f.default}
     return json.loads(json.dumps(found))  # lists in place of tuples
 
 

@@ -49,19 +49,24 @@ class LazyTensor:
     name: str
     shape: tuple[int, ...]
     fetch: Callable[[], np.ndarray]
+    own_dtype: str | None = None  # that it is written in, whatever that of the file is
+
+    def written_in(self, dtype: np.dtype) -> np.dtype:
+        """Its dtype in a file of `dtype`."""
+        return float_dtype(self.own_dtype) if self.own_dtype else dtype
 
     def nbytes(self, dtype: np.dtype) -> int:
-        return math.prod(self.shape) * dtype.itemsize
+        return math.prod(self.shape) * self.written_in(dtype).itemsize
 
 
 def write_safetensors(path: Path, tensors: Sequence[LazyTensor], dtype: np.dtype) -> None:
-    """Write `tensors` to `path`, each cast to `dtype` (rounding to nearest even)."""
+    """Write `tensors` to `path`, each cast to `dtype` or its own (rounding to nearest even)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
         end = offset + tensor.nbytes(dtype)
         header[tensor.name] = {
-            "dtype": _FORMAT_NAMES[dtype.name],
+            "dtype": _FORMAT_NAMES[tensor.written_in(dtype).name],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -72,7 +77,7 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], dtype: np.dtype
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for tensor in tensors:
-            value = np.ascontiguousarray(tensor.fetch(), dtype=dtype)
+            value = np.ascontiguousarray(tensor.fetch(), dtype=tensor.written_in(dtype))
             assert value.shape == tensor.shape, (tensor.name, value.shape, tensor.shape)
             file.write(value.view(np.uint8).data)
             del value  # before the next one is fetched

@@ -423,13 +423,14 @@ def _check_split(config: Config, key: str, model: ModelSettings) -> None:
     sizes = _hf_config(key, model)
     mesh = _mesh(config, key)
     by_heads = ("num_attention_heads", "intermediate_size", "vocab_size", "moe_intermediate_size")
+    stored = ("hidden_size", "q_lora_rank", "kv_lora_rank")
     names = {
         "mesh.tensor": (mesh.tensor, by_heads),
         "mesh.generation.tensor": (mesh.generation.tensor or 1, by_heads),
         "mesh.passes.tensor": (mesh.passes.tensor or 1, by_heads),
         f"{key}.tensor": (model.tensor or 1, by_heads),
-        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence, ("hidden_size",)),
-        "mesh.expert": (mesh.expert, ("num_experts", "num_local_experts")),
+        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence, stored),
+        "mesh.expert": (mesh.expert, ("num_experts", "num_local_experts", "n_routed_experts")),
     }
     for name_of_size, (parts, of_axis) in names.items():
         given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}

@@ -285,6 +285,9 @@ class ActorConfig(AdaptedSettings):
     # the load-balance loss (transformers' formula) and of the z-loss of the routers.
     router_aux_loss_coef: NotNegative = 0.0
     router_z_loss_coef: NotNegative = 0.0
+    # Of a sigmoid router (DeepSeek-V3): a step of the bias that balances experts without a loss. It
+    # goes up for experts with fewer tokens than the mean and down for the others. The paper: 0.001.
+    router_bias_rate: NotNegative = 0.0
 
 
 @record

@@ -5,6 +5,7 @@ and where an axis moves from one dim to another it may gather the whole array fi
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -96,9 +97,12 @@ def _axes(spec: PartitionSpec, dim: int) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
+def to_devices(
+    params: Any, target: Any, dtype: str, stays: Callable[[Any], bool] = lambda path: False
+) -> tuple[Any, int]:
     """`params` in `dtype` on other devices, under the shardings `target`; and the bytes that move.
 
+    Those at a path that `stays` keep their own dtype.
     Outside of jit. An array is gathered on its own devices, and each of them sends to its share of
     the new ones. Those that are gathered at a time have at most `IN_FLIGHT` bytes, or are one.
     Between processes an array moves as `crossing.moved` says, and its bytes cross once.
@@ -107,13 +111,13 @@ def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
     """
     moved, in_flight = 0, []
 
-    def cross(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def cross(x: jax.Array, sharding: NamedSharding, dtype: str) -> jax.Array:
         nonlocal moved
         small = call(_cast(x.sharding, dtype), (x,), x.sharding.mesh)  # pyright: ignore
         moved += small.nbytes
         return crossing.moved(small, sharding)
 
-    def between(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def between(x: jax.Array, sharding: NamedSharding, dtype: str) -> jax.Array:
         nonlocal moved
         whole = _whole(x.sharding.mesh, dtype)(x)  # pyright: ignore[reportAttributeAccessIssue]
         copies = [shard.data for shard in whole.addressable_shards]
@@ -123,16 +127,17 @@ def to_devices(params: Any, target: Any, dtype: str) -> tuple[Any, int]:
             moved += parts[-1].nbytes
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
-    def leaf(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def leaf(path: Any, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        own = str(x.dtype) if stays(path) else dtype
         several = len(processes_of(x.sharding.device_set | sharding.device_set)) > 1
-        found = cross(x, sharding) if several else between(x, sharding)
+        found = (cross if several else between)(x, sharding, own)
         in_flight.append(found)
         if sum(each.nbytes for each in in_flight) > IN_FLIGHT:
             jax.block_until_ready(in_flight)
             in_flight.clear()
         return found
 
-    return jax.tree.map(leaf, params, target), moved
+    return jax.tree.map_with_path(leaf, params, target), moved
 
 
 @cache

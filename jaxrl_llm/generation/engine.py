@@ -44,6 +44,7 @@ from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
+from jaxrl_llm.models.config import ModelConfig
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
 # rollout then takes 6 % less time with 256 slots and 2 % less with 128, and compiles faster. With
@@ -334,7 +335,7 @@ def generate_on_mesh(
                 limits_N=every.limits,
                 begun_N=every.begun,
                 alone=number,
-                heads=HeadAxes(group, layout.axes("kv_heads")) if split else None,
+                heads=_head_axes(spec.config, group, layout) if split else None,
             )
         output = jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
         return _parted(output, alone)
@@ -378,6 +379,11 @@ def _parted(output: GenerationOutput, alone: Rows | None) -> GenerationOutput:
     before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
     after = {name: x[number:] for name, x in every._asdict().items()}
     return replace(output, **after, finished=output.finished[number:], alone=before)
+
+
+def _head_axes(config: ModelConfig, group: tuple[str, ...], layout: Layout) -> HeadAxes:
+    """The axes of heads. Every device has the one head of a cache of latent attention."""
+    return HeadAxes(group, layout.axes("kv_heads") if config.latent is None else ())
 
 
 def _generation_form(

@@ -4,7 +4,8 @@ Each prompt has one row, which all slots of its group read, so a group of n samp
 stores its prompt once. The responses lie in pages, which a slot takes one by one as its sample
 grows (arXiv:2309.06180). So short samples do not reserve memory for the longest. Keys and values
 share an array, because one kernel writes both. Each layer has its own leaves: XLA would copy a
-stacked cache in every decode step.
+stacked cache in every decode step. Of latent attention the cache holds the small vectors, as one
+head (models/latent_attention.py).
 
 Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P prompt entries,
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
@@ -31,7 +32,7 @@ from jaxrl_llm.kernels.decode_attention import (
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.kernels.strict import strict_in_scope
-from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.attention import Attend, Kept
 from jaxrl_llm.models.base import ModelConfig
 
 # The dtype of the residual stream. A bf16 stream would add about half of the difference between
@@ -117,7 +118,7 @@ def decode_context(
     heads: HeadAxes | None,
 ) -> Context:
     """What all layers of a step share, computed once. `cache` is the cache of any layer."""
-    num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+    num_heads, (num_kv_heads, head_dim) = config.num_heads, config.cache_heads
     if heads is not None and _own_kv_heads(heads, num_kv_heads):
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
     group_size, schedule = num_heads // num_kv_heads, None
@@ -134,7 +135,7 @@ def decode_context(
             slots_per_prompt=max(2, slots_per_prompt) if strictly else slots_per_prompt,
             num_splits=1 if strictly else None,
             prompt_splits=1 if strictly else None,
-            tuning=default_tuning(config.head_dim, cache.own.dtype),
+            tuning=default_tuning(head_dim, cache.own.dtype),
         )
     return Context(prompt_rows_B, prompt_lengths_B, pages_BT, own_lengths_B, schedule)
 
@@ -145,7 +146,7 @@ def page_entries(config: ModelConfig, dtype: jnp.dtype, own_length: int) -> int:
     The kernel does not read float32. With float32 a page holds a whole response, so XLA copies
     less.
     """
-    return max(own_length, 1) if dtype == jnp.float32 else block_entries(config.head_dim)
+    return max(own_length, 1) if dtype == jnp.float32 else block_entries(config.cache_heads[1])
 
 
 def init_cache(
@@ -158,7 +159,7 @@ def init_cache(
     dtype: jnp.dtype,
 ) -> tuple[LayerCache, ...]:
     """Zeroed caches, one a layer. The prompt length is rounded up to the kernel's blocks."""
-    K, H = config.num_kv_heads, config.head_dim
+    K, H = config.cache_heads
     if dtype != jnp.float32:
         prompt_length = cache_length(prompt_length, H)
     prompts, own = (num_prompts, K, 2, prompt_length, H), (num_pages, K, 2, page_entries, H)
@@ -188,7 +189,7 @@ def prefill_attend(
         q_ALNH: jax.Array,
         k_ALKH: jax.Array,
         v_ALKH: jax.Array,
-        layer_cache: LayerCache,
+        layer_cache: LayerCache | Kept,
         /,
         *,
         window: int | None,
@@ -197,10 +198,14 @@ def prefill_attend(
         out_ALNH = _attention_by_heads(
             q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads, sinks
         )
-        new_ALK2H = stored(k_ALKH, v_ALKH, layer_cache.prompts)
-        entries = layer_cache.prompts.at[rows_AL, :, :, positions_AL]
+        if isinstance(layer_cache, Kept):
+            cache, k_ALKH, v_ALKH = layer_cache
+        else:
+            cache = layer_cache
+        new_ALK2H = stored(k_ALKH, v_ALKH, cache.prompts)
+        entries = cache.prompts.at[rows_AL, :, :, positions_AL]
         written = entries.set(new_ALK2H, mode="drop", unique_indices=True)
-        return out_ALNH, layer_cache._replace(prompts=written)
+        return out_ALNH, cache._replace(prompts=written)
 
     return attend
 

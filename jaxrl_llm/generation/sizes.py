@@ -83,7 +83,7 @@ def prefill_implementation(
     attention: Implementation, dtype: Any, config: ModelConfig
 ) -> Implementation:
     """The attention of a prefill: over packed rows, or cuDNN's where our kernels cannot run."""
-    head_dim = config.head_dim
+    head_dim = config.attended_size
     packed = chosen_attention(attention, dtype, head_dim, ranges=True)
     whole = chosen_attention(attention, dtype, head_dim, ranges=config.attention_sinks)
     return whole if whole == "cudnn" and packed == "xla" else packed

@@ -56,7 +56,7 @@ def empty_routes(
     """No token was computed."""
     mixture = config.mixture
     assert mixture is not None
-    each = (config.num_layers, mixture.experts_per_token)
+    each = (config.num_expert_layers, mixture.experts_per_token)
     dtype = jnp.int8 if mixture.num_experts <= 128 else jnp.int16
     return Routes(
         prompts_GP=jnp.full((num_groups, prompt, *each), -1, dtype),

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.learner.router_balance import is_balance
 from jaxrl_llm.numerics import round_by_chance
 
 AT_ONCE = 2  # parameters whose offloaded moments are on the device at the same time
@@ -60,15 +61,18 @@ def make_optimizer(
 def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """m / (sqrt(v) + eps) of the bias-corrected moments (Kingma & Ba 2015), a parameter at a time.
 
-    Moments stay in their memory, on the device or offloaded.
+    Moments stay in their memory, on the device or offloaded. Those of a balance bias are None.
     Guarantees: a step that is not `finite` leaves offloaded moments as they were. For moments on
     the device the caller selects.
     """
     narrow = config.moment_dtype == "bfloat16"
 
     def init(params: Any) -> optax.ScaleByAdamState:
+        def one(path: Any, x: Array) -> Array | None:
+            return None if is_balance(path) else jnp.zeros_like(x, config.moment_dtype)
+
         def zeros() -> Any:
-            return jax.tree.map(lambda x: jnp.zeros_like(x, config.moment_dtype), params)
+            return jax.tree.map_with_path(one, params)
 
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 
@@ -97,8 +101,12 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
         mus, nus = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
 
         found: list[Array] = []
-        kept: list[list[Array]] = []
+        kept: list[list[Any]] = []
         for i, (mu, nu) in enumerate(zip(mus, nus, strict=True)):
+            if mu is None:
+                found.append(jnp.zeros_like(leaves[i]))
+                kept.append([None, None])
+                continue
             streams = jnp.uint32(i), jnp.uint32(i + len(leaves))
             visit: Step = partial(step, count, streams, leaves[i])
             if in_host_memory(mu):

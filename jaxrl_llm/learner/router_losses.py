@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.learner.train_state import Metrics
 from jaxrl_llm.models.experts import Routed
 
-COUNTS = "tokens of each expert"  # a sum over micro-batches, [L, E]
+COUNTS = "tokens of each expert"  # a sum over micro-batches, [L, E]; no metric of a step
 ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_load", "router_dead_experts")
 
 
@@ -25,6 +25,7 @@ class RouterLoss:
 
     aux_coef: float = 0.0
     z_coef: float = 0.0
+    bias_rate: float = 0.0  # of a step of the balance bias, which is no loss
 
     def __call__(self, routed: Routed, share: Array) -> tuple[Array, Metrics]:
         """The contribution of a micro-batch to the loss, and metrics.

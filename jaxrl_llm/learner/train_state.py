@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.sharding import HOST_MEMORY
 from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.models.config import BALANCE
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import MAGNITUDE, join
 
@@ -80,12 +81,19 @@ def state_shardings(
     # Any: the same record, with a sharding where a state has an array.
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     opt_state = jax.eval_shape(optimizer.init, abstract_params)
+
+    def of_moment(moment: Any, sharding: Any) -> Any:
+        if moment is None:  # of a balance bias
+            return None
+        return sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
+
     opt_shardings = optax.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding.with_memory_kind(HOST_MEMORY) if offload else sharding,
+        of_moment,
         opt_state,
         param_shardings,
         transform_non_params=lambda _: replicated,
+        is_leaf=lambda x: x is None,
     )
     return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
 
@@ -103,6 +111,13 @@ class CastAhead:
     float32_gradients: bool
 
 
+def stays_float32(path: Any) -> bool:
+    """Whether the parameter at this path of keys is float32 in every dtype of computation."""
+    # A norm is divided by the float32 norm of a module: rounded, it would scale the output. The
+    # steps of a balance bias are smaller than what bfloat16 resolves.
+    return bool(path) and getattr(path[-1], "key", "") in (MAGNITUDE, BALANCE)
+
+
 def cast(params: Params, dtype: str) -> Params:
     """Parameters in the dtype of computation; gradients flow back in the stored dtype.
 
@@ -115,8 +130,6 @@ def cast(params: Params, dtype: str) -> Params:
         if isinstance(x, Weight):
             assert x.computed.dtype == dtype, (x.computed.dtype, dtype)
             return x
-        # A norm is divided by the float32 norm of a module: rounded, it would scale the output.
-        is_norm = bool(path) and getattr(path[-1], "key", "") == MAGNITUDE
-        return x if is_norm or x.dtype == FLOAT8 else x.astype(dtype)
+        return x if stays_float32(path) or x.dtype == FLOAT8 else x.astype(dtype)
 
     return jax.tree.map_with_path(one, params, is_leaf=lambda x: isinstance(x, Weight))

@@ -21,6 +21,7 @@ from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
 from jaxrl_llm.learner.offline_losses import RecordLoss
+from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import COUNTS, ROUTER_METRICS, load_metrics
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
@@ -129,12 +130,16 @@ def train_step(
         base=base,
         step=state.step,
     )
+    counts, rate = metrics.pop(COUNTS, None), 0.0
+    if not isinstance(loss, ValueLoss):
+        rate = loss.router.bias_rate
     state, norms = apply_gradients(
         state,
         grads,
         optimizer=optimizer,
         learning_rate=learning_rate,
         max_grad_norm=max_grad_norm,
+        balance=(counts, rate),
     )
     return state, metrics | norms
 
@@ -157,8 +162,8 @@ def accumulate(
     says how full their rows are. Where rows are split over devices, `attention_balance` is the work
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
-    arrays once they are complete. `base` has frozen parameters, which `params` are joined to;
-    `step` draws its dropout.
+    arrays once they are complete. The metric COUNTS is for `apply_gradients`. `base` has frozen
+    parameters, which `params` are joined to; `step` draws its dropout.
     """
     computed = params
     fixed = None if base is None else base.of_step(params)
@@ -194,7 +199,7 @@ def accumulate(
     if LARGEST_PART in metrics:
         metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
     if COUNTS in metrics:
-        metrics |= load_metrics(metrics.pop(COUNTS))
+        metrics |= load_metrics(metrics[COUNTS])
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 
@@ -226,8 +231,9 @@ def apply_gradients(
     optimizer: optax.GradientTransformationExtraArgs,
     learning_rate: optax.Schedule,
     max_grad_norm: float,
+    balance: tuple[Array | None, float] = (None, 0.0),
 ) -> tuple[TrainState, Metrics]:
-    """Clip by the global norm and apply.
+    """Clip by the global norm and apply. `balance`: the counts and the rate of `balanced`.
 
     Guarantees: a gradient that is not finite leaves the state as it was. The metric NONFINITE then
     flags its parameters (one flag a leaf, in tree order).
@@ -239,7 +245,7 @@ def apply_gradients(
     scaled = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
     updates, opt_state = optimizer.update(scaled, state.opt_state, state.params, finite=finite)
     updated = TrainState(
-        params=optax.apply_updates(state.params, updates),
+        params=balanced(optax.apply_updates(state.params, updates), state.params, *balance),
         opt_state=opt_state,
         step=state.step + 1,
     )

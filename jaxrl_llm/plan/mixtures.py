@@ -7,7 +7,7 @@ from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.models.families import check_family
 from jaxrl_llm.plan.roles import Role
 
-_COEFS = ("router_aux_loss_coef", "router_z_loss_coef")
+_COEFS = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate")
 
 
 def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
@@ -36,12 +36,26 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
     if given and (actor is None or actor.spec.config.mixture is None):
         raise ConfigError(
             f"config.actor.{given[0]}={getattr(config.actor, given[0])}: the model that learns has "
-            f"no routers, so the loss would not change; --config.actor.{given[0]}=0 works"
+            f"no routers, so nothing would change; --config.actor.{given[0]}=0 works"
         )
+    _check_scores(config, actor)
     if given and config.actor.lora.enabled:
         raise ConfigError(
             f"config.actor.{given[0]}={getattr(config.actor, given[0])} with config.actor.lora: "
             f"routers are frozen weights and cannot learn; --config.actor.{given[0]}=0 works"
+        )
+
+
+def _check_scores(config: Config, actor: Role | None) -> None:
+    """Raises: ConfigError for a key of the other kind of router."""
+    mixture = None if actor is None else actor.spec.config.mixture
+    if mixture is None:
+        return
+    other = "router_bias_rate" if mixture.scores == "softmax" else "router_z_loss_coef"
+    if value := getattr(config.actor, other):
+        raise ConfigError(
+            f"config.actor.{other}={value}: the router's scores are a {mixture.scores}, which has "
+            f"no such {'bias' if 'bias' in other else 'loss'}; --config.actor.{other}=0 works"
         )
 
 
@@ -83,4 +97,8 @@ def router_loss(config: Config, role: Role) -> RouterLoss:
     if role.spec.config.mixture is None or role.name != "actor":
         return RouterLoss()
     actor = config.actor
-    return RouterLoss(aux_coef=actor.router_aux_loss_coef, z_coef=actor.router_z_loss_coef)
+    return RouterLoss(
+        aux_coef=actor.router_aux_loss_coef,
+        z_coef=actor.router_z_loss_coef,
+        bias_rate=actor.router_bias_rate,
+    )

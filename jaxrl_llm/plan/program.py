@@ -28,7 +28,7 @@ from jaxrl_llm.distributed.multihost import (
 )
 from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.learner.train_state import params_of
+from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
@@ -411,17 +411,19 @@ class Follower:
         """The weights on the role's devices, and the bytes that they moved. A state moves once."""
         if self._last[0] is not state:
             self._last = (None, None, 0)  # the old weights make room
-            found = to_devices(params_of(state), self.role.param_shardings, self._dtype)
+            params, target = params_of(state), self.role.param_shardings
+            found = to_devices(params, target, self._dtype, stays_float32)
             self._last = (state, *found)
         return self._last[1:]
 
     def abstract(self) -> Any:
         """Shape, dtype and sharding of the weights."""
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.dtype(self._dtype), sharding=s),
-            self.role.spec.params,
-            self.role.param_shardings,
-        )
+
+        def one(path: Any, x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            dtype = x.dtype if stays_float32(path) else jnp.dtype(self._dtype)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+        return jax.tree.map_with_path(one, self.role.spec.params, self.role.param_shardings)
 
 
 def _placed(field: Any, *, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -294,7 +294,9 @@ def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | 
 
 def _check_scan(role: str, spec: ModelSpec, pipeline: Pipeline | None) -> None:
     """Raises: ValueError for layers that no loop can run."""
-    kinds = spec.config.layer_kinds
+    kinds: list[Any] = list(spec.config.layer_kinds)
+    if spec.config.mixture is not None:
+        kinds = [(kind, spec.config.mixture_of(i) is None) for i, kind in enumerate(kinds)]
     if pipeline is not None:
         kinds = kinds[: len(kinds) // (pipeline.stages * pipeline.rounds)]
     try:

@@ -90,8 +90,8 @@ def _generation(
 
 
 def _kv_parts(config: ModelConfig, tensor: int) -> int:
-    """Into how many parts a group splits the KV heads; with fewer heads some hold copies."""
-    return min(tensor, config.num_kv_heads)
+    """Into how many parts a group splits the cache's heads; with fewer heads some hold copies."""
+    return min(tensor, config.cache_heads[0])
 
 
 def _forward(model: Model, rows: Rows, devices: Devices) -> float:

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.shapes import num_parameters
+from jaxrl_llm.models.shapes import expert_matmuls, num_parameters, shared_matmuls
 from jaxrl_llm.planner.work import Model, Samples
 
 
@@ -72,14 +72,14 @@ def _packed_lengths(prompts: tuple[int, ...], responses: bytes, row: int, share:
 
 
 def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
-    """Parameters of the matmuls of one layer; of a mixture with so many of its experts, or all."""
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    heads = config.num_heads + 2 * config.num_kv_heads
-    mlp, mixture = 3.0 * D * F, config.mixture
-    if mixture is not None:
-        experts = mixture.num_experts if experts is None else experts
-        mlp = experts * 3.0 * D * mixture.expert_size + D * mixture.num_experts
-    return D * heads * H + config.num_heads * H * D + mlp
+    """Parameters of the matmuls of a layer, their mean; with so many of its experts, or all."""
+    if experts is None:
+        experts = 0 if config.mixture is None else config.mixture.num_experts
+    chosen = experts * expert_matmuls(config)
+    if not config.mixture or not config.mixture.dense_layers:
+        return shared_matmuls(config, 0) + chosen
+    every = sum(shared_matmuls(config, i) for i in range(config.num_layers))
+    return (every + config.num_expert_layers * chosen) / config.num_layers
 
 
 def layer_outputs(config: ModelConfig) -> float:

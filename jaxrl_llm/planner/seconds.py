@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxrl_llm.models.flops import kv_bytes_per_token
+from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.memory import slots_of
 from jaxrl_llm.planner.packing import (
@@ -102,7 +102,7 @@ def _computing(
     config, rates = model.config, devices.rates
     layers = 2.0 * config.num_layers * active_weights(config) * rows.tokens
     head = 2.0 * head_weights(model) * (rows.targets if _packed(model) else rows.tokens)
-    attention = 4.0 * config.num_layers * config.num_heads * config.head_dim * rows.pairs
+    attention = 4.0 * config.num_layers * config.num_heads * attended_dim(config) * rows.pairs
     again = RECOMPUTED[model.settings.remat]
     if update:
         frozen = bool(model.adapters)  # weights without a gradient
@@ -220,7 +220,7 @@ def _decode_seconds(
     n = samples.responses.shape[1]
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
     tokens = reads * float(samples.prompts.mean()) + cached
-    parts = min(tensor, config.num_kv_heads)
+    parts = min(tensor, config.cache_heads[0])
     cache = tokens * kv_bytes_per_token(config, small) / parts / rates.cache
     fixed = config.num_layers * DECODE_LAYER
     sampling = live * config.vocab_size * SAMPLING_BYTES / tensor / rates.memory
@@ -231,4 +231,6 @@ def _prefill_flops(model: Model, samples: Samples) -> float:
     config = model.config
     dense = 2.0 * config.num_layers * active_weights(config) * samples.prompts.sum()
     squares = (samples.prompts.astype(float) ** 2).sum() / 2
-    return float(dense + 4.0 * config.num_layers * config.num_heads * config.head_dim * squares)
+    return float(
+        dense + 4.0 * config.num_layers * config.num_heads * attended_dim(config) * squares
+    )

@@ -193,21 +193,41 @@ MODEL_OF_EXPERTS = MODEL | {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
-
-
+# A dense layer, then latent attention's other layer with groups of experts and a shared one.
+DEEPSEEK = MODEL | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 GPT_OSS = MODEL_OF_EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
+MODELS = {
+    "qwen3_moe": (MODEL_OF_EXPERTS, {"router_z_loss_coef": 0.1}),
+    "deepseek_v3": (DEEPSEEK, {"router_bias_rate": 0.1}),
+    "gpt_oss": (GPT_OSS, {"router_z_loss_coef": 0.1}),
+}
 
 
-def iterate(model_type="qwen3_moe", **sizes):
+def iterate(family="qwen3_moe", **sizes):
     """Batch, metrics and weights after an iteration of GRPO on a mesh of these sizes."""
+    model, router = MODELS[family]
     mesh, config = MeshConfig(**sizes), tiny_config(model_reward=False)
     actor = replace(
         config.actor,
-        hf_config=GPT_OSS if model_type == "gpt_oss" else MODEL_OF_EXPERTS,
+        hf_config=model,
         ppo_epochs=1,
         optimizer=OPTIMIZER,
         router_aux_loss_coef=0.1,
-        router_z_loss_coef=0.1,
+        **router,
     )
     config = replace(config, actor=actor, algorithm=c.GRPO(use_kl_loss=True), mesh=mesh)
     config = in_micro_batches(config, 8 // mesh.num_replicas)
@@ -220,20 +240,20 @@ one_device = functools.cache(iterate)
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("family", "sizes"),
     [
-        {"expert": 2, "fsdp": 2, "tensor": 2},
-        {"data": 2, "expert": 4},
-        {"data": 2, "fsdp": 2},
-        {"model_type": "gpt_oss", "expert": 2, "fsdp": 2, "tensor": 2},
+        ("qwen3_moe", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 4}),
+        ("qwen3_moe", {"data": 2, "fsdp": 2}),
+        ("deepseek_v3", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}),
     ],
     ids=str,
 )
 @pytest.mark.slow
-def test_an_iteration_equals_one_device(sizes):
-    batch, metrics, params = iterate(**sizes)
-    model_type = sizes.get("model_type", "qwen3_moe")
-    expected_batch, expected_metrics, expected_params = one_device(model_type)
+def test_an_iteration_equals_one_device(family, sizes):
+    batch, metrics, params = iterate(family, **sizes)
+    expected_batch, expected_metrics, expected_params = one_device(family)
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)
     names = [n for n in expected_metrics if n.endswith(("_loss", "grad_norm", "router_load"))]
     assert {"actor/pg_loss", "actor/router_aux_loss", "actor/router_z_loss"} <= set(names)

@@ -336,6 +336,102 @@ CASES: dict[str, dict[str, Any]] = {
         )
         | {"intermediate_size": 12},
     ),
+    # A dense layer, then groups of experts of which one is closed; YaRN with both scales.
+    "deepseek_v3": case(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **sizes(
+            16,
+            3,
+            3,
+            first_k_dense_replace=1,
+            q_lora_rank=12,
+            kv_lora_rank=10,
+            qk_nope_head_dim=6,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            n_routed_experts=6,
+            n_group=3,
+            topk_group=2,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            n_shared_experts=2,
+            routed_scaling_factor=1.5,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+            },
+        ),
+    ),
+    # Queries without a small vector, halves of a head, no groups, weights that do not add up to 1.
+    "deepseek_v3_plain": case(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        **sizes(
+            16,
+            2,
+            2,
+            first_k_dense_replace=0,
+            q_lora_rank=None,
+            kv_lora_rank=6,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            norm_topk_prob=False,
+            rope_interleave=False,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "glm4_moe_lite": case(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        **sizes(
+            16,
+            2,
+            2,
+            q_lora_rank=8,
+            kv_lora_rank=6,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+        ),
+    ),
+    "deepseek_v3_scalar": case(
+        "deepseek_v3",
+        "DeepseekV3ForSequenceClassification",
+        **sizes(
+            16,
+            2,
+            2,
+            first_k_dense_replace=1,
+            q_lora_rank=None,
+            kv_lora_rank=6,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=4,
+            v_head_dim=8,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            id2label={"0": "LABEL_0"},
+            label2id={"LABEL_0": 0},
+            pad_token_id=0,
+        ),
+    ),
 }
 
 
@@ -352,6 +448,9 @@ def build(config: dict[str, Any], seed: int) -> Any:
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(1.0 + 0.2 * noise if "norm" in name else 0.25 * noise)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -81,6 +81,46 @@ def test_output_and_choice_are_those_of_a_loop_over_tokens(normalized):
     assert routed.tokens == 12
 
 
+def test_a_sigmoid_router_chooses_within_open_groups():
+    """By hand, in float64: the bias is in the choice of groups and experts, not in the weights."""
+    mixture = Mixture(
+        num_experts=6,
+        experts_per_token=3,
+        expert_size=5,
+        normalized=True,
+        scores="sigmoid",
+        num_groups=3,
+        groups_per_token=2,
+        scaling=2.5,
+        shared_size=4,
+    )
+    graphdef, state, x = experts(mixture)
+    y, routed = run(graphdef, state, x)
+    weights = {p: np.asarray(v, np.float64) for p, v in flat(state).items()}
+    silu = lambda z: z / (1 + np.exp(-z))  # noqa: E731
+    for b, t in np.ndindex(B, T):
+        token = np.asarray(x[b, t], np.float64)
+        scores = 1 / (1 + np.exp(-token @ weights["router", "kernel"]))
+        choice = scores + weights["router", "balance"]
+        groups = [np.sort(choice[2 * g : 2 * g + 2]).sum() for g in range(3)]
+        closed = int(np.argmin(groups))
+        choice[2 * closed : 2 * closed + 2] = -np.inf
+        best = np.argsort(-choice)[:3]
+        np.testing.assert_array_equal(routed.chosen_BTK[b, t], best)
+        out = 0.0
+        for e in best:
+            hidden = silu(token @ weights["gate", "kernel"][e]) * (
+                token @ weights["up", "kernel"][e]
+            )
+            share = 2.5 * scores[e] / scores[best].sum()
+            out = out + share * (hidden @ weights["down", "kernel"][e])
+        shared = {name: weights["shared", name, "kernel"] for name in ("gate", "up", "down")}
+        out += (silu(token @ shared["gate"]) * (token @ shared["up"])) @ shared["down"]
+        np.testing.assert_allclose(y[b, t], out, rtol=1e-4, atol=1e-4)
+    probs = routed.probs_E.sum() / routed.tokens
+    np.testing.assert_allclose(probs, 1.0, rtol=1e-5)
+
+
 def test_all_tokens_may_choose_one_expert():
     mixture = replace(MIXTURE, experts_per_token=1, normalized=False)
     graphdef, state, x = experts(mixture)

@@ -42,7 +42,8 @@ def both(name):
         node = params
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = jnp.asarray(tensor.to_ours(weights[tensor.name]))
+        parts = [part.to_ours(weights[part.name]) for part in tensor.parts]
+        node[path[-1]] = jnp.asarray(tensor.joined(parts))
     return theirs, model_spec(config), params
 
 
@@ -90,7 +91,7 @@ def test_packed_rows(name):
         np.testing.assert_allclose(found, expected, atol=1e-4 * max(scale, 1.0), err_msg=path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"])
 def test_greedy_generation(name):
     """Our prefill of padded prompts and our decode steps choose the tokens of theirs."""
     theirs, spec, params = both(name)

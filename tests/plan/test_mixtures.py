@@ -26,6 +26,22 @@ EXPERTS = {
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
 GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 96,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 
 def planned(model, **changes):
@@ -79,6 +95,19 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         ),
         (OLMOE, {}, "olmoe has no scalar model"),
         (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
+        (EXPERTS, {"actor": {"router_bias_rate": 0.1}}, "softmax.*no such bias.*bias_rate=0 works"),
+        (DEEPSEEK, {"actor": {"router_z_loss_coef": 0.1}}, "sigmoid.*no such loss.*coef=0 works"),
+        ({"vocab_size": 96}, {"actor": {"router_bias_rate": 0.1}}, "router_bias_rate=0 works"),
+        (
+            DEEPSEEK,
+            {"actor": {"lora": LoraConfig(rank=2, targets=("o_proj",)), "router_bias_rate": 0.1}},
+            "routers are frozen weights.*router_bias_rate=0 works",
+        ),
+        (DEEPSEEK, {"actor": {"scan_layers": True}}, "set scan_layers to false"),
+        (DEEPSEEK, {"exact": "strict"}, "exact=repeatable works"),
+        (DEEPSEEK, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
+        (DEEPSEEK, {"mesh": {"pipeline": 2}}, "mesh.pipeline=1 works"),
+        (DEEPSEEK | {"num_key_value_heads": 2}, {}, "num_kv_heads 2 with latent attention"),
     ],
 )
 def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
@@ -95,6 +124,7 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
         (EXPERTS, {"lora": LoraConfig(rank=2)}),
         (GPT_OSS, {"micro_batch_tokens": 24}),
         (GPT_OSS, {"lora": ATTENTION}),
+        (DEEPSEEK, {"micro_batch_tokens": 24, "router_bias_rate": 0.1}),
     ],
     ids=str,
 )

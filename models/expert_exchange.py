@@ -9,36 +9,18 @@ Shape letters: N tokens of a device, K experts of a token, P = N * K rows of a d
 C rows of a round from one device to another, S = G * C, D hidden, E experts of a device.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
+from jaxrl_llm.models.expert_dispatch import round_rows
 from jaxrl_llm.models.expert_rows import Kernels, computed_experts, moved
 from jaxrl_llm.models.layers import PROJECTION
 
-SLACK = 1.25  # rows of a round over those of even loads
-
 Axes = tuple[str, ...]
-
-
-def round_rows(rows: int, devices: int) -> int:
-    """C, of the P rows of a device."""
-    return math.ceil(SLACK * rows / devices)
-
-
-def exchanges_rows(tokens: int, experts_of_token: int, devices: int, dtype: DTypeLike) -> bool:
-    """Whether one round moves fewer bytes than a gather of all tokens does.
-
-    A round brings each device G - 1 times C rows of inputs and as many outputs. A gather brings
-    the tokens of G - 1 devices, and in float32 the sums of its own tokens from G - 1 devices.
-    """
-    item = jnp.dtype(dtype).itemsize
-    return 2 * item * round_rows(tokens * experts_of_token, devices) < (item + 4) * tokens
 
 
 def rows_by_exchange(

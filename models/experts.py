@@ -22,7 +22,8 @@ from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
 from jaxrl_llm.models.config import BALANCE, Mixture, ModelConfig
-from jaxrl_llm.models.expert_exchange import exchanges_rows, rows_by_exchange
+from jaxrl_llm.models.expert_dispatch import exchanges_rows
+from jaxrl_llm.models.expert_exchange import rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
 from jaxrl_llm.models.layers import MLP, parameter
 
@@ -227,7 +228,7 @@ def _split_experts(
         _, B, T, D = x_1BTD.shape
         own: Kernels = jax.tree.map(lambda w: w[0, 0], copies)
         split = group == experts and size > 1
-        if split and exchanges_rows(B * T, chosen_BTK.shape[-1], size, x_1BTD.dtype):
+        if split and exchanges_rows(B * T, chosen_BTK.shape[-1], size, x_1BTD.dtype.itemsize):
             x_ND, weights_NK, chosen_NK = (
                 x.reshape(B * T, -1) for x in (x_1BTD, weights_1BTK, chosen_BTK)
             )
@@ -303,10 +304,8 @@ def _copied(
     if weights.bias is not None:
         near = tuple(axis for axis in apart if axis in stored)
         bias = _copies(layout, near, _copies(layout, far, weights.bias))
-        copies, specs = (
-            replace(copies, bias=bias),
-            replace(specs, bias=P(near, far, experts, heads)),
-        )
+        copies = replace(copies, bias=bias)
+        specs = replace(specs, bias=P(near, far, experts, heads))
     if weights.a is None:
         return copies, specs
     a, a_spec = one(weights.a, *((1, None) if inner == 1 else (None, 1)))

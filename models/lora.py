@@ -82,13 +82,21 @@ class Lora:
             if self.adapts_experts:
                 raise ValueError(
                     f"lora.{what}={getattr(self, what)} with adapters of experts: leave it out, or "
-                    "set lora.targets=q_proj,k_proj,v_proj,o_proj"
+                    f"set lora.targets={self._without_experts()}"
                 )
         for what in (name for name, given in unlike.items() if given):
             if self.dropout:
                 raise ValueError(f"lora.dropout={self.dropout} with {what}: set it to 0")
             if not self.merge:
                 raise ValueError(f"lora.merge=False with {what}: leave it True")
+
+    def _without_experts(self) -> str:
+        """Targets of the chosen modules that no expert has, or those of usual attention."""
+        ends = {False: set[str](), True: set[str]()}
+        for name in self.modules:
+            ends[EXPERTS in name].add(name.rpartition(".")[2])
+        others = sorted(ends[False] - ends[True], key=lambda end: ("qkvo".find(end[0]), end))
+        return ",".join(others) or "q_proj,k_proj,v_proj,o_proj"
 
     @property
     def scale(self) -> float:

@@ -171,8 +171,9 @@ def num_parameters(config: ModelConfig) -> int:
     experts = 0 if config.mixture is None else config.mixture.num_experts
     matmuls = sum(shared_matmuls(config, i) for i in range(config.num_layers))
     matmuls += config.num_expert_layers * experts * expert_matmuls(config)
+    of_experts = config.num_expert_layers * experts * expert_biases(config)
     if config.expert_bias:
-        matmuls += config.num_expert_layers * experts * (_expert_biases(config) + 1)
+        of_experts += config.num_expert_layers * experts  # of the router
     biases = (N + 2 * K) * H if config.attention_bias else 0
     biases += D if config.attention_out_bias else 0
     biases += N if config.attention_sinks else 0
@@ -185,7 +186,7 @@ def num_parameters(config: ModelConfig) -> int:
     balance = 0
     if config.mixture is not None and config.mixture.scores == "sigmoid":
         balance = config.num_expert_layers * experts
-    return matmuls + config.num_layers * (biases + norms) + balance + tables + D
+    return matmuls + config.num_layers * (biases + norms) + of_experts + balance + tables + D
 
 
 def attention_matmuls(config: ModelConfig) -> int:
@@ -211,16 +212,18 @@ def expert_matmuls(config: ModelConfig) -> int:
     return 0 if config.mixture is None else 3 * config.hidden_size * config.mixture.expert_size
 
 
+def expert_biases(config: ModelConfig) -> int:
+    """Parameters of the biases of one expert."""
+    if config.mixture is None or not config.expert_bias:
+        return 0
+    return 2 * config.mixture.expert_size + config.hidden_size
+
+
 def active_parameters(config: ModelConfig) -> int:
     """Parameters of the language model that one token is computed with; all of a dense model."""
     mixture = config.mixture
     if mixture is None:
         return num_parameters(config)
     idle = mixture.num_experts - mixture.experts_per_token
-    each = expert_matmuls(config) + (_expert_biases(config) if config.expert_bias else 0)
+    each = expert_matmuls(config) + expert_biases(config)
     return num_parameters(config) - config.num_expert_layers * idle * each
-
-
-def _expert_biases(config: ModelConfig) -> int:
-    """Biases of the projections of one expert, where experts have them."""
-    return 0 if config.mixture is None else 2 * config.mixture.expert_size + config.hidden_size

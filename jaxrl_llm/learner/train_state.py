@@ -130,6 +130,7 @@ def cast(params: Params, dtype: str) -> Params:
         if isinstance(x, Weight):
             assert x.computed.dtype == dtype, (x.computed.dtype, dtype)
             return x
-        return x if stays_float32(path) or x.dtype == FLOAT8 else x.astype(dtype)
+        keeps = stays_float32(path) or x.dtype == FLOAT8
+        return x if keeps else x.astype(dtype)
 
     return jax.tree.map_with_path(one, params, is_leaf=lambda x: isinstance(x, Weight))

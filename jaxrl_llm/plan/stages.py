@@ -166,7 +166,7 @@ class Generation:
     def keys(self, steps: jax.Array) -> jax.Array:
         """The keys of steps, one or [N], from which those of their samples are made."""
         fold = partial(jax.random.fold_in, jax.random.key(self.seed))
-        return jax.vmap(fold)(steps) if steps.ndim else fold(steps)
+        return jax.vmap(fold)(steps) if jnp.ndim(steps) else fold(steps)
 
     def compiler_options(self, role: Role) -> dict[str, bool]:
         """XLA's, for a program that generates a batch, with greedy answers or without."""

@@ -6,11 +6,13 @@ micro-batch, `tensor` moves activations, `sequence` keys and values, `data` grad
 compiles the programs reads the bytes from them instead.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxrl_llm.models.expert_dispatch import exchanges_rows, round_rows
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import (
     Rows,
@@ -130,18 +132,28 @@ def _tokens(model: Model, rows: Rows, devices: Devices, *, update: bool) -> dict
     """Tokens on their way to the experts of a group, and float32 sums on their way back.
 
     A token goes to every device of the group, with the weights and numbers of its experts. An
-    update gathers it again unless it is kept. The gradients of both ways are float32.
+    update gathers it again unless it is kept. The gradients of both ways are float32. Where that is
+    fewer bytes, each (token, expert) row goes to one device instead, with the number of its expert.
+    Even loads need one round.
     """
     mixture, others = model.config.mixture, devices.mesh.expert - 1
     if mixture is None:
         return {}
     size, chosen = model.config.hidden_size, mixture.experts_per_token
+    tokens, layers = math.ceil(rows.tokens), model.config.num_expert_layers
+    if exchanges_rows(tokens, chosen, others + 1, model.itemsize):
+        of_round = round_rows(tokens * chosen, others + 1)
+        forward = 2 * model.itemsize * size + 4
+        backward = 3 * model.itemsize * size + 4
+        again = 2 if model.settings.remat == "full" else 1
+        each = again * forward + backward if update else forward
+        return {"expert": each * of_round * others * layers}
     there, back = model.itemsize * size + 8 * chosen, 4 * size
     each = there + back
     if update:
         again = there if model.settings.remat != "none" else 0
         each += again + 4 * (size + chosen) + back
-    return {"expert": each * rows.tokens * others * model.config.num_layers}
+    return {"expert": each * rows.tokens * others * layers}
 
 
 def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> dict[str, float]:

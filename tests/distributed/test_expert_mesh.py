@@ -27,7 +27,7 @@ from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import Layout, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
-from jaxrl_llm.models.expert_exchange import exchanges_rows
+from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
 
@@ -160,7 +160,7 @@ def test_an_exchange_moves_the_bytes_that_the_page_says():
 def test_the_cheaper_way_is_chosen():
     """8 experts of a token: from 8 devices on. 2 experts: from 2 devices on."""
     for experts_of_token, first in ((8, 8), (2, 2), (1, 2)):
-        chosen = [n for n in (2, 4, 8, 16) if exchanges_rows(4096, experts_of_token, n, "bfloat16")]
+        chosen = [n for n in (2, 4, 8, 16) if exchanges_rows(4096, experts_of_token, n, 2)]
         assert chosen == [n for n in (2, 4, 8, 16) if n >= first]
 
 

@@ -103,6 +103,11 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
             {"actor": {"lora": LoraConfig(rank=2, targets=("o_proj",)), "router_bias_rate": 0.1}},
             "routers are frozen weights.*router_bias_rate=0 works",
         ),
+        (
+            DEEPSEEK,
+            {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}},
+            "targets=q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj$",
+        ),
         (DEEPSEEK, {"actor": {"scan_layers": True}}, "set scan_layers to false"),
         (DEEPSEEK, {"exact": "strict"}, "exact=repeatable works"),
         (DEEPSEEK, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
@@ -125,6 +130,7 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
         (GPT_OSS, {"micro_batch_tokens": 24}),
         (GPT_OSS, {"lora": ATTENTION}),
         (DEEPSEEK, {"micro_batch_tokens": 24, "router_bias_rate": 0.1}),
+        (DEEPSEEK, {"lora": LoraConfig(rank=2)}),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 from tiny import MODEL
 
 from jaxrl_llm import config as c
@@ -22,6 +23,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.launch import commands
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.decoder import Block, rematerialised
+from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
 from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.models.layers import rope_tables
@@ -182,22 +184,31 @@ def test_a_response_that_goes_on_takes_the_cache_of_the_engine():
 
 
 def collectives(jaxpr) -> float:
-    """Bytes that a device receives in the gathers and scattered sums of a program."""
+    """Bytes that a device receives in gathers, scattered sums and exchanges of a program.
+
+    What no result needs is left out, as XLA leaves it out.
+    """
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     total = 0.0
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("all_gather", "reduce_scatter"):
+        name = equation.primitive.name
+        if name in ("all_gather", "reduce_scatter", "all_to_all"):
             (first,), (last,) = equation.invars, equation.outvars
-            total += abs(last.aval.size - first.aval.size) * first.aval.dtype.itemsize
+            moved = abs(last.aval.size - first.aval.size)
+            if name == "all_to_all":  # of two devices: half of the rows stay
+                moved = first.aval.size / 2
+            total += moved * first.aval.dtype.itemsize
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             total += collectives(inner)
     return total
 
 
-def test_tokens_go_to_experts_and_come_back_as_in_the_layer():
+@pytest.mark.parametrize("chosen", [2, 1], ids=["gathered", "exchanged"])
+def test_tokens_go_to_experts_and_come_back_as_in_the_layer(chosen):
     """The weights of experts do not move along the axis."""
     hf = MODEL | {
         **{"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "norm_topk_prob": True},
-        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"num_experts_per_tok": chosen, "moe_intermediate_size": 16},
     }
     config = tiny(c.GRPO(), c.MeshConfig(expert=2, fsdp=2))
     config = replace(config, actor=replace(config.actor, hf_config=hf))
@@ -205,14 +216,15 @@ def test_tokens_go_to_experts_and_come_back_as_in_the_layer():
     model, D, rows = work.actor.config, work.actor.config.hidden_size, 8
     layout = train_layout(make_mesh(expert=2, fsdp=2), 2)
     kernels = [jnp.zeros(shape) for shape in ((8, D, 16), (8, D, 16), (8, 16, D))]
-    tokens, weights = jnp.zeros((rows, 4, D)), jnp.zeros((rows, 4, 2))
-    chosen = jnp.zeros((rows, 4, 2), jnp.int32)
+    tokens, weights = jnp.zeros((rows, 4, D)), jnp.zeros((rows, 4, chosen))
+    numbers = jnp.zeros((rows, 4, chosen), jnp.int32)
 
     def loss(tokens, weights, kernels):
-        return experts_of_tokens(tokens, weights, chosen, kernels).sum()
+        return experts_of_tokens(tokens, weights, numbers, tuple(map(Stacked, kernels))).sum()
 
     with layout.scope():
-        made = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(tokens, weights, tuple(kernels))
+        run = jax.value_and_grad(loss, (0, 1, 2))
+        made = jax.make_jaxpr(run)(tokens, weights, tuple(kernels))
     devices = Devices(mesh=config.mesh, hosts=1, rates=H200)
     packed = Rows(micro_batches=1, tokens=rows * 4 // 4, targets=8, pairs=8.0, row_tokens=8)
     found = of_update(work.actor, packed, devices).received
@@ -236,7 +248,9 @@ def test_a_norm_behind_a_projection_keeps_what_it_reads():
     def kept(norms):
         """Bytes of tokens that the gradient function of a layer holds, and those planned."""
         model = replace(actor.config, norms=norms)
-        block = Block(model, kind=model.layer_kinds[0], form="separate", dtype=jnp.float32)
+        block = Block(
+            model, kind=model.layer_kinds[0], mixture=None, form="separate", dtype=jnp.float32
+        )
         graphdef, state = nnx.split(block)
 
         def layer(state, x):

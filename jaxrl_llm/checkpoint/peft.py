@@ -28,7 +28,15 @@ from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.hf import HFStack, HFTensor, Names
 from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora
 
-__all__ = ["CONFIG", "WEIGHTS", "adapter_tensors", "export_adapter", "import_adapter", "read_lora"]
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "adapter_tensors",
+    "export_adapter",
+    "import_adapter",
+    "lost_by_peft",
+    "read_lora",
+]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -104,9 +112,15 @@ def export_adapter(
     directory.
 
     Requires: all processes call this. Process 0 writes.
+    Raises: ConfigError for an adapter that PEFT would lose.
     """
     directory, lora = Path(directory), spec.lora
     assert lora is not None
+    if lost := lost_by_peft(spec.config, spec.kind, lora.modules):
+        raise ConfigError(
+            f"PEFT loses the adapter of {lost[0]}: with transformers 5 it takes each module of "
+            "that name for one of the experts. Write the merged model, without --adapter"
+        )
 
     @lru_cache(maxsize=1)  # the experts of a stack follow each other
     def fetched(path: Leaf) -> np.ndarray:
@@ -134,6 +148,17 @@ def export_adapter(
             tensor.fetch()  # fetching from several processes is a collective
     multihost.barrier(f"export {directory}")
     return directory
+
+
+def lost_by_peft(config: ModelConfig, kind: Kind, modules: Iterable[str]) -> list[str]:
+    """Those of `modules` that are no experts, and that PEFT 0.21 takes for experts by their end.
+
+    They are in dense layers and in shared experts.
+    """
+    names = hf_names(config, kind).values()
+    experts = {_module(each.name) for each in names if isinstance(each, HFStack)}
+    ends = {module.rpartition(".")[2] for module in experts}
+    return sorted(m for m in modules if m not in experts and m.rpartition(".")[2] in ends)
 
 
 def _of_expert(tensor: HFTensor, expert: int, stack: Callable[[], np.ndarray]) -> np.ndarray:

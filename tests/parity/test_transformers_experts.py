@@ -15,7 +15,8 @@ from tiny_iteration import random_params
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
 from jaxrl_llm.checkpoint.mxfp4 import unpacked
-from jaxrl_llm.checkpoint.peft import export_adapter, import_adapter, read_lora
+from jaxrl_llm.checkpoint.peft import export_adapter, import_adapter, lost_by_peft, read_lora
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.learner.forward import ForwardSettings, response_statistics
 from jaxrl_llm.learner.micro_batches import Packed
 from jaxrl_llm.learner.router_losses import load_balance
@@ -163,7 +164,13 @@ def test_adapters_of_experts_are_those_of_peft(folder, tmp_path):
     modules = chosen_modules(
         ["all-linear"], [t.name for t in hf_names(config, "causal_lm").values()]
     )
-    spec = model_spec(config, lora=Lora(rank=3, alpha=5.0, modules=modules))
+    lost = lost_by_peft(config, "causal_lm", modules)
+    assert bool(lost) == bool(config.mixture.shared_size)
+    if lost:
+        whole = model_spec(config, lora=Lora(rank=3, alpha=5.0, modules=modules))
+        with pytest.raises(ConfigError, match=f"{lost[0]}.*Write the merged model"):
+            export_adapter(tmp_path / "lost", whole, {}, base=str(path))
+    spec = model_spec(config, lora=Lora(rank=3, alpha=5.0, modules=modules - {*lost}))
     base = import_params(path, model_spec(config))
     own = random_params(spec.learned, 1, 0.2)
     out = export_adapter(tmp_path / "adapter", spec, own, base=str(path))

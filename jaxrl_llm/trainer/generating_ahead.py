@@ -33,6 +33,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed import crossing
 from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.generation.partial_responses import NO_VERSION
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.online import AHEAD, Iteration
@@ -233,11 +234,28 @@ class AheadBatches(PromptBatches):
             going = tuple(each for each in self._ahead if each.version < version)
             for each in going:
                 each.version = version
+            if version and not self._ahead:
+                going = self._begun_late(version, timer)
+                self._ahead.extend(going)
         for step in range(version + len(self._ahead) + 1, last + 1):
             each = Ahead(step=step, version=version)
             self._begin(each, states, timer, going)
             self._ahead.append(each)
             going = ()
+
+    def _begun_late(self, version: int, timer: Timer) -> tuple[Ahead, ...]:
+        """Batches whose earlier versions did nothing: a resume that can use none of those kept.
+
+        They have no token yet, and go on beside the next batch, which `version` begins.
+        """
+        number, late = self.plan.config.max_staleness, []
+        for step in range(version + 1, version + 1 + number):
+            each = Ahead(step=step, version=version)
+            only = self._draw(each, timer, version)
+            blank = self._blanks(only.batch)
+            only.batch = only.batch.replace(**{name: blank[name] for name in CONTINUED})
+            late.append(each)
+        return tuple(late)
 
     def _begin(
         self, each: Ahead, states: States, timer: Timer, going: tuple[Ahead, ...] = ()
@@ -328,7 +346,10 @@ class AheadBatches(PromptBatches):
             unfinished = self._run_together(going, each, iteration, weights, timer)
         except BaseException as error:
             for older in going:
-                older.fail(error)
+                if (
+                    not older.generated.done()
+                ):  # else its responses are whole, and may be graded now
+                    older.fail(error)
             raise
         for batch, left in zip((*going, each), unfinished, strict=True):
             if not left and not batch.generated.done():
@@ -357,6 +378,15 @@ class AheadBatches(PromptBatches):
             )
             for older, part, count in zip(sound, parts, counts, strict=False)
         }
+        for (
+            older
+        ) in sound:  # one that began late has the metrics of this call, and none of its work
+            own = older.rounds[0]
+            own.found = own.found or {
+                name: 0.0 if name in COUNTS else float(value)
+                for name, value in fetch(dict(found)).items()
+                if name != UNFINISHED
+            }
         new = only.batch.replace(**{name: batch[name] for name in CONTINUED})
         return [*(left.get(id(older), 0) for older in going), only.add(new, found)]
 
@@ -436,6 +466,14 @@ class AheadBatches(PromptBatches):
         return jax.jit(older_fields, out_shardings=batch_sharding(self.plan.learner.mesh))
 
     @cached_property
+    def _blanks(self) -> Callable[..., dict[str, jax.Array]]:
+        response = self.plan.config.data.max_response_length
+        return jax.jit(
+            partial(_blank, response=response),
+            out_shardings=batch_sharding(self.plan.learner.mesh),
+        )
+
+    @cached_property
     def _apart(self) -> Callable[..., list[dict[str, jax.Array]]]:
         number = self.plan.config.max_staleness
 
@@ -468,7 +506,7 @@ def _blank(new: Any, response: int) -> dict[str, Any]:
     none = jnp.zeros_like(new.prompts, shape=(new.prompts.shape[0], response))
     return {
         **{name: new[name] for name in CONTINUING_READS if name not in CONTINUED},
-        **dict(zip(CONTINUED, (none, none * 0.0, none * 0.0, none), strict=True)),
+        **dict(zip(CONTINUED, (none, none * 0.0, none * 0.0, none + NO_VERSION), strict=True)),
     }
 
 

@@ -245,6 +245,16 @@ def test_other_settings_generate_again_what_was_ahead(tmp_path, apart):
     assert {key: s["prompt"] for key, s in again.samples("train").items()} == prompts
 
 
+@pytest.mark.parametrize("changes", [{"partial_rollouts": "2"}, {"max_staleness": "1"}], ids=str)
+def test_parts_begin_again_after_a_resume_with_other_settings(tmp_path, in_parts, changes):
+    """Nothing of the batches ahead can be used: they begin under the policy of the resume."""
+    again = resume_copy(tmp_path, in_parts, **(LEARNING_IN_PARTS | changes))
+    assert list(again.metrics()) == list(in_parts.metrics())
+    *_, start, last = in_parts.saved_steps()
+    versions = [s["policy_version"] for (at, _), s in again.samples("train").items() if at == last]
+    assert versions and min(versions) == start == max(versions)
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"max_staleness": "2"}, {"rollout.n": "4"}, FILTER], ids=str
 )

@@ -5,12 +5,19 @@ import io
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import NoReturn
+from unittest import mock
+
+from jaxrl_llm.launch import runtime
 
 
 def run_here(command: Callable[[], NoReturn], words: Sequence[str]) -> subprocess.CompletedProcess:
-    """What `command`, which exits, printed, and its exit code. `words` are for messages."""
+    """What `command`, which exits, printed, and its exit code. `words` are for messages.
+
+    A process of its own would end at once although programs are being compiled. This one goes on.
+    """
     output, errors, code = io.StringIO(), io.StringIO(), None
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    goes_on = mock.patch.object(runtime, "_compiles", lambda: False)
+    with goes_on, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             command()
         except SystemExit as ended:

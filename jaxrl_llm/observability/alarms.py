@@ -108,22 +108,22 @@ class Deviation(Level):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factor(Level):
-    """How far from 1 a level is: the larger of the value and its inverse."""
-
-    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
-        for name, value in super().subjects(metrics):
-            if value > 0:
-                yield name, max(value, 1 / value)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fresh(Level):
     """A level that counts only where the samples come from the newest policy."""
 
     def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
         if not metrics.get("rollout/staleness"):
             yield from super().subjects(metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor(Fresh):
+    """How far from 1 a level is: the larger of the value and its inverse."""
+
+    def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
+        for name, value in super().subjects(metrics):
+            if value > 0:
+                yield name, max(value, 1 / value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.plan.continuing import ContinueResponses
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, plan
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.scores import HostReward
-from jaxrl_llm.plan.stages import ContinueResponses, Generate, GenerateGreedily
+from jaxrl_llm.plan.stages import Generate, GenerateGreedily
 from jaxrl_llm.types import INPUT_FIELDS
 
 SCORE = "score"  # by which groups are filtered where no part of the reward is named

@@ -25,7 +25,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.train_step import Measure
-from jaxrl_llm.plan import stages
+from jaxrl_llm.plan import continuing, stages
 from jaxrl_llm.plan.collecting import collected_stages, continuing_program
 from jaxrl_llm.plan.correction import correction
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
@@ -106,10 +106,10 @@ class Iteration:
         batch = self.program.trace(states, self.abstract_batch())
         if self.continuing is not None:
             older = [
-                {name: batch[name] for name in stages.CONTINUING_READS}
+                {name: batch[name] for name in continuing.CONTINUING_READS}
             ] * self.config.max_staleness
             steps = jax.ShapeDtypeStruct((len(older),), jnp.int32)
-            found = jax.eval_shape(stages.older_fields, older, steps)
+            found = jax.eval_shape(continuing.older_fields, older, steps)
             sharding = batch_sharding(self.mesh)
             beside = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -60,6 +60,7 @@ class Batches(ABC):
     """A source of batches. Its position is its loader's, which is part of a checkpoint."""
 
     loader: Any
+    saving_s = 0.0  # the longest call of `saved`
 
     @property
     @abstractmethod

@@ -18,6 +18,7 @@ A checkpoint keeps what was generated, also what is unfinished. The loader draws
 and the host grades them again.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,17 +36,12 @@ from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.partial_responses import NO_VERSION
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.continuing import CONTINUED, CONTINUING_READS, OLDER, older_fields
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.online import AHEAD, Iteration
 from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE
 from jaxrl_llm.plan.program import MOVED
-from jaxrl_llm.plan.stages import (
-    CONTINUED,
-    CONTINUING_READS,
-    OLDER,
-    UNFINISHED,
-    older_fields,
-)
+from jaxrl_llm.plan.stages import UNFINISHED
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.trainer.signals import host_work
@@ -181,11 +177,13 @@ class AheadBatches(PromptBatches):
         return super().finish(step, batch, context, found)
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
+        started = time.perf_counter()
         # Responses that go on share the call of the next batch, so that one begins now too.
         more = 1 if self.plan.config.partial_rollouts else 0
         self._fill(step, step + self.plan.config.max_staleness + more, states, self._saving)
         self._take_over(self._saving)
         ahead = tuple(self._ahead) if self._settled() else ()
+        self.saving_s = max(self.saving_s, time.perf_counter() - started)
         batches = [
             {
                 "step": each.step,

@@ -233,12 +233,15 @@ class Run:
         config = self.config
         profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
         self.stack.callback(profiler.close)
-        deadline = Deadline(
-            at=self.save_by, save_s=self.checkpoints.save_seconds, message=self.output.message
-        )
-        asked = self.stack.enter_context(stop_requests())
         batches = self._batches()
         self.stack.callback(batches.close)
+        deadline = Deadline(
+            at=self.save_by,
+            # What is generated ahead is made ready before it is written.
+            save_s=lambda: self.checkpoints.save_seconds() + batches.saving_s,
+            message=self.output.message,
+        )
+        asked = self.stack.enter_context(stop_requests())
         return Training(
             plan=self.plan,
             batches=batches,

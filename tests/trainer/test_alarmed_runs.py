@@ -22,6 +22,7 @@ SMALL = {
     "actor.ppo_epochs": "1",
     "checkpoint.best_metric": "",
     "checkpoint.asynchronous": "false",
+    "checkpoint.keep_latest": "2",
     "log.tensorboard": "false",
     "alarms": "off",
 }

@@ -82,7 +82,7 @@ def decode(
 
     # Slots were refilled before this step, so a sample that is still ready found no page.
     num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
-    stalled = jnp.minimum(num_free, queue.ends_G1[state.prefilled] - state.head)
+    stalled = jnp.minimum(num_free, queue.ready(state.prefilled) - state.head)
     stalled += jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
     at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
     ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])

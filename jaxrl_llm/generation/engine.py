@@ -403,11 +403,11 @@ def _generation_form(
 def _run_loops(engine: _Engine, state: State) -> State:
     """The two nested loops, then one loop for each tail."""
     _, prefill, decode, fill_slots, queue, sizes, _ = engine
-    num_pending = queue.ends_G1[queue.num_groups]
+    num_pending = queue.ready(queue.num_groups)
     fewest = (*sizes.tails, 0)
 
     def prefill_due(state: State) -> jax.Array:
-        taken = state.head >= queue.ends_G1[state.prefilled]
+        taken = state.head >= queue.ready(state.prefilled)
         return (state.prefilled < queue.num_groups) & taken & ~jnp.all(state.slots.live_B)
 
     def unfinished(state: State) -> jax.Array:

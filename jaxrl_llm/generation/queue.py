@@ -28,7 +28,12 @@ class Queue(NamedTuple):
     group_N: jax.Array  # the group of each row
     rows_N: jax.Array  # the samples in the queue's order: rows that hold a prompt
     ends_G1: jax.Array  # samples in the first 0, 1, ... groups of the order
+    group: int | None  # samples of every group; None: groups differ
     packed: PackedPrompts  # the prompts in that order
+
+    def ready(self, prefilled: jax.Array) -> jax.Array:
+        """Samples of the first `prefilled` groups. Where groups are equal it costs no kernel."""
+        return self.ends_G1[prefilled] if self.group is None else prefilled * self.group
 
 
 def make_queue(
@@ -72,6 +77,7 @@ def make_queue(
         first_G=first_G,
         group_N=jnp.asarray(np.repeat(np.arange(len(sizes_G), dtype=np.int32), sizes_G)),
         rows_N=rows_N.astype(jnp.int32),
+        group=None if alone else group,
         ends_G1=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(taken_G, dtype=jnp.int32)]),
         packed=pack_prompts(lengths_G, num_groups, prefill, align),
     )

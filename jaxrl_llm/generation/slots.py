@@ -139,7 +139,7 @@ def fill_slots(queue: Queue, pages: PageSizes, state: State) -> State:
     """Free slots take the next samples whose prompt is in the cache, while pages are free."""
     slots, num_samples = state.slots, queue.prompts_NP.shape[0]
     free_B = ~slots.live_B
-    ready = queue.ends_G1[state.prefilled]
+    ready = queue.ready(state.prefilled)
     admitted = state.head + num_admissible(state.table, pages, slots.live_B)
     index_B = state.head + jnp.cumsum(free_B, dtype=jnp.int32) - 1
     take_B = free_B & (index_B < jnp.minimum(ready, admitted))

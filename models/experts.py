@@ -57,6 +57,9 @@ class Routed(NamedTuple):
     squares: jax.Array  # of the log of the sum of exp(logits)
     tokens: jax.Array
     chosen_BTK: jax.Array  # int32; E for padding
+    # Tokens that the router would send to the expert, also where other experts were given. None
+    # without a balance bias, which is all that reads it.
+    own_counts_E: jax.Array | None = None
 
 
 class Router(nnx.Module):
@@ -89,7 +92,8 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits_BTE += self.bias[...].astype(jnp.float32)
         scores_BTE, probs_BTE = self._scores(logits_BTE)
-        _, chosen_BTK = jax.lax.top_k(jax.lax.stop_gradient(self._for_choice(scores_BTE)), K)
+        _, own_BTK = jax.lax.top_k(jax.lax.stop_gradient(self._for_choice(scores_BTE)), K)
+        chosen_BTK = own_BTK
         if routing.chosen_BTLK is not None:
             given_BTK = routing.chosen_BTLK.astype(jnp.int32)
             is_given = (given_BTK >= 0) & (given_BTK < E)
@@ -102,15 +106,16 @@ class Router(nnx.Module):
         real_BT = routing.real_BT
         if real_BT is None:
             real_BT = jnp.ones(x_BTD.shape[:2], bool)
-        chosen_BTK = jnp.where(real_BT[..., None], chosen_BTK, E)
+        own_BTK, chosen_BTK = (jnp.where(real_BT[..., None], x, E) for x in (own_BTK, chosen_BTK))
         of_real_BT = real_BT.astype(jnp.float32)
         squares_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
         routed = Routed(
-            counts_E=jax.nn.one_hot(chosen_BTK, E, dtype=jnp.float32).sum(axis=(0, 1, 2)),
+            counts_E=_counts(chosen_BTK, E),
             probs_E=(probs_BTE * of_real_BT[..., None]).sum(axis=(0, 1)),
             squares=(squares_BT * of_real_BT).sum(),
             tokens=of_real_BT.sum(),
             chosen_BTK=chosen_BTK,
+            own_counts_E=_counts(own_BTK, E) if self.mixture.scores == "sigmoid" else None,
         )
         return weights_BTK, routed
 
@@ -136,6 +141,11 @@ class Router(nnx.Module):
         _, open_BTX = jax.lax.top_k(best_BTG, open_groups)
         is_open_BTG = jax.nn.one_hot(open_BTX, groups, dtype=bool).any(axis=-2)
         return jnp.where(is_open_BTG[..., None], scores_BTGX, -jnp.inf).reshape(B, T, E)
+
+
+def _counts(chosen_BTK: jax.Array, num: int) -> jax.Array:
+    """Tokens of each of `num` experts, float32 [E]; what is no expert is padding."""
+    return jax.nn.one_hot(chosen_BTK, num, dtype=jnp.float32).sum(axis=(0, 1, 2))
 
 
 class Experts(nnx.Module):

@@ -1,8 +1,9 @@
 """The bias that balances the experts of a sigmoid router without a loss (arXiv:2408.15664).
 
 It is a parameter of the router, added to the scores for the choice alone. It has no gradient and no
-moments. After an optimizer step it goes up for experts with fewer tokens than the mean, and down
-for those with more.
+moments. After an optimizer step it goes up for experts to which the router would send fewer tokens
+than the mean, and down for those with more. Where a pass replays the experts of a rollout, the
+router's own choice counts: the bias must see what its last steps did.
 
 Shape letters: L layers with experts, E experts.
 """
@@ -27,8 +28,8 @@ def balanced(
 ) -> Params:
     """`new` with the biases of `old`, each moved by `rate` towards equal tokens of all experts.
 
-    `counts_LE` has the tokens of each expert in the step; without it the biases stay as they were.
-    Decay of weights does not reach them.
+    `counts_LE` has the tokens that the routers would send to each expert in the step. Without it
+    the biases stay as they were. Decay of weights does not reach them.
     """
     layers = sorted({_layer(path) for path, _ in _leaves(old) if is_balance(path)})
 

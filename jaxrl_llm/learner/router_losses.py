@@ -15,7 +15,9 @@ from jaxtyping import Array, Float
 from jaxrl_llm.learner.train_state import Metrics
 from jaxrl_llm.models.experts import Routed
 
-COUNTS = "tokens of each expert"  # a sum over micro-batches, [L, E]; no metric of a step
+# Sums over micro-batches, [L, E]; no metrics of a step.
+COUNTS = "tokens of each expert"
+OWN_COUNTS = "tokens that a router would send to each expert"
 ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_load", "router_dead_experts")
 
 
@@ -35,6 +37,9 @@ class RouterLoss:
         """
         aux, z = load_balance(routed) * share, z_loss(routed) * share
         metrics = {"router_aux_loss": aux, "router_z_loss": z, COUNTS: routed.counts_E}
+        if self.bias_rate:  # of a sigmoid router: others are refused with the config
+            assert routed.own_counts_E is not None
+            metrics[OWN_COUNTS] = routed.own_counts_E
         return self.aux_coef * aux + self.z_coef * z, jax.lax.stop_gradient(metrics)
 
 

@@ -22,7 +22,7 @@ from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
 from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.router_balance import balanced
-from jaxrl_llm.learner.router_losses import COUNTS, ROUTER_METRICS, load_metrics
+from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, ROUTER_METRICS, load_metrics
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
@@ -130,7 +130,7 @@ def train_step(
         base=base,
         step=state.step,
     )
-    counts, rate = metrics.pop(COUNTS, None), 0.0
+    counts, rate = metrics.pop(OWN_COUNTS, None), 0.0
     if not isinstance(loss, ValueLoss):
         rate = loss.router.bias_rate
     state, norms = apply_gradients(
@@ -162,7 +162,7 @@ def accumulate(
     says how full their rows are. Where rows are split over devices, `attention_balance` is the work
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
-    arrays once they are complete. The metric COUNTS is for `apply_gradients`. `base` has frozen
+    arrays once they are complete. The metric OWN_COUNTS is for `apply_gradients`. `base` has frozen
     parameters, which `params` are joined to; `step` draws its dropout.
     """
     computed = params
@@ -199,7 +199,7 @@ def accumulate(
     if LARGEST_PART in metrics:
         metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
     if COUNTS in metrics:
-        metrics |= load_metrics(metrics[COUNTS])
+        metrics |= load_metrics(metrics.pop(COUNTS))
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 

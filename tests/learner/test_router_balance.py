@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_train_step import MODEL, SETTINGS, rollout
+from test_train_step import MODEL, SETTINGS, P, R, rollout
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
@@ -16,6 +16,7 @@ from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import RouterLoss
+from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.learner.train_state import cast, init_state, state_shardings
 from jaxrl_llm.learner.train_step import MiniBatches, train_step
 from jaxrl_llm.models.base import init_params, model_spec
@@ -73,16 +74,16 @@ def test_it_balances_a_skewed_router_and_nothing_else_moves_it():
         algorithm=build_online(c.PPO()), spec=SPEC, settings=SETTINGS, temperature=1.0
     )
     optimizer = make_optimizer(DECAYING, 50)
-    batches = MiniBatches(fields=rollout(), num=1)
+    fields = rollout()
 
-    def steps(rate):
+    def steps(rate, fields=fields):
         """A compiled function of a state and a number of steps: the state then, and the load."""
 
         def one(_, carry):
             state, metrics = train_step(
                 carry[0],
                 0,
-                batches=batches,
+                batches=MiniBatches(fields=fields, num=1),
                 loss=replace(policy, router=RouterLoss(bias_rate=rate)),
                 optimizer=optimizer,
                 learning_rate=lambda step: 1e-3,
@@ -113,6 +114,15 @@ def test_it_balances_a_skewed_router_and_nothing_else_moves_it():
 
     half, _ = balancing(balancing(first, 12)[0], 12)
     jax.tree.map(np.testing.assert_array_equal, half, state)
+
+    # Where a rollout's experts are replayed the bias goes by the router's own choice, and stops.
+    shape = (*jnp.shape(fields["prompts"])[:1], P + R, 1, 1)
+    replayed = fields | {ROUTES: jnp.zeros(shape, jnp.int8)}
+    state, load = steps(0.02, replayed)(first, 24)
+    assert load == 4.0  # every token is computed by the first expert
+    moved = router_of(state.params)[BALANCE]
+    assert np.ptp(moved) < 0.1 < 0.2 == np.ptp(router_of(first.params)[BALANCE])
+    assert steps(0.0)(state, 1)[1] < 2.0
 
 
 def test_a_checkpoint_keeps_it(tmp_path):

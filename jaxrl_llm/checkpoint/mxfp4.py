@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
-from jaxrl_llm.checkpoint.safetensors_files import StoredTensor
+from jaxrl_llm.checkpoint.safetensors_files import StoredTensor, is_finite
 
 MXFP4 = "MXFP4"  # `StoredTensor.dtype` of a tensor that is stored so
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -52,26 +52,31 @@ def read_packed(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Name and bfloat16 values of tensors from `with_unpacked(stored)`, one in memory at a time.
 
-    Raises: ValueError for a scale that means NaN; names file and tensor.
+    Raises: ValueError for NaN, and for a value that bfloat16 cannot have; names file and tensor.
     """
     for tensor in tensors:
         blocks, scales = (_read(stored[tensor.name + part]) for part in (_BLOCKS, _SCALES))
-        if (scales == _NAN).any():
+        value = unpacked(blocks, scales)
+        if (scales == _NAN).any() or not is_finite(value):
             raise ValueError(
-                f"tensor {tensor.name!r} of {tensor.path} holds NaN: the file is damaged, or the "
-                "weights are of a run that diverged; fetch it again"
+                f"tensor {tensor.name!r} of {tensor.path} holds NaN or infinity: the file is "
+                "damaged, or the weights are of a run that diverged; fetch it again"
             )
-        yield tensor.name, unpacked(blocks, scales)
+        yield tensor.name, value
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values [experts, inputs, outputs] in bfloat16, which has each of them exactly."""
+    """The values [experts, inputs, outputs] in bfloat16, which has each finite one exactly.
+
+    Scales near the largest give infinity.
+    """
     E, outputs, count, _ = blocks.shape
     found = np.empty((E, 2 * _BLOCK_BYTES * count, outputs), ml_dtypes.bfloat16)
     for expert in range(E):  # float32 of one expert at a time
         values = _PAIRS[blocks[expert]].reshape(outputs, count, 2 * _BLOCK_BYTES)
         exponents = scales[expert].astype(np.int32)[..., None] - _BIAS
-        found[expert] = np.ldexp(values, exponents).reshape(outputs, -1).T
+        with np.errstate(over="ignore"):
+            found[expert] = np.ldexp(values, exponents).reshape(outputs, -1).T
     return found
 
 

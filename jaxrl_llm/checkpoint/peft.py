@@ -112,10 +112,15 @@ def export_adapter(
     directory.
 
     Requires: all processes call this. Process 0 writes.
-    Raises: ConfigError for an adapter that PEFT would lose.
+    Raises: ConfigError for an adapter that PEFT would lose or not open.
     """
     directory, lora = Path(directory), spec.lora
     assert lora is not None
+    if halves := _lone_halves(spec.config, spec.kind, lora.modules):
+        raise ConfigError(
+            f"PEFT joins gate and up of experts, and {halves[0]} has an adapter without the other. "
+            "Write the merged model, without --adapter"
+        )
     if lost := lost_by_peft(spec.config, spec.kind, lora.modules):
         raise ConfigError(
             f"PEFT loses the adapter of {lost[0]}: with transformers 5 it takes each module of "
@@ -159,6 +164,15 @@ def lost_by_peft(config: ModelConfig, kind: Kind, modules: Iterable[str]) -> lis
     experts = {_module(each.name) for each in names if isinstance(each, HFStack)}
     ends = {module.rpartition(".")[2] for module in experts}
     return sorted(m for m in modules if m not in experts and m.rpartition(".")[2] in ends)
+
+
+def _lone_halves(config: ModelConfig, kind: Kind, modules: frozenset[str]) -> list[str]:
+    """Gates and ups of experts among `modules` whose counterpart is not."""
+    pairs: dict[Leaf, set[str]] = {}
+    for path, ours in hf_names(config, kind).items():
+        if isinstance(ours, HFStack) and path[-2] in ("gate", "up"):
+            pairs.setdefault(path[:-2], set()).add(_module(ours.name))
+    return [min(found) for pair in pairs.values() if len(found := pair & modules) == 1]
 
 
 def _of_expert(tensor: HFTensor, expert: int, stack: Callable[[], np.ndarray]) -> np.ndarray:

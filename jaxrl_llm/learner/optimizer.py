@@ -102,6 +102,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
 
         found: list[Array] = []
         kept: list[list[Any]] = []
+        fetched: list[list[Any]] = []  # new moments of those that were offloaded
         for i, (mu, nu) in enumerate(zip(mus, nus, strict=True)):
             if mu is None:
                 found.append(jnp.zeros_like(leaves[i]))
@@ -110,8 +111,11 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
             streams = jnp.uint32(i), jnp.uint32(i + len(leaves))
             visit: Step = partial(step, count, streams, leaves[i])
             if in_host_memory(mu):
-                visit = _visit(visit, finite, after=kept[i - AT_ONCE] if i >= AT_ONCE else finite)
+                late = len(fetched) >= AT_ONCE
+                visit = _visit(visit, finite, after=fetched[-AT_ONCE] if late else finite)
             result, new = visit([mu, nu])
+            if in_host_memory(mu):
+                fetched.append(new)
             found.append(result)
             kept.append(new)
         mu, nu = (structure.unflatten(moments) for moments in zip(*kept, strict=True))

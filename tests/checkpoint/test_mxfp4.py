@@ -65,6 +65,7 @@ def test_values_are_those_of_the_format(folder):
         (lambda scales: None, "down_proj_scales' is missing"),
         (lambda scales: scales[:, 1:], "has no scales that fit"),
         (lambda scales: np.full_like(scales, 255), "down_proj' of .* holds NaN"),
+        (lambda scales: np.full_like(scales, 254), "down_proj' of .* holds NaN or infinity"),
     ],
 )
 def test_damaged_scales_are_refused_by_name(folder, change, message):

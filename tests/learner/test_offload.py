@@ -16,6 +16,7 @@ from jaxrl_llm.distributed.sharding import check_host_memory
 from jaxrl_llm.learner.optimizer import AT_ONCE, make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state, state_shardings
 from jaxrl_llm.learner.train_step import NONFINITE, apply_gradients
+from jaxrl_llm.models.config import BALANCE
 
 SHAPES = {"a": (3,), "b": (8, 6), "c": (), "d": (5, 7), "e": (6, 8)}  # more than are there at once
 
@@ -67,6 +68,28 @@ class Updates:
 
     def numpy(self):
         return jax.tree.map(np.array, self.state)
+
+
+def test_moments_wait_for_others_also_behind_a_bias_that_has_none():
+    """A barrier has two moments, and what they wait for."""
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
+    params = {name: jnp.ones((2, 3)) for name in ("a", "m", "n", "o", "p")}
+    params |= {"layers": {"0": {BALANCE: jnp.ones(3)}}}
+    state = jax.eval_shape(partial(init_state, optimizer=optimizer), params)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
+    placed = state_shardings(params, whole, optimizer, mesh, offload=True)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
+    )
+    made = jax.make_jaxpr(
+        partial(
+            apply_gradients, optimizer=optimizer, learning_rate=lambda _: 0.1, max_grad_norm=1.0
+        )
+    )(state, params)
+    barriers = [e for e in made.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    assert len(barriers) == 5
+    assert all(len(e.invars) > 2 for e in barriers)
 
 
 def assert_same(first, second) -> None:

@@ -1,0 +1,30 @@
+"""Adapters of experts that PEFT could not read are refused before a file is written."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import model_config
+
+from jaxrl_llm.checkpoint.peft import export_adapter
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.config import Mixture
+from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.lora import Lora, chosen_modules
+
+MIXTURE = Mixture(num_experts=4, experts_per_token=2, expert_size=8, normalized=True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"), [(["gate_proj"], "gate_proj"), (["q_proj", "up_proj"], "up_proj")]
+)
+def test_gate_or_up_alone_is_refused(tmp_path, targets, named):
+    """PEFT 0.21.2 joins the two, and does not open a folder with one of them."""
+    config = replace(
+        model_config(), family="qwen3_moe", mixture=MIXTURE, qk_norm=True, attention_bias=False
+    )
+    names = [tensor.name for tensor in hf_names(config, "causal_lm").values()]
+    lora = Lora(rank=2, alpha=4.0, modules=chosen_modules(targets, names))
+    with pytest.raises(ConfigError, match=f"{named} has an adapter without the other.*merged"):
+        export_adapter(tmp_path / "adapter", model_spec(config, lora=lora), {}, base="base")
+    assert not (tmp_path / "adapter").exists()

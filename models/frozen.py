@@ -2,8 +2,8 @@
 
 A kernel is stored as float8 values, and a float32 scale for each output. The scales are powers of
 two, so the weights, values times scales, are exact in bfloat16. The model computes with these
-weights; they have no gradient. A matmul makes them anew in forward and backward pass, so no pass
-holds those of more than a few projections.
+weights; they have no gradient. A matmul dequantises them in the forward and in the backward pass,
+so no pass holds those of more than a few projections.
 
 In a tree of parameters, a frozen projection is a dict with "kernel" and "scale".
 """

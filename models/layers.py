@@ -115,11 +115,10 @@ class FrozenProjection(Projection):
         axes: tuple[ParameterAxis, ...],
         *,
         contract: int = 1,
-        bias: bool = False,
         init: str = "normal",
-        dtype: DTypeLike,
+        **others: Any,
     ) -> None:
-        super().__init__(shape, axes, contract=contract, bias=bias, init=init, dtype=dtype)
+        super().__init__(shape, axes, contract=contract, init=init, **others)
         self.kernel = parameter(shape, axes, init, FLOAT8)
         self.scale = parameter(shape[contract:], axes[contract:], "ones", jnp.float32)
 

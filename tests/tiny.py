@@ -19,6 +19,33 @@ MODEL = {
     "eos_token_id": 1,
 }
 
+# Changes to MODEL. Experts in every layer, of which a token has two:
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
+# A dense layer, then one with groups of experts and a shared one; latent attention in both.
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
 
 def model_config(**changes: Any) -> ModelConfig:
     """The same model as our own record, with `changes`."""

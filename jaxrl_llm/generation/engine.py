@@ -294,7 +294,7 @@ def generate_on_mesh(
     axes of the heads. A group that two replicas would share is computed in both. Call it inside
     jit.
 
-    `alone` are responses that go on: [N, S, ...] arrays, S of them beside each prompt. They take
+    `alone` are responses that go on: [N, S, ...] arrays, S of them for each prompt. They take
     slots first, and the result's `alone` is of them. The counters are of both.
 
     Requires: the replicas divide the number of prompts.
@@ -370,7 +370,7 @@ def _joined(alone: Rows | None, own: Rows) -> tuple[Rows, int]:
 
 
 def _parted(output: GenerationOutput, alone: Rows | None) -> GenerationOutput:
-    """The responses of the rows after those `alone`, and beside them these in their shape."""
+    """The responses with those of the rows `alone` in a field of their own, in their shape."""
     if alone is None:
         return output
     shape = alone.lengths.shape

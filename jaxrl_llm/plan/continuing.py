@@ -1,4 +1,4 @@
-"""The stage that goes on with responses that were cut, beside a new batch."""
+"""The stage that goes on with cut responses, in one call with a new batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from jaxrl_llm.generation.partial_responses import (
 from jaxrl_llm.plan.dataflow import StageOutput
 from jaxrl_llm.plan.stages import SAMPLED, UNFINISHED, Generation, ModelStage, loop_counts
 
-# Fields of the batches whose responses go on, beside those of a new batch: [N, S, ...], S batches.
+# Fields of the S batches whose responses go on, [N, S, ...]. Those of the new batch have no prefix.
 OLDER = "older_"
 CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")
 CONTINUING_READS = ("prompts", "prompt_lengths", "sample_ids", *CONTINUED)

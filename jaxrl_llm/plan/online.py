@@ -111,11 +111,11 @@ class Iteration:
             steps = jax.ShapeDtypeStruct((len(older),), jnp.int32)
             found = jax.eval_shape(continuing.older_fields, older, steps)
             sharding = batch_sharding(self.mesh)
-            beside = {
+            of_older = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
                 for name, x in found.items()
             }
-            self.continuing.trace(states, batch.replace(**beside))
+            self.continuing.trace(states, batch.replace(**of_older))
         return batch
 
     def compile_ahead(self) -> None:

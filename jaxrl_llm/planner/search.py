@@ -144,17 +144,20 @@ def _differ(work: Work, other: Work) -> bool:
 
 
 def _settings(work: Work) -> Iterator[Work]:
-    """The work with other activation checkpointing and other packed rows."""
+    """The work, then it with other activation checkpointing and other packed rows.
+
+    These are one setting for all models; a model whose rows are not packed keeps its rows.
+    """
     longest = work.samples.longest_prompt + work.samples.longest_response
     rows = [work.actor.rows.micro_batch_tokens]
     if rows[0]:
         rows += [size for size in ROW_TOKENS if size >= longest and size not in rows]
-    seen = set()
+    found = [work]
     for remat, row in itertools.product((work.actor.settings.remat, *REMATS), rows):
-        if (remat, row) in seen:
-            continue
-        seen.add((remat, row))
-        yield _with(work, remat, row)
+        other = _with(work, remat, row)
+        if all(_differ(other, one) for one in found):
+            found.append(other)
+    yield from found
 
 
 def _with(work: Work, remat: str, row: int) -> Work:
@@ -163,7 +166,8 @@ def _with(work: Work, remat: str, row: int) -> Work:
         settings: Any = model.settings
         if model.learns:
             settings = replace(settings, remat=remat)
-        rows = replace(model.rows, micro_batch_tokens=row) if row else model.rows
+        packs = row and model.rows.micro_batch_tokens
+        rows = replace(model.rows, micro_batch_tokens=row) if packs else model.rows
         models[name] = replace(model, settings=settings, rows=rows)
     return replace(work, models=models)
 

@@ -244,7 +244,7 @@ class AheadBatches(PromptBatches):
     def _begun_late(self, version: int, timer: Timer) -> tuple[Ahead, ...]:
         """Batches whose earlier versions did nothing: a resume that can use none of those kept.
 
-        They have no token yet, and go on beside the next batch, which `version` begins.
+        They have no token yet, and go on in the call that begins the next batch.
         """
         number, late = self.plan.config.max_staleness, []
         for step in range(version + 1, version + 1 + number):
@@ -366,8 +366,9 @@ class AheadBatches(PromptBatches):
         assert program is not None
         failed = [older.generated.done() and older.generated.exception() for older in going]
         sound = [older for older, error in zip(going, failed, strict=True) if not error]
-        beside = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
-        _, batch, found = program.run(weights, only.batch.replace(**beside), each.step, None, timer)
+        of_older = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
+        together = only.batch.replace(**of_older)
+        _, batch, found = program.run(weights, together, each.step, None, timer)
         parts = self._apart({name: batch[OLDER + name] for name in CONTINUED})
         counts = [found.pop(f"{UNFINISHED}_{i}") for i in range(len(parts))]
         left = {

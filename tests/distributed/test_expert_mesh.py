@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_offline_mesh import OPTIMIZER
-from tiny import MODEL
+from tiny import DEEPSEEK, EXPERTS, GPT_OSS, MODEL
 from tiny_iteration import (
     first_states,
     in_micro_batches,
@@ -185,33 +185,8 @@ def test_rows_that_the_devices_do_not_divide_are_computed_by_all():
 
 # ------------------------------------------------------------------------- whole iterations
 
-MODEL_OF_EXPERTS = MODEL | {
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
-# A dense layer, then latent attention's other layer with groups of experts and a shared one.
-DEEPSEEK = MODEL | {
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
-GPT_OSS = MODEL_OF_EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
 MODELS = {
-    "qwen3_moe": (MODEL_OF_EXPERTS, {"router_z_loss_coef": 0.1}),
+    "qwen3_moe": (EXPERTS, {"router_z_loss_coef": 0.1}),
     "deepseek_v3": (DEEPSEEK, {"router_bias_rate": 0.1}),
     "gpt_oss": (GPT_OSS, {"router_z_loss_coef": 0.1}),
 }
@@ -223,7 +198,7 @@ def iterate(family="qwen3_moe", **sizes):
     mesh, config = MeshConfig(**sizes), tiny_config(model_reward=False)
     actor = replace(
         config.actor,
-        hf_config=model,
+        hf_config=MODEL | model,
         ppo_epochs=1,
         optimizer=OPTIMIZER,
         router_aux_loss_coef=0.1,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import tiny
 from tiny import MODEL
 from tiny_iteration import even_tokens, first_states, open_iteration, run_step, tiny_config
 
@@ -15,33 +16,12 @@ from jaxrl_llm.plan.online import plan_iteration
 from jaxrl_llm.tokenizer import CharTokenizer
 from jaxrl_llm.trainer.rewarding import ArrayReward
 
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
-    "vocab_size": 96,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+VOCAB = {"vocab_size": 96}
+EXPERTS = tiny.EXPERTS | VOCAB
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
-GPT_OSS = EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 3}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 96,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+GPT_OSS = tiny.GPT_OSS | VOCAB
+DEEPSEEK = tiny.DEEPSEEK | VOCAB | {"q_lora_rank": None}
 
 
 def planned(model, **changes):

@@ -29,7 +29,7 @@ COMPILER = plgpu.CompilerParams(
 
 
 def column_tile(outputs: int) -> tuple[int, int]:
-    """Columns of a tile of 128 rows, and the stages that fit the shared memory beside them."""
+    """Columns of a tile of 128 rows, and the stages for which shared memory is left."""
     columns = next(c for c in COLUMN_TILES if outputs % c == 0)
     return columns, 4 if columns == 256 else 6
 

@@ -18,6 +18,7 @@ from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
+from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.alarms import Alarms
@@ -37,19 +38,13 @@ from jaxrl_llm.trainer.batches import (
     AnyLoader,
     Batches,
     FilteredBatches,
+    OfflineRecords,
     PromptBatches,
     RecordBatches,
+    load_offline_records,
 )
 from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.communication import CommunicationReport
-from jaxrl_llm.trainer.data import (
-    OfflineRecords,
-    has_held_out,
-    load_offline_records,
-    load_run_prompts,
-    train_batches,
-    train_sources,
-)
 from jaxrl_llm.trainer.deadline import Deadline, read_deadline
 from jaxrl_llm.trainer.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.trainer.evaluate import (
@@ -264,7 +259,7 @@ class Run:
             save_with=self._save,
             save_every=config.save_every,
             validate_first=config.validation.before_train,
-            alarms=AlarmBell(alarms=self.alarms, output=self.output),
+            alarms=AlarmBell(alarms=self.alarms, write=self.output.event),
             callbacks=self.callbacks,
         )
 
@@ -460,7 +455,7 @@ class RunData:
         if isinstance(plan, OnlinePlan):
             answers = self.validator
             if answers is not None:
-                found.append(AnswerEvaluation(validator=answers, output=output))
+                found.append(AnswerEvaluation(validator=answers, trace=output.validation))
             return found
         mesh = plan.learner.mesh
         assert records is not None

@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.run_data import preference_data, sft_batches
 from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -31,8 +32,7 @@ from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.batches import RecordBatches
-from jaxrl_llm.trainer.data import OfflineRecords, preference_data, sft_batches
+from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches
 from jaxrl_llm.trainer.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.training import Training

@@ -24,8 +24,8 @@ from benchmarks.against_trl import (
 )
 from benchmarks.trl_work import ALIKE, trl_setup, trl_work
 from jaxrl_llm.config import Config, ConfigError, apply_override, load_config
+from jaxrl_llm.data.run_data import load_run_prompts, train_batches, train_sources
 from jaxrl_llm.plan.models import find_tokenizer
-from jaxrl_llm.trainer.data import load_run_prompts, train_batches, train_sources
 
 ROOT = Path(__file__).parents[2]
 FILE = str(ROOT / "configs" / "grpo_smollm2.py")

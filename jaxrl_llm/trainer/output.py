@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxrl_llm.config import Config, as_dict
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
+from jaxrl_llm.evaluation.evaluate import Validation
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.alarms import STEP, Event
@@ -28,7 +29,6 @@ from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.callbacks import Callbacks, Sample
-from jaxrl_llm.trainer.evaluate import Validation
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 

@@ -18,8 +18,8 @@ from jaxrl_llm.rewards.graders import path_and_settings, worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.rewards.steps import last_tokens
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, Prompt
 
 MOST_FAILED = 3  # calls in a row in which no sample got a reward

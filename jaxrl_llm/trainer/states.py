@@ -18,6 +18,7 @@ from jaxrl_llm.data.run_data import preference_data, sft_batches
 from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.evaluation.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
@@ -33,7 +34,6 @@ from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches
-from jaxrl_llm.trainer.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.training import Training
 

@@ -32,6 +32,7 @@ from jaxrl_llm.distributed.multihost import (
     place_held,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.evaluation.held_out_statistics import interval_metrics
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -44,9 +45,8 @@ from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.held_out_statistics import interval_metrics
-from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt
 
 CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy

@@ -21,11 +21,7 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.data.formats import SERVES
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import (
-    OfflineRecord,
-    collate_records,
-    offline_records,
-)
+from jaxrl_llm.data.packing import OfflineRecord, collate_records, offline_records
 from jaxrl_llm.data.priority import PriorityLoader, weight_function
 from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.share import Picked, Share, own_indices

@@ -40,7 +40,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
-from jaxrl_llm.plan.online_roles import stops_of
+from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.graders import worker_limits

@@ -12,7 +12,7 @@ from jaxrl_llm.data.run_data import columns_by_source
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
-from jaxrl_llm.plan.online_roles import stops_of
+from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.rewards.graders import path_and_settings, worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names

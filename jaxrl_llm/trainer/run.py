@@ -32,10 +32,9 @@ from jaxrl_llm.observability.alarms import Alarms
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import CompileCounter, count_compilations
-from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
+from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
-from jaxrl_llm.plan.online_roles import stops_of
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.supervision.alarming import AlarmBell
 from jaxrl_llm.supervision.communication import CommunicationReport
@@ -46,8 +45,6 @@ from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.supervision.signals import stop_requests
 from jaxrl_llm.supervision.watchdog import END, START, EndProcess, Watch, open_watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
-from jaxrl_llm.trainer.banner import about, lines, write_about
-from jaxrl_llm.trainer.bases import bases_record, read_bases
 from jaxrl_llm.trainer.batches import (
     AnyLoader,
     Batches,
@@ -59,16 +56,18 @@ from jaxrl_llm.trainer.batches import (
 )
 from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
-from jaxrl_llm.trainer.identity import run_identity
+from jaxrl_llm.trainer.identity import about, about_lines, run_identity, write_about
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
 from jaxrl_llm.trainer.rewarding import open_reward
 from jaxrl_llm.trainer.states import (
     FirstStates,
+    bases_record,
     first_offline_states,
     first_states,
     from_items,
     has_supervised,
+    read_bases,
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
@@ -204,7 +203,7 @@ class Run:
             steps=self.config.total_steps,
         )
         write_about(self.run_dir, found)
-        self.output.message(lines(found))
+        self.output.message(about_lines(found))
 
     def summary(self) -> Summary:
         """The run as it ended."""

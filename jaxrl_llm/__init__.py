@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import *  # noqa: F403
+    from jaxrl_llm.evaluation.answering import Answer as Answer
+    from jaxrl_llm.evaluation.answering import OpenModel as OpenModel
     from jaxrl_llm.launch.library import evaluate as evaluate
     from jaxrl_llm.launch.library import export as export
     from jaxrl_llm.launch.library import open_model as open_model
     from jaxrl_llm.launch.library import train as train
-    from jaxrl_llm.trainer.answering import Answer as Answer
-    from jaxrl_llm.trainer.answering import OpenModel as OpenModel
     from jaxrl_llm.trainer.callbacks import Callback as Callback
     from jaxrl_llm.trainer.callbacks import Sample as Sample
     from jaxrl_llm.trainer.callbacks import StepReport as StepReport
@@ -32,10 +32,10 @@ _HOMES = {
     "load_config": "config",
     "packaged_configs": "config",
     "to_json": "config",
-    "Answer": "trainer.answering",
+    "Answer": "evaluation.answering",
     "Callback": "trainer.callbacks",
     "Completion": "types",
-    "OpenModel": "trainer.answering",
+    "OpenModel": "evaluation.answering",
     "Sample": "trainer.callbacks",
     "StepReport": "trainer.callbacks",
     "Summary": "trainer.progress",

@@ -26,7 +26,16 @@ NUM_DEVICES = 8
 __all__ = ["ppo_run", "shared"]
 
 # Folders with long files first, so that no worker is left with one at the end.
-LONG = ("learning", "distributed", "trainer", "plan", "kernels", "generation")
+LONG = (
+    "learning",
+    "distributed",
+    "trainer",
+    "evaluation",
+    "supervision",
+    "plan",
+    "kernels",
+    "generation",
+)
 
 # Compiling is most of what the tests cost, and on a CPU this is three times as fast; what it makes
 # is as exact, and two to three times slower. Subprocesses inherit it. `XLA_FLAGS= pytest` leaves

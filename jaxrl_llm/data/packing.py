@@ -1,6 +1,6 @@
 """Records to padded numpy arrays. Each row has one example and is padded on the right."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.data.share import Mapped, Share
-from jaxrl_llm.types import OfflineBatch, Prompt, TokenBatch
+from jaxrl_llm.types import OfflineBatch, Prompt, RolloutBatch, TokenBatch
 
 
 def pad_rows(
@@ -149,3 +149,31 @@ def mismatch(prompt: TokenExample, answer: TokenExample, length: int) -> TokenEx
     ids = (*given, *answer.token_ids[start:])[:length]
     mask = (*[0] * len(given), *answer.loss_mask[start:])[:length]
     return TokenExample(token_ids=ids, loss_mask=mask)
+
+
+def prompt_batch(
+    prompts: Mapping[int, Prompt],
+    rows: np.ndarray,
+    *,
+    n: int,
+    max_prompt_length: int,
+    pad_id: int,
+    first_sample: int = 0,
+) -> RolloutBatch:
+    """numpy batch of these rows of n samples a prompt, group after group.
+
+    `prompts` has those of the rows, by group. A group without one gets rows of length 0, which
+    generate nothing. `first_sample` is the number of samples that the step has had before.
+    """
+    groups, group_of = np.unique(rows // n, return_inverse=True)
+    none = Prompt(token_ids=(), text="")
+    chosen = [prompts.get(group, none) for group in groups.tolist()]
+    tokens, lengths = collate_prompts(chosen, length=max_prompt_length, pad_id=pad_id)
+    # numpy arrays until the batch is placed on the mesh.
+    fields: dict[str, Any] = {
+        "prompts": tokens[group_of],
+        "prompt_lengths": lengths[group_of],
+        "sample_ids": (first_sample + rows).astype(np.uint32),
+        "group_ids": groups[group_of].astype(np.int32),
+    }
+    return RolloutBatch(**fields)

@@ -5,10 +5,11 @@ layout to another stays inside a program. A phase with a tensor size of its own 
 neighbouring devices for the heads, and the others become replicas.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -227,3 +228,25 @@ def cuts_for(
                     axis_parts(sizes, (*cuts, cut))
                     cuts.add(cut)
     return tuple(sorted(cut for cut in cuts if cut > 1))
+
+
+def shard_stacked(layout: Layout) -> Callable[[Any], Any]:
+    """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
+    if layout.mesh.size == 1:
+        return _unchanged
+    return partial(_constrained, sharding=layout.sharding(None, "batch"))
+
+
+def shard_rows(layout: Layout) -> Callable[[Any], Any]:
+    """Constrains arrays of rows, one row a replica, to the devices of their replica."""
+    if layout.mesh.size == 1:
+        return _unchanged
+    return partial(_constrained, sharding=layout.sharding("batch"))
+
+
+def _unchanged(tree: Any) -> Any:
+    return tree
+
+
+def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(tree, sharding)

@@ -9,8 +9,8 @@ from typing import IO, Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data.sources import BadRow, read_rows
 from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.evaluation.answering import Answer, OpenModel, complete, read_prompt
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.trainer.answering import Answer, OpenModel, complete, read_prompt
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+from jaxrl_llm.evaluation.answering import OpenModel
 from jaxrl_llm.observability.console import printable
-from jaxrl_llm.trainer.answering import OpenModel
 
 HELP = "/reset begins a new conversation, /exit ends; Ctrl-C ends an answer"
 

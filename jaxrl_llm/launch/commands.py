@@ -119,8 +119,8 @@ def generate(argv: list[str]) -> int:
     chat = {"auto": None, "true": True, "false": False}[flags.chat]
     model = library.open_model(flags.model, dtype=flags.dtype)
     if flags.prompts is not None:
+        from jaxrl_llm.evaluation.answering import sampling_params
         from jaxrl_llm.launch.answer_file import answer_file
-        from jaxrl_llm.trainer.answering import sampling_params
 
         done = answer_file(
             model,
@@ -169,8 +169,8 @@ def chat(argv: list[str]) -> int:
         raise ConfigError(
             f"the model {flags.model} has no chat template; `jaxrl generate` answers plain prompts"
         )
+    from jaxrl_llm.evaluation.answering import sampling_params
     from jaxrl_llm.launch.chat import chat, typed_lines
-    from jaxrl_llm.trainer.answering import sampling_params
 
     sampling_params(model, **_sampling(flags))  # refuse what cannot work before the first line
     sampling = _sampling(flags) | {"seed": flags.seed}
@@ -233,7 +233,7 @@ def evaluate(argv: list[str]) -> int:
         num_cpu_devices=flags.devices,
     )
     from jaxrl_llm.distributed.multihost import is_main
-    from jaxrl_llm.trainer.evaluation_report import table
+    from jaxrl_llm.evaluation.evaluation_report import table
 
     if is_main():
         print(table(report["metrics"], report["num_samples"], report["samples_per_prompt"]))
@@ -278,7 +278,7 @@ def export(argv: list[str]) -> int:
         max_shard_bytes=flags.max_shard_bytes,
     )
     print(f"wrote {written}")
-    from jaxrl_llm.trainer.trained_model import base_note
+    from jaxrl_llm.evaluation.trained_model import base_note
 
     if note := base_note(find_checkpoint(flags.model), flags.role, adapter=flags.adapter):
         print(note)

@@ -17,11 +17,11 @@ from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, placed
 from jaxrl_llm.planner.rates import rates_of
 from jaxrl_llm.planner.work import work_of
+from jaxrl_llm.supervision.disk_space import bytes_of, check_space
+from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.tokenizer import set_chat_variables
-from jaxrl_llm.trainer.disk_space import bytes_of, check_space
 from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.run import RunData, open_plan_and_data, refuse_overwriting
-from jaxrl_llm.trainer.run_folder import RunFolder, open_run_folder
 
 RESOLVED = "resolved_config.json"
 GB = 1e9

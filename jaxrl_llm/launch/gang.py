@@ -27,7 +27,7 @@ from jaxrl_llm.launch.runtime import (
     NUM_PROCESSES,
     USER_ERROR,
 )
-from jaxrl_llm.trainer.signals import STOP_SIGNALS, leave_closed_terminals, send_to_null
+from jaxrl_llm.supervision.signals import STOP_SIGNALS, leave_closed_terminals, send_to_null
 
 GRACE_S = 10.0  # after a failure: time for the other processes to end before they are killed
 POLL_S = 0.05

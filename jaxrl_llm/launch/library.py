@@ -29,7 +29,7 @@ from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
 
 if TYPE_CHECKING:  # these import jax
-    from jaxrl_llm.trainer.answering import OpenModel
+    from jaxrl_llm.evaluation.answering import OpenModel
     from jaxrl_llm.trainer.callbacks import Callback
     from jaxrl_llm.trainer.progress import Summary
 
@@ -114,7 +114,7 @@ def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
     """
     path = find_model_path(str(model))
     prepare()
-    from jaxrl_llm.trainer.answering import open_model
+    from jaxrl_llm.evaluation.answering import open_model
 
     return open_model(path, dtype=dtype)
 
@@ -167,9 +167,9 @@ def evaluate(
     join_processes()
     config = on_one_group(config, fit_mesh(config.mesh))
     from jaxrl_llm.distributed.multihost import is_main
+    from jaxrl_llm.evaluation.evaluation_report import all_answers
+    from jaxrl_llm.evaluation.trained_model import evaluate, validation_report
     from jaxrl_llm.observability.jsonl import to_line
-    from jaxrl_llm.trainer.evaluation_report import all_answers
-    from jaxrl_llm.trainer.trained_model import evaluate, validation_report
 
     found = evaluate(config)
     report = validation_report(config, str(model), found)
@@ -221,7 +221,7 @@ def export(
         raise ConfigError(f"--output={output} is a file; give a directory to write")
     # An export only copies, and CPU memory is larger.
     prepare(num_cpu_devices=0 if devices_are_used() else 1)
-    from jaxrl_llm.trainer.trained_model import export_checkpoint
+    from jaxrl_llm.evaluation.trained_model import export_checkpoint
 
     limit = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     return export_checkpoint(checkpoint, output, role=role, dtype=dtype, adapter=adapter, **limit)

@@ -1,4 +1,7 @@
-"""The model of a role: described by a directory, a checkpoint or a config; no weights."""
+"""The model of a role, its tokenizer and what ends a response; no weights.
+
+A model is described by a directory, a checkpoint or a config.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -10,10 +13,11 @@ from jax.sharding import Mesh
 from jaxrl_llm.checkpoint import identity, layout
 from jaxrl_llm.checkpoint.huggingface import load_model_config, model_directory
 from jaxrl_llm.checkpoint.peft import read_lora
-from jaxrl_llm.config import AdaptedSettings, Config, ModelSettings
+from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
+from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
@@ -184,3 +188,17 @@ def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokeniz
     config = to_hf_config(spec.config, spec.kind) | ids
     for name, content in (("config.json", config), ("generation_config.json", ids)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's and the config's own."""
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *config.rollout.stop_token_ids)))
+
+
+def stops_of(config: Config, tokenizer: Tokenizer) -> Stops:
+    """What ends a response. ConfigError for stop strings that the tokenizer cannot have."""
+    try:
+        strings = stop_strings(config.rollout.stop, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"config.rollout.stop: {error}") from error
+    return Stops(stop_ids(config, tokenizer), strings)

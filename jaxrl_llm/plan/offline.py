@@ -25,6 +25,7 @@ from jaxrl_llm.algorithms.offline import (
 )
 from jaxrl_llm.config import Config, SupervisedConfig
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
+from jaxrl_llm.distributed.layout import shard_rows, shard_stacked
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.offline_losses import (
@@ -47,10 +48,9 @@ from jaxrl_llm.plan.models import (
     find_model,
     learner_spec,
 )
-from jaxrl_llm.plan.online_roles import reference_role
 from jaxrl_llm.plan.program import Program
-from jaxrl_llm.plan.roles import BASE, Role, make_role
-from jaxrl_llm.plan.stages import ModelStage, Update, UpdateSizes, shard_rows, shard_stacked
+from jaxrl_llm.plan.roles import BASE, Role, UpdateSizes, make_role, reference_role
+from jaxrl_llm.plan.stages import ModelStage, Update
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import OFFLINE_FIELDS, OfflineBatch, TokenBatch
 

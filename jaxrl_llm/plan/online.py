@@ -14,35 +14,27 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
-from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.generation.partial_responses import Parts
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
-from jaxrl_llm.learner.ratios import log_ratios
-from jaxrl_llm.learner.train_step import Measure
-from jaxrl_llm.plan import continuing, stages
-from jaxrl_llm.plan.collecting import collected_stages, continuing_program
-from jaxrl_llm.plan.correction import correction
-from jaxrl_llm.plan.dataflow import Segment, Stage, States, plan, segments
-from jaxrl_llm.plan.mixtures import check_mixtures, replays_routes, router_loss
-from jaxrl_llm.plan.models import ModelSource
-from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE, TEACHER, roles_of, stops_of
-from jaxrl_llm.plan.program import Follower, Program, by_mesh
-from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role, rollout_role
-from jaxrl_llm.plan.scores import (
-    HostReward,
-    ModelScores,
-    StepTokenRewards,
-    WeightedModel,
-    score_stages,
+from jaxrl_llm.plan.dataflow import Segment, Stage, States, segments
+from jaxrl_llm.plan.generating import CONTINUING_READS, older_fields
+from jaxrl_llm.plan.mixtures import check_mixtures
+from jaxrl_llm.plan.models import ModelSource, stops_of
+from jaxrl_llm.plan.online_stages import (
+    Planning,
+    collected_stages,
+    continuing_program,
+    critic_warmup,
+    own_stages,
+    rollout_dtype,
 )
-from jaxrl_llm.plan.stages import KL_CONTROLLER, UpdateSizes, update_sizes
-from jaxrl_llm.references import check_settings, load
+from jaxrl_llm.plan.program import Follower, Program, by_mesh
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, ROLLOUT_ROLE, Role, roles_of, rollout_role
+from jaxrl_llm.plan.scores import HostReward
+from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import RolloutBatch
 
@@ -105,11 +97,9 @@ class Iteration:
         states = self.abstract_states()
         batch = self.program.trace(states, self.abstract_batch())
         if self.continuing is not None:
-            older = [
-                {name: batch[name] for name in continuing.CONTINUING_READS}
-            ] * self.config.max_staleness
+            older = [{name: batch[name] for name in CONTINUING_READS}] * self.config.max_staleness
             steps = jax.ShapeDtypeStruct((len(older),), jnp.int32)
-            found = jax.eval_shape(continuing.older_fields, older, steps)
+            found = jax.eval_shape(older_fields, older, steps)
             sharding = batch_sharding(self.mesh)
             of_older = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -221,7 +211,7 @@ class OnlinePlan:
         """
         if ROLLOUT_ROLE in self.config.placement:
             return 0  # they go to other devices: perf/rollout_weights_gb
-        dtype = jnp.dtype(_rollout_dtype(self.config))
+        dtype = jnp.dtype(rollout_dtype(self.config))
         role = self.learner
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), role.spec.params)
         return switch_bytes(shapes, role.param_shardings, role.generation_shardings)
@@ -329,14 +319,14 @@ def plan_iteration(
         algorithm = corrected_for_staleness(algorithm, *_weights_of_stale_samples(config))
     _check(config, algorithm, reward)
     if waiting is None:
-        waiting = min(_critic_warmup(config, algorithm), config.total_steps)
+        waiting = min(critic_warmup(config, algorithm), config.total_steps)
     own_meshes = {} if own_meshes is None else own_meshes
     roles, sources = roles_of(config, tokenizer, mesh, waiting, own_meshes)
     followers = []
     if ROLLOUT_ROLE in own_meshes:
         rollout = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)
-        followers.append(Follower(rollout, "actor", _rollout_dtype(config)))
-    planning = _Planning(
+        followers.append(Follower(rollout, "actor", rollout_dtype(config)))
+    planning = Planning(
         config=config,
         algorithm=algorithm,
         roles=roles,
@@ -344,7 +334,7 @@ def plan_iteration(
         sampling=train_sampling(config, tokenizer),
         pad_id=tokenizer.pad_id,
         reward=reward,
-        own_stages=_own_stages(config),
+        own_stages=own_stages(config),
     )
     planned = planning.stages()
     collected, column = collected_stages(config, planned, reward, own_meshes)
@@ -407,18 +397,6 @@ def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> N
         )
 
 
-def _measure(own_logprobs: bool, with_ratios: bool) -> Measure | None:
-    """What is made of the arrays that the actor's loss gives."""
-    if own_logprobs:
-        return stages.policy_metrics
-    return log_ratios if with_ratios else None
-
-
-def _critic_warmup(config: Config, algorithm: Algorithm) -> int:
-    """Iterations of the critic alone. Without a critic nothing would learn meanwhile."""
-    return 0 if algorithm.value_loss is None else config.critic.warmup_steps
-
-
 def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     """How the rollout samples."""
     rollout, stops = config.rollout, stops_of(config, tokenizer)
@@ -451,228 +429,3 @@ def _corrected(config: Config) -> Config:
 
 def _weights_of_stale_samples(config: Config) -> tuple[str, float]:
     return weights_of_stale_samples(config.max_staleness, config.data.max_response_length)
-
-
-def _rollout_dtype(config: Config) -> str:
-    return config.rollout.dtype or config.actor.dtype
-
-
-# ------------------------------------------------------------------------- stages
-
-
-def _own_stages(config: Config) -> tuple[Stage, ...]:
-    """The stages of the user's files. ConfigError where a path gives none."""
-    found = []
-    for entry in config.stages:
-        make = load(entry.path)
-        check_settings(entry.path, make, entry.settings)
-        stage = make(**entry.settings)
-        if not isinstance(stage, Stage):
-            raise ConfigError(
-                f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "
-                "(jaxrl_llm.plan.dataflow); see docs/add-a-stage.md"
-            )
-        found.append(stage)
-    return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Planning:
-    """What the stages of an iteration are made of."""
-
-    config: Config
-    algorithm: Algorithm
-    roles: dict[str, Role]
-    sampler: Role  # the actor, or what follows it on devices of its own
-    sampling: SamplingParams
-    pad_id: int
-    reward: HostReward | None
-    own_stages: tuple[Stage, ...]
-
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages of an iteration, in order.
-
-        A single optimizer step of the actor computes the old log-probs itself, in its forward pass.
-        Then no pass of their own does, unless something else reads them. Nor where only the critic
-        warms up: there is no such step meanwhile, and the metrics would be missing.
-        """
-        sizes = update_sizes(self.config, self.roles["actor"])
-        own = (
-            sizes.num_mini_batches == sizes.num_epochs == 1
-            and "old_logprobs" in field_names(self.algorithm.policy_loss)
-            and not _critic_warmup(self.config, self.algorithm)
-        )
-        # The metrics of a batch are those of its advantages, also where no loss reads them.
-        goals = ("advantages",)
-        planned = plan(self.catalogue(own_logprobs=own), goals)
-        if own and any("old_logprobs" in stage.writes for stage in planned):
-            planned = plan(self.catalogue(own_logprobs=False), goals)
-        for stage in self.own_stages:
-            if stage not in planned:
-                raise ConfigError(
-                    f"config.stages: nothing reads what the stage {stage.name!r} writes "
-                    f"({', '.join(stage.writes) or 'nothing'}); the stages that run are "
-                    f"{', '.join(s.name for s in planned)}"
-                )
-        return planned
-
-    def catalogue(self, *, own_logprobs: bool) -> list[Stage]:
-        """Every stage that might be needed; the planner keeps those that are."""
-        config, algorithm, roles = self.config, self.algorithm, self.roles
-        sizes = update_sizes(config, roles["actor"])
-        temperature = config.rollout.temperature
-
-        def passes(name: str) -> dict[str, Any]:
-            forward = update_sizes(config, roles[name]).forward
-            return {"model": roles[name], "micro_batches": forward, "temperature": temperature}
-
-        squares = "sum_pi_squared" in field_names(algorithm.advantage)
-        old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
-        found: list[Stage] = [
-            *self._generation(),
-            stages.OldLogprobs(
-                writes=old, replays_routes=replays_routes(config, roles["actor"]), **passes("actor")
-            ),
-            stages.FrozenLogprobs(
-                name="ref", writes=("reference_logprobs",), **passes("reference")
-            ),
-            stages.Values(
-                model=roles["critic"],
-                micro_batches=update_sizes(config, roles["critic"]).forward,
-            ),
-            *self._rewards_and_advantages(),
-        ]
-        if config.teacher is not None:
-            writes = ("teacher_logprobs",)
-            found += [
-                stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
-                stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
-            ]
-        correcting = correction(algorithm)
-        found += [] if correcting is None else [correcting]
-        found += [self._extra_model(passes(model.name)) for model in config.models]
-        reward = roles.get("reward")
-        found += score_stages(
-            reward,
-            self.reward,
-            group=config.rollout.n,
-            weight=1.0 if config.reward.model is None else config.reward.model.weight,
-            micro_batches=(update_sizes(config, reward) if reward else sizes).forward,
-            others=[
-                WeightedModel(
-                    role=roles[model.name],
-                    weight=model.weight,
-                    micro_batches=update_sizes(config, roles[model.name]).forward,
-                )
-                for model in config.models
-                if model.weight
-            ],
-            by_user=self.own_stages,
-            steps=config.data.max_response_length if config.reward.process_rewards else 0,
-        )
-        found += self.own_stages
-        return found + self._updates(sizes, own_logprobs=own_logprobs)
-
-    def _generation(self) -> list[Stage]:
-        config, sampler = self.config, self.sampler
-        how = stages.Generation(
-            samples=config.data.train_batch_size * config.rollout.n,
-            dtype=_rollout_dtype(config),
-            seed=config.seed,
-            settings=GenerationSettings(
-                sampling=self.sampling,
-                group=config.rollout.n,
-                num_slots=config.rollout.num_slots,
-                cache_tokens=config.rollout.cache_tokens,
-                pad_id=self.pad_id,
-                quantization=config.rollout.quantization,
-                record_routes=replays_routes(config, self.roles["actor"]),
-                attention=sampler.forward.attention,
-                strict=sampler.forward.strict,
-            ),
-        )
-        settings: dict[str, Any] = {
-            "model": sampler,
-            "how": how,
-            "compiler_options": how.compiler_options(sampler),
-        }
-        return [
-            stages.Generate(parts=self.parts, **settings),
-            stages.GenerateGreedily(**settings),
-        ]
-
-    @property
-    def parts(self) -> Parts | None:
-        """The parts of partial rollouts."""
-        config = self.config
-        if not config.partial_rollouts:
-            return None
-        return Parts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
-
-    def _extra_model(self, passes: dict[str, Any]) -> Stage:
-        """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
-        role: Role = passes["model"]
-        if role.spec.kind == "causal_lm":
-            writes = (f"{role.name}_logprobs",)
-            return stages.FrozenLogprobs(name=role.name, writes=writes, **passes)
-        return ModelScores(
-            model=role,
-            name=role.name,
-            writes=(f"{role.name}_scores",),
-            micro_batches=passes["micro_batches"],
-            measured=True,
-        )
-
-    def _rewards_and_advantages(self) -> list[Stage]:
-        algorithm = self.algorithm
-        process, kl_reward = self.config.reward.process_rewards, algorithm.kl_reward
-        rewards: Stage = StepTokenRewards() if process else stages.TokenRewards()
-        if kl_reward is not None:
-            kl_reward = with_steps(kl_reward) if process else kl_reward
-            rewards = stages.PenalisedRewards(
-                functions=(kl_reward,), controller=algorithm.kl_controller
-            )
-        advantages = stages.Advantages(
-            functions=(algorithm.advantage,),
-            max_response_length=self.config.data.max_response_length,
-        )
-        return [rewards, advantages]
-
-    def _updates(self, sizes: UpdateSizes, *, own_logprobs: bool) -> list[Stage]:
-        config, algorithm = self.config, self.algorithm
-        actor, critic = self.roles["actor"], self.roles["critic"]
-        critic_sizes = update_sizes(config, critic)
-        found: list[Stage] = []
-        if algorithm.value_loss is not None:
-            loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
-            update = stages.Update(
-                model=critic,
-                name="update_critic",
-                loss=loss,
-                sizes=critic_sizes,
-                seed=config.seed,
-            )
-            found.append(update)
-        reads = field_names(algorithm.policy_loss)
-        several = sizes.num_mini_batches * sizes.num_epochs > 1  # the ratio of a single one is 1
-        with_ratios = "rollout_logprobs" in reads or ("old_logprobs" in reads and several)
-        loss = PolicyLoss(
-            algorithm=algorithm,
-            spec=actor.spec,
-            settings=actor.forward,
-            temperature=config.rollout.temperature,
-            own_logprobs=own_logprobs,
-            with_log_ratios=with_ratios,
-            router=router_loss(config, actor),
-            replays_routes=replays_routes(config, actor),
-        )
-        update = stages.Update(
-            model=actor,
-            name="update_actor",
-            loss=loss,
-            sizes=sizes,
-            first_step=_critic_warmup(config, algorithm) + 1,
-            measure=_measure(own_logprobs, with_ratios),
-            seed=config.seed,
-        )
-        return [*found, update]

@@ -1,4 +1,4 @@
-"""The roles of a run placed on its mesh: model, layouts, optimizer, forward settings."""
+"""The roles of a config, placed on its mesh: model, layouts, optimizer, sizes of passes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -9,15 +9,22 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.crossing import call
-from jaxrl_llm.distributed.layout import Layout, generation_layout, train_layout
+from jaxrl_llm.distributed.layout import (
+    Layout,
+    generation_layout,
+    shard_rows,
+    shard_stacked,
+    train_layout,
+)
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.kernels.decode_attention import HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.forward import ForwardSettings
+from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.train_state import (
     Adapted,
@@ -29,12 +36,26 @@ from jaxrl_llm.learner.train_state import (
     state_shardings,
 )
 from jaxrl_llm.models.base import ModelSpec, draw_params, merge_adapters
+from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.decoder import period_of
 from jaxrl_llm.models.hf import few_features
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
+from jaxrl_llm.plan.models import (
+    ModelSource,
+    base_settings,
+    base_spec,
+    find_model,
+    learner_spec,
+    spec_of,
+    stop_ids,
+)
+from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 
 BASE, CRITIC_BASE = "base", "critic_base"  # roles: the frozen weights below adapters
+TEACHER = "teacher"
+ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
+ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE, BASE, CRITIC_BASE)
 STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time
 
 
@@ -358,3 +379,160 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
         return jax.tree.map(gather, names, places, params, is_leaf=lambda x: isinstance(x, tuple))
 
     return gathered
+
+
+# ------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSizes:
+    """How a role's passes walk through the samples of an iteration; all counts are global."""
+
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    update: MicroBatches  # parts of one mini-batch
+    forward: MicroBatches  # parts of the whole batch, in passes without gradient
+    shuffle_seed: int | None = None  # mini-batches take the samples in a random order
+
+
+def update_sizes(config: Config, role: Role) -> UpdateSizes:
+    """How the passes of `role` walk through an iteration's samples, as the critic's or the actor's.
+
+    Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
+    """
+    settings = config.critic if role.name == "critic" else config.actor
+    samples = config.data.train_batch_size * config.rollout.n
+    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    layout, of_passes = role.layout, role.passes.layout or role.layout
+    if settings.micro_batch_tokens:
+        update = Packed(
+            row_tokens=settings.micro_batch_tokens,
+            group=config.rollout.n if settings.share_prompts else 1,
+            num_replicas=layout.num_replicas,
+            rows=role.forward.rows_of_pass,
+            align=role.forward.align,
+            shard=shard_rows(layout),
+        )
+        forward = replace(
+            update,
+            num_replicas=of_passes.num_replicas,
+            rows=role.passes.rows_of_pass,
+            shard=shard_rows(of_passes),
+        )
+        if config.actor.shuffle:
+            update = replace(update, group=1)
+    else:
+        micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
+        of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
+        update = Padded(num=mini_batch // micro_batch, shard=shard_stacked(layout))
+        forward = Padded(num=samples // of_pass, shard=shard_stacked(of_passes))
+    return UpdateSizes(
+        num_mini_batches=samples // mini_batch,
+        num_epochs=settings.ppo_epochs,
+        update=update,
+        forward=forward,
+        shuffle_seed=config.seed if config.actor.shuffle else None,
+    )
+
+
+# ------------------------------------------------------------------------- of a config
+
+
+def roles_of(
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    waiting: int,
+    own_meshes: Mapping[str, Mesh],
+) -> tuple[dict[str, Role], dict[str, ModelSource]]:
+    """Every role that the config describes, and where weights come from, if not from the actor."""
+    context = config.data.max_row_length
+    actor = find_model(config.actor, tokenizer, context=context)
+    check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
+    models: dict[str, tuple[Kind, ModelSettings]] = {
+        "actor": ("causal_lm", config.actor),
+        "critic": ("scalar", config.critic),
+    }
+    if config.reward.model is not None:
+        models["reward"] = ("scalar", config.reward.model)
+    if config.teacher is not None:
+        models[TEACHER] = ("causal_lm", config.teacher)
+    for model in config.models:
+        if model.name in (*ROLES, *models):
+            raise ConfigError(
+                f"config.models: the name {model.name!r} is taken by a role of the trainer or by "
+                "another model; give it a name of its own"
+            )
+        models[model.name] = (model.kind, model)
+    roles, sources = {}, {"actor": actor}
+    for name, (kind, settings) in models.items():
+        source = actor
+        if name != "actor" and (settings.path or settings.hf_config):
+            source = sources[name] = find_model(settings, tokenizer, context=context)
+        elif name == TEACHER:
+            sources[name] = actor
+        _check_vocabulary(name, source, actor)
+        spec = learner_spec(source, kind, settings)
+        role = _place_role(name, spec, settings, config, own_meshes.get(name), mesh)
+        if spec.lora is not None:
+            shared = source is actor and BASE in roles
+            base = BASE if name == "actor" or shared else CRITIC_BASE
+            if base not in roles:
+                frozen = base_settings(settings)
+                roles[base] = _place_role(
+                    base, base_spec(source, kind, settings), frozen, config, None, mesh
+                )
+            role = replace(role, base=base)
+        roles[name] = role
+    iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
+    for name, number in iterations.items():
+        settings = config.actor if name == "actor" else config.critic
+        per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
+        steps = max(per_epoch * settings.ppo_epochs, 1)
+        roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
+    # The policy before training is the base of its adapters.
+    roles["reference"] = roles.get(BASE) or reference_role(
+        config, actor, mesh, own_meshes.get("reference")
+    )
+    return roles, sources
+
+
+def _place_role(
+    name: str,
+    spec: ModelSpec,
+    settings: ModelSettings,
+    config: Config,
+    own_mesh: Mesh | None,
+    mesh: Mesh,
+) -> Role:
+    """A role on its own mesh, which has no phases, or on that of the run."""
+    phases = config.mesh if own_mesh is None else None
+    strict = None
+    if config.exact == "strict" and spec.kind == "causal_lm":
+        strict = strict_of(spec, settings.dtype, settings.attention)
+    exact = config.exact != "off"
+    return make_role(
+        name, spec, settings, own_mesh or mesh, phases=phases, exact=exact, strict=strict
+    )
+
+
+def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
+    """ConfigError when a model's vocabulary is not the actor's: it would read other tokens."""
+    if source.config.vocab_size != actor.config.vocab_size and name not in ("critic", "reward"):
+        raise ConfigError(
+            f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
+            f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"
+        )
+
+
+def reference_role(
+    config: Config, source: ModelSource, mesh: Mesh, own_mesh: Mesh | None = None
+) -> Role:
+    """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
+    settings = ModelSettings(
+        dtype=config.actor.dtype,
+        param_dtype=config.actor.dtype,
+        attention=config.actor.attention,
+    )
+    spec: ModelSpec = spec_of(source, "causal_lm", settings)
+    return _place_role("reference", spec, settings, config, own_mesh, mesh)

@@ -1,4 +1,4 @@
-"""The stages: what each reads, writes, and which role runs it.
+"""The stages of passes, advantages and updates: what each reads, writes, and which role runs it.
 
 Nothing here knows an algorithm's name. Which fields a stage reads comes from its own signature, and
 from the signatures of the functions that the `Algorithm` holds.
@@ -6,40 +6,26 @@ from the signatures of the functions that the `Algorithm` holds.
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
+from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
-from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.communication import DECODE_STEPS, MICRO_BATCHES, PREFILLS
-from jaxrl_llm.distributed.layout import Layout
-from jaxrl_llm.generation.engine import (
-    GenerationOutput,
-    Rows,
-    compiler_options,
-    generate_on_mesh,
-)
-from jaxrl_llm.generation.partial_responses import (
-    Parts,
-    Responses,
-    are_unfinished,
-    versions_of,
-)
-from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.distributed.communication import MICRO_BATCHES
+from jaxrl_llm.distributed.layout import shard_stacked
 from jaxrl_llm.learner.forward import (
     response_logprobs,
     response_statistics,
     response_values,
 )
-from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
+from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
 from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
@@ -62,10 +48,9 @@ from jaxrl_llm.learner.train_step import (
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
 from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
-from jaxrl_llm.plan.roles import Role, pass_model, sampling_model
+from jaxrl_llm.plan.roles import Role, UpdateSizes, pass_model
 
 KL_CONTROLLER = "kl_controller"
-UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,171 +80,6 @@ class ModelStage(Stage):
         if isinstance(parts, int) or self.model.mesh.size == 1:
             return {}
         return {f"{self.name}/micro_batches": parts.astype(jnp.float32)}
-
-
-def shard_stacked(layout: Layout) -> Callable[[Any], Any]:
-    """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
-    if layout.mesh.size == 1:
-        return _unchanged
-    return partial(_constrained, sharding=layout.sharding(None, "batch"))
-
-
-def shard_rows(layout: Layout) -> Callable[[Any], Any]:
-    """Constrains arrays of rows, one row a replica, to the devices of their replica."""
-    if layout.mesh.size == 1:
-        return _unchanged
-    return partial(_constrained, sharding=layout.sharding("batch"))
-
-
-def _unchanged(tree: Any) -> Any:
-    return tree
-
-
-def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
-    return jax.lax.with_sharding_constraint(tree, sharding)
-
-
-# ------------------------------------------------------------------------- generation
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """How the actor generates for training."""
-
-    samples: int  # of a batch, over all replicas
-    dtype: str
-    seed: int
-    settings: GenerationSettings
-
-    def run(
-        self,
-        role: Role,
-        state: Any,
-        step: jax.Array,
-        prompts: Any,
-        lengths: Any,
-        sample_ids: Any,
-        settings: GenerationSettings,
-        *,
-        limits: Any = None,
-        alone: Rows | None = None,
-    ) -> GenerationOutput:
-        """Responses of the actor, in its generation layout; `generate` says what they are."""
-        spec, params = sampling_model(role.spec, params_of(state), self.dtype)
-        return generate_on_mesh(
-            spec,
-            params,
-            prompts,
-            lengths,
-            sample_ids,
-            self.keys(step),
-            settings,
-            layout=role.generation,
-            stored=role.layout,
-            limits_N=limits,
-            alone=alone,
-        )
-
-    def keys(self, steps: jax.Array) -> jax.Array:
-        """The keys of steps, one or [N], from which those of their samples are made."""
-        fold = partial(jax.random.fold_in, jax.random.key(self.seed))
-        return jax.vmap(fold)(steps) if jnp.ndim(steps) else fold(steps)
-
-    def compiler_options(self, role: Role) -> dict[str, bool]:
-        """XLA's, for a program that generates a batch, with greedy answers or without."""
-        samples = self.samples // role.generation.num_replicas
-        return compiler_options(samples, self.settings.num_slots)
-
-
-SAMPLED = ("responses", "mask", "rollout_logprobs")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Generate(ModelStage):
-    """Samples responses from the actor in its generation layout, `group` a prompt.
-
-    With `parts` they are the first parts of the responses, and each token has a version.
-    """
-
-    how: Generation
-    compiler_options: Mapping[str, bool] | tuple[()]
-    parts: Parts | None = None
-
-    generates = True
-    name = "gen"
-
-    @property
-    def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.how.settings.record_routes:
-            return (*SAMPLED, ROUTES)
-        return SAMPLED if self.parts is None else (*SAMPLED, "policy_versions")
-
-    @property
-    def loop_metrics(self) -> Mapping[str, str]:
-        return {DECODE_STEPS: "rollout/decode_steps", PREFILLS: "rollout/prefills"}
-
-    def __call__(
-        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
-    ) -> StageOutput:
-        settings, parts, limits = self.how.settings, self.parts, None
-        if parts is not None:
-            limit = parts.limit(parts.first_version(step), step, settings.sampling.max_new_tokens)
-            limits = jnp.full(prompt_lengths.shape, limit)
-        out = self.how.run(
-            self.model, state, step, prompts, prompt_lengths, sample_ids, settings, limits=limits
-        )
-        metrics = loop_counts(out)
-        if parts is None:
-            found = (out.tokens, out.mask, out.logprobs)
-            found += () if out.routes is None else (out.routes,)
-            return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
-        version = jnp.full(prompt_lengths.shape, parts.first_version(step))
-        responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
-        left = are_unfinished(responses, prompt_lengths, settings.sampling)
-        writes = dict(zip(self.writes, responses, strict=True))
-        return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
-
-
-def loop_counts(out: GenerationOutput) -> dict[str, Any]:
-    """Metrics of the engine's loops."""
-    slot_steps = out.slot_steps.sum()
-    return {
-        "rollout/decode_steps": out.steps.max(),
-        "rollout/prefills": out.prefills.max(),
-        "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
-        "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
-    }
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GenerateGreedily(ModelStage):
-    """The actor's most likely answer to each prompt, on the first sample of its group."""
-
-    how: Generation
-    compiler_options: Mapping[str, bool] | tuple[()]
-
-    generates = True
-    name = "gen_max"
-    writes = ("greedy_responses", "greedy_mask", "greedy_logprobs")
-
-    def __call__(
-        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
-    ) -> StageOutput:
-        settings = self.how.settings
-        rows, group = prompt_lengths.shape[0], settings.group
-        # The others of a group are rows without a prompt: they generate nothing and take no slot.
-        lengths = jnp.where(jnp.arange(rows) % group == 0, prompt_lengths, 0)
-        slots = settings.num_slots or -(-rows // (self.model.generation.num_replicas * group))
-        greedy = replace(settings.sampling, temperature=0.0)
-        settings = replace(settings, sampling=greedy, group=1, num_slots=slots)
-        out = self.how.run(self.model, state, step, prompts, lengths, sample_ids, settings)
-        return StageOutput(
-            {
-                "greedy_responses": out.tokens,
-                "greedy_mask": out.mask,
-                "greedy_logprobs": out.logprobs,
-            }
-        )
 
 
 # ------------------------------------------------------------------------- forward passes
@@ -500,58 +320,36 @@ class Advantages(Stage):
         return StageOutput(writes, metrics)
 
 
+# ------------------------------------------------------------------------- correction
+
+
+def correction(algorithm: Algorithm) -> "Correction | None":
+    """The stage of what the algorithm weighs and rejects; None where it does neither."""
+    named = {"importance_weights": algorithm.importance, "loss_mask": algorithm.rejection}
+    named = {name: fn for name, fn in named.items() if fn is not None}
+    if not named:
+        return None
+    return Correction(writes=tuple(named), functions=tuple(named.values()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Correction(Stage):
+    """Rollout correction: the function that gives each field that is written."""
+
+    writes: tuple[str, ...]
+    functions: Sequence[Callable[..., Any]]
+
+    name = "rollout_corr"
+
+    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+        writes, metrics = {}, {}
+        for name, fn in zip(self.writes, self.functions, strict=True):
+            writes[name], found = fn(*(fields[field] for field in field_names(fn)))
+            metrics |= found
+        return StageOutput(writes, metrics)
+
+
 # ------------------------------------------------------------------------- updates
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateSizes:
-    """How a role's passes walk through the samples of an iteration; all counts are global."""
-
-    num_mini_batches: int = 1
-    num_epochs: int = 1
-    update: MicroBatches  # parts of one mini-batch
-    forward: MicroBatches  # parts of the whole batch, in passes without gradient
-    shuffle_seed: int | None = None  # mini-batches take the samples in a random order
-
-
-def update_sizes(config: Config, role: Role) -> UpdateSizes:
-    """How the passes of `role` walk through an iteration's samples, as the critic's or the actor's.
-
-    Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
-    """
-    settings = config.critic if role.name == "critic" else config.actor
-    samples = config.data.train_batch_size * config.rollout.n
-    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
-    layout, of_passes = role.layout, role.passes.layout or role.layout
-    if settings.micro_batch_tokens:
-        update = Packed(
-            row_tokens=settings.micro_batch_tokens,
-            group=config.rollout.n if settings.share_prompts else 1,
-            num_replicas=layout.num_replicas,
-            rows=role.forward.rows_of_pass,
-            align=role.forward.align,
-            shard=shard_rows(layout),
-        )
-        forward = replace(
-            update,
-            num_replicas=of_passes.num_replicas,
-            rows=role.passes.rows_of_pass,
-            shard=shard_rows(of_passes),
-        )
-        if config.actor.shuffle:
-            update = replace(update, group=1)
-    else:
-        micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
-        of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
-        update = Padded(num=mini_batch // micro_batch, shard=shard_stacked(layout))
-        forward = Padded(num=samples // of_pass, shard=shard_stacked(of_passes))
-    return UpdateSizes(
-        num_mini_batches=samples // mini_batch,
-        num_epochs=settings.ppo_epochs,
-        update=update,
-        forward=forward,
-        shuffle_seed=config.seed if config.actor.shuffle else None,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""The function behind each grader of a config, and where a reward function is found."""
+"""What a config says of rewards: graders, where a reward function is found, workers' limits."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +14,7 @@ from jaxrl_llm.rewards.length import length_range
 from jaxrl_llm.rewards.loading import absolute_path
 from jaxrl_llm.rewards.math_answer import math_answer
 from jaxrl_llm.rewards.overlong import overlong_penalty
+from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.rewards.remote import remote
 
 FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
@@ -56,3 +57,10 @@ def path_and_settings(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any
         grader = FUNCTIONS[type(function)]
         return f"{grader.__module__}:{grader.__name__}", asdict(function)
     return absolute_path(function.path), dict(function.settings)
+
+
+def worker_limits(rewards: c.RewardConfig) -> WorkerLimits:
+    """What a process for user functions may take and see."""
+    return WorkerLimits(
+        memory_gb=rewards.memory_gb, file_gb=rewards.file_gb, environment=rewards.environment
+    )

@@ -1,1 +1,1 @@
-"""The one loop of a run, and what it needs: data, batches, states, evaluation, output."""
+"""The one loop of a run, and what a step needs: batches, rewards, states, output."""

@@ -14,9 +14,10 @@ Yu et al. 2025, arXiv:2503.14476.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,10 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import FilterGroupsConfig
+from jaxrl_llm.config import Config, FilterGroupsConfig
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import OfflineRecord
+from jaxrl_llm.data.packing import OfflineRecord, prompt_batch
 from jaxrl_llm.data.priority import PriorityLoader
+from jaxrl_llm.data.run_data import (
+    collate_with,
+    held_groups,
+    held_out_sources,
+    load_held_out,
+    load_records,
+    train_sources,
+)
+from jaxrl_llm.data.share import digest
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.multihost import (
     HostRows,
@@ -41,15 +51,14 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.alarms import repeated_share
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.offline import OfflinePlan
+from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
 from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import held_groups, prompt_batch
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.progress import StepTokens
 from jaxrl_llm.trainer.rewarding import StepContext
-from jaxrl_llm.types import RolloutBatch
+from jaxrl_llm.types import OfflineBatch, RolloutBatch
 
 MEASURED = 64  # responses of a batch whose repetition is measured
 WAITING = "data"  # `timing_s/data`: until the loader has the prompts or records of a step
@@ -410,3 +419,103 @@ class RecordBatches(Batches):
         total = sum(int(group.lengths[owned].sum()) for group in groups)
         answers = sum(int(group.loss_mask[owned].sum()) for group in groups)
         return StepTokens.of_all(num_prompt=total - answers, num_response=answers)
+
+
+# ------------------------------------------------------------------------- records
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRecords:
+    """The records of an offline run, and how batches are made of them."""
+
+    config: Config
+    pad_id: int
+    mismatched: bool  # the algorithm also gives a prompt the completion of another record
+    precomputed: bool  # log-probs of the reference are tables over these records
+    rows: HostRows  # of a batch
+    train: Sequence[OfflineRecord]
+    held_out: Sequence[OfflineRecord]
+    held_out_pairs: Sequence[OfflineRecord]  # of an algorithm that judges pairs
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many there are of each table of log-probs."""
+        return {TRAIN: len(self.train), HELD_OUT: len(self.held_out)}
+
+    def loader(self) -> Loader[OfflineRecord, Any]:
+        """Endless batches of training records."""
+        data = self.config.data
+        # Tables of log-probs are of these held-out records too.
+        unchanged = {"held_out_digest": digest(self.held_out)} if self.precomputed else {}
+        return Loader(
+            self.train,
+            self._collate(mismatched=self.mismatched),
+            batch_size=data.train_batch_size,
+            seed=self.config.seed,
+            shuffle=data.shuffle,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch,
+            unchanged=unchanged,
+        )
+
+    def train_batches(self) -> Iterator[OfflineBatch]:
+        """All training records in order, in batches of one size: the rows of this process."""
+        return self._padded(self.train, mismatched=self.mismatched)
+
+    def held_out_batches(self) -> Iterator[OfflineBatch]:
+        """All held-out records in order, in batches of one size: the rows of this process."""
+        return self._padded(self.held_out, mismatched=self.mismatched)
+
+    def held_out_pair_batches(self) -> Iterator[OfflineBatch]:
+        """All held-out pairs in order, in batches of one size: the rows of this process."""
+        return self._padded(self.held_out_pairs, mismatched=False)
+
+    def _collate(self, *, mismatched: bool) -> Any:
+        return collate_with(self.config, self.pad_id, self.rows, mismatched=mismatched)
+
+    def _padded(
+        self, records: Sequence[OfflineRecord], *, mismatched: bool
+    ) -> Iterator[OfflineBatch]:
+        size, collate = self.config.data.train_batch_size, self._collate(mismatched=mismatched)
+        for start in range(0, len(records), size):
+            part = records[start : start + size]
+            # A single record in the last batch has no other to be mismatched with.
+            before = records[start - 1] if start and len(part) == 1 else None
+            yield collate(part, size=size, before=before)
+
+
+def load_offline_records(
+    config: Config, plan: OfflinePlan, tokenizer: Tokenizer, run_dir: Path | None
+) -> OfflineRecords:
+    """The records that the plan's algorithm learns from.
+
+    Raises ValueError for a split of one record whose prompt needs the completion of another.
+    """
+    kind = plan.algorithm.records.name
+    mismatched = "mismatched" in plan.reads_groups
+    records = load_records(config, train_sources(config), kind, tokenizer, run_dir)
+    held_out, are_pairs = load_held_out(config, kind, tokenizer, run_dir)
+    if mismatched:
+        _refuse_one_record("train", records, "2 records or more work")
+        _refuse_one_record("val", held_out, "2 records or more work, or none")
+    pairs: Sequence[OfflineRecord] = []
+    if are_pairs and plan.algorithm.judge_pairs is not None:
+        pairs = load_records(config, held_out_sources(config), "preferences", tokenizer, run_dir)
+    return OfflineRecords(
+        config=config,
+        pad_id=tokenizer.pad_id,
+        mismatched=mismatched,
+        precomputed=plan.precomputed,
+        rows=plan.program.host_rows(plan.batch_size),
+        train=records,
+        held_out=held_out,
+        held_out_pairs=pairs,
+    )
+
+
+def _refuse_one_record(split: str, records: Sequence[OfflineRecord], remedy: str) -> None:
+    if len(records) == 1:
+        raise ValueError(
+            f"config.data.{split}_files and {split}_tasks give one record, whose prompt no other "
+            f"completion can be given to; {remedy}"
+        )

@@ -36,15 +36,14 @@ from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.partial_responses import NO_VERSION
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.continuing import CONTINUED, CONTINUING_READS, OLDER, older_fields
 from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.generating import CONTINUED, CONTINUING_READS, OLDER, UNFINISHED, older_fields
 from jaxrl_llm.plan.online import AHEAD, Iteration
-from jaxrl_llm.plan.online_roles import ROLLOUT_ROLE
 from jaxrl_llm.plan.program import MOVED
-from jaxrl_llm.plan.stages import UNFINISHED
+from jaxrl_llm.plan.roles import ROLLOUT_ROLE
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved
 from jaxrl_llm.trainer.rewarding import StepContext
-from jaxrl_llm.trainer.signals import host_work
 
 WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
 # Metrics of the parts of a batch that are added up.

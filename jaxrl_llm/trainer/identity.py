@@ -1,4 +1,10 @@
-"""The models of a run, as its checkpoints record them."""
+"""What a run is: recorded in its checkpoints, on the console, and in RUN/about.json."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
 
 import jax
 
@@ -15,6 +21,8 @@ from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.progress import Plan
+
+ABOUT = "about.json"
 
 
 def run_identity(plan: Plan, tokenizer: Tokenizer) -> Record:
@@ -53,3 +61,57 @@ def _how(role: Role) -> dict[str, str]:
         "scan_layers": str(forward.scan_layers).lower(),
         "residual_dtype": forward.residual_dtype,
     }
+
+
+def about(
+    plan: Plan, *, run_dir: Path, num_train: int, num_held_out: int, step: int | None, steps: int
+) -> dict[str, str]:
+    """A line for each of: run, devices, model, data, versions. `step` is None for a new run."""
+    state = "new" if step is None else f"goes on from step {step}"
+    held_out = f", {num_held_out:,} held out" if num_held_out else ", none held out"
+    versions = package_versions()
+    return {
+        "run": f"{run_dir}, {state}, {steps:,} steps",
+        "devices": _devices(plan),
+        "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
+        "data": f"{num_train:,} training rows{held_out}",
+        "versions": f"jaxrl_llm {versions['jaxrl_llm']}, jax {versions['jax']}, "
+        f"Python {platform.python_version()}",
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def about_lines(found: dict[str, str]) -> str:
+    """`about` for the console."""
+    return "\n".join(f"{name:<9} {text}" for name, text in found.items() if name != "started")
+
+
+def write_about(folder: Path, found: dict[str, str]) -> None:
+    """Replace RUN/about.json, which the report shows."""
+    temporary = folder / f"{ABOUT}.tmp"
+    temporary.write_text(json.dumps(found, indent=2) + "\n")
+    os.replace(temporary, folder / ABOUT)
+
+
+def _devices(plan: Plan) -> str:
+    mesh = plan.learner.mesh
+    sizes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    along = f" ({', '.join(sizes)})" if sizes else ""
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{plan.num_devices} x {mesh.devices.flat[0].device_kind}{along}{processes}"
+
+
+def _model(name: str, role: Role) -> str:
+    config = role.spec.config
+    return (
+        f"{name} {config.family}, {parameters(role.spec.num_params)} parameters, "
+        f"{config.num_layers} layers, {role.forward.dtype}"
+    )
+
+
+def parameters(number: int) -> str:
+    """A number of parameters as people say it: 1.54 B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -13,6 +13,8 @@ import numpy as np
 
 from jaxrl_llm.config import Config, as_dict
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
+from jaxrl_llm.evaluation.evaluate import Validation
+from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console, ShownSample
@@ -27,7 +29,6 @@ from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.callbacks import Callbacks, Sample
-from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
@@ -273,29 +274,18 @@ class RunOutput(MetricsLog):
         for tracker in self._shown if rows else ():
             tracker.samples(step, rows)
 
-    def validation(
-        self,
-        step: int,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        grades: np.ndarray,
-        indices: Sequence[int],
-        failures: Mapping[int, Sequence[str]],
-    ) -> None:
-        """Trace this process's answers to held-out prompts; `indices` are those of the samples.
-
-        `failures` says by the place of a sample here why it could not be graded.
-        """
+    def validation(self, step: int, found: Validation) -> None:
+        """Trace this process's answers to held-out prompts after `step` steps."""
         if self._trace is not None:
             self._trace.write(
                 "validation" + self._suffix,
                 step,
                 policy_version=step,
-                prompts=prompts,
-                completions=completions,
-                scores=grades,
-                failures=failures,
-                indices=indices,
+                prompts=found.prompts,
+                completions=found.completions,
+                scores=found.grades,
+                failures=found.failures,
+                indices=found.indices,
             )
 
     def _model_scores(self, batch: RolloutBatch) -> dict[str, jax.Array]:

@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import Config, RewardConfig
-from jaxrl_llm.data.share import own_indices
+from jaxrl_llm.config import Config
+from jaxrl_llm.data.run_data import columns_by_source
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects
+from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
-from jaxrl_llm.plan.online_roles import stops_of
+from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.scores import HostReward
-from jaxrl_llm.rewards.graders import path_and_settings
+from jaxrl_llm.rewards.graders import path_and_settings, worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
-from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.rewards.steps import last_tokens
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import completions_of
-from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, Prompt
 
 MOST_FAILED = 3  # calls in a row in which no sample got a reward
@@ -170,26 +169,6 @@ def planned_reward(config: Config) -> ArrayReward | None:
 
 def _lengths(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return mask.sum(axis=1)
-
-
-def worker_limits(rewards: RewardConfig) -> WorkerLimits:
-    """What a process for user functions may take and see."""
-    return WorkerLimits(
-        memory_gb=rewards.memory_gb, file_gb=rewards.file_gb, environment=rewards.environment
-    )
-
-
-def columns_by_source(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
-    """The columns of the rows of each data source, over all processes, which all must call it."""
-    own: dict[str, set[str]] = {}
-    for index in own_indices(prompts):
-        own.setdefault(prompts[index].data_source, set()).update(prompts[index].columns)
-    everyone = gather_objects({source: sorted(x) for source, x in own.items()}, "columns")
-    sources = sorted({source for found in everyone for source in found})
-    return {
-        source: sorted({name for found in everyone for name in found.get(source, ())})
-        for source in sources
-    }
 
 
 def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:

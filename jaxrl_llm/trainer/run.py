@@ -18,65 +18,59 @@ from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
+from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
 from jaxrl_llm.distributed.multihost import barrier, is_main
-from jaxrl_llm.learner.offline_losses import means, weighted_means
-from jaxrl_llm.observability.alarms import Alarms
-from jaxrl_llm.observability.status import STATUS
-from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import CompileCounter, count_compilations
-from jaxrl_llm.plan.models import find_tokenizer, open_meshes, write_huggingface_files
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
-from jaxrl_llm.plan.online_roles import stops_of
-from jaxrl_llm.plan.weights import BASES
-from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
-from jaxrl_llm.trainer.alarming import AlarmBell
-from jaxrl_llm.trainer.banner import about, lines, write_about
-from jaxrl_llm.trainer.bases import bases_record, read_bases
-from jaxrl_llm.trainer.batches import (
-    AnyLoader,
-    Batches,
-    FilteredBatches,
-    PromptBatches,
-    RecordBatches,
-)
-from jaxrl_llm.trainer.callbacks import Callback, Callbacks
-from jaxrl_llm.trainer.communication import CommunicationReport
-from jaxrl_llm.trainer.data import (
-    OfflineRecords,
-    has_held_out,
-    load_offline_records,
-    load_run_prompts,
-    train_batches,
-    train_sources,
-)
-from jaxrl_llm.trainer.deadline import Deadline, read_deadline
-from jaxrl_llm.trainer.disk_space import bytes_of, check_space, wait_for_space
-from jaxrl_llm.trainer.evaluate import (
+from jaxrl_llm.evaluation.evaluate import (
     AnswerEvaluation,
     Evaluation,
     RecordEvaluation,
     Validator,
     open_validator,
 )
+from jaxrl_llm.learner.offline_losses import means, weighted_means
+from jaxrl_llm.observability.alarms import Alarms
+from jaxrl_llm.observability.status import STATUS
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.guards import CompileCounter, count_compilations
+from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
+from jaxrl_llm.plan.offline import plan_offline
+from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
+from jaxrl_llm.plan.weights import BASES
+from jaxrl_llm.supervision.alarming import AlarmBell
+from jaxrl_llm.supervision.communication import CommunicationReport
+from jaxrl_llm.supervision.deadline import Deadline, read_deadline
+from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
+from jaxrl_llm.supervision.profiling import StepProfiler
+from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
+from jaxrl_llm.supervision.signals import stop_requests
+from jaxrl_llm.supervision.watchdog import END, START, EndProcess, Watch, open_watch
+from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
+from jaxrl_llm.trainer.batches import (
+    AnyLoader,
+    Batches,
+    FilteredBatches,
+    OfflineRecords,
+    PromptBatches,
+    RecordBatches,
+    load_offline_records,
+)
+from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
-from jaxrl_llm.trainer.identity import run_identity
+from jaxrl_llm.trainer.identity import about, about_lines, run_identity, write_about
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
 from jaxrl_llm.trainer.rewarding import open_reward
-from jaxrl_llm.trainer.run_folder import RunFolder, open_run_folder
-from jaxrl_llm.trainer.signals import stop_requests
 from jaxrl_llm.trainer.states import (
     FirstStates,
+    bases_record,
     first_offline_states,
     first_states,
     from_items,
     has_supervised,
+    read_bases,
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
-from jaxrl_llm.trainer.watchdog import END, START, EndProcess, Watch, open_watch
 
 
 def train(
@@ -209,7 +203,7 @@ class Run:
             steps=self.config.total_steps,
         )
         write_about(self.run_dir, found)
-        self.output.message(lines(found))
+        self.output.message(about_lines(found))
 
     def summary(self) -> Summary:
         """The run as it ended."""
@@ -264,7 +258,7 @@ class Run:
             save_with=self._save,
             save_every=config.save_every,
             validate_first=config.validation.before_train,
-            alarms=AlarmBell(alarms=self.alarms, output=self.output),
+            alarms=AlarmBell(alarms=self.alarms, write=self.output.event),
             callbacks=self.callbacks,
         )
 
@@ -460,7 +454,7 @@ class RunData:
         if isinstance(plan, OnlinePlan):
             answers = self.validator
             if answers is not None:
-                found.append(AnswerEvaluation(validator=answers, output=output))
+                found.append(AnswerEvaluation(validator=answers, trace=output.validation))
             return found
         mesh = plan.learner.mesh
         assert records is not None

@@ -1,4 +1,4 @@
-"""The first states of a run's roles, and their shape in a checkpoint."""
+"""The first states of a run's roles, their shape in a checkpoint, and the bases of adapters."""
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
@@ -14,9 +14,11 @@ from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
+from jaxrl_llm.data.run_data import preference_data, sft_batches
 from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.evaluation.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
@@ -26,15 +28,13 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
 from jaxrl_llm.plan.online import Iteration, OnlinePlan
-from jaxrl_llm.plan.online_roles import TEACHER
-from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
+from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
-from jaxrl_llm.plan.weights import first_adapters, load_params
+from jaxrl_llm.plan.weights import Record, base_record, first_adapters, load_params, read_base
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.batches import RecordBatches
-from jaxrl_llm.trainer.data import OfflineRecords, preference_data, sft_batches
-from jaxrl_llm.trainer.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
+from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches
 from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.training import Training
 
 SEEDS = {"actor": 0, "critic": 1, "reward": 2, TEACHER: 3}  # streams of the run's seed
@@ -415,3 +415,32 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
         optimizer = items.get(name + OPTIMIZER)
         states[name] = item["state"] if optimizer is None else TrainState(params=item, **optimizer)
     return states
+
+
+# ------------------------------------------------------------------------- bases
+
+
+def bases_record(plan: Plan, states: States) -> dict[str, Record]:
+    """A record of each base that is read again. Every process calls it."""
+    return {
+        name: base_record(plan.bases[name], source, _seed(plan, name), states[name])
+        for name, source in plan.reloaded.items()
+    }
+
+
+def read_bases(plan: Plan, saved: dict[str, Any]) -> States:
+    """The bases of a run that goes on. Raises: ConfigError where one is not what it was."""
+    if saved.keys() != plan.reloaded.keys():
+        raise ConfigError(
+            f"the checkpoint names the frozen weights {sorted(saved) or 'of its own folder'}, and "
+            f"this config {sorted(plan.reloaded) or 'those after a warm-up'}; give the warm-up and "
+            "the adapters that the run began with"
+        )
+    return {
+        name: read_base(plan.bases[name], saved[name], source)
+        for name, source in plan.reloaded.items()
+    }
+
+
+def _seed(plan: Plan, name: str) -> int:
+    return seed_of_base(plan.config, name, plan.learner.name)

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.evaluation.evaluate import Evaluation
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
-from jaxrl_llm.trainer.alarming import AlarmBell
+from jaxrl_llm.supervision.alarming import AlarmBell
+from jaxrl_llm.supervision.communication import CommunicationReport
+from jaxrl_llm.supervision.profiling import StepProfiler
+from jaxrl_llm.supervision.watchdog import BETWEEN, Watch
 from jaxrl_llm.trainer.batches import Batches
 from jaxrl_llm.trainer.callbacks import Callbacks
-from jaxrl_llm.trainer.communication import CommunicationReport
-from jaxrl_llm.trainer.evaluate import Evaluation
 from jaxrl_llm.trainer.output import MetricsLog
-from jaxrl_llm.trainer.profiling import StepProfiler
 from jaxrl_llm.trainer.progress import Clock, Plan, any_process
-from jaxrl_llm.trainer.watchdog import BETWEEN, Watch
 
 Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
 

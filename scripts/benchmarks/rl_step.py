@@ -8,13 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.harness import (
-    Case,
-    CheckFailed,
-    memory_bytes,
-    most_mult_prob_error,
-    require,
-)
+from benchmarks.harness import Case, CheckFailed, memory_bytes, most_mult_prob_error, require
 from benchmarks.iteration import planned
 from benchmarks.options import Options
 from benchmarks.roofline import H200
@@ -24,7 +18,7 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.utilisation import segment_flops
+from jaxrl_llm.trainer.progress import segment_flops
 from jaxrl_llm.trainer.states import untrained_states
 from jaxrl_llm.types import RolloutBatch
 

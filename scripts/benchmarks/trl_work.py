@@ -17,11 +17,11 @@ from typing import Any
 
 from jaxrl_llm.config import GRPO, Config, ConfigError
 from jaxrl_llm.data.loader import PromptLoader
+from jaxrl_llm.data.run_data import load_run_prompts, train_batches, train_sources
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.references import load
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import load_run_prompts, train_batches, train_sources
 
 REWARD_FIELDS = ("solution_str", "ground_truth")
 

@@ -15,17 +15,11 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from tiny_models import tiny_config, write_directory
 
-from benchmarks.against_trl import (
-    Curve,
-    read_curves,
-    reward_table,
-    smoothed,
-    time_table,
-)
+from benchmarks.against_trl import Curve, read_curves, reward_table, smoothed, time_table
 from benchmarks.trl_work import ALIKE, trl_setup, trl_work
 from jaxrl_llm.config import Config, ConfigError, apply_override, load_config
+from jaxrl_llm.data.run_data import load_run_prompts, train_batches, train_sources
 from jaxrl_llm.plan.models import find_tokenizer
-from jaxrl_llm.trainer.data import load_run_prompts, train_batches, train_sources
 
 ROOT = Path(__file__).parents[2]
 FILE = str(ROOT / "configs" / "grpo_smollm2.py")

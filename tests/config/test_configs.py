@@ -25,21 +25,15 @@ from jaxrl_llm.config import (
     open_config,
     to_json,
 )
+from jaxrl_llm.data.run_data import held_out_sources, load_records, load_run_prompts, train_sources
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration, plan_online
-from jaxrl_llm.plan.roles import make_role
-from jaxrl_llm.plan.stages import update_sizes
+from jaxrl_llm.plan.roles import make_role, update_sizes
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import (
-    held_out_sources,
-    load_records,
-    load_run_prompts,
-    train_sources,
-)
 from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.types import OFFLINE_FIELDS
 

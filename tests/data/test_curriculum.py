@@ -8,8 +8,8 @@ import pytest
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.data import curriculum
 from jaxrl_llm.data.curriculum import ascending_batches, column_values
+from jaxrl_llm.data.run_data import train_batches
 from jaxrl_llm.data.share import Picked
-from jaxrl_llm.trainer.data import train_batches
 from jaxrl_llm.types import Prompt
 
 LEVELS = [5, 1, 4, 1, 3, 2, 2, 6, 9, 7]

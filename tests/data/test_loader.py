@@ -18,7 +18,7 @@ from jaxrl_llm.data.packing import (
     offline_records,
     pad_rows,
 )
-from jaxrl_llm.trainer.data import train_batches
+from jaxrl_llm.data.run_data import train_batches
 from jaxrl_llm.types import Prompt
 
 

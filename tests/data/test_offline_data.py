@@ -18,8 +18,8 @@ from jaxrl_llm.data.dataset import (
     load_ratings,
     load_unpaired,
 )
+from jaxrl_llm.data.run_data import load_held_out
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
-from jaxrl_llm.trainer.data import load_held_out
 
 CHAR = CharTokenizer()
 RULES = RowRules(max_length=99)

@@ -21,11 +21,11 @@ from jaxrl_llm.data.dataset import (
     load_unpaired,
 )
 from jaxrl_llm.data.loader import PromptLoader
+from jaxrl_llm.data.run_data import load_run_prompts, train_sources
 from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.sources import ParquetRows
 from jaxrl_llm.data.streaming import Streamed
 from jaxrl_llm.tokenizer import CharTokenizer
-from jaxrl_llm.trainer.data import load_run_prompts, train_sources
 
 CHAR = CharTokenizer()
 PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(40)]

@@ -8,8 +8,8 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 
 from jaxrl_llm.config import Parser, is_offline, read_config
+from jaxrl_llm.data.run_data import has_held_out, load_records, load_run_prompts, train_sources
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.data import has_held_out, load_records, load_run_prompts, train_sources
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own-data.md"
 FENCE = re.compile(r"`([\w.]+)`:\n\n```\w+\n(.*?)```\n\n```\njaxrl train (.*?)```", re.DOTALL)

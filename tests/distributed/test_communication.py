@@ -24,8 +24,8 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
 from jaxrl_llm.observability.profile import DeviceEvent
 from jaxrl_llm.plan.guards import count_compilations
-from jaxrl_llm.trainer.communication import CommunicationReport
-from jaxrl_llm.trainer.profiling import UNTIMED, time_collectives
+from jaxrl_llm.supervision.communication import CommunicationReport
+from jaxrl_llm.supervision.profiling import UNTIMED, time_collectives
 from jaxrl_llm.trainer.run import train
 
 SIZES = {"fsdp": 4, "tensor": 2}

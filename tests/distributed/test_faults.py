@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
-from jaxrl_llm.trainer.watchdog import STALLED
+from jaxrl_llm.supervision.watchdog import STALLED
 
 LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
 FAULTY, TRAIN = str(REPOSITORY / "tests" / "faulty.py"), str(REPOSITORY / "scripts" / "train.py")
@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxrl_llm.config import WatchdogConfig
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.launch.runtime import join_processes, prepare
-from jaxrl_llm.trainer.watchdog import open_watch
+from jaxrl_llm.supervision.watchdog import open_watch
 
 prepare()
 join_processes()

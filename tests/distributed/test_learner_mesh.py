@@ -23,7 +23,7 @@ from tiny_models import tiny_config as tiny_model_config
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
-from jaxrl_llm.distributed.layout import mesh_of, train_layout
+from jaxrl_llm.distributed.layout import mesh_of, shard_rows, shard_stacked, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
@@ -33,7 +33,6 @@ from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.rows import rows_of
 from jaxrl_llm.learner.train_step import accumulate
 from jaxrl_llm.models.base import bind, model_spec
-from jaxrl_llm.plan.stages import shard_rows, shard_stacked
 
 MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
 B, P, R, V = 16, 6, 5, 24

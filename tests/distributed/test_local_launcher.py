@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.launch import gang, local
 from jaxrl_llm.launch.local import process_environments
-from jaxrl_llm.trainer.signals import STOP_SIGNALS
+from jaxrl_llm.supervision.signals import STOP_SIGNALS
 
 LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
 # Becomes another program that receives a signal: a shell starts what runs in the background with

@@ -16,13 +16,13 @@ from jaxrl_llm.config import (
     OptimizerConfig,
 )
 from jaxrl_llm.data.packing import collate_records
+from jaxrl_llm.data.run_data import load_records, train_sources
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.data import load_records, train_sources
 from jaxrl_llm.trainer.states import derive_reference
 
 SIZE = 16

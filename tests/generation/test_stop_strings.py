@@ -9,11 +9,11 @@ from test_generation import R, assert_same_tokens, prompts, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.plan.online import train_sampling
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
-from jaxrl_llm.trainer.data import completions_of
 
 TEXT = "the answer </answer> is\n\n 42, été 中文 </answer>\n\n中 <answer>\n\nend</answer>" * 3
 STOPS = ("</answer>", "\n\n", "中 ", "é", "swer> i")

@@ -13,6 +13,7 @@ from target import h200_mesh, needs_compiler
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.layout import shard_rows
 from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.learner.losses import PolicyLoss
 from jaxrl_llm.learner.micro_batches import Packed
@@ -20,7 +21,6 @@ from jaxrl_llm.learner.train_step import mini_batches, train_step
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan.roles import make_role
-from jaxrl_llm.plan.stages import shard_rows
 
 pytestmark = needs_compiler
 

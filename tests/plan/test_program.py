@@ -23,14 +23,14 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.evaluation import evaluate
+from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer import evaluate
-from jaxrl_llm.trainer.evaluate import open_validator
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.trainer.training import Training
 from jaxrl_llm.types import INPUT_FIELDS, RolloutBatch

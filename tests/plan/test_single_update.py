@@ -6,20 +6,13 @@ import jax
 import numpy as np
 import pytest
 from test_online_algorithms import config_of, stages_of
-from tiny_iteration import (
-    PROMPTS,
-    first_states,
-    in_micro_batches,
-    open_iteration,
-    packed,
-    run_step,
-)
+from tiny_iteration import PROMPTS, first_states, in_micro_batches, open_iteration, packed, run_step
 
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner.forward import response_logprobs
 from jaxrl_llm.learner.rows import rows_of
-from jaxrl_llm.plan.online import _Planning
+from jaxrl_llm.plan.online_stages import Planning
 
 
 def single(config: Config) -> Config:
@@ -70,9 +63,9 @@ def test_it_is_the_step_with_a_pass_of_its_own(name, rows, monkeypatch):
         np.testing.assert_allclose(metrics[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
     assert metrics["actor/ppo_kl"] == 0 and metrics["actor/pg_clipfrac"] == 0
 
-    catalogue = _Planning.catalogue
+    catalogue = Planning.catalogue
     monkeypatch.setattr(
-        _Planning, "catalogue", lambda self, own_logprobs: catalogue(self, own_logprobs=False)
+        Planning, "catalogue", lambda self, own_logprobs: catalogue(self, own_logprobs=False)
     )
     names, _, found, _, _, by_pass = step()
     assert "old_log_prob" in names

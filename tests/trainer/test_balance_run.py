@@ -8,8 +8,8 @@ from safetensors.numpy import load_file
 from test_run import config_of
 from tiny_run import assert_same_bits
 
+from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import export_checkpoint
 
 MODEL = {
     "model_type": "deepseek_v3",

@@ -14,9 +14,9 @@ from tiny_run import TinyRun, assert_close, assert_same_bits, read_jsonl
 from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import bind
-from jaxrl_llm.trainer.answering import open_model
 from jaxrl_llm.trainer.generating_ahead import kept_sizes
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions

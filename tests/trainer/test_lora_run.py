@@ -13,15 +13,15 @@ from jaxrl_llm.checkpoint import layout
 from jaxrl_llm.checkpoint.huggingface import load_model_config
 from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, import_adapter, read_lora
 from jaxrl_llm.config import ActorConfig, ConfigError, LoraConfig
+from jaxrl_llm.evaluation.answering import open_model
+from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint
 from jaxrl_llm.launch.commands import export
 from jaxrl_llm.models.base import frozen_spec, merge_adapters, model_spec
 from jaxrl_llm.models.frozen import quantized_as
 from jaxrl_llm.models.lora import join, split
 from jaxrl_llm.plan.models import ModelSource, adapters_of, learner_spec
 from jaxrl_llm.plan.roles import strict_of
-from jaxrl_llm.trainer.answering import open_model
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import evaluate, export_checkpoint
 
 GRPO = {
     "algorithm": '{"kind": "grpo"}',

@@ -15,7 +15,9 @@ from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, load_config
 from jaxrl_llm.data.packing import collate_records
+from jaxrl_llm.data.run_data import held_out_sources, load_records
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.learner.offline_losses import weighted_means
 from jaxrl_llm.plan.guards import NonFiniteGradients
 from jaxrl_llm.plan.models import find_model, spec_of
@@ -23,10 +25,9 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.data import OfflineRecords, held_out_sources, load_records
+from jaxrl_llm.trainer.batches import OfflineRecords
 from jaxrl_llm.trainer.progress import Summary
 from jaxrl_llm.trainer.run import open_plan_and_data, train
-from jaxrl_llm.trainer.trained_model import export_checkpoint
 
 STEPS = 6
 

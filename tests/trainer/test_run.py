@@ -10,12 +10,12 @@ from jaxrl_llm.checkpoint.identity import MODELS, TOKENIZER, read_identity
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.data.run_data import sft_batches
+from jaxrl_llm.evaluation.answering import open_model
+from jaxrl_llm.evaluation.trained_model import export_checkpoint
+from jaxrl_llm.supervision import deadline
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer import deadline
-from jaxrl_llm.trainer.answering import open_model
-from jaxrl_llm.trainer.data import sft_batches
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import export_checkpoint
 
 SMALL = {
     "total_steps": "1",

@@ -25,11 +25,11 @@ from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.checkpoint.huggingface import import_params, load_model_config
 from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.evaluation.answering import open_model, read_prompt
+from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint, run_facts
 from jaxrl_llm.launch import commands
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.trainer.answering import open_model, read_prompt
 from jaxrl_llm.trainer.run import train
-from jaxrl_llm.trainer.trained_model import evaluate, export_checkpoint, run_facts
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIG = """

@@ -13,10 +13,10 @@ import pytest
 from tiny_iteration import open_iteration, tiny_config
 
 from jaxrl_llm import config as c
+from jaxrl_llm.evaluation import evaluate
+from jaxrl_llm.evaluation.evaluate import accuracy_metrics, open_validator
+from jaxrl_llm.evaluation.evaluation_report import all_answers, table
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer import evaluate
-from jaxrl_llm.trainer.evaluate import accuracy_metrics, open_validator
-from jaxrl_llm.trainer.evaluation_report import all_answers, table
 
 # Two prompts of one source and one of another, four samples each.
 SOURCES = ["a"] * 8 + ["b"] * 4

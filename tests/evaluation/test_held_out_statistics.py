@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrl_llm.trainer.held_out_statistics import interval_metrics, pass_at_k
+from jaxrl_llm.evaluation.held_out_statistics import interval_metrics, pass_at_k
 
 
 @pytest.mark.parametrize(

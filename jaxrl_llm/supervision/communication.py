@@ -21,7 +21,7 @@ from jaxrl_llm.observability import profile
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.plan.dataflow import Segment
 from jaxrl_llm.plan.program import Program
-from jaxrl_llm.trainer.profiling import UNTIMED, Key, time_collectives
+from jaxrl_llm.supervision.profiling import UNTIMED, Key, time_collectives
 
 GROUPS = "groups of devices"  # where the first has one
 FILE = "communication.json"

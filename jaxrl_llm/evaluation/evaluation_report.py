@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.distributed.multihost import gather_objects
+from jaxrl_llm.evaluation.evaluate import Validation
 from jaxrl_llm.observability.trace import as_text
-from jaxrl_llm.trainer.evaluate import Validation
 
 
 def table(metrics: Mapping[str, float], num_samples: Mapping[str, int], n: int) -> str:

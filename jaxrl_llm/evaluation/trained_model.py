@@ -17,6 +17,8 @@ from jaxrl_llm.checkpoint.huggingface import (
 )
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.evaluation.evaluate import Validation, open_validator
+from jaxrl_llm.evaluation.model_card import RunFacts, model_card
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
@@ -32,8 +34,6 @@ from jaxrl_llm.plan.weights import (
     restored,
 )
 from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
-from jaxrl_llm.trainer.evaluate import Validation, open_validator
-from jaxrl_llm.trainer.model_card import RunFacts, model_card
 
 # ------------------------------------------------------------------------- evaluate
 

@@ -12,7 +12,7 @@ from tiny_run import TinyRun
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch import commands
-from jaxrl_llm.trainer import disk_space
+from jaxrl_llm.supervision import disk_space
 
 FILLER = "filler"
 

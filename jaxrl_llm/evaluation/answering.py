@@ -11,6 +11,7 @@ from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import DType, ModelSettings
 from jaxrl_llm.data.formats import prompt_of
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.engine import advance, begin, generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -21,7 +22,6 @@ from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import completions_of
 from jaxrl_llm.types import Completion, Prompt
 
 FEWEST_TOKENS = 16  # of a row of prompts; rows have powers of two, so that few programs are needed

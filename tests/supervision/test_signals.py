@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.trainer.signals import stop_requests
+from jaxrl_llm.supervision.signals import stop_requests
 
 # A run of steps that "save" after each; `hung` is a reward function that never answers.
 PROGRAM = """
 import sys, threading, time
 from pathlib import Path
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.trainer.signals import host_work, stop_requests
+from jaxrl_llm.supervision.signals import host_work, stop_requests
 
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 

@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, Custom, Grader
+from jaxrl_llm.data.packing import prompt_batch
+from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
 from jaxrl_llm.distributed.crossing import call, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
@@ -30,27 +32,21 @@ from jaxrl_llm.distributed.multihost import (
     place_held,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.evaluation.held_out_statistics import interval_metrics
+from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
-from jaxrl_llm.plan.online_roles import stops_of
+from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
+from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.data import (
-    completions_of,
-    held_out_sources,
-    load_run_prompts,
-    prompt_batch,
-)
-from jaxrl_llm.trainer.held_out_statistics import interval_metrics
-from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.rewarding import columns_by_source, worker_limits
-from jaxrl_llm.trainer.signals import host_work
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt
 
 CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy
@@ -343,19 +339,12 @@ class AnswerEvaluation(Evaluation):
 
     validator: Validator
     accuracy_name: str = ""  # empty reports all metrics
-    output: RunOutput | None = None  # where the answers are traced
+    trace: Callable[[int, Validation], None] | None = None  # takes the answers after a step
 
     def run(self, states: States, step: int) -> dict[str, float]:
         found = self.validator.run(self.validator.role.params_in(states), step)
-        if self.output is not None:
-            self.output.validation(
-                step,
-                found.prompts,
-                found.completions,
-                found.grades,
-                found.indices,
-                found.failures,
-            )
+        if self.trace is not None:
+            self.trace(step, found)
         return {self.accuracy_name: found.accuracy} if self.accuracy_name else found.metrics
 
 

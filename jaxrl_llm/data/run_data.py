@@ -1,7 +1,6 @@
-"""Data of a run: prompts, examples and pairs from files; samples as arrays and as text again."""
+"""The data that a config names: prompts, examples and pairs, and the loaders of their batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -22,20 +21,13 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.data.formats import SERVES
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import (
-    OfflineRecord,
-    collate_prompts,
-    collate_records,
-    offline_records,
-)
+from jaxrl_llm.data.packing import OfflineRecord, collate_records, offline_records
 from jaxrl_llm.data.priority import PriorityLoader, weight_function
 from jaxrl_llm.data.shaping import Shape
-from jaxrl_llm.data.share import Picked, Share, digest
-from jaxrl_llm.distributed.multihost import HostRows, is_main
-from jaxrl_llm.generation.stop_strings import Stops
-from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
+from jaxrl_llm.data.share import Picked, Share, own_indices
+from jaxrl_llm.distributed.multihost import HostRows, gather_objects, is_main
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.types import Completion, OfflineBatch, Prompt, RolloutBatch
+from jaxrl_llm.types import OfflineBatch, Prompt
 
 SFT_STREAM, REWARD_STREAM = 1, 2  # streams of the shuffles of supervised trainings
 BAD_ROWS = "bad_rows.jsonl"
@@ -187,103 +179,6 @@ def _load(
     return records, set(loaded.formats.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfflineRecords:
-    """The records of an offline run, and how batches are made of them."""
-
-    config: Config
-    pad_id: int
-    mismatched: bool  # the algorithm also gives a prompt the completion of another record
-    precomputed: bool  # log-probs of the reference are tables over these records
-    rows: HostRows  # of a batch
-    train: Sequence[OfflineRecord]
-    held_out: Sequence[OfflineRecord]
-    held_out_pairs: Sequence[OfflineRecord]  # of an algorithm that judges pairs
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """How many there are of each table of log-probs."""
-        return {TRAIN: len(self.train), HELD_OUT: len(self.held_out)}
-
-    def loader(self) -> Loader[OfflineRecord, Any]:
-        """Endless batches of training records."""
-        data = self.config.data
-        # Tables of log-probs are of these held-out records too.
-        unchanged = {"held_out_digest": digest(self.held_out)} if self.precomputed else {}
-        return Loader(
-            self.train,
-            self._collate(mismatched=self.mismatched),
-            batch_size=data.train_batch_size,
-            seed=self.config.seed,
-            shuffle=data.shuffle,
-            num_workers=data.num_workers,
-            prefetch=data.prefetch,
-            unchanged=unchanged,
-        )
-
-    def train_batches(self) -> Iterator[OfflineBatch]:
-        """All training records in order, in batches of one size: the rows of this process."""
-        return self._padded(self.train, mismatched=self.mismatched)
-
-    def held_out_batches(self) -> Iterator[OfflineBatch]:
-        """All held-out records in order, in batches of one size: the rows of this process."""
-        return self._padded(self.held_out, mismatched=self.mismatched)
-
-    def held_out_pair_batches(self) -> Iterator[OfflineBatch]:
-        """All held-out pairs in order, in batches of one size: the rows of this process."""
-        return self._padded(self.held_out_pairs, mismatched=False)
-
-    def _collate(self, *, mismatched: bool) -> Any:
-        return _collate(self.config, self.pad_id, self.rows, mismatched=mismatched)
-
-    def _padded(
-        self, records: Sequence[OfflineRecord], *, mismatched: bool
-    ) -> Iterator[OfflineBatch]:
-        size, collate = self.config.data.train_batch_size, self._collate(mismatched=mismatched)
-        for start in range(0, len(records), size):
-            part = records[start : start + size]
-            # A single record in the last batch has no other to be mismatched with.
-            before = records[start - 1] if start and len(part) == 1 else None
-            yield collate(part, size=size, before=before)
-
-
-def load_offline_records(
-    config: Config, plan: OfflinePlan, tokenizer: Tokenizer, run_dir: Path | None
-) -> OfflineRecords:
-    """The records that the plan's algorithm learns from.
-
-    Raises ValueError for a split of one record whose prompt needs the completion of another.
-    """
-    kind = plan.algorithm.records.name
-    mismatched = "mismatched" in plan.reads_groups
-    records = load_records(config, train_sources(config), kind, tokenizer, run_dir)
-    held_out, are_pairs = load_held_out(config, kind, tokenizer, run_dir)
-    if mismatched:
-        _refuse_one_record("train", records, "2 records or more work")
-        _refuse_one_record("val", held_out, "2 records or more work, or none")
-    pairs: Sequence[OfflineRecord] = []
-    if are_pairs and plan.algorithm.judge_pairs is not None:
-        pairs = load_records(config, held_out_sources(config), "preferences", tokenizer, run_dir)
-    return OfflineRecords(
-        config=config,
-        pad_id=tokenizer.pad_id,
-        mismatched=mismatched,
-        precomputed=plan.precomputed,
-        rows=plan.program.host_rows(plan.batch_size),
-        train=records,
-        held_out=held_out,
-        held_out_pairs=pairs,
-    )
-
-
-def _refuse_one_record(split: str, records: Sequence[OfflineRecord], remedy: str) -> None:
-    if len(records) == 1:
-        raise ValueError(
-            f"config.data.{split}_files and {split}_tasks give one record, whose prompt no other "
-            f"completion can be given to; {remedy}"
-        )
-
-
 def sft_batches(
     config: Config,
     training: SupervisedConfig,
@@ -308,7 +203,7 @@ def sft_batches(
             f"{error}. config.{key} has no data of its own and takes the run's; "
             f"--config.{key}=null leaves this training out"
         ) from None
-    collate = _collate(config, tokenizer.pad_id, rows)
+    collate = collate_with(config, tokenizer.pad_id, rows)
     return _loader(config, training, examples, collate, SFT_STREAM)
 
 
@@ -323,7 +218,7 @@ def preference_data(
 
     Of each batch, the `rows` of this process.
     """
-    collate, size = _collate(config, tokenizer.pad_id, rows), training.batch_size
+    collate, size = collate_with(config, tokenizer.pad_id, rows), training.batch_size
     pairs = load_records(config, _sources(config, training), "preferences", tokenizer, run_dir)
     held_out: Sequence[OfflineRecord] = []
     if has_held_out(config):
@@ -334,7 +229,7 @@ def preference_data(
     return _loader(config, training, pairs, collate, REWARD_STREAM), batches
 
 
-def _collate(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = False) -> Any:
+def collate_with(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = False) -> Any:
     """Makes the rows of a batch that this process holds."""
     return partial(
         collate_records,
@@ -394,58 +289,14 @@ def _loader(
     )
 
 
-# ------------------------------------------------------------------------- samples
-
-
-def prompt_batch(
-    prompts: Mapping[int, Prompt],
-    rows: np.ndarray,
-    *,
-    n: int,
-    max_prompt_length: int,
-    pad_id: int,
-    first_sample: int = 0,
-) -> RolloutBatch:
-    """numpy batch of these rows of n samples a prompt, group after group.
-
-    `prompts` has those of the rows, by group. A group without one gets rows of length 0, which
-    generate nothing. `first_sample` is the number of samples that the step has had before.
-    """
-    groups, group_of = np.unique(rows // n, return_inverse=True)
-    none = Prompt(token_ids=(), text="")
-    chosen = [prompts.get(group, none) for group in groups.tolist()]
-    tokens, lengths = collate_prompts(chosen, length=max_prompt_length, pad_id=pad_id)
-    # numpy arrays until the batch is placed on the mesh.
-    fields: dict[str, Any] = {
-        "prompts": tokens[group_of],
-        "prompt_lengths": lengths[group_of],
-        "sample_ids": (first_sample + rows).astype(np.uint32),
-        "group_ids": groups[group_of].astype(np.int32),
+def columns_by_source(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
+    """The columns of the rows of each data source, over all processes, which all must call it."""
+    own: dict[str, set[str]] = {}
+    for index in own_indices(prompts):
+        own.setdefault(prompts[index].data_source, set()).update(prompts[index].columns)
+    everyone = gather_objects({source: sorted(x) for source, x in own.items()}, "columns")
+    sources = sorted({source for found in everyone for source in found})
+    return {
+        source: sorted({name for found in everyone for name in found.get(source, ())})
+        for source in sources
     }
-    return RolloutBatch(**fields)
-
-
-def completions_of(
-    tokenizer: Tokenizer,
-    stops: Stops,
-    responses: np.ndarray,
-    mask: np.ndarray,
-    logprobs: np.ndarray,
-) -> list[Completion]:
-    """The responses [N, R] as text, each cut at its length; a stop token is no text."""
-    out, lengths = [], mask.sum(axis=1).astype(int)
-    rows = (responses.tolist(), lengths.tolist(), logprobs.tolist())
-    for row, length, row_logprobs, ended in zip(
-        *rows, stops.are_in(responses, lengths).tolist(), strict=True
-    ):
-        tokens = tuple(row[:length])
-        text_ids = tokens[:-1] if tokens and tokens[-1] in stops.token_ids else tokens
-        out.append(
-            Completion(
-                tokens=tokens,
-                text=tokenizer.decode(text_ids),
-                logprobs=tuple(row_logprobs[:length]),
-                finished=ended,
-            )
-        )
-    return out

@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_llm.config import WatchdogConfig
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.trainer import watchdog
-from jaxrl_llm.trainer.watchdog import BETWEEN, END, STALLED, Limits, Place, Watch, lagging
+from jaxrl_llm.supervision import watchdog
+from jaxrl_llm.supervision.watchdog import BETWEEN, END, STALLED, Limits, Place, Watch, lagging
 
 
 def test_a_limit_is_ten_times_the_longest_but_for_the_first():

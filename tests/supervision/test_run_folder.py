@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.config import Config, ConfigError, LogConfig, MeshConfig
-from jaxrl_llm.trainer import run_folder
-from jaxrl_llm.trainer.run_folder import LOCK, differing_keys, open_run_folder
+from jaxrl_llm.supervision import run_folder
+from jaxrl_llm.supervision.run_folder import LOCK, differing_keys, open_run_folder
 
 HOLD = """
 import sys, time
 from jaxrl_llm.config import Config
-from jaxrl_llm.trainer.run_folder import open_run_folder
+from jaxrl_llm.supervision.run_folder import open_run_folder
 with open_run_folder(Config(run_dir=sys.argv[1])):
     print("open", flush=True)
     time.sleep(60)
@@ -228,7 +228,7 @@ import jax
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.launch import runtime
-from jaxrl_llm.trainer.run_folder import open_run_folder
+from jaxrl_llm.supervision.run_folder import open_run_folder
 
 def main(argv):
     runtime.prepare()

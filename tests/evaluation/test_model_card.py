@@ -3,8 +3,8 @@
 from tiny_models import tiny_config
 
 from jaxrl_llm import config as c
+from jaxrl_llm.evaluation.model_card import RunFacts, model_card
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.trainer.model_card import RunFacts, model_card
 
 
 def test_no_address_and_no_folder_is_published():

@@ -1,13 +1,13 @@
 """The alarms of a run: process 0 watches the metrics, and writes what fires."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
-from jaxrl_llm.observability.alarms import Alarms
+from jaxrl_llm.observability.alarms import Alarms, Event
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, nonfinite_values
-from jaxrl_llm.trainer.output import RunOutput
 
 
 @dataclass(kw_only=True)
@@ -15,7 +15,7 @@ class AlarmBell:
     """Alarms and where they are written."""
 
     alarms: Alarms
-    output: RunOutput
+    write: Callable[[Event], None]
 
     def step(self, step: int, metrics: dict[str, float]) -> set[str]:
         """Write the alarms of a step; the actions that they ask for. Empty but on process 0.
@@ -24,7 +24,7 @@ class AlarmBell:
         """
         events = self.alarms.step(step, metrics) if is_main() else []
         for event in events:
-            self.output.event(event)
+            self.write(event)
         return {event.action for event in events}
 
     def nonfinite(self, step: int, states: States, error: NonFiniteGradients) -> None:
@@ -35,7 +35,7 @@ class AlarmBell:
         params = {role: s.params for role, s in states.items() if isinstance(s, TrainState)}
         values = nonfinite_values(params)
         what, names = ("value", values) if values else ("gradient", error.parameters)
-        self.output.event(self.alarms.nonfinite_parameters(step, what, names))
+        self.write(self.alarms.nonfinite_parameters(step, what, names))
         if values:
             raise NonFiniteGradients(
                 f"step {step}: {len(values)} parameters are not finite, the first is {values[0]}: "

@@ -1,0 +1,271 @@
+"""The stages that generate: samples, greedy answers, and the next parts of cut responses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
+from jaxrl_llm.generation.engine import (
+    GenerationOutput,
+    Rows,
+    compiler_options,
+    generate_on_mesh,
+)
+from jaxrl_llm.generation.partial_responses import (
+    NO_VERSION,
+    Parts,
+    Responses,
+    append,
+    are_unfinished,
+    join,
+    versions_of,
+)
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.rows import ROUTES
+from jaxrl_llm.learner.train_state import params_of
+from jaxrl_llm.plan.dataflow import StageOutput
+from jaxrl_llm.plan.roles import Role, sampling_model
+from jaxrl_llm.plan.stages import ModelStage
+
+UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
+SAMPLED = ("responses", "mask", "rollout_logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How the actor generates for training."""
+
+    samples: int  # of a batch, over all replicas
+    dtype: str
+    seed: int
+    settings: GenerationSettings
+
+    def run(
+        self,
+        role: Role,
+        state: Any,
+        step: jax.Array,
+        prompts: Any,
+        lengths: Any,
+        sample_ids: Any,
+        settings: GenerationSettings,
+        *,
+        limits: Any = None,
+        alone: Rows | None = None,
+    ) -> GenerationOutput:
+        """Responses of the actor, in its generation layout; `generate` says what they are."""
+        spec, params = sampling_model(role.spec, params_of(state), self.dtype)
+        return generate_on_mesh(
+            spec,
+            params,
+            prompts,
+            lengths,
+            sample_ids,
+            self.keys(step),
+            settings,
+            layout=role.generation,
+            stored=role.layout,
+            limits_N=limits,
+            alone=alone,
+        )
+
+    def keys(self, steps: jax.Array) -> jax.Array:
+        """The keys of steps, one or [N], from which those of their samples are made."""
+        fold = partial(jax.random.fold_in, jax.random.key(self.seed))
+        return jax.vmap(fold)(steps) if jnp.ndim(steps) else fold(steps)
+
+    def compiler_options(self, role: Role) -> dict[str, bool]:
+        """XLA's, for a program that generates a batch, with greedy answers or without."""
+        samples = self.samples // role.generation.num_replicas
+        return compiler_options(samples, self.settings.num_slots)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Generate(ModelStage):
+    """Samples responses from the actor in its generation layout, `group` a prompt.
+
+    With `parts` they are the first parts of the responses, and each token has a version.
+    """
+
+    how: Generation
+    compiler_options: Mapping[str, bool] | tuple[()]
+    parts: Parts | None = None
+
+    generates = True
+    name = "gen"
+
+    @property
+    def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.how.settings.record_routes:
+            return (*SAMPLED, ROUTES)
+        return SAMPLED if self.parts is None else (*SAMPLED, "policy_versions")
+
+    @property
+    def loop_metrics(self) -> Mapping[str, str]:
+        return {DECODE_STEPS: "rollout/decode_steps", PREFILLS: "rollout/prefills"}
+
+    def __call__(
+        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+    ) -> StageOutput:
+        settings, parts, limits = self.how.settings, self.parts, None
+        if parts is not None:
+            limit = parts.limit(parts.first_version(step), step, settings.sampling.max_new_tokens)
+            limits = jnp.full(prompt_lengths.shape, limit)
+        out = self.how.run(
+            self.model, state, step, prompts, prompt_lengths, sample_ids, settings, limits=limits
+        )
+        metrics = loop_counts(out)
+        if parts is None:
+            found = (out.tokens, out.mask, out.logprobs)
+            found += () if out.routes is None else (out.routes,)
+            return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
+        version = jnp.full(prompt_lengths.shape, parts.first_version(step))
+        responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
+        left = are_unfinished(responses, prompt_lengths, settings.sampling)
+        writes = dict(zip(self.writes, responses, strict=True))
+        return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
+
+
+def loop_counts(out: GenerationOutput) -> dict[str, Any]:
+    """Metrics of the engine's loops."""
+    slot_steps = out.slot_steps.sum()
+    return {
+        "rollout/decode_steps": out.steps.max(),
+        "rollout/prefills": out.prefills.max(),
+        "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,
+        "rollout/slots_waiting": out.stalled_slot_steps.sum() / slot_steps,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateGreedily(ModelStage):
+    """The actor's most likely answer to each prompt, on the first sample of its group."""
+
+    how: Generation
+    compiler_options: Mapping[str, bool] | tuple[()]
+
+    generates = True
+    name = "gen_max"
+    writes = ("greedy_responses", "greedy_mask", "greedy_logprobs")
+
+    def __call__(
+        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+    ) -> StageOutput:
+        settings = self.how.settings
+        rows, group = prompt_lengths.shape[0], settings.group
+        # The others of a group are rows without a prompt: they generate nothing and take no slot.
+        lengths = jnp.where(jnp.arange(rows) % group == 0, prompt_lengths, 0)
+        slots = settings.num_slots or -(-rows // (self.model.generation.num_replicas * group))
+        greedy = replace(settings.sampling, temperature=0.0)
+        settings = replace(settings, sampling=greedy, group=1, num_slots=slots)
+        out = self.how.run(self.model, state, step, prompts, lengths, sample_ids, settings)
+        return StageOutput(
+            {
+                "greedy_responses": out.tokens,
+                "greedy_mask": out.mask,
+                "greedy_logprobs": out.logprobs,
+            }
+        )
+
+
+# ------------------------------------------------------------------------- partial rollouts
+
+
+# Fields of the S batches whose responses go on, [N, S, ...]. Those of the new batch have no prefix.
+OLDER = "older_"
+CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")
+CONTINUING_READS = ("prompts", "prompt_lengths", "sample_ids", *CONTINUED)
+OLDER_READS = tuple(OLDER + n for n in ("prompts", "prompt_lengths", "sample_ids", "steps"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ContinueResponses(ModelStage):
+    """The next part of each response that was cut, and the first part of a new batch.
+
+    They share the engine's slots in one call. Prompt and response so far are prefilled again. It is
+    a program of its own: a plan has one writer of a field. A batch of `older_steps` 0 is none.
+    """
+
+    how: Generation
+    compiler_options: Mapping[str, bool] | tuple[()]
+    parts: Parts
+
+    generates = True
+    name = "gen_continue"
+    writes = (*CONTINUED, *(OLDER + name for name in CONTINUED))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        older = tuple(OLDER + name for name in CONTINUED)
+        return ("prompts", "prompt_lengths", "sample_ids", *OLDER_READS, *older)
+
+    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+        sampling, parts = self.how.settings.sampling, self.parts
+        version = parts.first_version(step)
+        older = {name: fields[OLDER + name] for name in CONTINUED}
+        flat = Responses(*(_rows(older[name]) for name in CONTINUED))
+        prompts, lengths, ids, steps = (_rows(fields[name]) for name in OLDER_READS)
+        go_on = are_unfinished(flat, lengths, sampling) & (steps > 0)
+        whole, longer = join(prompts, lengths, flat)
+        longest = sampling.max_new_tokens
+        limits = jnp.minimum(
+            parts.limit(version, steps, longest), jnp.maximum(longest - flat.lengths_N, 1)
+        )
+        shape = fields[OLDER_READS[1]].shape
+        # The others are rows without a prompt: they generate nothing and take no slot.
+        rows = (whole, jnp.where(go_on, longer, 0), ids, self.how.keys(steps), limits)
+        stacked = (x.reshape(*shape, *x.shape[1:]) for x in (*rows, flat.lengths_N))
+        new_lengths = fields["prompt_lengths"]
+        # The slots are those of one batch.
+        settings = self.how.settings
+        slots = settings.num_slots or new_lengths.shape[0] // self.model.generation.num_replicas
+        out = self.how.run(
+            self.model,
+            state,
+            step,
+            fields["prompts"],
+            new_lengths,
+            fields["sample_ids"],
+            replace(settings, num_slots=slots),
+            limits=jnp.full(new_lengths.shape, parts.limit(version, step, longest)),
+            alone=Rows(*stacked),
+        )
+        assert out.alone is not None
+        new = _responses(out, version)
+        after = append(flat, jax.tree.map(_rows, _responses(out.alone, version)))
+        left = are_unfinished(after, lengths, sampling) & (steps > 0)
+        metrics = {
+            UNFINISHED: are_unfinished(new, new_lengths, sampling).sum(),
+            **loop_counts(out),
+        }
+        each = jnp.sum(left.reshape(shape), axis=0)
+        metrics |= {f"{UNFINISHED}_{i}": each[i] for i in range(shape[1])}
+        writes: dict[str, Any] = dict(zip(CONTINUED, new, strict=True))
+        for name, x in zip(CONTINUED, after, strict=True):
+            writes[OLDER + name] = x.reshape(*shape, *x.shape[1:])
+        return StageOutput(writes, metrics)
+
+
+def older_fields(batches: Sequence[Any], steps: jax.Array) -> dict[str, Any]:
+    """What `ContinueResponses` reads of the batches of `steps`, int32 [S]. Call it inside jit."""
+    found = {
+        OLDER + name: jnp.stack([batch[name] for batch in batches], axis=1)
+        for name in CONTINUING_READS
+    }
+    shape = (batches[0]["prompts"].shape[0], len(batches))
+    return found | {OLDER + "steps": jnp.broadcast_to(steps, shape)}
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """[N, S, ...] as rows."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _responses(out: Any, version: jax.Array) -> Responses:
+    """What was generated under one policy."""
+    versions = jnp.where(out.mask > 0, version, NO_VERSION).astype(jnp.int32)
+    return Responses(out.tokens, out.mask, out.logprobs, versions)

@@ -1,0 +1,377 @@
+"""Which stages an iteration of online RL has, and which of them the source of batches runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.kl import with_steps
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.generation.partial_responses import Parts
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.ratios import log_ratios
+from jaxrl_llm.learner.train_step import Measure
+from jaxrl_llm.plan import stages
+from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, plan
+from jaxrl_llm.plan.generating import ContinueResponses, Generate, GenerateGreedily, Generation
+from jaxrl_llm.plan.mixtures import replays_routes, router_loss
+from jaxrl_llm.plan.program import Program
+from jaxrl_llm.plan.roles import TEACHER, Role, UpdateSizes, update_sizes
+from jaxrl_llm.plan.scores import (
+    HostReward,
+    ModelScores,
+    StepTokenRewards,
+    WeightedModel,
+    score_stages,
+)
+from jaxrl_llm.plan.stages import correction
+from jaxrl_llm.references import check_settings, load
+from jaxrl_llm.types import INPUT_FIELDS
+
+SCORE = "score"  # by which groups are filtered where no part of the reward is named
+
+
+def own_stages(config: Config) -> tuple[Stage, ...]:
+    """The stages of the user's files. ConfigError where a path gives none."""
+    found = []
+    for entry in config.stages:
+        make = load(entry.path)
+        check_settings(entry.path, make, entry.settings)
+        stage = make(**entry.settings)
+        if not isinstance(stage, Stage):
+            raise ConfigError(
+                f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "
+                "(jaxrl_llm.plan.dataflow); see docs/add-a-stage.md"
+            )
+        found.append(stage)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """What the stages of an iteration are made of."""
+
+    config: Config
+    algorithm: Algorithm
+    roles: dict[str, Role]
+    sampler: Role  # the actor, or what follows it on devices of its own
+    sampling: SamplingParams
+    pad_id: int
+    reward: HostReward | None
+    own_stages: tuple[Stage, ...]
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of an iteration, in order.
+
+        A single optimizer step of the actor computes the old log-probs itself, in its forward pass.
+        Then no pass of their own does, unless something else reads them. Nor where only the critic
+        warms up: there is no such step meanwhile, and the metrics would be missing.
+        """
+        sizes = update_sizes(self.config, self.roles["actor"])
+        own = (
+            sizes.num_mini_batches == sizes.num_epochs == 1
+            and "old_logprobs" in field_names(self.algorithm.policy_loss)
+            and not critic_warmup(self.config, self.algorithm)
+        )
+        # The metrics of a batch are those of its advantages, also where no loss reads them.
+        goals = ("advantages",)
+        planned = plan(self.catalogue(own_logprobs=own), goals)
+        if own and any("old_logprobs" in stage.writes for stage in planned):
+            planned = plan(self.catalogue(own_logprobs=False), goals)
+        for stage in self.own_stages:
+            if stage not in planned:
+                raise ConfigError(
+                    f"config.stages: nothing reads what the stage {stage.name!r} writes "
+                    f"({', '.join(stage.writes) or 'nothing'}); the stages that run are "
+                    f"{', '.join(s.name for s in planned)}"
+                )
+        return planned
+
+    def catalogue(self, *, own_logprobs: bool) -> list[Stage]:
+        """Every stage that might be needed; the planner keeps those that are."""
+        config, algorithm, roles = self.config, self.algorithm, self.roles
+        sizes = update_sizes(config, roles["actor"])
+        temperature = config.rollout.temperature
+
+        def passes(name: str) -> dict[str, Any]:
+            forward = update_sizes(config, roles[name]).forward
+            return {"model": roles[name], "micro_batches": forward, "temperature": temperature}
+
+        squares = "sum_pi_squared" in field_names(algorithm.advantage)
+        old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
+        found: list[Stage] = [
+            *self._generation(),
+            stages.OldLogprobs(
+                writes=old, replays_routes=replays_routes(config, roles["actor"]), **passes("actor")
+            ),
+            stages.FrozenLogprobs(
+                name="ref", writes=("reference_logprobs",), **passes("reference")
+            ),
+            stages.Values(
+                model=roles["critic"],
+                micro_batches=update_sizes(config, roles["critic"]).forward,
+            ),
+            *self._rewards_and_advantages(),
+        ]
+        if config.teacher is not None:
+            writes = ("teacher_logprobs",)
+            found += [
+                stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
+                stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
+            ]
+        correcting = correction(algorithm)
+        found += [] if correcting is None else [correcting]
+        found += [self._extra_model(passes(model.name)) for model in config.models]
+        reward = roles.get("reward")
+        found += score_stages(
+            reward,
+            self.reward,
+            group=config.rollout.n,
+            weight=1.0 if config.reward.model is None else config.reward.model.weight,
+            micro_batches=(update_sizes(config, reward) if reward else sizes).forward,
+            others=[
+                WeightedModel(
+                    role=roles[model.name],
+                    weight=model.weight,
+                    micro_batches=update_sizes(config, roles[model.name]).forward,
+                )
+                for model in config.models
+                if model.weight
+            ],
+            by_user=self.own_stages,
+            steps=config.data.max_response_length if config.reward.process_rewards else 0,
+        )
+        found += self.own_stages
+        return found + self._updates(sizes, own_logprobs=own_logprobs)
+
+    def _generation(self) -> list[Stage]:
+        config, sampler = self.config, self.sampler
+        how = Generation(
+            samples=config.data.train_batch_size * config.rollout.n,
+            dtype=rollout_dtype(config),
+            seed=config.seed,
+            settings=GenerationSettings(
+                sampling=self.sampling,
+                group=config.rollout.n,
+                num_slots=config.rollout.num_slots,
+                cache_tokens=config.rollout.cache_tokens,
+                pad_id=self.pad_id,
+                quantization=config.rollout.quantization,
+                record_routes=replays_routes(config, self.roles["actor"]),
+                attention=sampler.forward.attention,
+                strict=sampler.forward.strict,
+            ),
+        )
+        settings: dict[str, Any] = {
+            "model": sampler,
+            "how": how,
+            "compiler_options": how.compiler_options(sampler),
+        }
+        return [
+            Generate(parts=self.parts, **settings),
+            GenerateGreedily(**settings),
+        ]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts of partial rollouts."""
+        config = self.config
+        if not config.partial_rollouts:
+            return None
+        return Parts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
+
+    def _extra_model(self, passes: dict[str, Any]) -> Stage:
+        """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
+        role: Role = passes["model"]
+        if role.spec.kind == "causal_lm":
+            writes = (f"{role.name}_logprobs",)
+            return stages.FrozenLogprobs(name=role.name, writes=writes, **passes)
+        return ModelScores(
+            model=role,
+            name=role.name,
+            writes=(f"{role.name}_scores",),
+            micro_batches=passes["micro_batches"],
+            measured=True,
+        )
+
+    def _rewards_and_advantages(self) -> list[Stage]:
+        algorithm = self.algorithm
+        process, kl_reward = self.config.reward.process_rewards, algorithm.kl_reward
+        rewards: Stage = StepTokenRewards() if process else stages.TokenRewards()
+        if kl_reward is not None:
+            kl_reward = with_steps(kl_reward) if process else kl_reward
+            rewards = stages.PenalisedRewards(
+                functions=(kl_reward,), controller=algorithm.kl_controller
+            )
+        advantages = stages.Advantages(
+            functions=(algorithm.advantage,),
+            max_response_length=self.config.data.max_response_length,
+        )
+        return [rewards, advantages]
+
+    def _updates(self, sizes: UpdateSizes, *, own_logprobs: bool) -> list[Stage]:
+        config, algorithm = self.config, self.algorithm
+        actor, critic = self.roles["actor"], self.roles["critic"]
+        critic_sizes = update_sizes(config, critic)
+        found: list[Stage] = []
+        if algorithm.value_loss is not None:
+            loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
+            update = stages.Update(
+                model=critic,
+                name="update_critic",
+                loss=loss,
+                sizes=critic_sizes,
+                seed=config.seed,
+            )
+            found.append(update)
+        reads = field_names(algorithm.policy_loss)
+        several = sizes.num_mini_batches * sizes.num_epochs > 1  # the ratio of a single one is 1
+        with_ratios = "rollout_logprobs" in reads or ("old_logprobs" in reads and several)
+        loss = PolicyLoss(
+            algorithm=algorithm,
+            spec=actor.spec,
+            settings=actor.forward,
+            temperature=config.rollout.temperature,
+            own_logprobs=own_logprobs,
+            with_log_ratios=with_ratios,
+            router=router_loss(config, actor),
+            replays_routes=replays_routes(config, actor),
+        )
+        update = stages.Update(
+            model=actor,
+            name="update_actor",
+            loss=loss,
+            sizes=sizes,
+            first_step=critic_warmup(config, algorithm) + 1,
+            measure=_measure(own_logprobs, with_ratios),
+            seed=config.seed,
+        )
+        return [*found, update]
+
+
+def _measure(own_logprobs: bool, with_ratios: bool) -> Measure | None:
+    """What is made of the arrays that the actor's loss gives."""
+    if own_logprobs:
+        return stages.policy_metrics
+    return log_ratios if with_ratios else None
+
+
+def critic_warmup(config: Config, algorithm: Algorithm) -> int:
+    """Iterations of the critic alone. Without a critic nothing would learn meanwhile."""
+    return 0 if algorithm.value_loss is None else config.critic.warmup_steps
+
+
+def rollout_dtype(config: Config) -> str:
+    """The dtype of the weights that generate."""
+    return config.rollout.dtype or config.actor.dtype
+
+
+# ------------------------------------------------------------------------- of the source of batches
+
+
+def continuing_program(
+    config: Config, planned: Sequence[Stage], make_program: Callable[..., Program]
+) -> Program | None:
+    """The program that goes on with responses that were cut; None without partial rollouts."""
+    if not config.partial_rollouts:
+        return None
+    for stage in planned:
+        if isinstance(stage, GenerateGreedily):
+            raise ConfigError(
+                f"config.partial_rollouts={config.partial_rollouts}: config.algorithm="
+                f"{config.algorithm.label} also needs a whole greedy answer to each prompt, which "
+                "is not cut; take another algorithm, or --config.partial_rollouts=0"
+            )
+    first = next(stage for stage in planned if isinstance(stage, Generate))
+    assert first.parts is not None
+    stage = ContinueResponses(
+        model=first.model,
+        how=first.how,
+        compiler_options=first.compiler_options,
+        parts=first.parts,
+    )
+    # Counted apart: it is compiled when a response is cut for the first time, in a later step.
+    return make_program([Segment(stages=(stage,))], supervised=True)
+
+
+def collected_stages(
+    config: Config,
+    planned: tuple[Stage, ...],
+    reward: HostReward | None,
+    own_meshes: Mapping[str, Mesh],
+) -> tuple[tuple[Stage, ...], int | None]:
+    """The stages that the source of batches runs, and the column that must vary.
+
+    Dynamic sampling repeats those up to the reward. What is ahead is generation, and what the host
+    makes of its results.
+    """
+    chosen = config.rollout.filter_groups
+    if not chosen.enable:
+        ahead = _ahead(planned) if config.max_staleness else ()
+        _check_alone(config, ahead, own_meshes)
+        return ahead, None
+    names: Sequence[str] = () if reward is None else reward.names
+    if chosen.metric != SCORE and chosen.metric not in names:
+        raise ValueError(
+            f"config.rollout.filter_groups.metric={chosen.metric}: groups can be filtered by "
+            f"{', '.join((SCORE, *names))}"
+        )
+    column = None if chosen.metric == SCORE else names.index(chosen.metric)
+    goals = ["scores" if column is None else "reward_parts"]
+    if config.data.priority is not None:
+        goals.append("scores")  # of every round, also where a part decides who is kept
+    # A host stage needs the prompts of its round.
+    goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
+    collected = plan([stage for stage in planned if not stage.updates], goals), column
+    if config.max_staleness:
+        _check_apart(config, collected[0], own_meshes)
+        _check_alone(config, collected[0], own_meshes)
+    return collected
+
+
+def _ahead(planned: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Generation, and the stages of the host that need nothing else."""
+    found = [stage for stage in planned if stage.generates]
+    known = {*INPUT_FIELDS, *(name for stage in found for name in stage.writes)}
+    for stage in planned:
+        if stage.role == HOST and set(stage.reads) <= known:
+            found.append(stage)
+            known |= set(stage.writes)
+    return tuple(found)
+
+
+def _check_alone(config: Config, ahead: Sequence[Stage], own_meshes: Mapping[str, Mesh]) -> None:
+    """ConfigError where devices that work ahead also have a role that does not.
+
+    Two threads dispatch to them then. One device takes programs in any order; several that wait for
+    each other must get them in the same one.
+    """
+    roles = {stage.role for stage in ahead} & own_meshes.keys()
+    for role in sorted(roles):
+        devices = set(own_meshes[role].devices.flat)
+        for other in sorted(own_meshes.keys() - roles):
+            if len(devices & set(own_meshes[other].devices.flat)) > 1:
+                raise ConfigError(
+                    f"config.max_staleness={config.max_staleness}: {role} works ahead on its "
+                    f"devices, and config.placement.{other} has the same ones; give {other} "
+                    f"others, for example --config.placement.{other}=actor"
+                )
+
+
+def _check_apart(
+    config: Config, collected: Sequence[Stage], own_meshes: Mapping[str, Mesh]
+) -> None:
+    """ConfigError where a round of dynamic sampling, run ahead, needs devices that learn."""
+    for stage in collected:
+        if stage.role != HOST and stage.role not in own_meshes:
+            raise ConfigError(
+                f"config.max_staleness={config.max_staleness} with "
+                f"config.rollout.filter_groups.enable: the stage {stage.name!r} decides which "
+                "groups are kept, and runs on the devices that learn meanwhile; score with reward "
+                "functions alone (--config.reward.model=null), or set --config.max_staleness=0"
+            )

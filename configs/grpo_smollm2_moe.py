@@ -22,6 +22,7 @@ def get_config() -> c.Config:
     actor = replace(
         base.actor,
         path="smollm2_moe",
+        micro_batch_size=128,  # halves the activations, of which a layer of experts has more
         router_aux_loss_coef=0.01,
         router_aux_loss_by_layer=True,
         router_z_loss_coef=0.001,

@@ -296,8 +296,8 @@ def prepare(argv: list[str]) -> int:
     data gsm8k|math|math500|aime24|mbpp: a public set from the Hugging Face hub, by the package
     datasets (pip install 'jaxrl_llm[hub]'): a file of JSON lines for each split, with the columns
     prompt, ground_truth and data_source.
-    upcycle: a mixture of experts from a dense Hugging Face directory (docs/moe.md): jaxrl prepare
-    upcycle --model=DIR --output=DIR --experts=N --experts_per_token=2 --router_std=0.02 --seed=0
+    upcycle: a mixture of experts whose experts begin as copies of a dense model's MLPs
+    (docs/moe.md): jaxrl prepare upcycle --model=DIR --output=DIR --experts=4
 
     Flags:
       --output=DIR          the directory to write
@@ -307,6 +307,12 @@ def prepare(argv: list[str]) -> int:
       --source=FOLDER       a public set on disk, instead of the hub: a folder with its splits, as
                             downloaded or as save_to_disk writes it
       --instruction=TEXT    stands at the end of each prompt of a public set, instead of ours
+      --model=DIR           of upcycle: the dense Hugging Face directory
+      --experts=N           of upcycle: experts of a layer
+      --experts_per_token=2 of upcycle: experts that a token takes
+      --router_std=...      of upcycle: of the routers' random weights; the model's
+                            initializer_range unless given
+      --seed=0              of upcycle: of the routers
     """
     if argv[:1] == ["data"]:
         return _prepare_data(argv[1:])

@@ -51,6 +51,8 @@ class Upcycling:
                 f"--experts_per_token={self.experts_per_token} of --experts={self.experts}: a "
                 f"token takes 1 to {self.experts} different experts"
             )
+        if self.seed < 0:
+            raise ValueError(f"--seed={self.seed}: give 0 or more")
         if self.router_std is not None and not 0 < self.router_std < float("inf"):
             raise ValueError(
                 f"--router_std={self.router_std}: a router needs random weights, as with equal "

@@ -21,7 +21,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -66,7 +66,7 @@ def write_safetensors(path: Path, tensors: Sequence[LazyTensor], dtype: np.dtype
     for tensor in tensors:
         end = offset + tensor.nbytes(dtype)
         header[tensor.name] = {
-            "dtype": _FORMAT_NAMES[tensor.written_in(dtype).name],
+            "dtype": FORMAT_NAMES[tensor.written_in(dtype).name],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }

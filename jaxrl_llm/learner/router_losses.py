@@ -18,7 +18,8 @@ from jaxrl_llm.models.experts import Routed
 # Sums over micro-batches, [L, E]; no metrics of a step.
 COUNTS = "tokens of each expert"
 OWN_COUNTS = "tokens that a router would send to each expert"
-ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_load", "router_dead_experts")
+ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_load", "router_load_mean")
+ROUTER_METRICS += ("router_dead_experts",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class RouterLoss:
     """Coefficients of the two losses; both are 0 for a dense model."""
 
     aux_coef: float = 0.0
+    by_layer: bool = False  # the load-balance loss of each layer by itself
     z_coef: float = 0.0
     bias_rate: float = 0.0  # of a step of the balance bias, which is no loss
 
@@ -35,7 +37,7 @@ class RouterLoss:
         The load-balance loss is not linear in the tokens. It is that of each micro-batch, and
         `share` is the micro-batch's part of the tokens that are learned from.
         """
-        aux, z = load_balance(routed) * share, z_loss(routed) * share
+        aux, z = load_balance(routed, by_layer=self.by_layer) * share, z_loss(routed) * share
         metrics = {"router_aux_loss": aux, "router_z_loss": z, COUNTS: routed.counts_E}
         if self.bias_rate:  # of a sigmoid router: others are refused with the config
             assert routed.own_counts_E is not None
@@ -43,12 +45,17 @@ class RouterLoss:
         return self.aux_coef * aux + self.z_coef * z, jax.lax.stop_gradient(metrics)
 
 
-def load_balance(routed: Routed) -> Float[Array, ""]:
+def load_balance(routed: Routed, *, by_layer: bool = False) -> Float[Array, ""]:
     """E * sum over experts of f_e * p_e; the number of experts a token has, when all are equal.
 
     f_e are the tokens that chose the expert, p_e its probability; both are means over all tokens
-    and layers. Only p has a gradient.
+    and layers. Only p has a gradient. With `by_layer` it is the mean of the layers' losses, whose
+    means are over the tokens alone: then loads that differ from layer to layer do not cancel.
     """
+    if by_layer:
+        tokens_L1 = jnp.maximum(routed.tokens, 1.0)[:, None]
+        balance_LE = routed.counts_E / tokens_L1 * (routed.probs_E / tokens_L1)
+        return balance_LE.shape[1] * balance_LE.sum(axis=1).mean()
     tokens = jnp.maximum(routed.tokens.sum(), 1.0)
     counts_E, probs_E = routed.counts_E.sum(axis=0), routed.probs_E.sum(axis=0)
     return counts_E.shape[0] * (counts_E / tokens * (probs_E / tokens)).sum()
@@ -60,12 +67,13 @@ def z_loss(routed: Routed) -> Float[Array, ""]:
 
 
 def load_metrics(counts_LE: Float[Array, "L E"]) -> Metrics:
-    """Of the layer that is balanced worst, the busiest expert's tokens over the mean; unused ones.
+    """The busiest expert's tokens over the mean, in the worst layer and on average; unused ones.
 
     `router_dead_experts` counts experts of all layers that no token chose.
     """
-    mean_L = jnp.maximum(counts_LE.mean(axis=1), 1e-9)
+    load_L = counts_LE.max(axis=1) / jnp.maximum(counts_LE.mean(axis=1), 1e-9)
     return {
-        "router_load": (counts_LE.max(axis=1) / mean_L).max(),
+        "router_load": load_L.max(),
+        "router_load_mean": load_L.mean(),
         "router_dead_experts": (counts_LE == 0).sum().astype(jnp.float32),
     }

@@ -7,7 +7,12 @@ from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.models.families import check_family
 from jaxrl_llm.plan.roles import Role
 
-_COEFS = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate")
+_ROUTER_KEYS = {  # what switches each off
+    "router_aux_loss_coef": "0",
+    "router_z_loss_coef": "0",
+    "router_bias_rate": "0",
+    "router_aux_loss_by_layer": "False",
+}
 
 
 def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
@@ -32,17 +37,22 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
             "config.rollout.routing_replay: the experts of a response that was cut are not kept; "
             "--config.rollout.routing_replay=False works"
         )
-    given = [coef for coef in _COEFS if getattr(config.actor, coef)]
-    if given and (actor is None or actor.spec.config.mixture is None):
+    _check_router_keys(config, actor)
+
+
+def _check_router_keys(config: Config, actor: Role | None) -> None:
+    """Raises: ConfigError for keys of routers that are not there, or do not learn."""
+    key = next((key for key in _ROUTER_KEYS if getattr(config.actor, key)), None)
+    given = f"config.actor.{key}={getattr(config.actor, key)}" if key else ""
+    works = f"--config.actor.{key}={_ROUTER_KEYS[key]} works" if key else ""
+    if key and (actor is None or actor.spec.config.mixture is None):
         raise ConfigError(
-            f"config.actor.{given[0]}={getattr(config.actor, given[0])}: the model that learns has "
-            f"no routers, so nothing would change; --config.actor.{given[0]}=0 works"
+            f"{given}: the model that learns has no routers, so nothing would change; {works}"
         )
     _check_scores(config, actor)
-    if given and config.actor.lora.enabled:
+    if key and config.actor.lora.enabled:
         raise ConfigError(
-            f"config.actor.{given[0]}={getattr(config.actor, given[0])} with config.actor.lora: "
-            f"routers are frozen weights and cannot learn; --config.actor.{given[0]}=0 works"
+            f"{given} with config.actor.lora: routers are frozen weights and cannot learn; {works}"
         )
 
 
@@ -99,6 +109,7 @@ def router_loss(config: Config, role: Role) -> RouterLoss:
     actor = config.actor
     return RouterLoss(
         aux_coef=actor.router_aux_loss_coef,
+        by_layer=actor.router_aux_loss_by_layer,
         z_coef=actor.router_z_loss_coef,
         bias_rate=actor.router_bias_rate,
     )

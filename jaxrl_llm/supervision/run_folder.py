@@ -121,6 +121,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
                 _make(path)
                 stack.enter_context(_lock(path))
                 latest = _latest_step(path)
+                _check_no_model(path)
                 _check_config(path, json.loads(text), latest)
             except ConfigError as refused:
                 error = str(refused)
@@ -159,6 +160,19 @@ def _latest_step(path: Path) -> int | None:
 
 
 # ------------------------------------------------------------------------- config
+
+
+def _check_no_model(path: Path) -> None:
+    """Raises: ConfigError for a model's folder, whose config.json the run's would replace."""
+    try:
+        stored = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(stored, dict) and stored.keys() & {"model_type", "architectures"}:
+        raise ConfigError(
+            f"{path} is the folder of a model, and the run would overwrite its {CONFIG}; give "
+            f"another one: --config.run_dir={free_folder(path)}"
+        )
 
 
 def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> None:

@@ -29,6 +29,7 @@ from jaxrl_llm.data.run_data import held_out_sources, load_records, load_run_pro
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration, plan_online
@@ -46,8 +47,11 @@ def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
     changes = []
     if config.actor.path:
         family = "qwen2" if "qwen" in config.actor.path.lower() else "llama"
-        bias = {"attention_bias": True} if family == "qwen2" else {}
-        model = tiny_config(family, vocab_size=104, tie_word_embeddings=True, **bias)
+        more: dict[str, Any] = {"attention_bias": True} if family == "qwen2" else {}
+        if config.actor.path.endswith("_moe"):
+            experts = Mixture(num_experts=4, experts_per_token=2, expert_size=40, normalized=True)
+            family, more = "mixtral", {"mixture": experts}
+        model = tiny_config(family, vocab_size=104, tie_word_embeddings=True, **more)
         directory = write_directory(folder / "model", model)
         write_chat_tokenizer(directory)
         # A character a token: prompts of the stand-in are longer than those of a real tokenizer.

@@ -83,6 +83,7 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
         "grpo_lora",
         "grpo_moe",
         "grpo_smollm2",
+        "grpo_smollm2_moe",
     ]
     assert completed("train", "--config", "=", "grpo", "--config.roll") == [
         word for word in completed("train", "--config.rollout") if word.endswith("=")

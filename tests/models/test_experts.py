@@ -231,7 +231,21 @@ def test_losses_of_the_router():
     np.testing.assert_allclose(metrics["router_aux_loss"], 0.25 * balance, rtol=1e-6)
     found = load_metrics(ROUTED.counts_E)
     assert found["router_load"] == 2.0  # the first layer: 3 tokens, on average 1.5
+    np.testing.assert_allclose(found["router_load_mean"], (2 + 4 / 3) / 2, rtol=1e-6)
     assert found["router_dead_experts"] == 1
+
+
+def test_loads_that_cancel_over_layers_cost_by_layer():
+    opposite = Routed(
+        counts_E=jnp.array([[3.0, 0.0], [0.0, 3.0]]),
+        probs_E=jnp.array([[2.4, 0.6], [0.6, 2.4]]),
+        squares=jnp.zeros(2),
+        tokens=jnp.array([3.0, 3.0]),
+        chosen_BTK=jnp.zeros((2, 1, 3, 1), jnp.int32),
+    )
+    np.testing.assert_allclose(load_balance(opposite), 1.0, rtol=1e-6)  # as if all were equal
+    _, metrics = RouterLoss(aux_coef=1.0, by_layer=True)(opposite, jnp.float32(1))
+    np.testing.assert_allclose(metrics["router_aux_loss"], 2 * 0.8, rtol=1e-6)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -36,9 +36,11 @@ def planned(model, **changes):
 
 
 def test_the_coefficients_are_those_of_the_actor():
-    found = planned(EXPERTS, actor={"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.2})
+    router = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.2}
+    found = planned(EXPERTS, actor=router | {"router_aux_loss_by_layer": True})
     update = next(stage for stage in found.stages if stage.name == "update_actor")
     assert (update.loss.router.aux_coef, update.loss.router.z_coef) == (0.1, 0.2)
+    assert update.loss.router.by_layer
 
 
 def readers(iteration):
@@ -61,6 +63,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
     ("model", "changes", "message"),
     [
         ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
+        ({"vocab_size": 96}, {"actor": {"router_aux_loss_by_layer": True}}, "by_layer=False works"),
         ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
         (EXPERTS, {"partial_rollouts": 2, "max_staleness": 1}, "routing_replay=False works"),
         (EXPERTS, {"exact": "strict"}, "exact=repeatable works"),

@@ -55,6 +55,16 @@ def refusal(config: Config) -> str:
 # ------------------------------------------------------------------------- config
 
 
+def test_the_folder_of_a_model_is_refused_and_keeps_its_config(tmp_path):
+    file = tmp_path / "model" / "config.json"
+    file.parent.mkdir()
+    file.write_text('{"model_type": "llama"}')
+    message = refusal(config_in(file.parent))
+    assert "is the folder of a model" in message and "--config.run_dir=" in message
+    assert "model-2" in message
+    assert file.read_text() == '{"model_type": "llama"}'
+
+
 def test_another_config_is_refused_and_nothing_is_changed(tmp_path):
     """A sweep in a shell loop: the second run must not report the first one's numbers."""
     folder = a_run(tmp_path / "run")

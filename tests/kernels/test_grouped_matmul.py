@@ -11,12 +11,13 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jaxrl_llm.kernels import grouped_matmul as module
 from jaxrl_llm.kernels.grouped_matmul import grouped_matmul, rows, weights
 
-D, F = 128, 128
 SIZES = {
     # Small groups: chunks of 64 rows, one that is moved up, runs of rows, an empty group.
-    "small": (141, (70, 0, 9, 50)),
+    "small": (141, (70, 0, 9, 50), 128, 128),
     # Large ones: tiles of two chunks, a second one moved up, and one without rows.
-    "large": (270, (130, 70)),
+    "large": (270, (130, 70), 128, 128),
+    # Inputs and outputs that are no multiples of a tile.
+    "padded": (80, (40, 33), 72, 136),
 }
 
 
@@ -41,7 +42,7 @@ def test_rows_and_both_gradients(monkeypatch, implementation, sizes):
     monkeypatch.setattr(rows, "SMS", 2)
     monkeypatch.setattr(weights, "SMS", 3)
     rng = np.random.default_rng(0)
-    M, sizes = SIZES[sizes]
+    M, sizes, D, F = SIZES[sizes]
     G, used = len(sizes), sum(sizes)
     x, kernels, cotangent = (
         rng.integers(-2, 3, shape).astype(np.float32) for shape in ((M, D), (G, D, F), (M, F))

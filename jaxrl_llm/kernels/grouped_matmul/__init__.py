@@ -20,6 +20,9 @@ from jaxrl_llm.kernels.hopper import Interpret, on_hopper
 
 Implementation = Literal["auto", "xla", "pallas"]
 TILE = min(COLUMN_TILES)
+# From so many rows on, weights of other sizes than multiples of TILE are padded for the kernels: a
+# copy of all groups' weights then takes less time than the dense matmul with every group.
+PADDED_ROWS = 1024
 
 
 def grouped_matmul(
@@ -33,26 +36,29 @@ def grouped_matmul(
     """The first `sizes_G[0]` rows times the first weights, the next ones times the next, and so on.
 
     Rows after the last group's are 0, and what x has there reaches no result and no gradient.
-    "pallas" needs bfloat16, and D and F that are multiples of `TILE`; "auto" takes it where it can.
+    "pallas" needs bfloat16. D and F that are no multiples of `TILE` are padded with zeros, which
+    copies the weights; "auto" does so from `PADDED_ROWS` rows on.
 
     Requires: the sizes add up to at most M.
     Guarantees: the kernels' sums have one order, so that they have the same bits in every run.
     """
     if implementation == "auto":
-        implementation = "pallas" if on_hopper() and _fits(x_MD, weights_GDF) else "xla"
+        implementation = "pallas" if on_hopper() and _pays(x_MD, weights_GDF) else "xla"
     if implementation == "xla":
         return jax.lax.ragged_dot(x_MD, weights_GDF, sizes_G)
-    rows = x_MD.shape[0]
+    rows, (_, D, F) = x_MD.shape[0], weights_GDF.shape
     padded = max(CHUNK, -(-rows // ALIGNED) * ALIGNED)
-    x_MD = jnp.pad(x_MD, ((0, padded - rows), (0, 0)))
+    x_MD = jnp.pad(x_MD, ((0, padded - rows), (0, -D % TILE)))
+    weights_GDF = jnp.pad(weights_GDF, ((0, 0), (0, -D % TILE), (0, -F % TILE)))
     y_MF: jax.Array = _by_kernel(x_MD, weights_GDF, sizes_G, interpret)
-    return y_MF[:rows]
+    return y_MF[:rows, :F]
 
 
-def _fits(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
+def _pays(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
     _, D, F = weights_GDF.shape
-    dtypes = {x_MD.dtype, weights_GDF.dtype}
-    return dtypes == {jnp.dtype(jnp.bfloat16)} and D % TILE == 0 and F % TILE == 0
+    if {x_MD.dtype, weights_GDF.dtype} != {jnp.dtype(jnp.bfloat16)}:
+        return False
+    return (D % TILE == 0 and F % TILE == 0) or x_MD.shape[0] >= PADDED_ROWS
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -15,7 +15,6 @@ from jaxrl_llm.config.records import (
     NotNegative,
     Record,
     field_names,
-    record,
 )
 from jaxrl_llm.references import nearest
 
@@ -34,7 +33,6 @@ def _as_action(given: str) -> str:
     return str(given)
 
 
-@record
 class Alarm(Record):
     """What happens when a watcher fires: nothing, an event, a checkpoint too, or the end."""
 
@@ -46,12 +44,10 @@ class Alarm(Record):
         return {"action": _as_action(given)} if isinstance(given, str) else given
 
 
-@record
 class NonFinite(Alarm):
     """Metrics that are NaN or infinite."""
 
 
-@record
 class GradientSpike(Alarm):
     """A gradient norm against the median of 50 steps; norms up to `least` never count."""
 
@@ -59,112 +55,96 @@ class GradientSpike(Alarm):
     least: NotNegative = 1.0
 
 
-@record
 class Entropy(Alarm):
     """Entropy of the policy, nats a token: the mean of 5 steps is below."""
 
     threshold: NotNegative = 0.02
 
 
-@record
 class KL(Alarm):
     """KL to the reference, nats a token: the mean of 5 steps is above."""
 
     threshold: NotNegative = 1.0
 
 
-@record
 class UpdateKL(Alarm):
     """KL of one step's update, nats a token, is above."""
 
     threshold: NotNegative = 0.1
 
 
-@record
 class ClipFraction(Alarm):
     """Share of tokens whose ratio is clipped: the mean of 10 steps is above."""
 
     threshold: Fraction = 0.3
 
 
-@record
 class Ratio(Alarm):
     """The 1st or 99th percentile of the ratio is off 1 by this factor: the mean of 10 steps."""
 
     threshold: Times = 3.0
 
 
-@record
 class Mismatch(Alarm):
     """`token_mult_prob_error` of sampler and trainer: the mean of 5 steps is above."""
 
     threshold: Times = 1.05
 
 
-@record
 class RewardSpread(Alarm):
     """Standard deviation of the mean reward over 10 steps is at most this."""
 
     threshold: NotNegative = 1e-6
 
 
-@record
 class ZeroVariance(Alarm):
     """Share of groups with equal scores: the mean of 10 steps is above."""
 
     threshold: Fraction = 0.95
 
 
-@record
 class LengthDrift(Alarm):
     """The mean length grew or shrank by this factor within 50 steps, and by 16 tokens."""
 
     threshold: Times = 2.0
 
 
-@record
 class CutShare(Alarm):
     """Share of responses at the maximum length: the mean of 10 steps is above."""
 
     threshold: Fraction = 0.5
 
 
-@record
 class Repetition(Alarm):
     """Share of repeated 4-grams in a response: the mean of 10 steps is above."""
 
     threshold: Fraction = 0.3
 
 
-@record
 class RewardHacking(Alarm):
     """Three held-out scores in a row are below the best by this share, and the reward rose."""
 
     threshold: Fraction = 0.2
 
 
-@record
 class ExplainedVariance(Alarm):
     """The critic's explained variance: the mean of 10 steps is below."""
 
     threshold: Annotated[float, Lt(1)] = -0.5
 
 
-@record
 class MemoryGrowth(Alarm):
     """Memory grew by this share since the process's first 20 steps."""
 
     threshold: NotNegative = 0.5
 
 
-@record
 class StepTime(Alarm):
     """The median time of 5 steps over that of the 50 before, and a second longer."""
 
     threshold: Times = 2.0
 
 
-@record
 class AlarmsConfig(Record):
     """One entry a watcher; docs/alarms.md explains each."""
 

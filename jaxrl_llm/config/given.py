@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxrl_llm.config.records import Count, Custom, Record, none_word, record
+from jaxrl_llm.config.records import Count, Custom, Record, none_word
 
 __all__ = ["Given", "GivenRows"]
 
@@ -24,14 +24,12 @@ OBJECT = "object"  # in place of a file or module in the path of a function
 MOST_DIGESTED = 100_000  # rows; of more, so many at equal distances
 
 
-@record
-class Given(Custom):
+class Given(Custom, kind="given"):
     """A reward function of yours as an object of a Python program.
 
     In a file of JSON it has no `function`; `rl.train(config, rewards=[...])` gives it again.
     """
 
-    kind: ClassVar[str] = "given"
     digest: str
     function: Any = Field(default=None, exclude=True, repr=False)
 
@@ -44,7 +42,6 @@ class Given(Custom):
         return cls(path=path, digest=function_digest(value), function=value)
 
 
-@record
 class GivenRows(Record):
     """Rows of a Python program: a list of dicts, or a `datasets.Dataset`."""
 

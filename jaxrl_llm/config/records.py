@@ -4,6 +4,7 @@ Values given in Python are checked strictly. Text of a command line is read by t
 """
 
 import ast
+import sys
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
@@ -23,7 +24,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jaxrl_llm.references import nearest
 
-__all__ = ["ConfigError", "Custom", "Kind", "Record", "record"]
+__all__ = ["ConfigError", "Custom", "Kind", "Record"]
 
 
 class ConfigError(ValueError):
@@ -84,21 +85,24 @@ FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
 
 # ------------------------------------------------------------------------- records
 
-# Built when first used: a run needs few of the records.
-_RULES = ConfigDict(extra="forbid", strict=True, defer_build=True)
 UNKNOWN = "unknown_key"
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, Field))
-def record(cls: type[C]) -> type[C]:
-    """Decorator: a frozen dataclass with keyword arguments, whose values pydantic checks."""
-    made: Any = dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
+def _checked(cls: type[C]) -> type[C]:
+    """A frozen dataclass with keyword arguments, built when first used: a run needs few of them."""
+    rules = ConfigDict(extra="forbid", strict=True, defer_build=True)
+    made: Any = dataclass(frozen=True, kw_only=True, config=rules)(cls)
     return made
 
 
-@record
+@_checked
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, Field))
 class Record:
-    """The base of all records."""
+    """The base of all records. A subclass is a frozen dataclass, whose values pydantic checks."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _checked(cls)
 
     @model_validator(mode="before")
     @classmethod
@@ -112,11 +116,19 @@ class Record:
         return given
 
 
-@record
+_KINDS: list[type["Kind"]] = []  # in the order of the source
+
+
 class Kind(Record):
     """A record that is one of several; `kind` is its name in JSON and on a command line."""
 
     kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind
+        super().__init_subclass__()
+        if kind:
+            _KINDS.append(cls)
 
     @property
     def label(self) -> str:
@@ -129,14 +141,24 @@ class Kind(Record):
         return None
 
 
-@record
-class Custom(Kind):
+def kinds_of(*bases: type[Kind]) -> tuple[type[Kind], ...]:
+    """The kinds that inherit from one of `bases`, in the order of the source."""
+    return tuple(cls for cls in _KINDS if issubclass(cls, bases))
+
+
+def records_in(module: str, *others: str) -> list[str]:
+    """The names of the records that a module defines, and `others`: what it exports."""
+    named = vars(sys.modules[module]).items()
+    own = [n for n, v in named if isinstance(v, type) and v.__module__ == module and n[0] != "_"]
+    return [*own, *others]
+
+
+class Custom(Kind, kind="custom"):
     """A function of yours by path, `file.py:name` or `package.module:name`, and its settings.
 
     Settings are the function's keyword-only parameters. They are checked when it is loaded.
     """
 
-    kind: ClassVar[str] = "custom"
     path: str
     settings: FreeDict = field(default_factory=dict)
     offline: bool = False  # for an algorithm: it returns an OfflineAlgorithm

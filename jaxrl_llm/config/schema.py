@@ -33,19 +33,9 @@ from jaxrl_llm.config.records import (
     Record,
     Whole,
     guess,
-    record,
+    records_in,
     validate,
 )
-
-__all__ = [
-    "AUTO",
-    "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
-    "LoraConfig", "AdaptedSettings", "ActorConfig",
-    "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
-    "FilterGroupsConfig", "RolloutConfig", "SourceGrader", "ValidationConfig", "RewardConfig",
-    "PhaseConfig", "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup",
-    "Config", "as_dict", "differences",
-]  # fmt: skip
 
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
@@ -78,14 +68,12 @@ StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
-@record
 class PhaseMeshConfig(Record):
     """How a phase lays the same devices out; the devices left over are replicas."""
 
     tensor: Whole = 0  # neighbouring devices that share the heads; 0 takes mesh.tensor
 
 
-@record
 class MeshConfig(Record):
     """Devices along each mesh axis; the product is the number of devices used."""
 
@@ -139,7 +127,6 @@ class MeshConfig(Record):
         return replicas
 
 
-@record
 class DataConfig(Record):
     """Where prompts come from. Files and tasks may be mixed."""
 
@@ -188,7 +175,6 @@ class DataConfig(Record):
         return self.max_prompt_length + self.max_response_length
 
 
-@record
 class OptimizerConfig(Record):
     """AdamW with a global-norm clip and a schedule over optimizer steps."""
 
@@ -210,7 +196,6 @@ class OptimizerConfig(Record):
     offload: bool = False
 
 
-@record
 class ModelSettings(Record):
     """A role's model: a directory to import, or a Hugging Face config to initialise at random."""
 
@@ -233,7 +218,6 @@ class ModelSettings(Record):
     scan_layers: bool = False
 
 
-@record
 class LoraConfig(Record):
     """Low-rank adapters in place of training all weights; PEFT's names. See docs/lora.md."""
 
@@ -256,7 +240,6 @@ class LoraConfig(Record):
         return bool(self.rank or self.path)
 
 
-@record
 class AdaptedSettings(ModelSettings):
     """A model that learns, in full or by adapters on frozen weights."""
 
@@ -266,7 +249,6 @@ class AdaptedSettings(ModelSettings):
     base_dtype: Literal["", "float32", "bfloat16", "float8"] = ""
 
 
-@record
 class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
@@ -290,7 +272,6 @@ class ActorConfig(AdaptedSettings):
     router_bias_rate: NotNegative = 0.0
 
 
-@record
 class CriticConfig(AdaptedSettings):
     """The value model. An empty path starts it from the actor's weights, after the warm-up."""
 
@@ -304,7 +285,6 @@ class CriticConfig(AdaptedSettings):
     warmup_steps: Whole = 0
 
 
-@record
 class SupervisedConfig(Record):
     """A supervised training: the SFT warm-up, the reward model's or the teacher's."""
 
@@ -318,7 +298,6 @@ class SupervisedConfig(Record):
     stop_at: Fraction = 0.0  # end early once held-out accuracy reaches this; 0 never
 
 
-@record
 class RewardModelConfig(ModelSettings):
     """A scalar model whose score at the last token is the reward, or a part of it."""
 
@@ -327,7 +306,6 @@ class RewardModelConfig(ModelSettings):
     center: NotNegative = 0.0  # coefficient of the squared sum of scores (centring)
 
 
-@record
 class TeacherConfig(ModelSettings):
     """A frozen language model to learn from. Without a path or hf_config it has the actor's."""
 
@@ -335,7 +313,6 @@ class TeacherConfig(ModelSettings):
     top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
 
 
-@record
 class ExtraModelConfig(ModelSettings):
     """A frozen model of yours: a second reward model, a cost model, another reference.
 
@@ -347,7 +324,6 @@ class ExtraModelConfig(ModelSettings):
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
 
-@record
 class FilterGroupsConfig(Record):
     """Dynamic sampling (DAPO): replace groups whose samples all got the same reward."""
 
@@ -357,7 +333,6 @@ class FilterGroupsConfig(Record):
     shortage: Literal["error", "fill"] = "error"  # after the last: stop, or take what there is
 
 
-@record
 class RolloutConfig(Record):
     """Generation for training."""
 
@@ -383,7 +358,6 @@ class RolloutConfig(Record):
     routing_replay: bool = True
 
 
-@record
 class SourceGrader(Record):
     """The grader of the held-out rows of one data source."""
 
@@ -391,7 +365,6 @@ class SourceGrader(Record):
     grader: RewardFunction
 
 
-@record
 class ValidationConfig(Record):
     """Held-out evaluation: greedy by default."""
 
@@ -405,7 +378,6 @@ class ValidationConfig(Record):
     generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
 
 
-@record
 class RewardConfig(Record):
     """Reward functions and how they are run."""
 
@@ -423,7 +395,6 @@ class RewardConfig(Record):
     model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
 
 
-@record
 class PhaseConfig(Record):
     """Another algorithm for the first steps of an online run."""
 
@@ -431,7 +402,6 @@ class PhaseConfig(Record):
     steps: Count
 
 
-@record
 class LogConfig(Record):
     """What the user sees."""
 
@@ -451,14 +421,12 @@ class LogConfig(Record):
     communication_every: Whole = 100
 
 
-@record
 class ProfileConfig(Record):
     """Traces of jax's profiler, in <run_dir>/profile."""
 
     steps: Many[Count] = ()  # on several GPUs, each also times its collectives
 
 
-@record
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
@@ -475,7 +443,6 @@ class CheckpointConfig(Record):
     save_by: str = ""
 
 
-@record
 class WatchdogConfig(Record):
     """Ends a run that stands still, so that a launcher starts it again."""
 
@@ -485,7 +452,6 @@ class WatchdogConfig(Record):
     ceiling_minutes: NotNegative = 60.0
 
 
-@record
 class NodeGroup(Record):
     """Nodes of a run that are named together, for `placement`. A node is a process."""
 
@@ -506,7 +472,6 @@ def _node_groups(value: Any) -> Any:
 NodeGroups = Annotated[dict[str, NodeGroup], BeforeValidator(_node_groups)]
 
 
-@record
 class Config(Record):
     """A whole run."""
 
@@ -586,3 +551,6 @@ def differences(a: Any, b: Any, key: str = "") -> list[str]:
         for name in dict.fromkeys((*a, *b))
     ]
     return [name for names in found for name in names]
+
+
+__all__ = records_in(__name__, "AUTO", "DType", "as_dict", "differences")  # pyright: ignore

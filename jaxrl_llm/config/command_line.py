@@ -204,7 +204,7 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Config) -> Any:
         try:
             return validate(type(node), values)
         except ValidationError as error:
-            raise explain(error, type(node), key) from None
+            raise explain(error, node, key) from None
     if isinstance(node, tuple | list):
         if not part.isdecimal() or int(part) >= len(node):
             have = f"0 to {len(node) - 1}" if node else "none: the list is empty"

@@ -237,8 +237,8 @@ _EXPECTED = {
 MOST_SHOWN = 200  # characters of a value in a message
 
 
-def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
-    """The first mistake of `error`, which came up in a record of `cls` that stands at `key`."""
+def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
+    """The first mistake of `error`, which came up in a record, or its class, that is at `key`."""
     first = error.errors(include_url=False)[0]
     place, kind, context = first["loc"], first["type"], first.get("ctx", {})
     here = ".".join([key, *map(str, place)])
@@ -254,8 +254,7 @@ def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
     shown = first["input"] if isinstance(first["input"], Text) else repr(first["input"])
     if len(shown) > MOST_SHOWN:
         shown = f"{shown[:MOST_SHOWN]}..."
-    own = cls.__pydantic_fields__.get(place[0]) if len(place) == 1 else None  # pyright: ignore
-    works = own.default if own is not None and not own.is_required() else None
+    works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
     return ConfigError(f"{here}={shown}: {_remedy(first, context, works)}")
 
 

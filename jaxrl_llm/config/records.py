@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jaxrl_llm.references import nearest
@@ -216,9 +217,14 @@ def validate(cls: type[C], values: Any) -> C:
     return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
 
 
+def fields_of(record: Any) -> dict[str, FieldInfo]:
+    """The fields of a record or its class, by name."""
+    return record.__pydantic_fields__
+
+
 def field_names(record: Any) -> tuple[str, ...]:
     """The keys of a record or its class."""
-    return tuple(record.__pydantic_fields__)
+    return tuple(fields_of(record))
 
 
 # ------------------------------------------------------------------------- errors

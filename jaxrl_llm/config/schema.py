@@ -4,14 +4,15 @@ A config file holds `get_config() -> Config`. Names are verl's and TRL's where t
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Len
 from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig
-from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
+from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
 from jaxrl_llm.config.functions import (
     ExactAnswer,
     OwnFunction,
@@ -23,8 +24,10 @@ from jaxrl_llm.config.given import Rows
 from jaxrl_llm.config.records import (
     BelowOne,
     Count,
+    Custom,
     Fraction,
     FreeDict,
+    Kind,
     Many,
     Maybe,
     NotNegative,
@@ -32,11 +35,13 @@ from jaxrl_llm.config.records import (
     Probability,
     Record,
     Whole,
+    fields_of,
     guess,
     records_in,
     validate,
 )
 
+R = TypeVar("R", bound=Record)
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
 
@@ -525,18 +530,41 @@ class Config(Record):
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
 
 
+def is_offline(config: Config) -> bool:
+    """Whether the run learns from fixed records."""
+    return learns_offline(config.algorithm)
+
+
+def learns_offline(algorithm: Online | Offline | Custom) -> bool:
+    """Whether an algorithm learns from fixed records."""
+    return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
+
+
+def entries(node: Any) -> Iterable[tuple[Any, Any]]:
+    """(key, value) of what a record, dict or list holds; objects of a program are left out."""
+    if isinstance(node, Record):
+        return [
+            (name, getattr(node, name)) for name, of in fields_of(node).items() if not of.exclude
+        ]
+    return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
+
+
+def every(node: Any, kind: type[R], key: str = "") -> Iterator[tuple[str, R]]:
+    """(dotted key, record) of every record of a class in a config, in the order of its keys."""
+    if isinstance(node, kind):
+        yield key, node
+    for name, value in entries(node):
+        yield from every(value, kind, f"{key}.{name}" if key else str(name))
+
+
 def as_dict(node: Any) -> Any:
     """A record as plain JSON types; one of several kinds begins with its `kind`."""
-    if isinstance(node, Record):
-        kind = getattr(node, "kind", "")
-        fields = node.__pydantic_fields__.items()  # pyright: ignore
-        values = {name: as_dict(getattr(node, name)) for name, of in fields if not of.exclude}
-        return {"kind": kind} | values if kind else values
     if isinstance(node, tuple | list):
         return [as_dict(entry) for entry in node]
-    if isinstance(node, dict):
-        return {name: as_dict(entry) for name, entry in node.items()}
-    return node
+    if not isinstance(node, Record | dict):
+        return node
+    kind = {"kind": node.kind} if isinstance(node, Kind) else {}
+    return kind | {name: as_dict(entry) for name, entry in entries(node)}
 
 
 def differences(a: Any, b: Any, key: str = "") -> list[str]:

@@ -13,8 +13,8 @@ from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS
 from jaxrl_llm.config.records import explain, field_names, validate
+from jaxrl_llm.config.rules import tracker_fault
 from jaxrl_llm.config.schema import as_dict
-from jaxrl_llm.config.trackers import check_trackers
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
 from jaxrl_llm.data_files import HUB, check_files
 from jaxrl_llm.references import check_path, is_hub_name
@@ -234,9 +234,7 @@ def _missing(config: Config) -> list[str]:
         except ValueError as error:
             found.append(str(error) if file.startswith(HUB) else file)
     for name in config.log.trackers:
-        try:
-            check_trackers([name])
-        except ConfigError:
+        if tracker_fault(name):
             found.append(f"the package of {name}: pip install 'jaxrl_llm[{name}]'")
     found += [path for path in _functions(config) if not _function_is_here(path)]
     return list(dict.fromkeys(found))

@@ -284,7 +284,7 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ),
         ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
         ("--config.reward.functions=[]", ["neither functions nor a model"]),
-        ("--config.reward.model.dtype=bfloat16", ["reward.model has no path and no training"]),
+        ("--config.reward.model.dtype=bfloat16", ["reward.model: it has no path and no training"]),
         ("--config.seed=1.5", ["config.seed=1.5", "expected an integer"]),
         ("--config.seed=None", ["expected an integer"]),
         ("--config.actor.scan_layers=maybe", ["expected true or false"]),

@@ -1,4 +1,4 @@
-"""What the records of a config are made of: the decorator, bounded types, errors in our words.
+"""What the records of a config are made of: their base, bounded types, errors in our words.
 
 Values given in Python are checked strictly. Text of a command line is read by the field's type.
 """
@@ -172,44 +172,30 @@ class Custom(Kind, kind="custom"):
 def one_of(*kinds: type[Kind]) -> PlainValidator:
     """The validator of a field that holds one of these records, its kind's name, or its dict."""
     table = {cls.kind: cls for cls in kinds}
+    known = ", ".join(table)
 
     def read(value: Any) -> Any:
         if isinstance(value, kinds):
             return value
-        made = next(filter(None, (cls.of_object(value) for cls in kinds)), None)
-        if made is not None:
+        for made in filter(None, (cls.of_object(value) for cls in kinds)):
             return made
         if isinstance(value, str):
             is_path = ":" in value and Custom in kinds and not value.startswith("jaxrl_llm.")
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
         if not isinstance(value, Mapping):
-            raise PydanticCustomError(
-                "kind", "expected one of {known}", {"known": ", ".join(table)}
-            )
-        kind = value.get("kind") or _old_name(value, "a record with the key kind")
+            raise ValueError(f"expected one of {known}")
+        kind = str(value.get("kind", ""))
+        # Older forms named a function of ours by its path.
+        old = (kind or str(value.get("path", value.get("name", "")))).rpartition(":")[2]
+        if not kind:
+            form = f"{{kind: {old or 'NAME'}, …}}"
+            raise ValueError(f"expected a record with the key kind: write {form}")
         if kind not in table:
-            old = _old_name({"path": kind}, "") if ":" in kind else ""
             hint = f": write {old}" if old in table else nearest(kind, table)
-            raise PydanticCustomError(
-                "kind",
-                "there is no {kind}{hint}\nthere are: {known}",
-                {"kind": kind, "hint": hint, "known": ", ".join(table)},
-            )
-        settings = {name: entry for name, entry in value.items() if name != "kind"}
-        return validate(table[kind], settings)
+            raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
+        return validate(table[kind], {name: value[name] for name in value if name != "kind"})
 
     return PlainValidator(read)
-
-
-def _old_name(value: Mapping[str, Any], new: str) -> str:
-    """The name that the path or name of an old form ends in; an error where the form is old."""
-    name = str(value.get("path", value.get("name", ""))).rpartition(":")[2]
-    if new:
-        form = f"{{kind: {name}, …}}" if name else "{kind: NAME, …}"
-        raise PydanticCustomError(
-            "kind", "expected {new}: write {form}", {"new": new, "form": form}
-        )
-    return name
 
 
 def validate(cls: type[C], values: Any) -> C:
@@ -238,8 +224,8 @@ _EXPECTED = {
     "string": "text",
     "tuple": "a list [a,b,…]",
 }
-
-
+# A bound -> its words, and the step from it to a value that works.
+_BOUNDS = {"ge": ("", 0), "le": ("at most ", 0), "gt": ("above ", 1), "lt": ("below ", -1)}
 MOST_SHOWN = 200  # characters of a value in a message
 
 
@@ -270,13 +256,11 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
         choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
         words = [str(choice) for choice in choices]
         return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
-    for name, words in (("ge", "{} or more"), ("le", "at most {}")):
+    for name, (words, step) in _BOUNDS.items():
         if name in context:
-            return f"must be {words.format(f'{context[name]:g}')}; {context[name]:g} works"
-    for name, words, other in (("gt", "above {}", 1), ("lt", "below {}", -1)):
-        if name in context:
-            value = context[name] + other if works is None else works
-            return f"must be {words.format(f'{context[name]:g}')}; {value:g} works"
+            bound = context[name]
+            value = bound if not step else bound + step if works is None else works
+            return f"must be {words}{bound:g}{' or more' if name == 'ge' else ''}; {value:g} works"
     if "min_length" in context or "max_length" in context:
         return error["msg"].replace("String should", "must").replace("Tuple should", "must")
     expected = _EXPECTED.get(kind.partition("_")[0])

@@ -32,11 +32,19 @@ from jaxrl_llm.config.size_rules import (
     trainings,
 )
 from jaxrl_llm.config.times import end_time
-from jaxrl_llm.config.trackers import PACKAGES
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest, nearest_file
 
 __all__ = ["check", "is_offline"]
+
+# Trackers by their names in log.trackers, and the modules that they need. The extra of the package
+# has the tracker's name.
+PACKAGES = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
 
 
 def check(config: Config) -> None:

@@ -14,7 +14,7 @@ from tiny_run import read_jsonl
 
 import jaxrl_llm as rl
 from jaxrl_llm.config import Given
-from jaxrl_llm.config.given import function_digest, rows_digest
+from jaxrl_llm.object_digests import function_digest, rows_digest
 
 ROOT = Path(__file__).parents[2]
 MODEL = {

@@ -99,14 +99,8 @@ class MeshConfig(Record):
     @property
     def sizes(self) -> dict[Any, int]:
         """The size of each axis."""
-        return {
-            "data": self.data,
-            "pipeline": self.pipeline,
-            "fsdp": self.fsdp,
-            "expert": self.expert,
-            "sequence": self.sequence,
-            "tensor": self.tensor,
-        }
+        axes = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")
+        return {axis: getattr(self, axis) for axis in axes}
 
     @property
     def num_devices(self) -> int:
@@ -464,17 +458,12 @@ class NodeGroup(Record):
     gpus_per_node: Count = 8
 
 
-def _node_groups(value: Any) -> Any:
-    """Groups whose values may be written as dicts."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        str(name): validate(NodeGroup, group) if isinstance(group, dict) else group
-        for name, group in value.items()
-    }
+def _group(value: Any) -> Any:
+    """A group of nodes, also written as a dict."""
+    return validate(NodeGroup, value) if isinstance(value, dict) else value
 
 
-NodeGroups = Annotated[dict[str, NodeGroup], BeforeValidator(_node_groups)]
+Group = Annotated[NodeGroup, BeforeValidator(_group)]
 
 
 class Config(Record):
@@ -493,7 +482,7 @@ class Config(Record):
     # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
     placement: Placement = field(default_factory=dict)
     # All nodes of a run, in their order. The actor has the first group, if nothing else is said.
-    node_groups: NodeGroups = field(default_factory=dict)
+    node_groups: dict[str, Group] = field(default_factory=dict)
     # How many updates the policy that samples may be behind. From 1 on, the next batches are
     # generated ahead; with placement.rollout, while this one is learned from.
     max_staleness: Whole = 0

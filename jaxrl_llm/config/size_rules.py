@@ -261,9 +261,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def splits(c: Config, key: str, model: ModelSettings) -> Faults:
     """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
-    mesh, sizes = mesh_at(c, key), hf_config(model)
-    if isinstance(sizes, str):
-        yield f"{key}.path: {sizes}"
+    mesh = mesh_at(c, key)
+    try:
+        sizes = _hf_config(model)
+    except ValueError as error:
+        yield f"{key}.path: its config.json is not JSON: {error}"
         return
     yield from _layers(mesh, key, sizes.get("num_hidden_layers"))
     axes = {
@@ -314,15 +316,12 @@ def _layers(mesh: MeshConfig, key: str, layers: Any) -> Faults:
         )
 
 
-def hf_config(model: ModelSettings) -> dict[str, Any] | str:
-    """The sizes of a model, as far as they are known before it is loaded; a text is a fault."""
+def _hf_config(model: ModelSettings) -> dict[str, Any]:
+    """The sizes of a model, as far as they are known before it is loaded."""
     file = Path(model.path) / "config.json"
     if not model.path:
         return model.hf_config
     if not file.is_file() or (file.parent / "checkpoints").is_dir():
         return {}  # one of our checkpoints or runs
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return f"{file} is not JSON: {error}"
+    found = json.loads(file.read_text(encoding="utf-8"))
     return found if isinstance(found, dict) else {}

@@ -3,6 +3,7 @@
 A config file holds `get_config() -> Config`. Names are verl's and TRL's where they have one.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import field
@@ -529,12 +530,16 @@ def learns_offline(algorithm: Online | Offline | Custom) -> bool:
     return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
 
 
+@functools.cache
+def _kept(cls: type[Record]) -> list[str]:
+    """The fields of a record without objects of a Python program."""
+    return [name for name, entry in fields_of(cls).items() if not entry.exclude]
+
+
 def entries(node: Any) -> Iterable[tuple[Any, Any]]:
     """(key, value) of what a record, dict or list holds; objects of a program are left out."""
     if isinstance(node, Record):
-        return [
-            (name, getattr(node, name)) for name, of in fields_of(node).items() if not of.exclude
-        ]
+        return [(name, getattr(node, name)) for name in _kept(type(node))]
     return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
 
 
@@ -543,7 +548,8 @@ def every(node: Any, kind: type[R], key: str = "") -> Iterator[tuple[str, R]]:
     if isinstance(node, kind):
         yield key, node
     for name, value in entries(node):
-        yield from every(value, kind, f"{key}.{name}" if key else str(name))
+        if isinstance(value, (Record, tuple, list, dict)):
+            yield from every(value, kind, f"{key}.{name}" if key else str(name))
 
 
 def as_dict(node: Any) -> Any:

@@ -36,7 +36,7 @@ CONFIGS = "jaxrl_llm.configs"  # the packaged configs
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a command, beside --config. Mistakes are ConfigErrors, without abbreviations."""
+    """The flags of a command without --config. Mistakes are ConfigErrors, without abbreviations."""
 
     def __init__(self, description: str | None = None) -> None:
         super().__init__(

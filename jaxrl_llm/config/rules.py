@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.config.functions import Code, Judge, Remote, Spread
 from jaxrl_llm.config.given import Given, GivenRows
-from jaxrl_llm.config.records import ConfigError, Custom, Kind, Record
+from jaxrl_llm.config.records import ConfigError, Custom, Kind
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
@@ -52,21 +52,26 @@ def check(config: Config) -> None:
     for rule in RULES:
         for fault in rule(config):
             key, _, why = fault.partition(": ")
-            raise ConfigError(f"config.{key}{_value(config, key)}: {why}")
+            value = _shown(_at(config, key))
+            raise ConfigError(f"config.{key}{value and '='}{value}: {why}")
 
 
-def _value(config: Config, key: str) -> str:
-    """The value at a key, as "=VALUE", where it is no record and not empty."""
-    value: Any = config
+def _at(node: Any, key: str) -> Any:
     for part in key.split("."):
-        value = {str(name): entry for name, entry in entries(value)}.get(part)
+        node = {str(name): entry for name, entry in entries(node)}.get(part)
+    return node
+
+
+def _shown(value: Any) -> str:
+    """A value as on a command line; empty for a record, a dict and what is empty."""
+    if isinstance(value, tuple):
+        each = [_shown(entry) for entry in value]
+        return f"[{','.join(each)}]" if each and all(each) else ""
     if isinstance(value, Kind):
-        return f"={value.label}"
-    if isinstance(value, bool):
-        return f"={str(value).lower()}"
-    if isinstance(value, float):
-        return f"={value:g}"
-    return f"={value}" if value and not isinstance(value, Record | dict | tuple) else ""
+        return value.label
+    if isinstance(value, bool | float):
+        return f"{value:g}" if isinstance(value, float) else str(value).lower()
+    return str(value) if isinstance(value, int | str) else ""
 
 
 def _fault(test: Callable[[str], object], value: str) -> str:
@@ -127,8 +132,8 @@ def order(c: Config) -> Faults:
         )
     if isinstance(priority, Spread) and c.rollout.n == 1:
         yield (
-            "data.priority: spread reads the std of a prompt's samples, and config.rollout.n=1 "
-            "makes one: config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
+            "data.priority: it reads the std of a prompt's samples, and config.rollout.n=1 makes "
+            "one: config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
         )
     if not c.data.curriculum:
         if c.data.curriculum_steps:
@@ -344,7 +349,8 @@ def strict(c: Config) -> Faults:
         if value != fitting:
             yield (
                 f"{key}: with it, bits of sampler and trainer are not known to be equal "
-                f"(config.exact=strict); config.{key}={fitting} works, or --config.exact=repeatable"
+                f"(config.exact=strict); config.{key}={_shown(fitting)} works, or "
+                "--config.exact=repeatable"
             )
 
 
@@ -369,7 +375,7 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
     if c.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
         yield (
             f"{name}: with config.exact=strict, sampler and trainer compute the same bits with "
-            "merged weights alone; set lora.merge=True, dora=False and dropout=0, or "
+            "merged weights alone; set lora.merge=true, dora=false and dropout=0, or "
             "--config.exact=repeatable"
         )
     if not lora.targets:

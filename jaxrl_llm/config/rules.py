@@ -1,11 +1,13 @@
 """Rules that span fields of a config, checked without jax in milliseconds.
 
-Bounds of one field stand on the field. A rule yields a key and why its value cannot work, with one
-that does; `check` raises the first as "config.KEY=VALUE: why". Rules of sizes: size_rules.py.
+Bounds of one field stand on the field. A rule yields sentences: why a value cannot work, and one
+that does. In them <KEY> stands for config.KEY=VALUE. Rules of sizes are in size_rules.py.
 """
 
 import importlib.util
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +53,16 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
     for rule in RULES:
         for fault in rule(config):
-            key, _, why = fault.partition(": ")
-            value = _shown(_at(config, key))
-            raise ConfigError(f"config.{key}{value and '='}{value}: {why}")
+            raise ConfigError(re.sub(r"<([\w.-]+)>", partial(_named, config), fault))
 
 
-def _at(node: Any, key: str) -> Any:
-    for part in key.split("."):
-        node = {str(name): entry for name, entry in entries(node)}.get(part)
-    return node
+def _named(config: Config, key: re.Match[str]) -> str:
+    """A key with its value, as on a command line."""
+    value: Any = config
+    for part in key[1].split("."):
+        value = {str(name): entry for name, entry in entries(value)}.get(part)
+    shown = _shown(value)
+    return f"config.{key[1]}={shown}" if shown else f"config.{key[1]}"
 
 
 def _shown(value: Any) -> str:
@@ -91,12 +94,12 @@ def data(c: Config) -> Faults:
     for key, given in every(c, GivenRows):
         if given.rows is None:
             yield (
-                f"{key}: the {given.num_rows} rows of a Python program are not in this file: "
+                f"<{key}>: the {given.num_rows} rows of a Python program are not in this file: "
                 f"rl.train(config, {key[5:].replace('rows', 'data')}=rows) gives them"
             )
     if not (c.data.train_files or c.data.train_tasks or c.data.train_rows or c.data.dataset_class):
         yield (
-            "data: it has no training data; set --config.data.train_files=[FILE] or "
+            "<data>: it has no training data; set --config.data.train_files=[FILE] or "
             "--config.data.train_tasks=[chain_sum]"
         )
     read = () if c.data.dataset_class else ("train_files", "val_files")  # else the class reads them
@@ -105,17 +108,17 @@ def data(c: Config) -> Faults:
     for key, names in files.items():
         for i, name in enumerate(names):
             if fault := _fault(check_files, name):
-                yield f"{key}.{i}: {fault}"
+                yield f"<{key}.{i}>: {fault}"
     tokenizer = c.data.tokenizer
     known = tokenizer in ("", "char") or is_hub_name(tokenizer)
     if not known and not Path(tokenizer).exists():
         hint = nearest_file(Path(tokenizer))
-        yield f"data.tokenizer: expected char or a Hugging Face folder{hint}"
+        yield f"<data.tokenizer>: expected char or a Hugging Face folder{hint}"
     if not c.actor.path and not c.actor.hf_config:
-        yield "actor: it has no model; set --config.actor.path=HF_DIR, or hf_config in the file"
+        yield "<actor>: it has no model; set --config.actor.path=HF_DIR, or hf_config in the file"
     if not tokenizer and not c.actor.path:
         yield (
-            "data.tokenizer: it is empty, and config.actor.path, whose tokenizer would be taken, "
+            "<data.tokenizer>: it is empty, and config.actor.path, whose tokenizer would be taken, "
             "too; --config.data.tokenizer=char works"
         )
 
@@ -124,35 +127,37 @@ def order(c: Config) -> Faults:
     """The order of prompts: by priority, by a column, or shuffled."""
     priority, offline = c.data.priority, is_offline(c)
     if priority and offline:
-        yield "data.priority: an offline run scores no answers; set --config.data.priority=null"
+        yield "<data.priority>: an offline run scores no answers; set --config.data.priority=null"
     if priority and not c.data.shuffle:
         yield (
-            "data.priority: it draws at random, and config.data.shuffle=false asks for the order "
-            "of the files; set one of --config.data.shuffle=true and --config.data.priority=null"
+            "<data.priority>: it draws at random, and <data.shuffle> asks for the order of the "
+            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
         )
     if isinstance(priority, Spread) and c.rollout.n == 1:
         yield (
-            "data.priority: it reads the std of a prompt's samples, and config.rollout.n=1 makes "
-            "one: config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
+            "<data.priority>: it reads the std of a prompt's samples, and <rollout.n> makes one: "
+            "config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
         )
     if not c.data.curriculum:
         if c.data.curriculum_steps:
-            yield "data.curriculum_steps: no column: name one, --config.data.curriculum=difficulty"
+            yield (
+                "<data.curriculum_steps>: no column: name one, --config.data.curriculum=difficulty"
+            )
         return
     if c.data.streaming:
         yield (
-            "data.curriculum: it reads the column of all rows, and config.data.streaming=true "
-            "reads none before it is needed: set one of them"
+            "<data.curriculum>: it reads the column of all rows, and <data.streaming> reads none "
+            "before it is needed: set one of them"
         )
     if offline:
         yield (
-            "data.curriculum: it is for online runs: set --config.data.curriculum='', sort the "
+            "<data.curriculum>: it is for online runs: set --config.data.curriculum='', sort the "
             "file, and set --config.data.shuffle=false"
         )
     if priority:
         yield (
-            f"data.curriculum: it and config.data.priority={priority.label} each give the order: "
-            "set --config.data.curriculum='' or --config.data.priority=null"
+            "<data.curriculum>: it and <data.priority> each give the order: set "
+            "--config.data.curriculum='' or --config.data.priority=null"
         )
 
 
@@ -161,14 +166,14 @@ def phases(c: Config) -> Faults:
     for i, phase in enumerate(c.phases):
         if is_offline(c) or learns_offline(phase.algorithm):
             yield (
-                f"phases.{i}: phases are of online algorithms, and an offline one is here; run it "
-                "alone and give its checkpoint as --config.actor.path"
+                f"<phases.{i}>: phases are of online algorithms, and an offline one is here; run "
+                "it alone and give its checkpoint as --config.actor.path"
             )
     total = sum(phase.steps for phase in c.phases)
     if c.phases and total >= c.total_steps:
         yield (
-            f"phases: they take {total} steps of config.total_steps={c.total_steps} and leave none "
-            f"for config.algorithm; --config.total_steps={total + 1} works"
+            f"<phases>: they take {total} steps of <total_steps> and leave none for "
+            f"config.algorithm; --config.total_steps={total + 1} works"
         )
 
 
@@ -176,19 +181,19 @@ def run(c: Config) -> Faults:
     """Times, steps and names of the run."""
     if any(step > c.total_steps for step in c.profile.steps):
         yield (
-            f"profile.steps: config.total_steps={c.total_steps} is the last step; give steps up to "
-            f"that, such as [{min(3, c.total_steps)}]"
+            "<profile.steps>: <total_steps> is the last step; give steps up to that, such as "
+            f"[{min(3, c.total_steps)}]"
         )
     if c.checkpoint.save_by:
         end_time(c.checkpoint.save_by, started=0.0)
     if c.resume not in ("auto", "never") and not Path(c.resume).exists():
         hint = nearest_file(Path(c.resume))
-        yield f"resume: expected auto, never, or the folder of a checkpoint{hint}"
+        yield f"<resume>: expected auto, never, or the folder of a checkpoint{hint}"
     for i, name in enumerate(c.log.trackers):
         if c.log.trackers.count(name) > 1:
-            yield f"log.trackers: it names {name} twice; name it once"
+            yield f"<log.trackers>: it names {name} twice; name it once"
         if fault := tracker_fault(name):
-            yield f"log.trackers.{i}: {fault}"
+            yield f"<log.trackers.{i}>: {fault}"
 
 
 def tracker_fault(name: str) -> str:
@@ -213,19 +218,19 @@ def rewards(c: Config) -> Faults:
     reward, write = c.reward, "set --config.reward.functions=[my_rewards.py:my_function]"
     if not is_offline(c):
         if not reward.functions and reward.model is None:
-            yield f"reward: it has neither functions nor a model; {write}"
+            yield f"<reward>: it has neither functions nor a model; {write}"
         if reward.process_rewards and not reward.functions:
-            yield f"reward.process_rewards: no function that could score steps; {write}"
+            yield f"<reward.process_rewards>: no function that could score steps; {write}"
         if reward.weights and len(reward.weights) != len(reward.functions):
             ones = ",".join(["1"] * len(reward.functions))
             yield (
-                f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} "
+                f"<reward.weights>: {len(reward.weights)} weights for {len(reward.functions)} "
                 f"functions; [{ones}] works"
             )
         for i, extra in enumerate(c.models):
             if extra.weight and extra.kind != "scalar":
                 yield (
-                    f"models.{i}.weight: {extra.name} is a language model, which gives no score; "
+                    f"<models.{i}.weight>: {extra.name} is a language model, which gives no score; "
                     "set its kind to scalar, or the weight to 0"
                 )
         yield from _origin("reward.model", reward.model)
@@ -233,16 +238,16 @@ def rewards(c: Config) -> Faults:
         for key, grader in every(c, kind):
             if grader.total_s >= reward.timeout_s:
                 yield (
-                    f"{key}.total_s: it does not end before "
-                    f"config.reward.timeout_s={reward.timeout_s:g}, so slow work counts as a "
-                    f"failed call: --config.reward.timeout_s={grader.total_s + 5:g} works"
+                    f"<{key}.total_s>: it does not end before <reward.timeout_s>, so slow work "
+                    f"counts as a failed call: --config.reward.timeout_s={grader.total_s + 5:g} "
+                    "works"
                 )
 
 
 def _origin(key: str, model: Any) -> Faults:
     if model is not None and not model.path and model.training is None:
         yield (
-            f"{key}: it has no path and no training; set --config.{key}.path=DIR, or "
+            f"<{key}>: it has no path and no training; set --config.{key}.path=DIR, or "
             f"--config.{key}.training={{}} to train it in the run"
         )
 
@@ -252,8 +257,8 @@ def teacher(c: Config) -> Faults:
     yield from _origin("teacher", c.teacher)
     if c.teacher is not None and is_offline(c):
         yield (
-            "teacher: an offline run does not read it; set --config.teacher=null, or an algorithm "
-            "that does: --config.algorithm=distillation"
+            "<teacher>: an offline run does not read it; set --config.teacher=null, or an "
+            "algorithm that does: --config.algorithm=distillation"
         )
 
 
@@ -263,15 +268,15 @@ def functions(c: Config) -> Faults:
         name = given.path.rpartition(":")[2]
         if not isinstance(given, Given):
             if fault := _fault(check_path, given.path):
-                yield f"{key}.path: {fault}"
+                yield f"<{key}.path>: {fault}"
         elif given.function is None:
             yield (
-                f"{key}: the function {name} of a Python program is not in this file: "
+                f"<{key}>: the function {name} of a Python program is not in this file: "
                 f"rl.train(config, rewards=[{name}]) gives it, or write it in a file and name it, "
                 f"my_file.py:{name}"
             )
     if c.data.dataset_class and (fault := _fault(check_path, c.data.dataset_class)):
-        yield f"data.dataset_class: {fault}"
+        yield f"<data.dataset_class>: {fault}"
 
 
 # ------------------------------------------------------------------------- models
@@ -292,14 +297,13 @@ def _weights(key: str, model: ModelSettings) -> Faults:
     learns = training or isinstance(model, AdaptedSettings)
     if learns and model.param_dtype != "float32":
         yield (
-            f"{key}.param_dtype: most updates are smaller than half a bfloat16 step and would be "
-            f"lost, so weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, "
-            f"and config.{key}.{training}optimizer.moment_dtype=bfloat16 or .offload=true saves "
-            "memory"
+            f"<{key}.param_dtype>: updates smaller than half a bfloat16 step would be lost, so "
+            f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
+            f"config.{key}.{training}optimizer.moment_dtype=bfloat16 or .offload=true saves memory"
         )
     if model.path and not Path(model.path).is_dir() and not is_hub_name(model.path):
         yield (
-            f"{key}.path: no such folder{nearest_file(Path(model.path))}\n"
+            f"<{key}.path>: no such folder{nearest_file(Path(model.path))}\n"
             f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
         )
 
@@ -310,19 +314,18 @@ def _attention(c: Config, key: str, model: ModelSettings) -> Faults:
         return
     if c.exact != "off":
         yield (
-            f"{key}.attention: its gradient adds up in no fixed order, so it cannot be exact; "
+            f"<{key}.attention>: its gradient adds up in no fixed order, so it cannot be exact; "
             f"config.{key}.attention=xla works, or --config.exact=off"
         )
     if sizes.micro_batch_tokens:
         yield (
-            f"{key}.attention: it takes a sample a row, and "
-            f"config.{sized}.micro_batch_tokens={sizes.micro_batch_tokens} packs several: "
-            f"config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
+            f"<{key}.attention>: it takes a sample a row, and <{sized}.micro_batch_tokens> packs "
+            f"several: config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
         )
     if c.mesh.sequence > 1:
         yield (
-            f"{key}.attention: it takes whole rows, and config.mesh.sequence={c.mesh.sequence} "
-            f"splits them: config.{key}.attention=auto works, or --config.mesh.sequence=1"
+            f"<{key}.attention>: it takes whole rows, and <mesh.sequence> splits them: "
+            f"config.{key}.attention=auto works, or --config.mesh.sequence=1"
         )
 
 
@@ -332,7 +335,7 @@ def strict(c: Config) -> Faults:
         return
     if is_offline(c):
         yield (
-            "exact: it compares with the sampler's log-probs, and offline training samples "
+            "<exact>: it compares with the sampler's log-probs, and offline training samples "
             "nothing; --config.exact=repeatable works"
         )
     works = {
@@ -348,9 +351,8 @@ def strict(c: Config) -> Faults:
     for key, (value, fitting) in works.items():
         if value != fitting:
             yield (
-                f"{key}: with it, bits of sampler and trainer are not known to be equal "
-                f"(config.exact=strict); config.{key}={_shown(fitting)} works, or "
-                "--config.exact=repeatable"
+                f"<{key}>: with it, bits of sampler and trainer are not known to be equal "
+                f"(<exact>); config.{key}={_shown(fitting)} works, or --config.exact=repeatable"
             )
 
 
@@ -360,55 +362,55 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
     if not lora.enabled:
         if model.base_dtype:
             yield (
-                f"{base}: it is of frozen weights, and all weights learn: set "
+                f"<{base}>: it is of frozen weights, and all weights learn: set "
                 f"config.{key}.lora.rank=16, or leave base_dtype out"
             )
         return
     name = f"{key}.lora.{'path' if lora.path else 'rank'}"
     if lora.path and not (Path(lora.path) / "adapter_config.json").is_file():
         yield (
-            f"{name}: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
+            f"<{name}>: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
             f"--adapter` write it{nearest_file(Path(lora.path))}"
         )
     if lora.dropout and lora.dora:
-        yield f"{key}.lora.dropout: it does not work with lora.dora; set it to 0"
+        yield f"<{key}.lora.dropout>: it does not work with lora.dora; set it to 0"
     if c.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
         yield (
-            f"{name}: with config.exact=strict, sampler and trainer compute the same bits with "
-            "merged weights alone; set lora.merge=true, dora=false and dropout=0, or "
+            f"<{name}>: with <exact>, sampler and trainer compute the same bits with merged "
+            "weights alone; set lora.merge=true, dora=false and dropout=0, or "
             "--config.exact=repeatable"
         )
     if not lora.targets:
-        yield f"{key}.lora.targets: it is empty; all-linear is usual"
+        yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
     if c.mesh.pipeline > 1:
         yield (
-            f"{name}: it does not work with config.mesh.pipeline={c.mesh.pipeline}: set "
-            "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
+            f"<{name}>: it does not work with <mesh.pipeline>: set mesh.pipeline to 1, and "
+            "config.mesh.fsdp to the number of devices"
         )
     for apart in ("placement", "node_groups"):
         if getattr(c, apart):
             yield (
-                f"{name}: it does not work with config.{apart}: roles share the frozen weights on "
-                f"the actor's devices; leave {apart} out"
+                f"<{name}>: it does not work with <{apart}>: roles share the frozen weights on the "
+                f"actor's devices; leave {apart} out"
             )
     actor = c.actor
     if key == "critic" and actor.lora.enabled and not model.path and not model.hf_config:
         dtype = actor.base_dtype or actor.dtype
         if (model.base_dtype or model.dtype) != dtype:
             yield (
-                f"{base}: the critic shares the actor's frozen weights, which are {dtype}; "
+                f"<{base}>: the critic shares the actor's frozen weights, which are {dtype}; "
                 f"--config.{base}={dtype} works"
             )
         if model.tensor != actor.tensor:
             yield (
-                "critic.tensor: the critic shares the actor's frozen weights, which are split by "
-                f"config.actor.tensor={actor.tensor}; give both the same"
+                "<critic.tensor>: the critic shares the actor's frozen weights, which are split by "
+                "<actor.tensor>; give both the same"
             )
     if key == "actor" and not lora.merge:
         quantized = f"rollout.quantization={c.rollout.quantization}"
         used = {"actor.lora.dora=true": lora.dora, quantized: c.rollout.quantization != "none"}
         for what in (what for what in used if used[what]):
-            yield f"actor.lora.merge: it does not work with config.{what}; leave it true"
+            yield f"<actor.lora.merge>: it does not work with config.{what}; leave it true"
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (

@@ -16,7 +16,7 @@ from jaxrl_llm.config.schema import (
     is_offline,
 )
 
-Faults = Iterator[str]  # "KEY: why its value cannot work, and one that does"
+Faults = Iterator[str]  # "<KEY>: why its value cannot work, and one that does"; see rules.py
 
 
 def divisors(number: int) -> list[int]:
@@ -56,8 +56,8 @@ def pipeline(c: Config) -> Faults:
     for name in ("pipeline_rounds", "pipeline_micro_batches"):
         if getattr(c.mesh, name) > 1 and c.mesh.pipeline == 1:
             yield (
-                f"mesh.{name}: config.mesh.pipeline=1 is no pipeline; config.mesh.{name}=1 works, "
-                "or more stages: --config.mesh.pipeline=2"
+                f"<mesh.{name}>: <mesh.pipeline> is no pipeline; config.mesh.{name}=1 works, or "
+                "more stages: --config.mesh.pipeline=2"
             )
 
 
@@ -66,8 +66,8 @@ def placement(c: Config) -> Faults:
     found = devices_of_roles(c)
     if is_offline(c) and c.placement not in ({}, AUTO):
         yield (
-            "placement: offline training has one group of devices; leave it out, or take an online "
-            f"algorithm, for example --config.algorithm=ppo {EXAMPLE}"
+            "<placement>: offline training has one group of devices; leave it out, or take an "
+            f"online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
         )
     yield from _ahead(c, apart=ROLLOUT in found or c.placement == AUTO)
     batches = {
@@ -80,9 +80,8 @@ def placement(c: Config) -> Faults:
             if role != ACTOR and samples % len(devices):
                 fitting = [d for d in range(1, len(devices)) if samples % d == 0]
                 yield (
-                    f"placement.{role}: it has {len(devices)} devices, which do not divide the "
-                    f"{samples} samples of config.{key}={prompts} with "
-                    f"config.rollout.n={c.rollout.n}; {fitting[-1]} devices work"
+                    f"<placement.{role}>: it has {len(devices)} devices, which do not divide the "
+                    f"{samples} samples of <{key}> with <rollout.n>; {fitting[-1]} devices work"
                 )
 
 
@@ -91,25 +90,24 @@ def _ahead(c: Config, apart: bool) -> Faults:
     longest, filtered = c.data.max_response_length, c.rollout.filter_groups.enable
     if c.partial_rollouts and not c.max_staleness:
         yield (
-            "partial_rollouts: a response goes on under a newer policy only where batches are "
+            "<partial_rollouts>: a response goes on under a newer policy only where batches are "
             "generated ahead; --config.max_staleness=1 works"
         )
     if c.partial_rollouts >= longest:
         yield (
-            "partial_rollouts: no response is longer than "
-            f"config.data.max_response_length={longest}, so none would be cut; "
-            f"{max(longest // 2, 1)} works, 0 is off"
+            "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
+            f"would be cut; {max(longest // 2, 1)} works, 0 is off"
         )
     if c.partial_rollouts and filtered:
         yield (
-            "partial_rollouts: with config.rollout.filter_groups.enable, a round of generation "
+            "<partial_rollouts>: with config.rollout.filter_groups.enable, a round of generation "
             "ends before its groups can be compared; set --config.partial_rollouts=0"
         )
     if c.max_staleness and is_offline(c):
-        yield "max_staleness: offline training generates nothing ahead; 0 works"
+        yield "<max_staleness>: offline training generates nothing ahead; 0 works"
     if c.max_staleness and filtered and not apart:
         yield (
-            "max_staleness: with config.rollout.filter_groups.enable, each round of generation "
+            "<max_staleness>: with config.rollout.filter_groups.enable, each round of generation "
             "waits for the rewards of the one before, so on one group of devices nothing would "
             "overlap; give generation devices of its own, for example "
             "--config.placement.rollout=4-7, or set --config.max_staleness=0"
@@ -127,7 +125,7 @@ def phases_of_mesh(c: Config) -> Faults:
     for key, (of_role, size) in sizes.items():
         if size and size not in (fitting := _group_sizes(of_role)):
             yield (
-                f"{key}.tensor: so many neighbouring devices do not fit into the mesh of "
+                f"<{key}.tensor>: so many neighbouring devices do not fit into the mesh of "
                 f"{of_role.num_devices} devices; {closest(fitting, size)} works, 0 takes "
                 f"config.mesh.tensor={of_role.tensor}"
             )
@@ -138,9 +136,9 @@ def phases_of_mesh(c: Config) -> Faults:
         other = f", or config.mesh.generation.tensor={tensor[0]}" if tensor else ""
         better = [p for p in range(1, 2 * prompts * n + replicas) if p * n % replicas == 0]
         yield (
-            f"data.train_batch_size: generation has {replicas} replicas (all {devices} devices in "
-            "groups of config.mesh.generation.tensor or config.mesh.tensor), which do not divide "
-            f"the {prompts * n} samples of an iteration; "
+            f"<data.train_batch_size>: generation has {replicas} replicas (all {devices} devices "
+            "in groups of config.mesh.generation.tensor or config.mesh.tensor), which do not "
+            f"divide the {prompts * n} samples of an iteration; "
             f"config.data.train_batch_size={closest(better, prompts)} works{other}"
         )
 
@@ -169,28 +167,27 @@ def batches(c: Config) -> Faults:
     if prompts * n % replicas:
         fitting = [p for p in range(1, 2 * prompts + replicas) if p * n % replicas == 0]
         yield (
-            f"data.train_batch_size: with config.rollout.n={n} that is {prompts * n} samples, "
-            f"which {split} do not divide; {closest(fitting, prompts)} works"
+            f"<data.train_batch_size>: with <rollout.n> that is {prompts * n} samples, which "
+            f"{split} do not divide; {closest(fitting, prompts)} works"
         )
     if prompts % mini or mini * n % replicas:
-        why = f"with config.rollout.n={n} that is {mini * n} samples, which {split} do not divide"
+        why = f"with <rollout.n> that is {mini * n} samples, which {split} do not divide"
         if prompts % mini:
-            why = f"must divide config.data.train_batch_size={prompts}"
+            why = "must divide <data.train_batch_size>"
         fitting = [d for d in divisors(prompts) if d * n % replicas == 0]
-        yield f"actor.ppo_mini_batch_size: {why}; {closest(fitting, mini)} works"
+        yield f"<actor.ppo_mini_batch_size>: {why}; {closest(fitting, mini)} works"
     for role, sizes in (("actor", c.actor), ("critic", c.critic)):
         own = mesh_of_role(c, role).replicas_with(sizes.tensor)
         yield from _passes(c, role, sizes, mini * n, own, "mini-batch")
     longest = c.data.max_response_length
     if 0 < c.rollout.cache_tokens < longest:
         yield (
-            "rollout.cache_tokens: one response may have "
-            f"config.data.max_response_length={longest} tokens; give at least that, or 0 for room "
-            "for every slot"
+            "<rollout.cache_tokens>: one response may have <data.max_response_length> tokens; give "
+            "at least that, or 0 for room for every slot"
         )
     if c.rollout.filter_groups.enable and n == 1:
         yield (
-            "rollout.filter_groups.enable: a group of config.rollout.n=1 sample never varies; "
+            "<rollout.filter_groups.enable>: a group of <rollout.n> sample never varies; "
             "config.rollout.n=8 is usual"
         )
 
@@ -211,14 +208,14 @@ def trainings(c: Config) -> Faults:
             files = "" if has_data else "--config.data.val_files=[FILE], or "
             generate = "" if answers else "--config.validation.generate=true, or "
             yield (
-                f"{key}.stop_at: nothing measures that accuracy; set "
+                f"<{key}.stop_at>: nothing measures that accuracy; set "
                 f"{files}{generate}--config.{key}.stop_at=0"
             )
 
 
 def _whole(key: str, size: int, replicas: int, split: str) -> Faults:
     if size % replicas:
-        yield f"{key}: {split} do not divide it; {-(-size // replicas) * replicas} works"
+        yield f"<{key}>: {split} do not divide it; {-(-size // replicas) * replicas} works"
 
 
 def _passes(
@@ -229,25 +226,25 @@ def _passes(
     each, longest, parts = samples // replicas, c.data.max_row_length, c.mesh.pipeline_micro_batches
     if micro and each % micro:
         yield (
-            f"{key}.micro_batch_size: must divide the {each} samples of a {what} that each of "
+            f"<{key}.micro_batch_size>: must divide the {each} samples of a {what} that each of "
             f"{replicas} replicas holds; {closest(divisors(each), micro)} works, 0 takes all at "
             "once"
         )
     if tokens and micro:
         yield (
-            f"{key}.micro_batch_tokens: config.{key}.micro_batch_size={micro} sizes a pass, too; "
-            "set one of them to 0"
+            f"<{key}.micro_batch_tokens>: <{key}.micro_batch_size> sizes a pass, too; set one of "
+            "them to 0"
         )
     if 0 < tokens < longest:
         yield (
-            f"{key}.micro_batch_tokens: a sample may have {longest} tokens (max_prompt_length + "
+            f"<{key}.micro_batch_tokens>: a sample may have {longest} tokens (max_prompt_length + "
             f"max_response_length) and is never cut; {longest} or more works"
         )
     each = micro or samples // c.mesh.num_replicas
     if each % parts and not tokens:
         yield (
-            f"mesh.pipeline_micro_batches: must divide the {each} samples of a device and pass of "
-            f"config.{key}; {closest(divisors(each), parts)} works, or another "
+            f"<mesh.pipeline_micro_batches>: must divide the {each} samples of a device and pass "
+            f"of config.{key}; {closest(divisors(each), parts)} works, or another "
             f"config.{key}.micro_batch_size"
         )
 
@@ -265,7 +262,7 @@ def splits(c: Config, key: str, model: ModelSettings) -> Faults:
     try:
         sizes = _hf_config(model)
     except ValueError as error:
-        yield f"{key}.path: its config.json is not JSON: {error}"
+        yield f"<{key}.path>: its config.json is not JSON: {error}"
         return
     yield from _layers(mesh, key, sizes.get("num_hidden_layers"))
     axes = {
@@ -280,24 +277,24 @@ def splits(c: Config, key: str, model: ModelSettings) -> Faults:
         given = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
         for name, size in given.items():
             if size < 0:
-                yield f"{key}.hf_config.{name}: must be positive"
+                yield f"<{key}.hf_config.{name}>: must be positive"
             if size % parts == 0:
                 continue
             fits = [d for d in range(1, parts) if not any(s % d for s in given.values())][-1]
             of_model = f"{name}={size} of the model config.{key}"
             if axis == "mesh.fsdp" and mesh != c.mesh:
                 yield (
-                    f"placement.{role_at(c, key)}: its {parts} devices do not divide {of_model}; "
+                    f"<placement.{role_at(c, key)}>: its {parts} devices do not divide {of_model}; "
                     f"{fits} devices work"
                 )
             elif axis == "mesh.fsdp" and parts != mesh.fsdp:
                 yield (
-                    f"mesh: pipeline × fsdp × expert × sequence = {parts} splits the weights and "
+                    f"<mesh>: pipeline × fsdp × expert × sequence = {parts} splits the weights and "
                     f"does not divide {of_model}; sizes whose product is {fits} work, with "
                     "config.mesh.data for other devices"
                 )
             else:
-                yield f"{axis}: does not divide {of_model}; config.{axis}={fits} works"
+                yield f"<{axis}>: does not divide {of_model}; config.{axis}={fits} works"
 
 
 def _layers(mesh: MeshConfig, key: str, layers: Any) -> Faults:
@@ -310,7 +307,7 @@ def _layers(mesh: MeshConfig, key: str, layers: Any) -> Faults:
             what, other = "pipeline", 1
         fits = [d for d in divisors(layers) if layers % (d * other) == 0]
         yield (
-            f"mesh.pipeline: with pipeline_rounds={mesh.pipeline_rounds}, {groups} groups do not "
+            f"<mesh.pipeline>: with pipeline_rounds={mesh.pipeline_rounds}, {groups} groups do not "
             f"divide num_hidden_layers={layers} of the model config.{key}; "
             f"config.mesh.{what}={closest(fits, getattr(mesh, what))}{rounds} works"
         )

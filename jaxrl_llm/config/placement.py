@@ -4,7 +4,7 @@ A device is a number, counted over all nodes, or a pair (node, number on it). A 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,9 +53,7 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
         devices = _devices(config, owner, given[owner])
         if set(devices) != set(found[ACTOR]):
             found[role] = devices
-    _check_one_form(found, given)
-    _check_groups_used(config, given)
-    _check_overlap(found)
+    _check_together(config, given, found)
     return found
 
 
@@ -192,8 +190,8 @@ def _devices(config: Config, role: str, text: str) -> Devices:
     return tuple(found)
 
 
-def _check_one_form(found: Mapping[str, Devices], given: Mapping[str, str]) -> None:
-    """Numbers over all nodes and numbers on a node cannot be compared."""
+def _check_together(config: Config, given: dict[str, str], found: dict[str, Devices]) -> None:
+    """All roles name nodes or none does; no group is idle; roles share all devices or none."""
     plain = [role for role, devices in found.items() if isinstance(devices[0], int)]
     if 0 < len(plain) < len(found):
         raise ConfigError(
@@ -201,9 +199,6 @@ def _check_one_form(found: Mapping[str, Devices], given: Mapping[str, str]) -> N
             "and others have: name the nodes of all, for example "
             f"--config.placement.{plain[0]}={NODES}"
         )
-
-
-def _check_groups_used(config: Config, given: Mapping[str, str]) -> None:
     for name in config.node_groups:
         own = [f"node{node}:" for node, (group, _) in enumerate(_nodes(config)) if group == name]
         by_number = any(node in text for text in given.values() for node in own)
@@ -212,9 +207,6 @@ def _check_groups_used(config: Config, given: Mapping[str, str]) -> None:
                 f"config.node_groups.{name}: no role uses it, and its devices would be idle; place "
                 f"one there, for example --config.placement.critic={name}, or leave it out"
             )
-
-
-def _check_overlap(found: dict[str, Devices]) -> None:
     # The actor is the first: it is the other one, whose devices may be taken by its name.
     for role, devices in reversed(found.items()):
         for other, theirs in found.items():
@@ -223,7 +215,7 @@ def _check_overlap(found: dict[str, Devices]) -> None:
                 first = both[0] if isinstance(both[0], int) else f"{both[0][1]} of node{both[0][0]}"
                 raise ConfigError(
                     f"config.placement: {role} and {other} share device {first} and not all "
-                    f"others; give them other devices, or the same with "
+                    "others; give them other devices, or the same with "
                     f"--config.placement.{role}={other}"
                 )
 
@@ -234,9 +226,8 @@ def _check_overlap(found: dict[str, Devices]) -> None:
 def _check_ahead(config: Config, processes: int) -> None:
     """What is ahead of time can be exchanged in one order."""
     filtered = config.max_staleness and config.rollout.filter_groups.enable
-    key = "rollout.filter_groups.enable" if filtered else ""
-    if config.partial_rollouts:
-        key = f"partial_rollouts={config.partial_rollouts}"
+    parts = f"partial_rollouts={config.partial_rollouts}" if config.partial_rollouts else ""
+    key = parts or ("rollout.filter_groups.enable" if filtered else "")
     if key:
         raise ConfigError(
             f"config.{key} does not work with config.max_staleness and roles placed on {processes} "

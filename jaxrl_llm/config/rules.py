@@ -37,7 +37,7 @@ from jaxrl_llm.config.times import end_time
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest, nearest_file
 
-__all__ = ["check", "is_offline"]
+__all__ = ["check"]
 
 # Trackers by their names in log.trackers, and the modules that they need. The extra of the package
 # has the tracker's name.
@@ -407,10 +407,10 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
                 "<actor.tensor>; give both the same"
             )
     if key == "actor" and not lora.merge:
-        quantized = f"rollout.quantization={c.rollout.quantization}"
-        used = {"actor.lora.dora=true": lora.dora, quantized: c.rollout.quantization != "none"}
-        for what in (what for what in used if used[what]):
-            yield f"<actor.lora.merge>: it does not work with config.{what}; leave it true"
+        quantized = c.rollout.quantization != "none"
+        refused = {"actor.lora.dora": lora.dora, "rollout.quantization": quantized}
+        for other in filter(refused.get, refused):
+            yield f"<actor.lora.merge>: it does not work with <{other}>; leave it true"
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (

@@ -576,4 +576,6 @@ def differences(a: Any, b: Any, key: str = "") -> list[str]:
     return [name for names in found for name in names]
 
 
-__all__ = records_in(__name__, "AUTO", "DType", "as_dict", "differences")  # pyright: ignore
+__all__ = records_in(  # pyright: ignore
+    __name__, "AUTO", "DType", "as_dict", "differences", "is_offline",
+)  # fmt: skip

@@ -78,17 +78,16 @@ def keys_of(cls: type[Record], prefix: str = "", instance: Record | None = None)
         key = f"{prefix}{name}"
         if key in GIVEN or entry.exclude:
             continue
-        if instance is not None:
-            value, default = getattr(instance, name), True
-        else:
-            value, default = entry.get_default(call_default_factory=True), not entry.is_required()
+        required = instance is None and entry.is_required()
+        default = entry.get_default(call_default_factory=True)
+        value = default if instance is None else getattr(instance, name)
         if isinstance(value, Record) and not isinstance(value, Kind):
             found += keys_of(type(value), f"{key}.", value)
             continue
         # The comment of the nearest class that declares the field.
         own = next(declared for declared in map(comments, cls.__mro__) if name in declared)
         kind = type_name(entry.annotation, entry.metadata)
-        found.append(Key(key, kind, _shown(value) if default else "", own[name]))
+        found.append(Key(key, kind, "" if required else _shown(value), own[name]))
     return found
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS
-from jaxrl_llm.config.records import explain, field_names, validate
+from jaxrl_llm.config.records import explain, field_names, fields_of, validate
 from jaxrl_llm.config.rules import tracker_fault
 from jaxrl_llm.config.schema import as_dict
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
@@ -215,7 +215,7 @@ def _differences(ours: Any, plain: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _defaults_of(kind: Any) -> dict[str, Any]:
     """The defaults of a record; fields without one are left out."""
-    fields = KINDS[kind].__pydantic_fields__.items()  # pyright: ignore
+    fields = fields_of(KINDS[kind]).items()
     given = {n: f.get_default(call_default_factory=True) for n, f in fields if not f.is_required()}
     return {name: as_dict(value) for name, value in given.items()}
 

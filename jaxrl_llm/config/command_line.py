@@ -1,7 +1,6 @@
 """From a command line to one checked Config: load a file, apply `--config.a.b=value`, check."""
 
 import argparse
-import dataclasses
 import importlib
 import json
 import re
@@ -218,8 +217,8 @@ def _default(annotation: Any, key: str) -> Any:
     for cls in (annotation, *typing.get_args(annotation)):
         if cls is GivenRows:
             raise ConfigError(f"{key} holds rows of a Python program; name files or tasks instead")
-        if dataclasses.is_dataclass(cls) and not issubclass(typing.cast(type, cls), Kind):
-            return typing.cast(type, cls)()
+        if isinstance(cls, type) and issubclass(cls, Record) and not issubclass(cls, Kind):
+            return cls()
     raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
 
 
@@ -246,8 +245,8 @@ def leaf_keys(config: Record, prefix: str = "") -> Iterator[str]:
     """The dotted key of every value of a config that is no record itself."""
     for name in fields_of(config):
         value = getattr(config, name)
-        below = leaf_keys(value, f"{prefix}{name}.") if isinstance(value, Record) else None
-        yield from below or (f"{prefix}{name}",)
+        key = f"{prefix}{name}"
+        yield from leaf_keys(value, f"{key}.") if isinstance(value, Record) else [key]
 
 
 def _key_that_ends_in(name: str, config: Config) -> str:

@@ -119,7 +119,7 @@ def type_name(annotation: Any, metadata: Any = ()) -> str:
         return ELSEWHERE[annotation]
     if inspect.isclass(annotation) and issubclass(annotation, Kind):
         return "kind"
-    if dataclasses.is_dataclass(annotation):
+    if inspect.isclass(annotation) and issubclass(annotation, Record):
         return "record"
     names = {int: "integer", float: "number", str: "text", bool: "true | false"}
     return names.get(annotation, "any") + _bounds(metadata)

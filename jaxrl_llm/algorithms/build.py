@@ -210,7 +210,7 @@ def distillation_top_k(s: c.DistillationTopK) -> Algorithm:
     return compose(_of_completions(s), imitation.no_advantage, imitation.forward_kl_top_k)
 
 
-def _of_completions(s: c.DistillationTopK) -> c.Composed:
+def _of_completions(s: c.FromTeacher) -> c.Composed:
     return c.Composed(loss_aggregation=s.loss_aggregation, entropy_coef=s.entropy_coef)
 
 

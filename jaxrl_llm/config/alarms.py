@@ -4,192 +4,91 @@ A watcher is set by its keys (`alarms.kl.action=stop`) or by its action alone (`
 `alarms=off` sets all of them.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
 from pydantic import model_validator
-from pydantic_core import PydanticCustomError
 
-from jaxrl_llm.config.records import (
-    Fraction,
-    NotNegative,
-    Record,
-    field_names,
-    record,
-)
-from jaxrl_llm.references import nearest
+from jaxrl_llm.config.records import Fraction, NotNegative, Record, field_names, validate
 
-__all__ = ["Action", "Alarm", "AlarmsConfig"]
-
-Action = Literal["off", "warn", "save", "stop"]
-Times = Annotated[float, Gt(1)]  # a multiple of what was usual
+__all__ = ["Alarm", "AlarmsConfig"]
 
 
-def _as_action(given: str) -> str:
-    words = get_args(Action)
-    if given not in words:
-        known, hint = ", ".join(words), nearest(str(given), words)
-        context = {"known": known, "hint": hint}
-        raise PydanticCustomError("action", "expected one of {known}{hint}", context)
-    return str(given)
-
-
-@record
 class Alarm(Record):
     """What happens when a watcher fires: nothing, an event, a checkpoint too, or the end."""
 
-    action: Action = "warn"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _action_alone(cls, given: Any) -> Any:
-        return {"action": _as_action(given)} if isinstance(given, str) else given
+    action: Literal["off", "warn", "save", "stop"] = "warn"
 
 
-@record
-class NonFinite(Alarm):
-    """Metrics that are NaN or infinite."""
+class Level(Alarm):
+    """An alarm at a level of a metric."""
+
+    threshold: NotNegative
 
 
-@record
-class GradientSpike(Alarm):
-    """A gradient norm against the median of 50 steps; norms up to `least` never count."""
+class Share(Alarm):
+    """An alarm at a share of all."""
 
-    threshold: Times = 10.0
-    least: NotNegative = 1.0
+    threshold: Fraction
 
 
-@record
-class Entropy(Alarm):
-    """Entropy of the policy, nats a token: the mean of 5 steps is below."""
+class Times(Alarm):
+    """An alarm at a multiple of what was usual."""
 
-    threshold: NotNegative = 0.02
-
-
-@record
-class KL(Alarm):
-    """KL to the reference, nats a token: the mean of 5 steps is above."""
-
-    threshold: NotNegative = 1.0
+    threshold: Annotated[float, Gt(1)]
 
 
-@record
-class UpdateKL(Alarm):
-    """KL of one step's update, nats a token, is above."""
+class Spike(Times):
+    """An alarm at a multiple, where small values never count."""
 
-    threshold: NotNegative = 0.1
-
-
-@record
-class ClipFraction(Alarm):
-    """Share of tokens whose ratio is clipped: the mean of 10 steps is above."""
-
-    threshold: Fraction = 0.3
+    least: NotNegative
 
 
-@record
-class Ratio(Alarm):
-    """The 1st or 99th percentile of the ratio is off 1 by this factor: the mean of 10 steps."""
+class BelowOne(Alarm):
+    """An alarm at a level that may be negative."""
 
-    threshold: Times = 3.0
-
-
-@record
-class Mismatch(Alarm):
-    """`token_mult_prob_error` of sampler and trainer: the mean of 5 steps is above."""
-
-    threshold: Times = 1.05
+    threshold: Annotated[float, Lt(1)]
 
 
-@record
-class RewardSpread(Alarm):
-    """Standard deviation of the mean reward over 10 steps is at most this."""
-
-    threshold: NotNegative = 1e-6
-
-
-@record
-class ZeroVariance(Alarm):
-    """Share of groups with equal scores: the mean of 10 steps is above."""
-
-    threshold: Fraction = 0.95
-
-
-@record
-class LengthDrift(Alarm):
-    """The mean length grew or shrank by this factor within 50 steps, and by 16 tokens."""
-
-    threshold: Times = 2.0
-
-
-@record
-class CutShare(Alarm):
-    """Share of responses at the maximum length: the mean of 10 steps is above."""
-
-    threshold: Fraction = 0.5
-
-
-@record
-class Repetition(Alarm):
-    """Share of repeated 4-grams in a response: the mean of 10 steps is above."""
-
-    threshold: Fraction = 0.3
-
-
-@record
-class RewardHacking(Alarm):
-    """Three held-out scores in a row are below the best by this share, and the reward rose."""
-
-    threshold: Fraction = 0.2
-
-
-@record
-class ExplainedVariance(Alarm):
-    """The critic's explained variance: the mean of 10 steps is below."""
-
-    threshold: Annotated[float, Lt(1)] = -0.5
-
-
-@record
-class MemoryGrowth(Alarm):
-    """Memory grew by this share since the process's first 20 steps."""
-
-    threshold: NotNegative = 0.5
-
-
-@record
-class StepTime(Alarm):
-    """The median time of 5 steps over that of the 50 before, and a second longer."""
-
-    threshold: Times = 2.0
-
-
-@record
 class AlarmsConfig(Record):
     """One entry a watcher; docs/alarms.md explains each."""
 
-    nonfinite: NonFinite = NonFinite()
-    gradient_spike: GradientSpike = GradientSpike()
-    entropy: Entropy = Entropy()
-    kl: KL = KL()
-    update_kl: UpdateKL = UpdateKL()
-    clip_fraction: ClipFraction = ClipFraction()
-    ratio: Ratio = Ratio()
-    mismatch: Mismatch = Mismatch()
-    reward_std: RewardSpread = RewardSpread()
-    zero_variance: ZeroVariance = ZeroVariance()
-    length_drift: LengthDrift = LengthDrift()
-    cut_share: CutShare = CutShare()
-    repetition: Repetition = Repetition()
-    reward_hacking: RewardHacking = RewardHacking()
-    explained_variance: ExplainedVariance = ExplainedVariance()
-    host_memory: MemoryGrowth = MemoryGrowth()
-    device_memory: MemoryGrowth = MemoryGrowth()
-    step_time: StepTime = StepTime()
+    nonfinite: Alarm = Alarm()  # metrics that are NaN or infinite
+    # A gradient norm against the median of 50 steps; norms up to `least` never count.
+    gradient_spike: Spike = Spike(threshold=10.0, least=1.0)
+    entropy: Level = Level(threshold=0.02)  # of the policy, nats a token: mean of 5 steps below
+    kl: Level = Level(threshold=1.0)  # to the reference, nats a token: mean of 5 steps above
+    update_kl: Level = Level(threshold=0.1)  # of one step's update, nats a token, is above
+    clip_fraction: Share = Share(threshold=0.3)  # tokens with a clipped ratio: mean of 10 steps
+    ratio: Times = Times(threshold=3.0)  # its 1st or 99th percentile is off 1: mean of 10 steps
+    mismatch: Times = Times(threshold=1.05)  # `token_mult_prob_error`: mean of 5 steps above
+    reward_std: Level = Level(threshold=1e-6)  # of the mean reward over 10 steps, is at most this
+    zero_variance: Share = Share(threshold=0.95)  # groups of equal scores: mean of 10 steps above
+    # The mean length grew or shrank by this factor within 50 steps, and by 16 tokens.
+    length_drift: Times = Times(threshold=2.0)
+    cut_share: Share = Share(threshold=0.5)  # responses at the maximum length: mean of 10 steps
+    repetition: Share = Share(threshold=0.3)  # 4-grams of a response that repeat: mean of 10 steps
+    # Three held-out scores in a row are below the best by this share, and the reward rose.
+    reward_hacking: Share = Share(threshold=0.2)
+    explained_variance: BelowOne = BelowOne(threshold=-0.5)  # the critic's: mean of 10 steps below
+    host_memory: Level = Level(threshold=0.5)  # grew by this share since the first 20 steps
+    device_memory: Level = Level(threshold=0.5)
+    # The median time of 5 steps over that of the 50 before, and a second longer.
+    step_time: Times = Times(threshold=2.0)
 
     @model_validator(mode="before")
     @classmethod
-    def _action_of_all(cls, given: Any) -> Any:
-        if not isinstance(given, str):
+    def _complete(cls, given: Any) -> Any:
+        """An action alone sets all watchers, or one; what is not given is the watcher's default."""
+        if isinstance(given, str):
+            given = dict.fromkeys(field_names(cls), validate(Alarm, {"action": given}).action)
+        if not isinstance(given, dict):
             return given
-        return dict.fromkeys(field_names(cls), _as_action(given))
+        return {name: _whole(given[name], getattr(cls, name, None)) for name in given}
+
+
+def _whole(given: Any, default: Any) -> Any:
+    given = {"action": given} if isinstance(given, str) else given
+    if default is None or not isinstance(given, dict):
+        return given
+    return {name: getattr(default, name) for name in field_names(default)} | given

@@ -4,7 +4,7 @@ A record that inherits from another has its settings, with another default where
 Names and defaults are verl's online, and those of the papers and TRL offline.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
 from pydantic import BeforeValidator
@@ -20,18 +20,10 @@ from jaxrl_llm.config.records import (
     Positive,
     Text,
     guess,
+    kinds_of,
     one_of,
-    record,
+    records_in,
 )
-
-__all__ = [
-    "Online", "Offline", "Shared", "Composed", "Clipped", "PPO", "GRPO", "DrGRPO", "DAPO",
-    "GRPOPassK", "GDPO", "RLOO", "ReinforcePlusPlus", "ReinforcePlusPlusBaseline", "ReMax",
-    "OPO", "OptimalTokenBaseline", "GroupAdvantage", "GSPO", "CISPO", "SAPO", "GMPO", "ClipCov",
-    "KLCov", "DPPOTV", "DPPOKL", "DRO", "GPG", "Pair", "RejectionSampling", "DistillationTopK",
-    "Distillation", "SFT", "PairwiseRewardModel", "RewardRegression", "DPO", "IPO", "KTO",
-    "ORPO", "SimPO", "CPO", "ALGORITHMS", "AlgorithmSettings",
-]  # fmt: skip
 
 Aggregation = Literal[
     "token-mean",
@@ -58,12 +50,10 @@ DualClip = Annotated[float, Gt(1)]  # the bound on the ratio where the advantage
 Smoothing = Annotated[NotNegative, Lt(0.5)]  # the share of labels taken to be wrong
 
 
-@record
 class Online(Kind):
     """An algorithm that learns from its own samples."""
 
 
-@record
 class Offline(Kind):
     """An algorithm that learns from fixed records."""
 
@@ -71,7 +61,6 @@ class Offline(Kind):
 # ------------------------------------------------------------------------- online
 
 
-@record
 class Shared(Online):
     """Entropy, KL and rollout correction: settings that most online algorithms have.
 
@@ -103,14 +92,12 @@ class Shared(Online):
     bypass_mode: bool = False
 
 
-@record
 class Composed(Shared):
     """An advantage estimator and a policy loss, aggregated over tokens."""
 
     loss_aggregation: Aggregation = "token-mean"
 
 
-@record
 class Clipped(Composed):
     """PPO's clipped policy loss."""
 
@@ -119,163 +106,124 @@ class Clipped(Composed):
     clip_c: DualClip = 3.0
 
 
-@record
-class PPO(Clipped):
+class PPO(Clipped, kind="ppo"):
     """PPO with a critic: GAE, clipped policy and value losses. arXiv:1707.06347."""
 
-    kind: ClassVar[str] = "ppo"
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
     cliprange_value: Positive = 0.5
 
 
-@record
-class GRPO(Clipped):
+class GRPO(Clipped, kind="grpo"):
     """GRPO: a sample is compared with the others of its group. arXiv:2402.03300.
 
     The KL is in the loss, as in verl's recipes. The paper aggregates by seq-mean-token-mean.
     """
 
-    kind: ClassVar[str] = "grpo"
     norm_adv_by_std: bool = True
     use_kl_loss: bool = True
 
 
-@record
-class DrGRPO(Clipped):
+class DrGRPO(Clipped, kind="dr_grpo"):
     """Dr. GRPO: not divided by the group's std, nor by a response's length. arXiv:2503.20783."""
 
-    kind: ClassVar[str] = "dr_grpo"
     loss_aggregation: Aggregation = "seq-mean-token-sum-norm"
 
 
-@record
-class DAPO(GRPO):
+class DAPO(GRPO, kind="dapo"):
     """DAPO: GRPO with a higher upper clip and no KL. arXiv:2503.14476.
 
     Its other parts are `rollout.filter_groups` and the grader OverlongPenalty (configs/dapo.py).
     """
 
-    kind: ClassVar[str] = "dapo"
     clip_high: NotNegative = 0.28
     use_kl_loss: bool = False
 
 
-@record
-class GRPOPassK(Clipped):
+class GRPOPassK(Clipped, kind="grpo_passk"):
     """GRPO for pass@k: only the best sample of a group learns. arXiv:2503.19595."""
 
-    kind: ClassVar[str] = "grpo_passk"
     norm_adv_by_std: bool = True
 
 
-@record
-class GDPO(Clipped):
+class GDPO(Clipped, kind="gdpo"):
     """GDPO: each reward function is standardised by itself. arXiv:2601.05242."""
 
-    kind: ClassVar[str] = "gdpo"
     reward_weights: Many[float] = ()
     norm_adv_by_std: bool = True
 
 
-@record
-class RLOO(Clipped):
+class RLOO(Clipped, kind="rloo"):
     """RLOO: the baseline is the mean of the other samples of a group. arXiv:2402.14740."""
 
-    kind: ClassVar[str] = "rloo"
 
-
-@record
-class ReinforcePlusPlus(Clipped):
+class ReinforcePlusPlus(Clipped, kind="reinforce_plus_plus"):
     """REINFORCE++: returns whitened over the batch; needs no groups. arXiv:2501.03262."""
 
-    kind: ClassVar[str] = "reinforce_plus_plus"
     gamma: Fraction = 1.0
 
 
-@record
-class ReinforcePlusPlusBaseline(Clipped):
+class ReinforcePlusPlusBaseline(Clipped, kind="reinforce_plus_plus_baseline"):
     """REINFORCE++ with the mean of the group as baseline. arXiv:2501.03262."""
 
-    kind: ClassVar[str] = "reinforce_plus_plus_baseline"
 
-
-@record
-class ReMax(Clipped):
+class ReMax(Clipped, kind="remax"):
     """ReMax: the baseline is the reward of a greedy answer; needs no groups. arXiv:2310.10505."""
 
-    kind: ClassVar[str] = "remax"
 
-
-@record
-class OPO(Clipped):
+class OPO(Clipped, kind="opo"):
     """OPO: the baseline is the group's mean weighted by length. arXiv:2505.23585.
 
     The paper is on-policy: one mini-batch and one epoch an iteration.
     """
 
-    kind: ClassVar[str] = "opo"
 
-
-@record
-class OptimalTokenBaseline(Clipped):
+class OptimalTokenBaseline(Clipped, kind="optimal_token_baseline"):
     """A baseline for each token, from the squared size of its gradient."""
 
-    kind: ClassVar[str] = "optimal_token_baseline"
     handle_zero_tail: bool = True
 
 
-@record
 class GroupAdvantage(Composed):
     """A policy loss on the advantages of GRPO."""
 
     norm_adv_by_std: bool = True
 
 
-@record
-class GSPO(GroupAdvantage):
+class GSPO(GroupAdvantage, kind="gspo"):
     """GSPO: the ratio of whole responses, clipped tightly. arXiv:2507.18071."""
 
-    kind: ClassVar[str] = "gspo"
     clip_low: NotNegative = 0.0003
     clip_high: NotNegative = 0.0004
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
-@record
-class CISPO(GroupAdvantage):
+class CISPO(GroupAdvantage, kind="cispo"):
     """CISPO: clipped importance weights; every token keeps its gradient. arXiv:2506.13585."""
 
-    kind: ClassVar[str] = "cispo"
     clip_low: NotNegative = 1.0
     clip_high: NotNegative = 0.2
 
 
-@record
-class SAPO(GroupAdvantage):
+class SAPO(GroupAdvantage, kind="sapo"):
     """SAPO: a soft gate instead of the clip. arXiv:2511.20347."""
 
-    kind: ClassVar[str] = "sapo"
     tau_pos: Positive = 1.0
     tau_neg: Positive = 1.05
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
-@record
-class GMPO(GroupAdvantage):
+class GMPO(GroupAdvantage, kind="gmpo"):
     """GMPO: the geometric mean of a response's ratios. arXiv:2507.20673."""
 
-    kind: ClassVar[str] = "gmpo"
     clip_low: NotNegative = 0.4
     clip_high: NotNegative = 0.4
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
-@record
-class ClipCov(GroupAdvantage):
+class ClipCov(GroupAdvantage, kind="clip_cov"):
     """Clip-Cov: no gradient for a few tokens of large covariance. arXiv:2505.22617."""
 
-    kind: ClassVar[str] = "clip_cov"
     clip_low: NotNegative = 0.2
     clip_high: NotNegative = 0.2
     clip_cov_ratio: Positive = 0.0002
@@ -283,61 +231,49 @@ class ClipCov(GroupAdvantage):
     clip_cov_ub: float = 5.0
 
 
-@record
-class KLCov(GroupAdvantage):
+class KLCov(GroupAdvantage, kind="kl_cov"):
     """KL-Cov: a penalty on a few tokens of large covariance. arXiv:2505.22617."""
 
-    kind: ClassVar[str] = "kl_cov"
     kl_cov_ratio: Positive = 0.0002
     ppo_kl_coef: float = 0.1
 
 
-@record
-class DPPOTV(GroupAdvantage):
+class DPPOTV(GroupAdvantage, kind="dppo_tv"):
     """DPPO: a trust region of total variation for each token. arXiv:2602.04879."""
 
-    kind: ClassVar[str] = "dppo_tv"
     divergence_low: NotNegative = 0.2
     divergence_high: NotNegative = 0.2
     clip_c: DualClip = 20.0
 
 
-@record
-class DPPOKL(DPPOTV):
+class DPPOKL(DPPOTV, kind="dppo_kl"):
     """DPPO: a trust region of KL for each token. arXiv:2602.04879."""
 
-    kind: ClassVar[str] = "dppo_kl"
     divergence_low: NotNegative = 0.05
     divergence_high: NotNegative = 0.05
 
 
-@record
-class DRO(GroupAdvantage):
+class DRO(GroupAdvantage, kind="dro"):
     """DRO: a quadratic penalty on the log-ratio. arXiv:2405.19107."""
 
-    kind: ClassVar[str] = "dro"
     beta: Positive
 
 
-@record
-class GPG(Composed):
+class GPG(Composed, kind="gpg"):
     """GPG: policy gradient on group advantages; no ratio, no old policy. arXiv:2504.02546.
 
     Take one mini-batch and one epoch an iteration: later steps would be off-policy.
     """
 
-    kind: ClassVar[str] = "gpg"
     f_norm: Positive = 1.0
 
 
-@record
-class Pair(Shared):
+class Pair(Shared, kind="pair"):
     """Any estimator under any policy loss, by verl's two names, each with its own defaults.
 
     For other settings of the two, and for DRO's loss, write a function and take `Custom`.
     """
 
-    kind: ClassVar[str] = "pair"
     adv_estimator: Literal[
         "gae", "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "optimal_token_baseline",
@@ -349,11 +285,9 @@ class Pair(Shared):
     loss_aggregation: Maybe[Aggregation] = None  # None takes the loss's own
 
 
-@record
-class RejectionSampling(Online):
+class RejectionSampling(Online, kind="rejection_sampling"):
     """RAFT: supervised learning of the best sample of each group. arXiv:2304.06767."""
 
-    kind: ClassVar[str] = "rejection_sampling"
     threshold: Maybe[float] = None  # the best sample is kept if its reward is above it
     loss_aggregation: CompletionAggregation = "token-mean"
     use_kl_loss: bool = False
@@ -361,122 +295,97 @@ class RejectionSampling(Online):
     kl_loss_coef: float = 0.001
 
 
-@record
-class DistillationTopK(Online):
-    """On-policy distillation by the forward KL over the teacher's likeliest tokens.
+class FromTeacher(Online):
+    """On-policy distillation."""
 
-    `teacher.top_k` is how many tokens. arXiv:2306.13649.
-    """
-
-    kind: ClassVar[str] = "distillation_top_k"
     loss_aggregation: CompletionAggregation = "token-mean"
     entropy_coef: float = 0.0
 
 
-@record
-class Distillation(DistillationTopK):
+class Distillation(FromTeacher, kind="distillation"):
     """On-policy distillation: the reverse KL to a teacher, on the student's own samples.
 
     With k1 the teacher's log-prob less the policy's is a token's advantage under PPO's clipped
     loss. With another estimator the estimate is the loss. arXiv:2306.13649.
     """
 
-    kind: ClassVar[str] = "distillation"
     kl_type: KLType = "k1"
     clip_low: NotNegative = 0.2
     clip_high: NotNegative = 0.2
     clip_c: DualClip = 3.0
 
 
+class DistillationTopK(FromTeacher, kind="distillation_top_k"):
+    """On-policy distillation by the forward KL over the teacher's likeliest tokens.
+
+    `teacher.top_k` is how many tokens. arXiv:2306.13649.
+    """
+
+
 # ------------------------------------------------------------------------- offline
 
 
-@record
-class SFT(Offline):
+class SFT(Offline, kind="sft"):
     """Supervised fine-tuning: the likelihood of completions; all tokens weigh the same."""
 
-    kind: ClassVar[str] = "sft"
 
-
-@record
-class PairwiseRewardModel(Offline):
+class PairwiseRewardModel(Offline, kind="reward_model"):
     """A scalar model on preference pairs; `center` draws the scores to 0. arXiv:2203.02155."""
 
-    kind: ClassVar[str] = "reward_model"
     center: NotNegative = 0.0
 
 
-@record
-class RewardRegression(Offline):
+class RewardRegression(Offline, kind="reward_regression"):
     """A scalar model on rated completions: squared error."""
 
-    kind: ClassVar[str] = "reward_regression"
 
-
-@record
-class DPO(Offline):
+class DPO(Offline, kind="dpo"):
     """DPO and its forms (`algorithms/preference_losses.py`). arXiv:2305.18290."""
 
-    kind: ClassVar[str] = "dpo"
     beta: Positive = 0.1  # larger holds the policy closer to its reference
     form: Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid_norm"] = "sigmoid"
     label_smoothing: Smoothing = 0.0
     sft_coef: float = 0.0  # of the mean negative log-likelihood of the chosen completions
 
 
-@record
-class IPO(Offline):
+class IPO(Offline, kind="ipo"):
     """IPO: the log-ratio gap is drawn to 1 / (2 beta). arXiv:2310.12036."""
 
-    kind: ClassVar[str] = "ipo"
     beta: Positive = 0.1
 
 
-@record
-class KTO(Offline):
+class KTO(Offline, kind="kto"):
     """KTO: completions labelled good or bad; pairs are taken apart. arXiv:2402.01306."""
 
-    kind: ClassVar[str] = "kto"
     beta: Positive = 0.1
     desirable_weight: NotNegative = 1.0
     undesirable_weight: NotNegative = 1.0
 
 
-@record
-class ORPO(Offline):
+class ORPO(Offline, kind="orpo"):
     """ORPO: likelihood of the chosen row and `beta` times an odds ratio. arXiv:2403.07691."""
 
-    kind: ClassVar[str] = "orpo"
     beta: Positive = 0.1
 
 
-@record
-class SimPO(Offline):
+class SimPO(Offline, kind="simpo"):
     """SimPO: mean log-probs of a pair must differ by `gamma`; no reference. arXiv:2405.14734."""
 
-    kind: ClassVar[str] = "simpo"
     beta: Positive = 2.0
     gamma: float = 1.0
     label_smoothing: Smoothing = 0.0
     sft_coef: float = 0.0
 
 
-@record
-class CPO(Offline):
+class CPO(Offline, kind="cpo"):
     """CPO: DPO without a reference, and a likelihood of the chosen. arXiv:2401.08417."""
 
-    kind: ClassVar[str] = "cpo"
     beta: Positive = 0.1
     form: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     label_smoothing: Smoothing = 0.0
     cpo_alpha: NotNegative = 1.0  # of the likelihood of the chosen
 
 
-ALGORITHMS: tuple[type[Kind], ...] = (
-    PPO, GRPO, DrGRPO, DAPO, GRPOPassK, GDPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline,
-    ReMax, OPO, OptimalTokenBaseline, GSPO, CISPO, SAPO, GMPO, ClipCov, KLCov, DPPOTV, DPPOKL, DRO,
-    GPG, Pair, RejectionSampling, Distillation, DistillationTopK,
-    SFT, PairwiseRewardModel, RewardRegression, DPO, IPO, KTO, ORPO, SimPO, CPO,
-    Custom,
-)  # fmt: skip
+ALGORITHMS = (*kinds_of(Online, Offline), Custom)
 AlgorithmSettings = Annotated[Online | Offline | Custom, one_of(*ALGORITHMS)]
+__all__ = records_in(__name__, "ALGORITHMS", "AlgorithmSettings")  # pyright: ignore

@@ -1,9 +1,9 @@
 """From a command line to one checked Config: load a file, apply `--config.a.b=value`, check."""
 
 import argparse
-import dataclasses
 import importlib
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from jaxrl_llm.config.records import (
     Record,
     Text,
     explain,
-    field_names,
+    fields_of,
     validate,
 )
 from jaxrl_llm.config.rules import check
@@ -35,7 +35,7 @@ CONFIGS = "jaxrl_llm.configs"  # the packaged configs
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a command, beside --config. Mistakes are ConfigErrors, without abbreviations."""
+    """The flags of a command without --config. Mistakes are ConfigErrors, without abbreviations."""
 
     def __init__(self, description: str | None = None) -> None:
         super().__init__(
@@ -81,17 +81,13 @@ class Parser(argparse.ArgumentParser):
         known = [option for option in self._option_string_actions if option.startswith("--")]
         for word in argv:
             name = word.partition("=")[0]
-            if not name.startswith("--") or name in known:
+            is_key = takes_config and name.startswith("--config.")
+            if not name.startswith("--") or name in known or is_key:
                 continue
-            if takes_config and name.startswith("--config."):
-                continue
-            hint = nearest(name, known)
-            if takes_config:
-                leaves = {key.rpartition(".")[2]: key for key in leaf_keys(Config())}
-                if name[2:] in leaves:
-                    hint = f"; did you mean --config.{leaves[name[2:]]}?"
-                known.append("--config.KEY=VALUE")
-            raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(known)}")
+            key = _key_that_ends_in(name[2:], Config()) if takes_config else ""
+            hint = f"; did you mean --config.{key}?" if key else nearest(name, known)
+            shown = [*known, "--config.KEY=VALUE"] if takes_config else known
+            raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(shown)}")
 
 
 # ------------------------------------------------------------------------- loading
@@ -187,36 +183,33 @@ def apply_override(config: Config, key: str, value: Any) -> Config:
 
 def _set(node: Any, parts: list[str], text: Any, key: str, root: Config) -> Any:
     """`node` with the value that `parts` leads to replaced; `key` is how far we are."""
-    part, rest = parts[0], parts[1:]
+    part, rest, raw = parts[0], parts[1:], False
     below = f"{key}.{part}"
     if isinstance(node, Record):
-        if part not in field_names(node):
+        if part not in fields_of(node):
             raise _unknown(node, parts, str(text), key, root)
-        entry = type(node).__pydantic_fields__[part]  # pyright: ignore
-        child = getattr(node, part)
-        if not rest:
-            value = _parse(text, below, raw=entry.annotation is str)
-        else:
-            if child is None:
-                child = _default(entry.annotation, below)
-            value = _set(child, rest, text, below, root)
-        values = {name: getattr(node, name) for name in field_names(node)} | {part: value}
-        try:
-            return validate(type(node), values)
-        except ValidationError as error:
-            raise explain(error, type(node), key) from None
-    if isinstance(node, tuple | list):
+        annotation, child = fields_of(node)[part].annotation, getattr(node, part)
+        raw = annotation is str
+        if rest and child is None:
+            child = _default(annotation, below)
+    elif isinstance(node, tuple | list):
         if not part.isdecimal() or int(part) >= len(node):
             have = f"0 to {len(node) - 1}" if node else "none: the list is empty"
             raise ConfigError(f"{below}: {key} has {len(node)} entries; valid indices: {have}")
-        entries = list(node)
-        child = entries[int(part)]
-        entries[int(part)] = _set(child, rest, text, below, root) if rest else _parse(text, below)
-        return entries
-    if isinstance(node, dict):
+        child = node[int(part)]
+    elif isinstance(node, dict):
         child = node.get(part, {})
-        return {**node, part: _set(child, rest, text, below, root) if rest else _parse(text, below)}
-    raise ConfigError(f"{below}: {key} is a single value and has no keys below it")
+    else:
+        raise ConfigError(f"{below}: {key} is a single value and has no keys below it")
+    value = _set(child, rest, text, below, root) if rest else _parse(text, below, raw=raw)
+    if isinstance(node, dict):
+        return {**node, part: value}
+    if isinstance(node, tuple | list):
+        return [*node[: int(part)], value, *node[int(part) + 1 :]]
+    try:
+        return validate(type(node), {n: getattr(node, n) for n in fields_of(node)} | {part: value})
+    except ValidationError as error:
+        raise explain(error, node, key) from None
 
 
 def _default(annotation: Any, key: str) -> Any:
@@ -224,15 +217,15 @@ def _default(annotation: Any, key: str) -> Any:
     for cls in (annotation, *typing.get_args(annotation)):
         if cls is GivenRows:
             raise ConfigError(f"{key} holds rows of a Python program; name files or tasks instead")
-        if dataclasses.is_dataclass(cls) and not issubclass(typing.cast(type, cls), Kind):
-            return typing.cast(type, cls)()
+        if isinstance(cls, type) and issubclass(cls, Record) and not issubclass(cls, Kind):
+            return cls()
     raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
 
 
 def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) -> ConfigError:
     """The error for an unknown part of `key`, with the nearest key here, else anywhere."""
     part, rest = parts[0], parts[1:]
-    known = field_names(node)
+    known = fields_of(node)
     hint = nearest(part, known).replace("did you mean '", f"did you mean '{key}.")
     if isinstance(node, Custom):
         hint = hint or f"; a setting of your function is {key}.settings.{part}"
@@ -241,8 +234,8 @@ def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) 
     elif isinstance(node, Kind) and part == "settings" and rest:
         hint = f": settings are keys of their own, write {key}.{'.'.join(rest)}"
     elif not hint:
-        same = [leaf for leaf in leaf_keys(root) if leaf.rpartition(".")[2] == part]
-        hint = f"; did you mean 'config.{same[0]}'?" if same else ""
+        same = _key_that_ends_in(part, root)
+        hint = f"; did you mean 'config.{same}'?" if same else ""
     return ConfigError(
         f"unknown key {key}.{part}{hint}\nkeys of {key}: {', '.join(known) or 'none'}"
     )
@@ -250,12 +243,15 @@ def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) 
 
 def leaf_keys(config: Record, prefix: str = "") -> Iterator[str]:
     """The dotted key of every value of a config that is no record itself."""
-    for name in field_names(config):
+    for name in fields_of(config):
         value = getattr(config, name)
-        if isinstance(value, Record):
-            yield from leaf_keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+        key = f"{prefix}{name}"
+        yield from leaf_keys(value, f"{key}.") if isinstance(value, Record) else [key]
+
+
+def _key_that_ends_in(name: str, config: Config) -> str:
+    """The first dotted key that ends in `name`; empty where there is none."""
+    return next((key for key in leaf_keys(config) if key.rpartition(".")[2] == name), "")
 
 
 # ------------------------------------------------------------------------- text
@@ -296,23 +292,16 @@ def split_entries(text: str) -> list[str] | None:
 
     None where a bracket or a quote is not closed.
     """
-    entries, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        elif letter in "[({":
-            depth += 1
-        elif letter in "])}":
-            depth -= 1
-        elif letter == "," and depth == 0:
+    entries, depth = [""], 0
+    for token in re.findall(r"'[^']*'|\"[^\"]*\"|.", text, re.DOTALL):
+        if token in ("'", '"'):
+            return None
+        depth += (token in "[({") - (token in "])}")
+        if token == "," and depth == 0:
             entries.append("")
-            continue
-        entries[-1] += letter
-    if depth or quote:
-        return None
-    return [entry for entry in (entry.strip() for entry in entries) if entry]
+        else:
+            entries[-1] += token
+    return None if depth else [entry.strip() for entry in entries if entry.strip()]
 
 
 def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.Namespace]:

@@ -4,17 +4,15 @@ Comments are read from the source of the records, so they are written once.
 `python -m jaxrl_llm.config.listing > docs/config.md` writes the page.
 """
 
-import ast
 import dataclasses
 import functools
 import inspect
-import io
 import json
+import re
+import sys
 import textwrap
-import tokenize
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS, PRIORITIES, TASKS
-from jaxrl_llm.config.records import Custom, Kind, Record, field_names
+from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
     Config,
     ExtraModelConfig,
@@ -51,6 +49,13 @@ KINDS: tuple[tuple[str, str, tuple[type[Kind], ...]], ...] = (
     ("Priorities", "data.priority", PRIORITIES),
 )
 GIVEN = ("data.train_rows", "data.val_rows")  # objects of a Python program
+PAGE = """# The config
+
+Every key with its type, its default and its meaning. This page is generated: \
+`python -m jaxrl_llm.config.listing > docs/config.md`.
+`jaxrl train --help` prints the same. A key is set with `--config.KEY=VALUE`, in a file with \
+`get_config()`,
+or from Python: `rl.load_config("grpo", {KEY: VALUE})`."""
 ELSEWHERE = {SupervisedConfig: "a training, see warmup", RewardModelConfig: "a reward model"}
 
 
@@ -69,38 +74,26 @@ def keys_of(cls: type[Record], prefix: str = "", instance: Record | None = None)
     Defaults are those of `instance`, where the record that holds it changes some.
     """
     found: list[Key] = []
-    for name in field_names(cls):
-        entry = cls.__pydantic_fields__[name]  # pyright: ignore
+    for name, entry in fields_of(cls).items():
         key = f"{prefix}{name}"
-        nested: Any = entry.annotation
-        is_record = dataclasses.is_dataclass(nested) and not issubclass(nested, Kind)  # pyright: ignore
         if key in GIVEN or entry.exclude:
             continue
-        if is_record and not entry.is_required():
-            default = entry.get_default(call_default_factory=True)
-            part: Any = entry.annotation
-            found += keys_of(part, f"{key}.", getattr(instance, name, default))
+        required = instance is None and entry.is_required()
+        default = entry.get_default(call_default_factory=True)
+        value = default if instance is None else getattr(instance, name)
+        if isinstance(value, Record) and not isinstance(value, Kind):
+            found += keys_of(type(value), f"{key}.", value)
             continue
-        if instance is not None:
-            default = _shown(getattr(instance, name))
-        elif entry.is_required():
-            default = ""
-        else:
-            default = _shown(entry.get_default(call_default_factory=True))
-        comment = comments(_owner(cls, name)).get(name, "")
-        found.append(Key(key, type_name(entry.annotation, entry.metadata), default, comment))
+        # The comment of the nearest class that declares the field.
+        own = next(declared for declared in map(comments, cls.__mro__) if name in declared)
+        kind = type_name(entry.annotation, entry.metadata)
+        found.append(Key(key, kind, "" if required else _shown(value), own[name]))
     return found
-
-
-def _owner(cls: type, name: str) -> type:
-    """The class that declares a field."""
-    return next(base for base in cls.__mro__ if name in base.__dict__.get("__annotations__", {}))
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Kind):
-        settings = as_dict(value)
-        return str(settings["kind"])
+        return value.kind
     return "null" if value is None else json.dumps(as_dict(value), ensure_ascii=False)
 
 
@@ -126,18 +119,19 @@ def type_name(annotation: Any, metadata: Any = ()) -> str:
         return ELSEWHERE[annotation]
     if inspect.isclass(annotation) and issubclass(annotation, Kind):
         return "kind"
-    if dataclasses.is_dataclass(annotation):
+    if inspect.isclass(annotation) and issubclass(annotation, Record):
         return "record"
     names = {int: "integer", float: "number", str: "text", bool: "true | false"}
     return names.get(annotation, "any") + _bounds(metadata)
 
 
 def _bounds(metadata: Any) -> str:
-    found = []
-    for bound in metadata:
-        for kind, sign in ((Ge, "≥"), (Gt, ">"), (Le, "≤"), (Lt, "<")):
-            if isinstance(bound, kind):
-                found.append(f"{sign} {getattr(bound, kind.__name__.lower()):g}")
+    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+    found = [
+        f"{signs[type(bound)]} {dataclasses.astuple(bound)[0]:g}"
+        for bound in metadata
+        if type(bound) in signs
+    ]
     return f" {', '.join(found)}" if found else ""
 
 
@@ -145,39 +139,25 @@ def _bounds(metadata: Any) -> str:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment of each field that a class declares: behind it, or in the lines above."""
-    return _comments_of(inspect.getsourcefile(cls) or "").get(cls.__name__, {})
+    """The comment of each field that a class declares: in the lines above, and behind it."""
+    return _comments_of(cls.__module__).get(cls.__name__, {})
 
 
 @functools.cache
-def _comments_of(file: str) -> dict[str, dict[str, str]]:
-    source = Path(file).read_text(encoding="utf-8")
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    behind: dict[int, str] = {}
-    alone: dict[int, str] = {}
-    for token in tokens:
-        if token.type == tokenize.COMMENT:
-            place = alone if token.line.strip().startswith("#") else behind
-            place[token.start[0]] = token.string.lstrip("# ")
+def _comments_of(module: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            fields = [entry for entry in node.body if isinstance(entry, ast.AnnAssign)]
-            found[node.name] = {
-                ast.unparse(entry.target): _comment(entry, behind, alone) for entry in fields
-            }
+    fields, above = {}, []
+    for line in inspect.getsource(sys.modules[module]).splitlines():
+        code, _, comment = f" {line}".partition(" # ")
+        if not code.strip():
+            above += [comment] if comment else []
+            continue
+        if name := re.match(r" class (\w+)", code):
+            fields = found[name[1]] = {}
+        if name := re.match(r" {5}(\w+): ", code):
+            fields[name[1]] = " ".join([*above, comment]).strip()
+        above = []
     return found
-
-
-def _comment(entry: ast.AnnAssign, behind: dict[int, str], alone: dict[int, str]) -> str:
-    above: list[str] = []
-    line = entry.lineno - 1
-    while line in alone:
-        above.insert(0, alone[line])
-        line -= 1
-    lines = range(entry.lineno, (entry.end_lineno or entry.lineno) + 1)
-    last = [behind[line] for line in lines if line in behind]
-    return " ".join([*above, *last])
 
 
 # ------------------------------------------------------------------------- pages
@@ -190,7 +170,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
         group = key.name.partition(".")[0] if "." in key.name else ""
         groups.setdefault(group, []).append(key)
     for group, keys in groups.items():
-        cls = Config.__pydantic_fields__[group].annotation if group else Config  # pyright: ignore
+        cls = fields_of(Config)[group].annotation if group else Config
         yield group or "The run", _first_line(cls), keys
     for title, prefix, cls in OPTIONAL:
         yield title, _first_line(cls), keys_of(cls, f"{prefix}.")
@@ -212,35 +192,27 @@ def help_text() -> str:
         for key in keys:
             default = f"default {key.default}" if key.default else "has to be given"
             text = "; ".join(filter(None, (f"{key.name}  {key.type}", default, key.comment)))
-            lines += textwrap.wrap(
-                text, WIDTH, initial_indent="  ", subsequent_indent="      ", **_WHOLE_WORDS
-            )
+            lines += _wrapped(f"  {text}", WIDTH, indent=6)
     return "\n".join(lines)
-
-
-_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def page() -> str:
     """docs/config.md."""
-    lines = [
-        "# The config",
-        "",
-        "Every key with its type, its default and its meaning. This page is generated: "
-        "`python -m jaxrl_llm.config.listing > docs/config.md`.",
-        "`jaxrl train --help` prints the same. A key is set with `--config.KEY=VALUE`, in a file "
-        "with `get_config()`,",
-        'or from Python: `rl.load_config("grpo", {KEY: VALUE})`.',
-    ]
+    lines = PAGE.splitlines()
     for title, introduction, keys in sections():
         level = "###" if " = " in title else "##"
-        lines += ["", f"{level} {title}", "", introduction]
-        lines += [""] if keys else []
+        lines += ["", f"{level} {title}", "", introduction, *([""] if keys else [])]
         for key in keys:
             default = f"default `{key.default}`" if key.default else "has to be given"
             text = f"- `{key.name}`: {key.type}; {default}. {key.comment}".strip()
-            lines += textwrap.wrap(text, 160, subsequent_indent="  ", **_WHOLE_WORDS)
+            lines += _wrapped(text, 160, indent=2)
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

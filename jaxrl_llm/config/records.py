@@ -1,9 +1,10 @@
-"""What the records of a config are made of: the decorator, bounded types, errors in our words.
+"""What the records of a config are made of: their base, bounded types, errors in our words.
 
 Values given in Python are checked strictly. Text of a command line is read by the field's type.
 """
 
 import ast
+import sys
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
@@ -19,11 +20,12 @@ from pydantic import (
     model_validator,
 )
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jaxrl_llm.references import nearest
 
-__all__ = ["ConfigError", "Custom", "Kind", "Record", "record"]
+__all__ = ["ConfigError", "Custom", "Kind", "Record"]
 
 
 class ConfigError(ValueError):
@@ -84,21 +86,24 @@ FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
 
 # ------------------------------------------------------------------------- records
 
-# Built when first used: a run needs few of the records.
-_RULES = ConfigDict(extra="forbid", strict=True, defer_build=True)
 UNKNOWN = "unknown_key"
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, Field))
-def record(cls: type[C]) -> type[C]:
-    """Decorator: a frozen dataclass with keyword arguments, whose values pydantic checks."""
-    made: Any = dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
+def _checked(cls: type[C]) -> type[C]:
+    """A frozen dataclass with keyword arguments, built when first used: a run needs few of them."""
+    rules = ConfigDict(extra="forbid", strict=True, defer_build=True)
+    made: Any = dataclass(frozen=True, kw_only=True, config=rules)(cls)
     return made
 
 
-@record
+@_checked
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field, Field))
 class Record:
-    """The base of all records."""
+    """The base of all records. A subclass is a frozen dataclass, whose values pydantic checks."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _checked(cls)
 
     @model_validator(mode="before")
     @classmethod
@@ -112,11 +117,19 @@ class Record:
         return given
 
 
-@record
+_KINDS: list[type["Kind"]] = []  # in the order of the source
+
+
 class Kind(Record):
     """A record that is one of several; `kind` is its name in JSON and on a command line."""
 
     kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind
+        super().__init_subclass__()
+        if kind:
+            _KINDS.append(cls)
 
     @property
     def label(self) -> str:
@@ -129,14 +142,24 @@ class Kind(Record):
         return None
 
 
-@record
-class Custom(Kind):
+def kinds_of(*bases: type[Kind]) -> tuple[type[Kind], ...]:
+    """The kinds that inherit from one of `bases`, in the order of the source."""
+    return tuple(cls for cls in _KINDS if issubclass(cls, bases))
+
+
+def records_in(module: str, *others: str) -> list[str]:
+    """The names of the records that a module defines, and `others`: what it exports."""
+    named = vars(sys.modules[module]).items()
+    own = [n for n, v in named if isinstance(v, type) and v.__module__ == module and n[0] != "_"]
+    return [*own, *others]
+
+
+class Custom(Kind, kind="custom"):
     """A function of yours by path, `file.py:name` or `package.module:name`, and its settings.
 
     Settings are the function's keyword-only parameters. They are checked when it is loaded.
     """
 
-    kind: ClassVar[str] = "custom"
     path: str
     settings: FreeDict = field(default_factory=dict)
     offline: bool = False  # for an algorithm: it returns an OfflineAlgorithm
@@ -149,44 +172,30 @@ class Custom(Kind):
 def one_of(*kinds: type[Kind]) -> PlainValidator:
     """The validator of a field that holds one of these records, its kind's name, or its dict."""
     table = {cls.kind: cls for cls in kinds}
+    known = ", ".join(table)
 
     def read(value: Any) -> Any:
         if isinstance(value, kinds):
             return value
-        made = next(filter(None, (cls.of_object(value) for cls in kinds)), None)
-        if made is not None:
+        for made in filter(None, (cls.of_object(value) for cls in kinds)):
             return made
         if isinstance(value, str):
             is_path = ":" in value and Custom in kinds and not value.startswith("jaxrl_llm.")
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
         if not isinstance(value, Mapping):
-            raise PydanticCustomError(
-                "kind", "expected one of {known}", {"known": ", ".join(table)}
-            )
-        kind = value.get("kind") or _old_name(value, "a record with the key kind")
+            raise ValueError(f"expected one of {known}")
+        kind = str(value.get("kind", ""))
+        # Older forms named a function of ours by its path.
+        old = (kind or str(value.get("path", value.get("name", "")))).rpartition(":")[2]
+        if not kind:
+            form = f"{{kind: {old or 'NAME'}, …}}"
+            raise ValueError(f"expected a record with the key kind: write {form}")
         if kind not in table:
-            old = _old_name({"path": kind}, "") if ":" in kind else ""
             hint = f": write {old}" if old in table else nearest(kind, table)
-            raise PydanticCustomError(
-                "kind",
-                "there is no {kind}{hint}\nthere are: {known}",
-                {"kind": kind, "hint": hint, "known": ", ".join(table)},
-            )
-        settings = {name: entry for name, entry in value.items() if name != "kind"}
-        return validate(table[kind], settings)
+            raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
+        return validate(table[kind], {name: value[name] for name in value if name != "kind"})
 
     return PlainValidator(read)
-
-
-def _old_name(value: Mapping[str, Any], new: str) -> str:
-    """The name that the path or name of an old form ends in; an error where the form is old."""
-    name = str(value.get("path", value.get("name", ""))).rpartition(":")[2]
-    if new:
-        form = f"{{kind: {name}, …}}" if name else "{kind: NAME, …}"
-        raise PydanticCustomError(
-            "kind", "expected {new}: write {form}", {"new": new, "form": form}
-        )
-    return name
 
 
 def validate(cls: type[C], values: Any) -> C:
@@ -194,9 +203,14 @@ def validate(cls: type[C], values: Any) -> C:
     return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
 
 
+def fields_of(record: Any) -> dict[str, FieldInfo]:
+    """The fields of a record or its class, by name."""
+    return record.__pydantic_fields__
+
+
 def field_names(record: Any) -> tuple[str, ...]:
     """The keys of a record or its class."""
-    return tuple(record.__pydantic_fields__)
+    return tuple(fields_of(record))
 
 
 # ------------------------------------------------------------------------- errors
@@ -210,13 +224,13 @@ _EXPECTED = {
     "string": "text",
     "tuple": "a list [a,b,…]",
 }
-
-
+# A bound -> its words, and the step from it to a value that works.
+_BOUNDS = {"ge": ("", 0), "le": ("at most ", 0), "gt": ("above ", 1), "lt": ("below ", -1)}
 MOST_SHOWN = 200  # characters of a value in a message
 
 
-def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
-    """The first mistake of `error`, which came up in a record of `cls` that stands at `key`."""
+def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
+    """The first mistake of `error`, which came up in a record, or its class, that is at `key`."""
     first = error.errors(include_url=False)[0]
     place, kind, context = first["loc"], first["type"], first.get("ctx", {})
     here = ".".join([key, *map(str, place)])
@@ -232,8 +246,7 @@ def explain(error: ValidationError, cls: type, key: str) -> ConfigError:
     shown = first["input"] if isinstance(first["input"], Text) else repr(first["input"])
     if len(shown) > MOST_SHOWN:
         shown = f"{shown[:MOST_SHOWN]}..."
-    own = cls.__pydantic_fields__.get(place[0]) if len(place) == 1 else None  # pyright: ignore
-    works = own.default if own is not None and not own.is_required() else None
+    works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
     return ConfigError(f"{here}={shown}: {_remedy(first, context, works)}")
 
 
@@ -243,13 +256,11 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
         choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
         words = [str(choice) for choice in choices]
         return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
-    for name, words in (("ge", "{} or more"), ("le", "at most {}")):
+    for name, (words, step) in _BOUNDS.items():
         if name in context:
-            return f"must be {words.format(f'{context[name]:g}')}; {context[name]:g} works"
-    for name, words, other in (("gt", "above {}", 1), ("lt", "below {}", -1)):
-        if name in context:
-            value = context[name] + other if works is None else works
-            return f"must be {words.format(f'{context[name]:g}')}; {value:g} works"
+            bound = context[name]
+            value = bound if not step else bound + step if works is None else works
+            return f"must be {words}{bound:g}{' or more' if name == 'ge' else ''}; {value:g} works"
     if "min_length" in context or "max_length" in context:
         return error["msg"].replace("String should", "must").replace("Tuple should", "must")
     expected = _EXPECTED.get(kind.partition("_")[0])

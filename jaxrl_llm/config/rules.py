@@ -1,637 +1,419 @@
 """Rules that span fields of a config, checked without jax in milliseconds.
 
-Bounds of one field stand on the field. Every message names the key and a value that works.
+Bounds of one field stand on the field. A rule yields sentences: why a value cannot work, and one
+that does. In them <KEY> stands for config.KEY=VALUE. Rules of sizes are in size_rules.py.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+import importlib.util
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.algorithms import Offline
-from jaxrl_llm.config.given import Given
-from jaxrl_llm.config.lora_rules import check_lora
-from jaxrl_llm.config.order_rules import check_order
-from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
-from jaxrl_llm.config.records import ConfigError, Custom
-from jaxrl_llm.config.reward_rules import check_rewards, check_times, graders
+from jaxrl_llm.config.functions import Code, Judge, Remote, Spread
+from jaxrl_llm.config.given import Given, GivenRows
+from jaxrl_llm.config.records import ConfigError, Custom, Kind
 from jaxrl_llm.config.schema import (
-    AUTO,
+    AdaptedSettings,
     Config,
-    MeshConfig,
     ModelSettings,
     SupervisedConfig,
+    entries,
+    every,
+    is_offline,
+    learns_offline,
+)
+from jaxrl_llm.config.size_rules import (
+    Faults,
+    batches,
+    phases_of_mesh,
+    pipeline,
+    placement,
+    splits,
+    trainings,
 )
 from jaxrl_llm.config.times import end_time
-from jaxrl_llm.config.trackers import check_trackers
 from jaxrl_llm.data_files import check_files
-from jaxrl_llm.references import check_path, is_hub_name, nearest_file
+from jaxrl_llm.references import check_path, is_hub_name, nearest, nearest_file
 
-__all__ = ["check", "is_offline"]
+__all__ = ["check"]
+
+# Trackers by their names in log.trackers, and the modules that they need. The extra of the package
+# has the tracker's name.
+PACKAGES = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
-    _check_pipeline(config)
-    _check_placement(config)
-    if is_offline(config):
-        _check_offline_batches(config)
-    else:
-        _check_batches(config)
-        check_rewards(config)
-    _check_phases_of_mesh(config)
-    _check_trainings(config)
-    _check_teacher(config)
-    _check_phases(config)
-    _check_profile(config)
-    _check_strict(config)
-    _check_data(config)
-    check_order(config, offline=is_offline(config))
-    check_times(config)
-    _check_functions(config)
-    for key, model in _models(config):
-        _check_learning_weights(config, key, model)
-        _check_path(key, model)
-        _check_attention(config, key, model)
-        _check_layers(config, key, model)
-        _check_split(config, key, model)
-    check_trackers(config.log.trackers)
-    for key, learner in (("actor", config.actor), ("critic", config.critic)):
-        check_lora(config, key, learner)
-    if config.checkpoint.save_by:
-        end_time(config.checkpoint.save_by, started=0.0)
-    if config.resume not in ("auto", "never") and not Path(config.resume).exists():
-        raise ConfigError(
-            f"config.resume={config.resume}: expected auto, never, or the folder of a checkpoint"
-            f"{nearest_file(Path(config.resume))}"
+    for rule in RULES:
+        for fault in rule(config):
+            raise ConfigError(re.sub(r"<([\w.-]+)>", partial(_named, config), fault))
+
+
+def _named(config: Config, key: re.Match[str]) -> str:
+    """A key with its value, as on a command line."""
+    value: Any = config
+    for part in key[1].split("."):
+        value = {str(name): entry for name, entry in entries(value)}.get(part)
+    shown = _shown(value)
+    return f"config.{key[1]}={shown}" if shown else f"config.{key[1]}"
+
+
+def _shown(value: Any) -> str:
+    """A value as on a command line; empty for a record, a dict and what is empty."""
+    if isinstance(value, tuple):
+        each = [_shown(entry) for entry in value]
+        return f"[{','.join(each)}]" if each and all(each) else ""
+    if isinstance(value, Kind):
+        return value.label
+    if isinstance(value, bool | float):
+        return f"{value:g}" if isinstance(value, float) else str(value).lower()
+    return str(value) if isinstance(value, int | str) else ""
+
+
+def _fault(test: Callable[[str], object], value: str) -> str:
+    """What a test that raises ValueError says."""
+    try:
+        test(value)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# ------------------------------------------------------------------------- data and run
+
+
+def data(c: Config) -> Faults:
+    """There are prompts and a tokenizer, and all files exist."""
+    for key, given in every(c, GivenRows):
+        if given.rows is None:
+            yield (
+                f"<{key}>: the {given.num_rows} rows of a Python program are not in this file: "
+                f"rl.train(config, {key[5:].replace('rows', 'data')}=rows) gives them"
+            )
+    if not (c.data.train_files or c.data.train_tasks or c.data.train_rows or c.data.dataset_class):
+        yield (
+            "<data>: it has no training data; set --config.data.train_files=[FILE] or "
+            "--config.data.train_tasks=[chain_sum]"
+        )
+    read = () if c.data.dataset_class else ("train_files", "val_files")  # else the class reads them
+    files = {f"data.{name}": getattr(c.data, name) for name in read}
+    files |= {f"{key}.files": training.files for key, training in every(c, SupervisedConfig)}
+    for key, names in files.items():
+        for i, name in enumerate(names):
+            if fault := _fault(check_files, name):
+                yield f"<{key}.{i}>: {fault}"
+    tokenizer = c.data.tokenizer
+    known = tokenizer in ("", "char") or is_hub_name(tokenizer)
+    if not known and not Path(tokenizer).exists():
+        hint = nearest_file(Path(tokenizer))
+        yield f"<data.tokenizer>: expected char or a Hugging Face folder{hint}"
+    if not c.actor.path and not c.actor.hf_config:
+        yield "<actor>: it has no model; set --config.actor.path=HF_DIR, or hf_config in the file"
+    if not tokenizer and not c.actor.path:
+        yield (
+            "<data.tokenizer>: it is empty, and config.actor.path, whose tokenizer would be taken, "
+            "too; --config.data.tokenizer=char works"
         )
 
 
-def is_offline(config: Config) -> bool:
-    """Whether the run learns from fixed records."""
-    return _is_offline(config.algorithm)
-
-
-def _is_offline(algorithm: Any) -> bool:
-    return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
-
-
-# ------------------------------------------------------------------------- sizes
-
-
-def _replicas(config: Config) -> str:
-    mesh = config.mesh
-    stages = f" × pipeline {mesh.pipeline}" if mesh.pipeline > 1 else ""
-    stages += f" × expert {mesh.expert}" if mesh.expert > 1 else ""
-    return (
-        f"the {mesh.num_replicas} replicas of the mesh (data {mesh.data}{stages} × fsdp "
-        f"{mesh.fsdp})"
-    )
-
-
-def _check_placement(config: Config) -> None:
-    """Roles on devices of their own get whole shares of the samples."""
-    found = devices_of_roles(config)
-    if is_offline(config) and config.placement not in ({}, AUTO):
-        raise ConfigError(
-            "config.placement: offline training has one group of devices; leave it out, or take "
-            f"an online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
+def order(c: Config) -> Faults:
+    """The order of prompts: by priority, by a column, or shuffled."""
+    priority, offline = c.data.priority, is_offline(c)
+    if priority and offline:
+        yield "<data.priority>: an offline run scores no answers; set --config.data.priority=null"
+    if priority and not c.data.shuffle:
+        yield (
+            "<data.priority>: it draws at random, and <data.shuffle> asks for the order of the "
+            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
         )
-    _check_staleness(config, ROLLOUT in found or config.placement == AUTO)
-    n = config.rollout.n
-    batches = {
-        "data.train_batch_size": config.data.train_batch_size,
-        "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
-    }
-    for role, devices in found.items():
-        for key, prompts in batches.items():
-            if role != ACTOR and prompts * n % len(devices):
-                fitting = [d for d in range(1, len(devices)) if prompts * n % d == 0]
-                raise ConfigError(
-                    f"config.placement.{role} has {len(devices)} devices, which do not divide the "
-                    f"{prompts * n} samples of config.{key}={prompts} with config.rollout.n={n}; "
-                    f"{fitting[-1]} devices work"
+    if isinstance(priority, Spread) and c.rollout.n == 1:
+        yield (
+            "<data.priority>: it reads the std of a prompt's samples, and <rollout.n> makes one: "
+            "config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
+        )
+    if not c.data.curriculum:
+        if c.data.curriculum_steps:
+            yield (
+                "<data.curriculum_steps>: no column: name one, --config.data.curriculum=difficulty"
+            )
+        return
+    if c.data.streaming:
+        yield (
+            "<data.curriculum>: it reads the column of all rows, and <data.streaming> reads none "
+            "before it is needed: set one of them"
+        )
+    if offline:
+        yield (
+            "<data.curriculum>: it is for online runs: set --config.data.curriculum='', sort the "
+            "file, and set --config.data.shuffle=false"
+        )
+    if priority:
+        yield (
+            "<data.curriculum>: it and <data.priority> each give the order: set "
+            "--config.data.curriculum='' or --config.data.priority=null"
+        )
+
+
+def phases(c: Config) -> Faults:
+    """Phases are online, and leave steps for the algorithm; the teacher has its place too."""
+    for i, phase in enumerate(c.phases):
+        if is_offline(c) or learns_offline(phase.algorithm):
+            yield (
+                f"<phases.{i}>: phases are of online algorithms, and an offline one is here; run "
+                "it alone and give its checkpoint as --config.actor.path"
+            )
+    total = sum(phase.steps for phase in c.phases)
+    if c.phases and total >= c.total_steps:
+        yield (
+            f"<phases>: they take {total} steps of <total_steps> and leave none for "
+            f"config.algorithm; --config.total_steps={total + 1} works"
+        )
+
+
+def run(c: Config) -> Faults:
+    """Times, steps and names of the run."""
+    if any(step > c.total_steps for step in c.profile.steps):
+        yield (
+            "<profile.steps>: <total_steps> is the last step; give steps up to that, such as "
+            f"[{min(3, c.total_steps)}]"
+        )
+    if c.checkpoint.save_by:
+        end_time(c.checkpoint.save_by, started=0.0)
+    if c.resume not in ("auto", "never") and not Path(c.resume).exists():
+        hint = nearest_file(Path(c.resume))
+        yield f"<resume>: expected auto, never, or the folder of a checkpoint{hint}"
+    for i, name in enumerate(c.log.trackers):
+        if c.log.trackers.count(name) > 1:
+            yield f"<log.trackers>: it names {name} twice; name it once"
+        if fault := tracker_fault(name):
+            yield f"<log.trackers.{i}>: {fault}"
+
+
+def tracker_fault(name: str) -> str:
+    """Why a tracker cannot be used: an unknown name, or a package that is missing."""
+    if ":" in name:
+        return _fault(check_path, name)
+    if name not in PACKAGES:
+        return (
+            f"there is no such tracker{nearest(name, PACKAGES)}\nthere are: "
+            f"{', '.join(PACKAGES)}, or a class of yours, my_file.py:MyTracker"
+        )
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        return f"its package is not installed: pip install 'jaxrl_llm[{name}]'"
+    return ""
+
+
+# ------------------------------------------------------------------------- functions
+
+
+def rewards(c: Config) -> Faults:
+    """An online run has a reward, its parts fit, and graders end before their call does."""
+    reward, write = c.reward, "set --config.reward.functions=[my_rewards.py:my_function]"
+    if not is_offline(c):
+        if not reward.functions and reward.model is None:
+            yield f"<reward>: it has neither functions nor a model; {write}"
+        if reward.process_rewards and not reward.functions:
+            yield f"<reward.process_rewards>: no function that could score steps; {write}"
+        if reward.weights and len(reward.weights) != len(reward.functions):
+            ones = ",".join(["1"] * len(reward.functions))
+            yield (
+                f"<reward.weights>: {len(reward.weights)} weights for {len(reward.functions)} "
+                f"functions; [{ones}] works"
+            )
+        for i, extra in enumerate(c.models):
+            if extra.weight and extra.kind != "scalar":
+                yield (
+                    f"<models.{i}.weight>: {extra.name} is a language model, which gives no score; "
+                    "set its kind to scalar, or the weight to 0"
+                )
+        yield from _origin("reward.model", reward.model)
+    for kind in (Code, Judge, Remote):
+        for key, grader in every(c, kind):
+            if grader.total_s >= reward.timeout_s:
+                yield (
+                    f"<{key}.total_s>: it does not end before <reward.timeout_s>, so slow work "
+                    f"counts as a failed call: --config.reward.timeout_s={grader.total_s + 5:g} "
+                    "works"
                 )
 
 
-def _check_staleness(config: Config, apart: bool) -> None:
-    """What can be generated ahead, and in parts."""
-    key = f"config.max_staleness={config.max_staleness}"
-    _check_partial_rollouts(config)
-    if not config.max_staleness:
-        return
-    if is_offline(config):
-        raise ConfigError(
-            f"{key}: offline training generates nothing ahead; set --config.max_staleness=0"
-        )
-    if config.rollout.filter_groups.enable and not apart:
-        raise ConfigError(
-            f"{key}: with config.rollout.filter_groups.enable, each round of generation waits for "
-            "the rewards of the one before, so on one group of devices nothing would overlap; "
-            "give generation devices of its own, for example --config.placement.rollout=4-7, or "
-            "set --config.max_staleness=0"
+def _origin(key: str, model: Any) -> Faults:
+    if model is not None and not model.path and model.training is None:
+        yield (
+            f"<{key}>: it has no path and no training; set --config.{key}.path=DIR, or "
+            f"--config.{key}.training={{}} to train it in the run"
         )
 
 
-def _check_partial_rollouts(config: Config) -> None:
-    """Responses can be cut only where a later policy can go on with them."""
-    key = f"config.partial_rollouts={config.partial_rollouts}"
-    if not config.partial_rollouts:
-        return
-    if not config.max_staleness:
-        raise ConfigError(
-            f"{key}: a response goes on under a newer policy only where batches are generated "
-            "ahead; --config.max_staleness=1 works"
-        )
-    longest = config.data.max_response_length
-    if config.partial_rollouts >= longest:
-        raise ConfigError(
-            f"{key}: no response is longer than config.data.max_response_length={longest}, so "
-            f"none would be cut; {max(longest // 2, 1)} works, 0 is off"
-        )
-    if config.rollout.filter_groups.enable:
-        raise ConfigError(
-            f"{key}: with config.rollout.filter_groups.enable, a round of generation ends before "
-            "its groups can be compared; set --config.partial_rollouts=0"
+def teacher(c: Config) -> Faults:
+    """A teacher has weights, and an algorithm that reads it."""
+    yield from _origin("teacher", c.teacher)
+    if c.teacher is not None and is_offline(c):
+        yield (
+            "<teacher>: an offline run does not read it; set --config.teacher=null, or an "
+            "algorithm that does: --config.algorithm=distillation"
         )
 
 
-def _check_phases_of_mesh(config: Config) -> None:
-    """Groups of devices of a phase are neighbours on the mesh, and their replicas get samples."""
-    mesh, of_rollout = config.mesh, mesh_of_role(config, ROLLOUT)
-    sizes = {
-        "mesh.generation": (of_rollout, mesh.generation.tensor),
-        "mesh.passes": (mesh, mesh.passes.tensor),
-        **{key: (_mesh(config, key), model.tensor) for key, model in _models(config)},
-    }
-    for name, (of_role, size) in sizes.items():
-        if size and size not in (fitting := _group_sizes(of_role)):
-            raise ConfigError(
-                f"config.{name}.tensor={size}: so many neighbouring devices do not fit into "
-                f"the mesh of {of_role.num_devices} devices; {_closest(fitting, size)} works, 0 "
-                f"takes config.mesh.tensor={of_role.tensor}"
+def functions(c: Config) -> Faults:
+    """Files and packages of the user's functions exist; they are loaded later."""
+    for key, given in every(c, Custom):
+        name = given.path.rpartition(":")[2]
+        if not isinstance(given, Given):
+            if fault := _fault(check_path, given.path):
+                yield f"<{key}.path>: {fault}"
+        elif given.function is None:
+            yield (
+                f"<{key}>: the function {name} of a Python program is not in this file: "
+                f"rl.train(config, rewards=[{name}]) gives it, or write it in a file and name it, "
+                f"my_file.py:{name}"
             )
-    if is_offline(config):
-        return
-    samples = config.data.train_batch_size * config.rollout.n
-    devices = of_rollout.num_devices
-    replicas = devices // (mesh.generation.tensor or of_rollout.tensor)
-    if samples % replicas:
-        fitting = [d for d in _group_sizes(of_rollout) if samples % (devices // d) == 0]
-        sizes_of_batch = range(1, 2 * samples + replicas)
-        better = [p for p in sizes_of_batch if p * config.rollout.n % replicas == 0]
-        remedy = f"config.data.train_batch_size={_closest(better, config.data.train_batch_size)}"
-        if fitting:
-            remedy += f" works, or config.mesh.generation.tensor={fitting[0]}"
-        raise ConfigError(
-            f"generation has {replicas} replicas (all {devices} devices in groups of "
-            f"config.mesh.generation.tensor or config.mesh.tensor), which do not divide the "
-            f"{samples} samples of an iteration; {remedy}"
-        )
-
-
-def _group_sizes(mesh: MeshConfig) -> list[int]:
-    """The tensor sizes that a phase may have: groups of neighbours, counted from `tensor` on."""
-    fitting = {d for d in range(1, mesh.tensor + 1) if mesh.tensor % d == 0}
-    inner = 1
-    for axis in reversed(mesh.sizes):
-        size = mesh.sizes[axis]
-        fitting |= {inner * d for d in range(1, size + 1) if size % d == 0 and axis != "tensor"}
-        inner *= size
-    return sorted(fitting)
-
-
-def _check_batches(config: Config) -> None:
-    """Sizes of an online run: prompts × samples on the replicas, in mini-batches and passes."""
-    replicas, split = config.mesh.num_replicas, _replicas(config)
-    prompts, n = config.data.train_batch_size, config.rollout.n
-    mini = config.actor.ppo_mini_batch_size
-    if (prompts * n) % replicas:
-        fitting = [p for p in range(1, 2 * prompts + replicas) if p * n % replicas == 0]
-        better = _closest(fitting, prompts)
-        raise ConfigError(
-            f"config.data.train_batch_size={prompts}: with config.rollout.n={n} that is "
-            f"{prompts * n} samples, which {split} do not divide; {better} works"
-        )
-    if prompts % mini or (mini * n) % replicas:
-        fitting = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * n % replicas == 0]
-        why = f"must divide config.data.train_batch_size={prompts}"
-        if prompts % mini == 0:
-            why = (
-                f"with config.rollout.n={n} that is {mini * n} samples, which {split} do not divide"
-            )
-        raise ConfigError(
-            f"config.actor.ppo_mini_batch_size={mini}: {why}; {_closest(fitting, mini)} works"
-        )
-    for role, sizes in (("actor", config.actor), ("critic", config.critic)):
-        own = mesh_of_role(config, role).replicas_with(sizes.tensor)
-        _check_micro(role, sizes.micro_batch_size, mini * n, own, "mini-batch")
-        _check_packing(config, role, sizes)
-        _check_pipelined(config, role, sizes, mini * n)
-    cache, longest = config.rollout.cache_tokens, config.data.max_response_length
-    if 0 < cache < longest:
-        raise ConfigError(
-            f"config.rollout.cache_tokens={cache}: one response may have "
-            f"config.data.max_response_length={longest} tokens; give at least that, or 0 for room "
-            "for every slot"
-        )
-    if config.rollout.filter_groups.enable and n == 1:
-        raise ConfigError(
-            "config.rollout.filter_groups.enable=true: a group of config.rollout.n=1 sample never "
-            "varies; config.rollout.n=8 is usual"
-        )
-
-
-def _check_offline_batches(config: Config) -> None:
-    """Sizes of an offline run: a batch of records on the replicas, in passes."""
-    _check_batch("data.train_batch_size", config.data.train_batch_size, config)
-    size, replicas = config.data.train_batch_size, config.mesh.num_replicas
-    _check_micro("actor", config.actor.micro_batch_size, size, replicas, "batch")
-    _check_packing(config, "actor", config.actor)
-    _check_pipelined(config, "actor", config.actor, size)
-
-
-def _check_trainings(config: Config) -> None:
-    """Sizes of supervised trainings, and what their accuracy is measured on."""
-    for key, training in _trainings(config):
-        mesh = config.mesh if key == "warmup" else _mesh(config, key.removesuffix(".training"))
-        micro, size = training.micro_batch_size, training.batch_size
-        if mesh != config.mesh and size % mesh.num_replicas:
-            up = -(-size // mesh.num_replicas) * mesh.num_replicas
-            raise ConfigError(
-                f"config.{key}.batch_size={size}: the {mesh.num_replicas} devices of its model in "
-                f"config.placement do not divide it; {up} works"
-            )
-        if mesh == config.mesh:
-            _check_batch(f"{key}.batch_size", size, config)
-        _check_micro(key, micro, size, mesh.num_replicas, "batch")
-        _check_pipelined(config, key, training, size)
-        data = config.data
-        has_data = bool(data.val_files or data.val_tasks or data.val_rows or data.dataset_class)
-        answers = not is_offline(config) or config.validation.generate
-        if training.stop_at and not (has_data and answers):
-            raise ConfigError(
-                f"config.{key}.stop_at={training.stop_at}: nothing measures that accuracy; set "
-                + ("" if has_data else "--config.data.val_files=[FILE], or ")
-                + ("" if answers else "--config.validation.generate=true, or ")
-                + f"--config.{key}.stop_at=0"
-            )
-
-
-def _check_batch(key: str, size: int, config: Config) -> None:
-    replicas = config.mesh.num_replicas
-    if size % replicas:
-        up = -(-size // replicas) * replicas
-        raise ConfigError(f"config.{key}={size}: {_replicas(config)} do not divide it; {up} works")
-
-
-def _check_micro(key: str, micro: int, samples: int, replicas: int, what: str) -> None:
-    each = samples // replicas
-    if micro and each % micro:
-        better = _closest([d for d in range(1, each + 1) if each % d == 0], micro)
-        raise ConfigError(
-            f"config.{key}.micro_batch_size={micro}: must divide the {each} samples of a {what} "
-            f"that each of {replicas} replicas holds; {better} works, 0 takes all at once"
-        )
-
-
-def _check_packing(config: Config, role: str, sizes: Any) -> None:
-    tokens = sizes.micro_batch_tokens
-    longest = config.data.max_row_length
-    if tokens and sizes.micro_batch_size:
-        raise ConfigError(
-            f"config.{role}.micro_batch_tokens={tokens} and config.{role}.micro_batch_size="
-            f"{sizes.micro_batch_size}: a pass is sized by tokens or by samples; set one of them "
-            "to 0"
-        )
-    if tokens and tokens < longest:
-        raise ConfigError(
-            f"config.{role}.micro_batch_tokens={tokens}: a sample may have {longest} tokens "
-            f"(max_prompt_length + max_response_length) and is never cut; {longest} or more works"
-        )
-
-
-def _check_pipelined(config: Config, key: str, sizes: Any, samples: int) -> None:
-    """The micro-batches of a pipeline must divide the samples of a pass, unless they are packed."""
-    parts = config.mesh.pipeline_micro_batches
-    each = sizes.micro_batch_size or samples // config.mesh.num_replicas
-    if each % parts and not getattr(sizes, "micro_batch_tokens", 0):
-        better = _closest([d for d in range(1, each + 1) if each % d == 0], parts)
-        raise ConfigError(
-            f"config.mesh.pipeline_micro_batches={parts}: must divide the {each} samples of a "
-            f"device and pass of config.{key}; {better} works, or another "
-            f"config.{key}.micro_batch_size"
-        )
-
-
-def _check_pipeline(config: Config) -> None:
-    mesh = config.mesh
-    for name in ("pipeline_rounds", "pipeline_micro_batches"):
-        if getattr(mesh, name) > 1 and mesh.pipeline == 1:
-            raise ConfigError(
-                f"config.mesh.{name}={getattr(mesh, name)}: config.mesh.pipeline=1 is no pipeline; "
-                f"config.mesh.{name}=1 works, or more stages: --config.mesh.pipeline=2"
-            )
-
-
-def _closest(choices: Sequence[int], value: int) -> int:
-    return min(choices, key=lambda choice: (abs(choice - value), -choice))
+    if c.data.dataset_class and (fault := _fault(check_path, c.data.dataset_class)):
+        yield f"<data.dataset_class>: {fault}"
 
 
 # ------------------------------------------------------------------------- models
 
 
-def _check_learning_weights(config: Config, key: str, model: ModelSettings) -> None:
-    own = {f"{key}.optimizer", f"{key}.training.optimizer"} & {
-        "actor.optimizer",
-        "critic.optimizer",
-        *(f"{name}.optimizer" for name, _ in _trainings(config)),
-    }
-    if own and model.param_dtype != "float32":
-        raise ConfigError(
-            f"config.{key}.param_dtype={model.param_dtype}: most updates are smaller than half a "
-            "bfloat16 step and would be lost, so weights that learn are float32; "
-            f"config.{key}.dtype=bfloat16 computes in it, and "
-            f"config.{own.pop()}.moment_dtype=bfloat16 or .offload=true saves memory"
+def models(c: Config) -> Faults:
+    """Each model: its weights, attention and sizes."""
+    for key, model in every(c, ModelSettings):
+        yield from _weights(key, model)
+        yield from _attention(c, key, model)
+        yield from splits(c, key, model)
+        if isinstance(model, AdaptedSettings):
+            yield from _lora(c, key, model)
+
+
+def _weights(key: str, model: ModelSettings) -> Faults:
+    training = "training." if getattr(model, "training", None) else ""
+    learns = training or isinstance(model, AdaptedSettings)
+    if learns and model.param_dtype != "float32":
+        yield (
+            f"<{key}.param_dtype>: updates smaller than half a bfloat16 step would be lost, so "
+            f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
+            f"config.{key}.{training}optimizer.moment_dtype=bfloat16 or .offload=true saves memory"
         )
-
-
-def _check_path(key: str, model: ModelSettings) -> None:
     if model.path and not Path(model.path).is_dir() and not is_hub_name(model.path):
-        raise ConfigError(
-            f"config.{key}.path={model.path}: no such folder{nearest_file(Path(model.path))}\n"
+        yield (
+            f"<{key}.path>: no such folder{nearest_file(Path(model.path))}\n"
             f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
         )
 
 
-def _check_attention(config: Config, key: str, model: ModelSettings) -> None:
-    sized = "critic" if key == "critic" else "actor"
-    tokens = (config.critic if key == "critic" else config.actor).micro_batch_tokens
+def _attention(c: Config, key: str, model: ModelSettings) -> Faults:
+    sized, sizes = ("critic", c.critic) if key == "critic" else ("actor", c.actor)
     if model.attention != "cudnn":
         return
-    if config.exact != "off":
-        raise ConfigError(
-            f"config.{key}.attention=cudnn: its gradient adds up in no fixed order, so it "
-            f"cannot be exact; config.{key}.attention=xla works, or --config.exact=off"
+    if c.exact != "off":
+        yield (
+            f"<{key}.attention>: its gradient adds up in no fixed order, so it cannot be exact; "
+            f"config.{key}.attention=xla works, or --config.exact=off"
         )
-    if tokens:
-        raise ConfigError(
-            f"config.{key}.attention=cudnn takes a sample a row, and "
-            f"config.{sized}.micro_batch_tokens={tokens} packs several: "
-            f"config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
+    if sizes.micro_batch_tokens:
+        yield (
+            f"<{key}.attention>: it takes a sample a row, and <{sized}.micro_batch_tokens> packs "
+            f"several: config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
         )
-    if config.mesh.sequence > 1:
-        raise ConfigError(
-            f"config.{key}.attention=cudnn takes whole rows, and "
-            f"config.mesh.sequence={config.mesh.sequence} splits them: "
+    if c.mesh.sequence > 1:
+        yield (
+            f"<{key}.attention>: it takes whole rows, and <mesh.sequence> splits them: "
             f"config.{key}.attention=auto works, or --config.mesh.sequence=1"
         )
 
 
-def _check_strict(config: Config) -> None:
+def strict(c: Config) -> Faults:
     """Strict sums are tested on one device, for layers whose form the sampler shares."""
-    if config.exact != "strict":
+    if c.exact != "strict":
         return
-    if is_offline(config):
-        raise ConfigError(
-            "config.exact=strict compares with the sampler's log-probs, and offline training "
-            "samples nothing; --config.exact=repeatable works"
+    if is_offline(c):
+        yield (
+            "<exact>: it compares with the sampler's log-probs, and offline training samples "
+            "nothing; --config.exact=repeatable works"
         )
-    actor, rollout, mesh = config.actor, config.rollout, config.mesh
     works = {
-        "rollout.quantization": (rollout.quantization, "none"),
-        "rollout.dtype": (rollout.dtype or actor.dtype, actor.dtype),
-        "placement": (config.placement or "colocated", "colocated"),
-        "partial_rollouts": (config.partial_rollouts, 0),
-        **{f"mesh.{axis}": (size, 1) for axis, size in mesh.sizes.items()},
+        "rollout.quantization": (c.rollout.quantization, "none"),
+        "rollout.dtype": (c.rollout.dtype or c.actor.dtype, c.actor.dtype),
+        "placement": (c.placement or "colocated", "colocated"),
+        "partial_rollouts": (c.partial_rollouts, 0),
+        **{f"mesh.{axis}": (size, 1) for axis, size in c.mesh.sizes.items()},
     }
-    for key, model in _models(config):
-        if key in ("actor", "teacher"):
-            works[f"{key}.residual_dtype"] = model.residual_dtype, "float32"
-            works[f"{key}.scan_layers"] = model.scan_layers, False
+    for role, model in (("actor", c.actor), ("teacher", c.teacher or c.actor)):
+        works[f"{role}.residual_dtype"] = model.residual_dtype, "float32"
+        works[f"{role}.scan_layers"] = model.scan_layers, False
     for key, (value, fitting) in works.items():
         if value != fitting:
-            raise ConfigError(
-                f"config.{key}={value}: with it, bits of sampler and trainer are not known to be "
-                f"equal (config.exact=strict); config.{key}={fitting} works, or "
-                "--config.exact=repeatable"
+            yield (
+                f"<{key}>: with it, bits of sampler and trainer are not known to be equal "
+                f"(<exact>); config.{key}={_shown(fitting)} works, or --config.exact=repeatable"
             )
 
 
-def _check_split(config: Config, key: str, model: ModelSettings) -> None:
-    """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
-    sizes = _hf_config(key, model)
-    mesh = _mesh(config, key)
-    by_heads = ("num_attention_heads", "intermediate_size", "vocab_size", "moe_intermediate_size")
-    stored = ("hidden_size", "q_lora_rank", "kv_lora_rank")
-    names = {
-        "mesh.tensor": (mesh.tensor, by_heads),
-        "mesh.generation.tensor": (mesh.generation.tensor or 1, by_heads),
-        "mesh.passes.tensor": (mesh.passes.tensor or 1, by_heads),
-        f"{key}.tensor": (model.tensor or 1, by_heads),
-        "mesh.fsdp": (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence, stored),
-        "mesh.expert": (mesh.expert, ("num_experts", "num_local_experts", "n_routed_experts")),
-    }
-    for name_of_size, (parts, of_axis) in names.items():
-        given = {name: sizes[name] for name in of_axis if isinstance(sizes.get(name), int)}
-        for name, size in given.items():
-            if size < 0:
-                raise ConfigError(f"config.{key}.hf_config.{name}={size}: must be positive")
-            if size % parts:
-                fitting = [d for d in range(1, parts) if not any(s % d for s in given.values())]
-                if mesh != config.mesh and name_of_size == "mesh.fsdp":
-                    name_of_size = f"placement.{_role(config, key)}"
-                    raise ConfigError(
-                        f"config.{name_of_size} has {parts} devices, which do not divide "
-                        f"{name}={size} of the model config.{key}; {fitting[-1]} devices work"
-                    )
-                if name_of_size == "mesh.fsdp" and parts != mesh.fsdp:
-                    raise ConfigError(
-                        f"config.mesh: pipeline × fsdp × expert × sequence = {parts} splits the "
-                        f"weights and does not divide {name}={size} of the model config.{key}; "
-                        f"sizes whose product is {fitting[-1]} work, with config.mesh.data for "
-                        "other devices"
-                    )
-                raise ConfigError(
-                    f"config.{name_of_size}={parts}: does not divide {name}={size} of the model "
-                    f"config.{key}; config.{name_of_size}={fitting[-1]} works"
-                )
-
-
-def _check_layers(config: Config, key: str, model: ModelSettings) -> None:
-    """The stages of a pipeline must share a model's layers evenly."""
-    mesh, sizes = _mesh(config, key), _hf_config(key, model)
-    if mesh.pipeline == 1:
+def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
+    """Adapters need whole layers on the actor's devices."""
+    lora, base = model.lora, f"{key}.base_dtype"
+    if not lora.enabled:
+        if model.base_dtype:
+            yield (
+                f"<{base}>: it is of frozen weights, and all weights learn: set "
+                f"config.{key}.lora.rank=16, or leave base_dtype out"
+            )
         return
-    layers = sizes.get("num_hidden_layers")
-    groups = mesh.pipeline * mesh.pipeline_rounds
-    if isinstance(layers, int) and layers > 0 and layers % groups:
-        what, other = "pipeline_rounds", mesh.pipeline
-        if layers % mesh.pipeline:
-            what, other = "pipeline", 1
-        fits = [n for n in range(1, layers + 1) if layers % (n * other) == 0]
-        rounds = " and pipeline_rounds=1" if what == "pipeline" and mesh.pipeline_rounds > 1 else ""
-        raise ConfigError(
-            f"config.mesh.pipeline={mesh.pipeline} × pipeline_rounds={mesh.pipeline_rounds} groups "
-            f"do not divide num_hidden_layers={layers} of the model config.{key}; "
-            f"config.mesh.{what}={_closest(fits, getattr(mesh, what))}{rounds} works"
+    name = f"{key}.lora.{'path' if lora.path else 'rank'}"
+    if lora.path and not (Path(lora.path) / "adapter_config.json").is_file():
+        yield (
+            f"<{name}>: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
+            f"--adapter` write it{nearest_file(Path(lora.path))}"
         )
-
-
-def _hf_config(key: str, model: ModelSettings) -> dict[str, Any]:
-    file = Path(model.path) / "config.json"
-    if not model.path:
-        return model.hf_config
-    if not file.is_file() or (file.parent / "checkpoints").is_dir():
-        return {}  # one of our checkpoints or runs
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"config.{key}.path={model.path}: {file} is not JSON: {error}") from None
-    return found if isinstance(found, dict) else {}
-
-
-# ------------------------------------------------------------------------- data and functions
-
-
-def _check_data(config: Config) -> None:
-    data = config.data
-    for key, rows in (("train_data", data.train_rows), ("val_data", data.val_rows)):
-        if rows is not None and rows.rows is None:
-            raise ConfigError(
-                f"config.data.{key.removesuffix('data')}rows were {rows.num_rows} rows of a Python "
-                f"program, which this file does not hold: rl.train(config, {key}=rows) gives them"
+    if lora.dropout and lora.dora:
+        yield f"<{key}.lora.dropout>: it does not work with lora.dora; set it to 0"
+    if c.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
+        yield (
+            f"<{name}>: with <exact>, sampler and trainer compute the same bits with merged "
+            "weights alone; set lora.merge=true, dora=false and dropout=0, or "
+            "--config.exact=repeatable"
+        )
+    if not lora.targets:
+        yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
+    if c.mesh.pipeline > 1:
+        yield (
+            f"<{name}>: it does not work with <mesh.pipeline>: set mesh.pipeline to 1, and "
+            "config.mesh.fsdp to the number of devices"
+        )
+    for apart in ("placement", "node_groups"):
+        if getattr(c, apart):
+            yield (
+                f"<{name}>: it does not work with <{apart}>: roles share the frozen weights on the "
+                f"actor's devices; leave {apart} out"
             )
-    if not (data.train_files or data.train_tasks or data.train_rows or data.dataset_class):
-        raise ConfigError(
-            "config.data has no training data: set --config.data.train_files=[FILE] or "
-            "--config.data.train_tasks=[chain_sum]"
-        )
-    trainings = [(f"{key}.files", training.files) for key, training in _trainings(config)]
-    for key, files in (
-        ("data.train_files", data.train_files),
-        ("data.val_files", data.val_files),
-        *trainings,
-    ):
-        mine = bool(data.dataset_class) and key.startswith("data.")  # the class reads them
-        for file in () if mine else files:
-            try:
-                check_files(file)
-            except ValueError as error:
-                raise ConfigError(f"config.{key}: {error}") from None
-    known = data.tokenizer in ("", "char") or is_hub_name(data.tokenizer)
-    if not known and not Path(data.tokenizer).exists():
-        raise ConfigError(
-            f"config.data.tokenizer={data.tokenizer}: expected char or a Hugging Face folder"
-            f"{nearest_file(Path(data.tokenizer))}"
-        )
-    if not config.actor.path and not config.actor.hf_config:
-        raise ConfigError(
-            "config.actor has no model: set --config.actor.path=HF_DIR, or hf_config in the file"
-        )
-    if not data.tokenizer and not config.actor.path:
-        raise ConfigError(
-            "config.data.tokenizer is empty and config.actor.path, whose tokenizer would be taken, "
-            "too; --config.data.tokenizer=char works"
-        )
-
-
-def _check_profile(config: Config) -> None:
-    late = [step for step in config.profile.steps if step > config.total_steps]
-    if late:
-        raise ConfigError(
-            f"config.profile.steps has {late[0]}, and config.total_steps={config.total_steps} is "
-            f"the last step: give steps up to that, such as [{min(3, config.total_steps)}]"
-        )
-
-
-def _check_phases(config: Config) -> None:
-    for i, phase in enumerate(config.phases):
-        if is_offline(config) or _is_offline(phase.algorithm):
-            raise ConfigError(
-                f"config.phases.{i}: phases are of online algorithms, and an offline one is here; "
-                "run it alone and give its checkpoint as --config.actor.path"
+    actor = c.actor
+    if key == "critic" and actor.lora.enabled and not model.path and not model.hf_config:
+        dtype = actor.base_dtype or actor.dtype
+        if (model.base_dtype or model.dtype) != dtype:
+            yield (
+                f"<{base}>: the critic shares the actor's frozen weights, which are {dtype}; "
+                f"--config.{base}={dtype} works"
             )
-    total = sum(phase.steps for phase in config.phases)
-    if config.phases and total >= config.total_steps:
-        raise ConfigError(
-            f"config.phases takes {total} steps of config.total_steps={config.total_steps} and "
-            f"leaves none for config.algorithm; --config.total_steps={total + 1} works"
-        )
-
-
-def _check_teacher(config: Config) -> None:
-    teacher = config.teacher
-    if teacher is None:
-        return
-    if not teacher.path and teacher.training is None:
-        raise ConfigError(
-            "config.teacher has no path and no training: set --config.teacher.path=DIR, or "
-            "--config.teacher.training={} to train it in the run"
-        )
-    if is_offline(config):
-        raise ConfigError(
-            "config.teacher: an offline run does not read it; set --config.teacher=null, or an "
-            "algorithm that does: --config.algorithm=distillation"
-        )
-
-
-def _check_functions(config: Config) -> None:
-    """Files and packages of the user's functions exist; they are loaded later."""
-    named: list[tuple[str, Any]] = [
-        ("algorithm", config.algorithm),
-        ("data.priority", config.data.priority),
-        *graders(config),
-        *((f"phases.{i}.algorithm", p.algorithm) for i, p in enumerate(config.phases)),
-    ]
-    for key, given in named:
-        if isinstance(given, Given) and given.function is None:
-            name = given.path.rpartition(":")[2]
-            raise ConfigError(
-                f"config.{key} was the function {name} of a Python program, which this file does "
-                f"not hold: rl.train(config, rewards=[{name}]) gives it, or write it in a file and "
-                f"name it, my_file.py:{name}"
+        if model.tensor != actor.tensor:
+            yield (
+                "<critic.tensor>: the critic shares the actor's frozen weights, which are split by "
+                "<actor.tensor>; give both the same"
             )
-    customs = [(key, f) for key, f in named if isinstance(f, Custom) and not isinstance(f, Given)]
-    paths = [(f"{key}.path", f.path) for key, f in customs]
-    if config.data.dataset_class:
-        paths.append(("data.dataset_class", config.data.dataset_class))
-    for key, path in paths:
-        try:
-            check_path(path)
-        except ValueError as error:
-            raise ConfigError(f"config.{key}={path}: {error}") from None
+    if key == "actor" and not lora.merge:
+        quantized = c.rollout.quantization != "none"
+        refused = {"actor.lora.dora": lora.dora, "rollout.quantization": quantized}
+        for other in filter(refused.get, refused):
+            yield f"<actor.lora.merge>: it does not work with <{other}>; leave it true"
 
 
-# ------------------------------------------------------------------------- parts
-
-
-def _models(config: Config) -> Iterator[tuple[str, ModelSettings]]:
-    yield "actor", config.actor
-    yield "critic", config.critic
-    if config.reward.model is not None:
-        yield "reward.model", config.reward.model
-    if config.teacher is not None:
-        yield "teacher", config.teacher
-    for i, model in enumerate(config.models):
-        yield f"models.{i}", model
-
-
-def _role(config: Config, key: str) -> str:
-    """The role of the model at `key`."""
-    first, _, number = key.partition(".")
-    return config.models[int(number)].name if first == "models" else first
-
-
-def _mesh(config: Config, key: str) -> MeshConfig:
-    """The mesh of the model at `key`."""
-    return mesh_of_role(config, _role(config, key))
-
-
-def _trainings(config: Config) -> Iterator[tuple[str, SupervisedConfig]]:
-    if config.warmup is not None:
-        yield "warmup", config.warmup
-    if config.reward.model is not None and config.reward.model.training is not None:
-        yield "reward.model.training", config.reward.model.training
-    if config.teacher is not None and config.teacher.training is not None:
-        yield "teacher.training", config.teacher.training
+RULES: tuple[Callable[[Config], Faults], ...] = (
+    pipeline, placement, batches, rewards, phases_of_mesh, trainings, teacher, phases, strict,
+    data, order, functions, models, run,
+)  # fmt: skip

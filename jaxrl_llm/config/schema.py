@@ -3,15 +3,17 @@
 A config file holds `get_config() -> Config`. Names are verl's and TRL's where they have one.
 """
 
+import functools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Len
 from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig
-from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
+from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
 from jaxrl_llm.config.functions import (
     ExactAnswer,
     OwnFunction,
@@ -23,8 +25,10 @@ from jaxrl_llm.config.given import Rows
 from jaxrl_llm.config.records import (
     BelowOne,
     Count,
+    Custom,
     Fraction,
     FreeDict,
+    Kind,
     Many,
     Maybe,
     NotNegative,
@@ -32,21 +36,13 @@ from jaxrl_llm.config.records import (
     Probability,
     Record,
     Whole,
+    fields_of,
     guess,
-    record,
+    records_in,
     validate,
 )
 
-__all__ = [
-    "AUTO",
-    "DType", "PhaseMeshConfig", "MeshConfig", "DataConfig", "OptimizerConfig", "ModelSettings",
-    "LoraConfig", "AdaptedSettings", "ActorConfig",
-    "CriticConfig", "SupervisedConfig", "RewardModelConfig", "TeacherConfig", "ExtraModelConfig",
-    "FilterGroupsConfig", "RolloutConfig", "SourceGrader", "ValidationConfig", "RewardConfig",
-    "PhaseConfig", "LogConfig", "ProfileConfig", "CheckpointConfig", "WatchdogConfig", "NodeGroup",
-    "Config", "as_dict", "differences",
-]  # fmt: skip
-
+R = TypeVar("R", bound=Record)
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
 
@@ -78,14 +74,12 @@ StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
-@record
 class PhaseMeshConfig(Record):
     """How a phase lays the same devices out; the devices left over are replicas."""
 
     tensor: Whole = 0  # neighbouring devices that share the heads; 0 takes mesh.tensor
 
 
-@record
 class MeshConfig(Record):
     """Devices along each mesh axis; the product is the number of devices used."""
 
@@ -106,14 +100,8 @@ class MeshConfig(Record):
     @property
     def sizes(self) -> dict[Any, int]:
         """The size of each axis."""
-        return {
-            "data": self.data,
-            "pipeline": self.pipeline,
-            "fsdp": self.fsdp,
-            "expert": self.expert,
-            "sequence": self.sequence,
-            "tensor": self.tensor,
-        }
+        axes = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")
+        return {axis: getattr(self, axis) for axis in axes}
 
     @property
     def num_devices(self) -> int:
@@ -139,7 +127,6 @@ class MeshConfig(Record):
         return replicas
 
 
-@record
 class DataConfig(Record):
     """Where prompts come from. Files and tasks may be mixed."""
 
@@ -188,7 +175,6 @@ class DataConfig(Record):
         return self.max_prompt_length + self.max_response_length
 
 
-@record
 class OptimizerConfig(Record):
     """AdamW with a global-norm clip and a schedule over optimizer steps."""
 
@@ -210,7 +196,6 @@ class OptimizerConfig(Record):
     offload: bool = False
 
 
-@record
 class ModelSettings(Record):
     """A role's model: a directory to import, or a Hugging Face config to initialise at random."""
 
@@ -233,7 +218,6 @@ class ModelSettings(Record):
     scan_layers: bool = False
 
 
-@record
 class LoraConfig(Record):
     """Low-rank adapters in place of training all weights; PEFT's names. See docs/lora.md."""
 
@@ -256,7 +240,6 @@ class LoraConfig(Record):
         return bool(self.rank or self.path)
 
 
-@record
 class AdaptedSettings(ModelSettings):
     """A model that learns, in full or by adapters on frozen weights."""
 
@@ -266,7 +249,6 @@ class AdaptedSettings(ModelSettings):
     base_dtype: Literal["", "float32", "bfloat16", "float8"] = ""
 
 
-@record
 class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
@@ -293,7 +275,6 @@ class ActorConfig(AdaptedSettings):
     router_bias_rate: NotNegative = 0.0
 
 
-@record
 class CriticConfig(AdaptedSettings):
     """The value model. An empty path starts it from the actor's weights, after the warm-up."""
 
@@ -307,7 +288,6 @@ class CriticConfig(AdaptedSettings):
     warmup_steps: Whole = 0
 
 
-@record
 class SupervisedConfig(Record):
     """A supervised training: the SFT warm-up, the reward model's or the teacher's."""
 
@@ -321,7 +301,6 @@ class SupervisedConfig(Record):
     stop_at: Fraction = 0.0  # end early once held-out accuracy reaches this; 0 never
 
 
-@record
 class RewardModelConfig(ModelSettings):
     """A scalar model whose score at the last token is the reward, or a part of it."""
 
@@ -330,7 +309,6 @@ class RewardModelConfig(ModelSettings):
     center: NotNegative = 0.0  # coefficient of the squared sum of scores (centring)
 
 
-@record
 class TeacherConfig(ModelSettings):
     """A frozen language model to learn from. Without a path or hf_config it has the actor's."""
 
@@ -338,7 +316,6 @@ class TeacherConfig(ModelSettings):
     top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
 
 
-@record
 class ExtraModelConfig(ModelSettings):
     """A frozen model of yours: a second reward model, a cost model, another reference.
 
@@ -350,7 +327,6 @@ class ExtraModelConfig(ModelSettings):
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
 
-@record
 class FilterGroupsConfig(Record):
     """Dynamic sampling (DAPO): replace groups whose samples all got the same reward."""
 
@@ -360,7 +336,6 @@ class FilterGroupsConfig(Record):
     shortage: Literal["error", "fill"] = "error"  # after the last: stop, or take what there is
 
 
-@record
 class RolloutConfig(Record):
     """Generation for training."""
 
@@ -386,7 +361,6 @@ class RolloutConfig(Record):
     routing_replay: bool = True
 
 
-@record
 class SourceGrader(Record):
     """The grader of the held-out rows of one data source."""
 
@@ -394,7 +368,6 @@ class SourceGrader(Record):
     grader: RewardFunction
 
 
-@record
 class ValidationConfig(Record):
     """Held-out evaluation: greedy by default."""
 
@@ -408,7 +381,6 @@ class ValidationConfig(Record):
     generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
 
 
-@record
 class RewardConfig(Record):
     """Reward functions and how they are run."""
 
@@ -426,7 +398,6 @@ class RewardConfig(Record):
     model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
 
 
-@record
 class PhaseConfig(Record):
     """Another algorithm for the first steps of an online run."""
 
@@ -434,7 +405,6 @@ class PhaseConfig(Record):
     steps: Count
 
 
-@record
 class LogConfig(Record):
     """What the user sees."""
 
@@ -454,14 +424,12 @@ class LogConfig(Record):
     communication_every: Whole = 100
 
 
-@record
 class ProfileConfig(Record):
     """Traces of jax's profiler, in <run_dir>/profile."""
 
     steps: Many[Count] = ()  # on several GPUs, each also times its collectives
 
 
-@record
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
@@ -478,7 +446,6 @@ class CheckpointConfig(Record):
     save_by: str = ""
 
 
-@record
 class WatchdogConfig(Record):
     """Ends a run that stands still, so that a launcher starts it again."""
 
@@ -488,7 +455,6 @@ class WatchdogConfig(Record):
     ceiling_minutes: NotNegative = 60.0
 
 
-@record
 class NodeGroup(Record):
     """Nodes of a run that are named together, for `placement`. A node is a process."""
 
@@ -496,20 +462,14 @@ class NodeGroup(Record):
     gpus_per_node: Count = 8
 
 
-def _node_groups(value: Any) -> Any:
-    """Groups whose values may be written as dicts."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        str(name): validate(NodeGroup, group) if isinstance(group, dict) else group
-        for name, group in value.items()
-    }
+def _group(value: Any) -> Any:
+    """A group of nodes, also written as a dict."""
+    return validate(NodeGroup, value) if isinstance(value, dict) else value
 
 
-NodeGroups = Annotated[dict[str, NodeGroup], BeforeValidator(_node_groups)]
+Group = Annotated[NodeGroup, BeforeValidator(_group)]
 
 
-@record
 class Config(Record):
     """A whole run."""
 
@@ -526,7 +486,7 @@ class Config(Record):
     # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
     placement: Placement = field(default_factory=dict)
     # All nodes of a run, in their order. The actor has the first group, if nothing else is said.
-    node_groups: NodeGroups = field(default_factory=dict)
+    node_groups: dict[str, Group] = field(default_factory=dict)
     # How many updates the policy that samples may be behind. From 1 on, the next batches are
     # generated ahead; with placement.rollout, while this one is learned from.
     max_staleness: Whole = 0
@@ -563,18 +523,46 @@ class Config(Record):
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
 
 
+def is_offline(config: Config) -> bool:
+    """Whether the run learns from fixed records."""
+    return learns_offline(config.algorithm)
+
+
+def learns_offline(algorithm: Online | Offline | Custom) -> bool:
+    """Whether an algorithm learns from fixed records."""
+    return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
+
+
+@functools.cache
+def _kept(cls: type[Record]) -> list[str]:
+    """The fields of a record without objects of a Python program."""
+    return [name for name, entry in fields_of(cls).items() if not entry.exclude]
+
+
+def entries(node: Any) -> Iterable[tuple[Any, Any]]:
+    """(key, value) of what a record, dict or list holds; objects of a program are left out."""
+    if isinstance(node, Record):
+        return [(name, getattr(node, name)) for name in _kept(type(node))]
+    return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
+
+
+def every(node: Any, kind: type[R], key: str = "") -> Iterator[tuple[str, R]]:
+    """(dotted key, record) of every record of a class in a config, in the order of its keys."""
+    if isinstance(node, kind):
+        yield key, node
+    for name, value in entries(node):
+        if isinstance(value, (Record, tuple, list, dict)):
+            yield from every(value, kind, f"{key}.{name}" if key else str(name))
+
+
 def as_dict(node: Any) -> Any:
     """A record as plain JSON types; one of several kinds begins with its `kind`."""
-    if isinstance(node, Record):
-        kind = getattr(node, "kind", "")
-        fields = node.__pydantic_fields__.items()  # pyright: ignore
-        values = {name: as_dict(getattr(node, name)) for name, of in fields if not of.exclude}
-        return {"kind": kind} | values if kind else values
     if isinstance(node, tuple | list):
         return [as_dict(entry) for entry in node]
-    if isinstance(node, dict):
-        return {name: as_dict(entry) for name, entry in node.items()}
-    return node
+    if not isinstance(node, Record | dict):
+        return node
+    kind = {"kind": node.kind} if isinstance(node, Kind) else {}
+    return kind | {name: as_dict(entry) for name, entry in entries(node)}
 
 
 def differences(a: Any, b: Any, key: str = "") -> list[str]:
@@ -589,3 +577,8 @@ def differences(a: Any, b: Any, key: str = "") -> list[str]:
         for name in dict.fromkeys((*a, *b))
     ]
     return [name for names in found for name in names]
+
+
+__all__ = records_in(  # pyright: ignore
+    __name__, "AUTO", "DType", "as_dict", "differences", "is_offline",
+)  # fmt: skip

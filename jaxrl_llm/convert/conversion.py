@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS
-from jaxrl_llm.config.records import explain, field_names, validate
+from jaxrl_llm.config.records import explain, field_names, fields_of, validate
+from jaxrl_llm.config.rules import tracker_fault
 from jaxrl_llm.config.schema import as_dict
-from jaxrl_llm.config.trackers import check_trackers
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
 from jaxrl_llm.data_files import HUB, check_files
 from jaxrl_llm.references import check_path, is_hub_name
@@ -215,7 +215,7 @@ def _differences(ours: Any, plain: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _defaults_of(kind: Any) -> dict[str, Any]:
     """The defaults of a record; fields without one are left out."""
-    fields = KINDS[kind].__pydantic_fields__.items()  # pyright: ignore
+    fields = fields_of(KINDS[kind]).items()
     given = {n: f.get_default(call_default_factory=True) for n, f in fields if not f.is_required()}
     return {name: as_dict(value) for name, value in given.items()}
 
@@ -234,9 +234,7 @@ def _missing(config: Config) -> list[str]:
         except ValueError as error:
             found.append(str(error) if file.startswith(HUB) else file)
     for name in config.log.trackers:
-        try:
-            check_trackers([name])
-        except ConfigError:
+        if tracker_fault(name):
             found.append(f"the package of {name}: pip install 'jaxrl_llm[{name}]'")
     found += [path for path in _functions(config) if not _function_is_here(path)]
     return list(dict.fromkeys(found))

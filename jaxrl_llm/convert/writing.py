@@ -6,7 +6,7 @@ from dataclasses import MISSING
 from typing import Any
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config.records import Record
+from jaxrl_llm.config.records import Record, fields_of
 from jaxrl_llm.convert.conversion import Conversion, Converted
 from jaxrl_llm.convert.rules import NoCounterpart
 
@@ -93,7 +93,7 @@ def _call(
 def changed(record: Record) -> list[tuple[str, Any]]:
     """The fields of a record that are not its class's defaults, in order."""
     found: list[tuple[str, Any]] = []
-    for name, entry in type(record).__pydantic_fields__.items():  # pyright: ignore
+    for name, entry in fields_of(record).items():
         value = getattr(record, name)
         default = (
             entry.get_default(call_default_factory=True) if not entry.is_required() else MISSING

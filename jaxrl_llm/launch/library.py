@@ -134,8 +134,8 @@ def evaluate(
 
     The report has the `metrics` under their names in a run, `num_samples` by data source, and how
     they were sampled. `overrides` are those of `load_config`; `val_data` and `grader` replace those
-    of the config. Its rewards and its training data are not used. `output` is a file for the report
-    as JSON, `answers` one for every answer with its grade, as JSON lines.
+    of the config. Its rewards, stages and training data are not used. `output` is a file for the
+    report as JSON, `answers` one for every answer with its grade, as JSON lines.
 
     Raises: ConfigError without validation data, or for settings that cannot work.
     """
@@ -144,7 +144,7 @@ def evaluate(
     opened = config if isinstance(config, Config) else open_config(config)
     own = {"actor.path": found.path, "data.tokenizer": ""}
     opened = apply_overrides(apply_overrides(opened, own), overrides)
-    changes: dict[str, Any] = {"data.train_rows": None}
+    changes: dict[str, Any] = {"data.train_rows": None, "stages": []}
     if opened.reward.functions or opened.reward.model is None:
         changes |= {"reward.functions": [ExactAnswer()], "reward.weights": []}
     if not (opened.data.train_files or opened.data.dataset_class):

@@ -254,6 +254,9 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.algorithm=pop", ["there is no pop; did you mean 'ppo'", "there are: ppo, grpo"]),
         ("--config.algorithm=ppo.py:make", ["config.algorithm.path=ppo.py:make: there is no file"]),
         ("--config.algorithm=no_such.module:make", ["there is no module 'no_such'"]),
+        ("--config.stages=[no.py:make]", ["config.stages.0.path=no.py:make: there is no file"]),
+        ("--config.node_groups.a.count=0", ["config.node_groups.a.count=0: must be 1 or more"]),
+        ("--config.node_groups.a={cont: 1}", ["did you mean 'config.node_groups.a.count'"]),
         ("--config.algorithm=dro", ["config.algorithm.beta is missing"]),
         (
             "--config.algorithm.gamma=1.5",
@@ -284,7 +287,7 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ),
         ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
         ("--config.reward.functions=[]", ["neither functions nor a model"]),
-        ("--config.reward.model.dtype=bfloat16", ["reward.model has no path and no training"]),
+        ("--config.reward.model.dtype=bfloat16", ["reward.model: it has no path and no training"]),
         ("--config.seed=1.5", ["config.seed=1.5", "expected an integer"]),
         ("--config.seed=None", ["expected an integer"]),
         ("--config.actor.scan_layers=maybe", ["expected true or false"]),

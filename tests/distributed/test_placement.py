@@ -126,7 +126,7 @@ def test_generation_apart_gives_the_same_samples(tensor):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown role": ({"critik": "4"}, "did you mean critic"),
+    "unknown role": ({"critik": "4"}, "did you mean 'critic'"),
     "no such model": ({"teacher": "4"}, "this run has actor, rollout, critic, reference, reward"),
     "no numbers": ({"critic": "four"}, "expected numbers of devices, for example 4-5"),
     "empty": ({"critic": "5-4"}, "5-4 names no device"),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiny_run import read_jsonl
 
 import jaxrl_llm as rl
 from jaxrl_llm.config import Given
-from jaxrl_llm.config.given import function_digest, rows_digest
+from jaxrl_llm.object_digests import function_digest, rows_digest
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
@@ -158,7 +159,8 @@ def test_functions_rows_and_callbacks_of_a_program(tmp_path):
     model = rl.open_model(tmp_path / "run")
     (answer,) = model.generate(["1+1="], max_new_tokens=3, n=2)
     assert len(answer.completions) == 2 and answer.text == answer.completions[0].text
-    report = rl.evaluate(tmp_path / "run", config(tmp_path), val_data=ROWS, grader=again)
+    elsewhere = replace(config(tmp_path), stages=(rl.Custom(path="not_here.py:stage"),))
+    report = rl.evaluate(tmp_path / "run", elsewhere, val_data=ROWS, grader=again)
     assert report["num_samples"] == {"val_data": 16}
     assert (rl.export(tmp_path / "run", tmp_path / "out") / "model.safetensors").is_file()
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.config import AlarmsConfig, ConfigError, apply_override, open_config
-from jaxrl_llm.config.alarms import UpdateKL
+from jaxrl_llm.config import AlarmsConfig, Config, ConfigError, apply_override, open_config
 from jaxrl_llm.config.records import field_names
 from jaxrl_llm.observability.alarms import REARM, Alarms, Event, repeated_share, watchers
 
@@ -132,7 +131,7 @@ def test_what_does_not_count() -> None:
     small = [{"actor/grad_norm": 1e-3}] * 20 + [{"actor/grad_norm": 0.9}]
     usual = [{"perf/time_per_step": 5.0}] * 20
     assert fired([stale] * 20) == fired([*usual, *[compiling] * 9]) == fired(small) == []
-    alarms = Alarms(config=AlarmsConfig(update_kl=UpdateKL(action="off")))
+    alarms = Alarms(config=apply_override(Config(), "alarms.update_kl", "off").alarms)
     assert fired([{"actor/ppo_kl": 9.0}], alarms) == []
 
 
@@ -146,7 +145,11 @@ def test_repeated_share_by_hand() -> None:
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
-        ("alarms.kl", "stp", "alarms.kl=stp: expected one of off, warn, save, stop; did you mean"),
+        (
+            "alarms.kl",
+            "stp",
+            "alarms.kl.action=stp: expected one of off, warn, save, stop; did you",
+        ),
         ("alarms.kl.action", "quit", "expected one of off, warn, save, stop"),
         ("alarms.kl.threshold", "-1", "must be 0 or more"),
         ("alarms.mismatch.threshold", "1", "must be above 1; 1.05 works"),

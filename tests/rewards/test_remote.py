@@ -121,5 +121,5 @@ def test_wrong_settings_are_refused_before_the_run():
     with pytest.raises(ValueError, match="http://"):
         prepare(url="127.0.0.1:8001")
     function = {"kind": "remote", "url": "http://x", "total_s": 40.0}
-    with pytest.raises(ConfigError, match="total_s=40 does not end before"):
+    with pytest.raises(ConfigError, match="total_s=40: it does not end before"):
         load_config("grpo", {"reward.functions": [function]})

@@ -252,7 +252,7 @@ def written(folder: Path) -> TinyRun:
             {"phases__0__algorithm": "dpo"},
             "phases are of online algorithms",
         ),
-        ({"teacher": "{}"}, "config.teacher has no path and no training"),
+        ({"teacher": "{}"}, "config.teacher: it has no path and no training"),
         ({"teacher": '{"training": {}, "top_k": 0}'}, "config.teacher.top_k=0"),
     ],
 )

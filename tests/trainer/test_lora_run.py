@@ -268,13 +268,16 @@ def test_an_adapter_with_a_number_that_is_none_is_refused(tmp_path, base, traine
             "mesh.pipeline=2: set mesh.pipeline to 1",
         ),
         ({"placement": '{"rollout": "1"}'}, "does not work with config.placement"),
-        ({"actor.lora.merge": "false", "actor.lora.dora": "true"}, "lora.dora=True"),
-        ({"actor.lora.targets": "[]"}, "lora.targets is empty"),
-        ({"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"}, "base_dtype=bfloat16 is of"),
-        ({"actor.lora.rank": "0", "actor.base_dtype": "float8"}, "base_dtype=float8 is of frozen"),
+        ({"actor.lora.merge": "false", "actor.lora.dora": "true"}, "lora.dora=true"),
+        ({"actor.lora.targets": "[]"}, "lora.targets: it is empty"),
+        ({"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"}, "base_dtype=bfloat16: it is of"),
+        (
+            {"actor.lora.rank": "0", "actor.base_dtype": "float8"},
+            "base_dtype=float8: it is of frozen",
+        ),
         ({"actor.lora.path": "nowhere"}, "expected a folder with adapter_config.json"),
         ({"critic.lora.rank": "2", "critic.tensor": "1", "mesh.tensor": "2"}, "critic.tensor=1"),
-        ({"critic.lora.rank": "2", "critic.base_dtype": "bfloat16"}, "base_dtype is bfloat16: the"),
+        ({"critic.lora.rank": "2", "critic.base_dtype": "bfloat16"}, "base_dtype=bfloat16: the"),
     ],
 )
 def test_what_does_not_work_is_refused(tmp_path, flags, message):

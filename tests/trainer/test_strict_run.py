@@ -47,7 +47,7 @@ def test_sampler_and_trainer_agree_in_every_step(tmp_path, exact):
         ("rollout.dtype=bfloat16", "rollout.dtype=float32 works"),
         ("mesh.fsdp=2", "mesh.fsdp=1 works"),
         ("actor.residual_dtype=bfloat16", "residual_dtype=float32 works, or .*exact=repeatable"),
-        ("actor.scan_layers=true", "actor.scan_layers=False works"),
+        ("actor.scan_layers=true", "actor.scan_layers=false works"),
         ("max_staleness=1 partial_rollouts=2", "partial_rollouts=0 works"),
     ],
 )

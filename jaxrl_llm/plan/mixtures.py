@@ -42,15 +42,15 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
 
 def _check_router_keys(config: Config, actor: Role | None) -> None:
     """Raises: ConfigError for keys of routers that are not there, or do not learn."""
-    key = next((key for key in _ROUTER_KEYS if getattr(config.actor, key)), None)
-    given = f"config.actor.{key}={getattr(config.actor, key)}" if key else ""
-    works = f"--config.actor.{key}={_ROUTER_KEYS[key]} works" if key else ""
-    if key and (actor is None or actor.spec.config.mixture is None):
+    keys = [key for key in _ROUTER_KEYS if getattr(config.actor, key)]
+    given = ", ".join(f"config.actor.{key}={getattr(config.actor, key)}" for key in keys)
+    works = " ".join(f"--config.actor.{key}={_ROUTER_KEYS[key]}" for key in keys) + " works"
+    if keys and (actor is None or actor.spec.config.mixture is None):
         raise ConfigError(
             f"{given}: the model that learns has no routers, so nothing would change; {works}"
         )
     _check_scores(config, actor)
-    if key and config.actor.lora.enabled:
+    if keys and config.actor.lora.enabled:
         raise ConfigError(
             f"{given} with config.actor.lora: routers are frozen weights and cannot learn; {works}"
         )

@@ -73,8 +73,8 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (
             EXPERTS,
-            {"actor": {"lora": ATTENTION, "router_aux_loss_coef": 0.1}},
-            "routers are frozen weights.*router_aux_loss_coef=0 works",
+            {"actor": {"lora": ATTENTION, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.1}},
+            "routers are frozen weights.*aux_loss_coef=0 --config.actor.router_z_loss_coef=0 works",
         ),
         (OLMOE, {}, "olmoe has no scalar model"),
         (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),

@@ -18,6 +18,7 @@ from jaxrl_llm.config.records import (
     Kind,
     Record,
     Text,
+    UnknownKeyError,
     explain,
     fields_of,
     validate,
@@ -236,8 +237,10 @@ def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) 
     elif not hint:
         same = _key_that_ends_in(part, root)
         hint = f"; did you mean 'config.{same}'?" if same else ""
-    return ConfigError(
-        f"unknown key {key}.{part}{hint}\nkeys of {key}: {', '.join(known) or 'none'}"
+    return UnknownKeyError(
+        f"unknown key {key}.{part}{hint}\nkeys of {key}: {', '.join(known) or 'none'}",
+        ".".join([key, *parts]).removeprefix("config."),
+        text,
     )
 
 

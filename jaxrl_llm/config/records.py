@@ -25,7 +25,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jaxrl_llm.references import nearest
 
-__all__ = ["ConfigError", "Custom", "Kind", "Record"]
+__all__ = ["ConfigError", "Custom", "Kind", "Record", "UnknownKeyError"]
 
 
 class ConfigError(ValueError):
@@ -33,6 +33,14 @@ class ConfigError(ValueError):
 
     Commands print it without a traceback and end with exit code 2.
     """
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no record has; `key` is the dotted one, without "config."."""
+
+    def __init__(self, message: str, key: str, value: str) -> None:
+        super().__init__(message)
+        self.key, self.value = key, value
 
 
 class Text(str):

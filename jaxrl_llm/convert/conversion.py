@@ -81,16 +81,16 @@ def convert(source: Source, dialect: Dialect) -> Conversion:
 
     Raises: ConfigError for a value that cannot work, and where the sizes do not fit.
     """
-    answers = {key: _answer(key, value, source, dialect) for key, value in source.given.items()}
+    answers = {key: answer(key, value, source, dialect) for key, value in source.given.items()}
     defaults = {
-        key: _answer(key, value, source, dialect)
+        key: answer(key, value, source, dialect)
         for key, value in source.defaults.items()
         if key not in source.given
     }
     values: dict[str, Any] = {}
-    for answer in (*defaults.values(), *answers.values()):
-        if isinstance(answer, Ours):
-            values |= answer.values
+    for found in (*defaults.values(), *answers.values()):
+        if isinstance(found, Ours):
+            values |= found.values
     notes = dialect.finish(source, values)
     _drop_settings(values, answers)
     config = _build(values)
@@ -108,8 +108,9 @@ def convert(source: Source, dialect: Dialect) -> Conversion:
     )
 
 
-def _answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
-    rule = _rule(key, dialect.table)
+def answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
+    """What a key of another library becomes here. Raises: ConfigError for its value."""
+    rule = rule_of(key, dialect.table)
     if rule is None:
         return NoCounterpart(f"not known here{_nearest_key(key, dialect.table)}")
     if isinstance(rule, str):
@@ -144,7 +145,7 @@ def _nearest_key(key: str, table: Mapping[str, Rule]) -> str:
     return ""
 
 
-def _rule(key: str, table: Mapping[str, Rule]) -> Rule | None:
+def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
     """The rule of a key, or of the folder of keys that it is in."""
     if key in table:
         return table[key]

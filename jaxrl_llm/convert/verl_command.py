@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.convert.conversion import Conversion, convert, rows_of
-from jaxrl_llm.convert.rules import NotNeeded, Source, many
+from jaxrl_llm.convert.conversion import Conversion, answer, convert, rows_of, rule_of
+from jaxrl_llm.convert.rules import NoCounterpart, NotNeeded, Source, many
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in, without_unknown
 from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.convert.verl import DEFAULTS, VERL
@@ -46,6 +46,23 @@ def convert_verl(
     unused = {each.key for each in found.of_kind(NotNeeded)}
     notes = [note for key, note in cut.items() if key not in unused]
     return replace(found, notes=(*found.notes, *notes))
+
+
+def counterpart(key: str, text: str) -> str:
+    """What a key of verl is here, as a sentence; empty where verl has no such key."""
+    if rule_of(key, VERL.table) is None:
+        return ""
+    value = value_of(text)
+    found = answer(key, value, Source(given={key: value}, defaults=DEFAULTS, devices=1), VERL)
+    if isinstance(found, NotNeeded):
+        return f"verl's {key} is not needed here: {found.why}"
+    if isinstance(found, NoCounterpart) or not found.values:  # it may depend on other keys
+        return (
+            f"{key} is a key of verl; `jaxrl convert-config --from=verl --file=SCRIPT` translates "
+            "a whole command: docs/from-verl.md"
+        )
+    flags = " ".join(f"--config.{name}={ours}" for name, ours in found.values.items())
+    return f"verl's {key}={text} is {flags} here"
 
 
 def _is_entry(word: str) -> bool:

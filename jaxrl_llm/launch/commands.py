@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint
-from jaxrl_llm.config import ConfigError, Parser, load_config, read_config
+from jaxrl_llm.config import ConfigError, Parser, UnknownKeyError, load_config, read_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
 from jaxrl_llm.launch.convert_config import convert_config
@@ -641,7 +641,18 @@ def help_of(name: str) -> str:
 def run(command: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
     """Run one command on the process's arguments and exit."""
     name = next(name for name, each in COMMANDS.items() if each is command)
-    run_script(command, argv, help_text=partial(help_of, name))
+    run_script(partial(_with_counterpart, command), argv, help_text=partial(help_of, name))
+
+
+def _with_counterpart(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The command; where a key is unknown here and known to verl, the error says what it is."""
+    try:
+        return command(argv)
+    except UnknownKeyError as error:
+        from jaxrl_llm.convert.verl_command import counterpart
+
+        note = counterpart(error.key, error.value)
+        raise ConfigError(f"{error}\n{note}" if note else str(error)) from None
 
 
 def main() -> NoReturn:

@@ -11,7 +11,7 @@ from jaxrl_llm.convert.account import lines
 from jaxrl_llm.convert.trl_command import convert_trl
 from jaxrl_llm.convert.verl_command import convert_verl
 from jaxrl_llm.convert.writing import WIDTH, file_of, python_file
-from jaxrl_llm.launch.commands import help_of
+from jaxrl_llm.launch.commands import help_of, run, train
 from jaxrl_llm.launch.convert_config import convert_config
 
 DPO = "trl dpo --model_name_or_path a/b --dataset_name c/d"
@@ -118,3 +118,23 @@ def test_it_needs_no_jax_and_ends_with_2(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: TRL's gkd has no counterpart")
     assert "--rows=N" in help_of("convert-config")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("data.prompt_key=question", "is --config.data.columns.prompt=question here"),
+        ("trainer.project_name=x", "is not needed here: WANDB_PROJECT"),
+        ("trainer.total_epochs=2", "convert-config --from=verl"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "is --config.algorithm.use_kl_loss=True here"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "convert-config --from=verl"),
+        ("foo.bar=1", None),
+    ],
+)
+def test_a_key_of_verl_on_our_command_line_is_explained(flag, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(train, ["--config=grpo", f"--config.{flag}"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"unknown key config.{flag.split('.')[0]}" in error
+    assert said in error if said else "verl" not in error

@@ -301,8 +301,8 @@ def _forward(
         if strictly:
             logits_CV = strict_logits(hidden_CD, weight_VD)
             found_C, top_C, log_total_C = strict_logprob(logits_CV, targets_C, temperature)
-            logits_CV, found_C = jax.lax.optimization_barrier((logits_CV, found_C))
-            _, top_C, total_C, mean_C = _sums(logits_CV / temperature, targets_C, with_entropy)
+            mean_C = _strict_mean(logits_CV, top_C, temperature) if with_entropy else None
+            total_C = jnp.exp(log_total_C)
         else:
             logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
             chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
@@ -334,6 +334,13 @@ def _sums(
     chosen_C = jnp.sum(jnp.where(is_target, relative_CV, 0.0), axis=-1)
     mean_C = jnp.sum(weights_CV * relative_CV, axis=-1) if with_mean else None
     return chosen_C, top_C, total_C, mean_C
+
+
+def _strict_mean(logits_CV: Array, top_C: Array, temperature: float) -> Array:
+    """The last result of `_sums`, apart from the log-probs: one pass over the logits."""
+    logits_CV, top_C = jax.lax.optimization_barrier((logits_CV, top_C))
+    relative_CV = logits_CV / temperature - top_C[..., None]
+    return jnp.sum(jnp.exp(relative_CV) * relative_CV, axis=-1)
 
 
 def _primal(
@@ -376,6 +383,11 @@ def _scan_bwd(
     """
     hidden_KCD, weight_VD, targets_KC, stop, lse_KC, entropy_KC = saved
     grad_logprobs_KC, grad_entropy_KC = grads
+    chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
+    if strictly:
+        together = max(1, DEFAULT_CHUNK_LOGITS // (targets_KC[0].size * weight_VD.shape[0]))
+        chunks = jax.tree.map(partial(_larger, together, stop), chunks)
+        stop = None if stop is None else -(-stop // together)
 
     def body(grad_weight_VD, chunk):
         hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C = chunk
@@ -398,10 +410,23 @@ def _scan_bwd(
         )
         return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
 
-    chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
     zero = jnp.zeros(weight_VD.shape, jnp.float32)
     grad_weight_VD, grad_hidden_KCD = _chunk_by_chunk(body, zero, chunks, stop)
+    grad_hidden_KCD = grad_hidden_KCD.reshape(-1, *hidden_KCD.shape[1:])[: len(hidden_KCD)]
     return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
+
+
+def _larger(together: int, stop: Array | None, x_KC: Array) -> Array:
+    """Chunks of `together` strict chunks; zeros, which have no gradient, from chunk `stop` on.
+
+    Only values must be strict. Each chunk reads and writes the whole gradient of the weights, which
+    takes longer than the matmuls of a strict chunk.
+    """
+    if stop is not None:
+        computed_K = (jnp.arange(len(x_KC)) < stop).reshape(-1, *(1,) * (x_KC.ndim - 1))
+        x_KC = jnp.where(computed_K, x_KC, 0)
+    padding = ((0, -len(x_KC) % together), *((0, 0),) * (x_KC.ndim - 1))
+    return jnp.pad(x_KC, padding).reshape(-1, together * x_KC.shape[1], *x_KC.shape[2:])
 
 
 _scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6))

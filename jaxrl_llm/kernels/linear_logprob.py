@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.strict import Strict
+from jaxrl_llm.kernels.vocabulary_sums import sums_of_columns
 
 # Logits of a default chunk: 1 GiB in float32, over all devices. With a vocabulary of 152k these are
 # 1766 tokens, which keep a GPU busy.
@@ -177,17 +178,24 @@ def strict_logits(hidden_CD: Array, weight_VD: Array) -> Array:
     )
 
 
-def strict_logprob(
-    logits_CV: Array, targets_C: Array, temperature: float
-) -> tuple[Array, Array, Array]:
-    """Log-probs of a chunk's targets, the maximum of logits over temperature, and log-sum less it.
+def strict_sums(logits_CV: Array, temperature: float) -> Array:
+    """`sums_of_columns` of a chunk's logits over the temperature, as every caller has them."""
+    logits_CV = jax.lax.optimization_barrier(logits_CV)
+    return jax.lax.optimization_barrier(sums_of_columns(logits_CV / temperature))
 
-    Requires: a chunk as large as that of every other caller.
+
+def strict_logprob(
+    logits_CV: Array, sums_CM: Array, targets_C: Array, temperature: float
+) -> tuple[Array, Array]:
+    """Log-probs of a chunk's targets, and the log-sum-exp of the logits over the temperature.
+
+    Requires: a chunk as large as that of every other caller, and its `strict_sums`.
     """
-    logits_CV, targets_C = jax.lax.optimization_barrier((logits_CV, targets_C))
-    chosen_C, top_C, total_C, _ = _sums(logits_CV / temperature, targets_C, False)
-    log_total_C = jnp.log(total_C)
-    return jax.lax.optimization_barrier((chosen_C - log_total_C, top_C, log_total_C))
+    inputs = jax.lax.optimization_barrier((logits_CV, sums_CM, targets_C))
+    logits_CV, sums_CM, targets_C = inputs
+    chosen_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="clip")[:, 0]
+    lse_C = jax.nn.logsumexp(sums_CM, axis=-1)
+    return jax.lax.optimization_barrier((chosen_C / temperature - lse_C, lse_C))
 
 
 def sum_squared_probs(
@@ -300,14 +308,14 @@ def _forward(
         hidden_CD, targets_C = chunk
         if strictly:
             logits_CV = strict_logits(hidden_CD, weight_VD)
-            found_C, top_C, log_total_C = strict_logprob(logits_CV, targets_C, temperature)
-            mean_C = _strict_mean(logits_CV, top_C, temperature) if with_entropy else None
-            total_C = jnp.exp(log_total_C)
-        else:
-            logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
-            chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
-            log_total_C = jnp.log(total_C)
-            found_C = chosen_C - log_total_C
+            sums_CM = strict_sums(logits_CV, temperature)
+            found_C, lse_C = strict_logprob(logits_CV, sums_CM, targets_C, temperature)
+            entropy_C = _strict_entropy(logits_CV, lse_C, temperature) if with_entropy else None
+            return carry, (found_C, lse_C, entropy_C)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
+        log_total_C = jnp.log(total_C)
+        found_C = chosen_C - log_total_C
         entropy_C = None
         if mean_C is not None:
             # Not lse - sum(p * logits), a small difference of large numbers.
@@ -336,11 +344,11 @@ def _sums(
     return chosen_C, top_C, total_C, mean_C
 
 
-def _strict_mean(logits_CV: Array, top_C: Array, temperature: float) -> Array:
-    """The last result of `_sums`, apart from the log-probs: one pass over the logits."""
-    logits_CV, top_C = jax.lax.optimization_barrier((logits_CV, top_C))
-    relative_CV = logits_CV / temperature - top_C[..., None]
-    return jnp.sum(jnp.exp(relative_CV) * relative_CV, axis=-1)
+def _strict_entropy(logits_CV: Array, lse_C: Array, temperature: float) -> Array:
+    """The entropy, apart from the log-probs: one pass over the logits."""
+    logits_CV, lse_C = jax.lax.optimization_barrier((logits_CV, lse_C))
+    logprobs_CV = logits_CV / temperature - lse_C[:, None]
+    return -jnp.sum(jnp.exp(logprobs_CV) * logprobs_CV, axis=-1)
 
 
 def _primal(
@@ -412,7 +420,9 @@ def _scan_bwd(
 
     zero = jnp.zeros(weight_VD.shape, jnp.float32)
     grad_weight_VD, grad_hidden_KCD = _chunk_by_chunk(body, zero, chunks, stop)
-    grad_hidden_KCD = grad_hidden_KCD.reshape(-1, *hidden_KCD.shape[1:])[: len(hidden_KCD)]
+    if strictly:
+        grad_hidden_KCD = grad_hidden_KCD.reshape(-1, *hidden_KCD.shape[1:])
+        grad_hidden_KCD = grad_hidden_KCD[: len(hidden_KCD)]
     return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
 
 

@@ -23,12 +23,16 @@ THREADS = 128  # of a CTA
 FEWEST, MOST = 512, 16384  # features: fewer leave a CTA idle, more exceed its registers
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def strict_norm(x: Float[Array, "*M D"], weight_D: Float[Array, " D"], eps: float) -> Array:
     """`rms_norm` on a GPU, in the weight's dtype, with its ordinary gradient.
 
     Guarantees: a row of the result has the same bits for any number of rows.
     """
+    return _norm(x, weight_D, eps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _norm(x: Array, weight_D: Array, eps: float) -> Array:
     if not _fits(x, weight_D):
         return rms_norm(x, weight_D, eps, strict_sum)
     return norm_kernel(x.reshape(-1, x.shape[-1]), weight_D, eps).reshape(x.shape)
@@ -38,7 +42,7 @@ def _backward(eps: float, residuals: tuple[Array, Array], gradient: Array) -> tu
     return jax.vjp(partial(rms_norm, eps=eps), *residuals)[1](gradient)
 
 
-strict_norm.defvjp(lambda x, weight, eps: (strict_norm(x, weight, eps), (x, weight)), _backward)
+_norm.defvjp(lambda x, weight, eps: (_norm(x, weight, eps), (x, weight)), _backward)
 
 
 def _fits(x: Array, weight_D: Array) -> bool:

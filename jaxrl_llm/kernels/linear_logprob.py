@@ -148,7 +148,10 @@ def _joined_strictly(
     strict: Strict,
 ) -> tuple[Array, Array | None]:
     """`linear_logprob` of one axis of whole chunks. Only a single row keeps its length."""
-    added = -targets_N.size % strict.rows
+    chunks = -(-targets_N.size // strict.rows)
+    groups = max(1, -(-chunks // _most_together(strict.rows, weight_VD.shape[0])))
+    chunks = groups * -(-chunks // groups)  # so that the backward pass can join them
+    added = chunks * strict.rows - targets_N.size
     hidden_XD = jnp.pad(hidden_ND.reshape(-1, hidden_ND.shape[-1]), ((0, added), (0, 0)))
     found = linear_logprob(
         hidden_XD,
@@ -393,7 +396,9 @@ def _scan_bwd(
     grad_logprobs_KC, grad_entropy_KC = grads
     chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
     if strictly:
-        together = max(1, DEFAULT_CHUNK_LOGITS // (targets_KC[0].size * weight_VD.shape[0]))
+        most = _most_together(targets_KC.shape[1], weight_VD.shape[0])
+        number = max(1, len(targets_KC))
+        together = next(n for n in range(min(most, number), 0, -1) if number % n == 0)
         chunks = jax.tree.map(partial(_larger, together, stop), chunks)
         stop = None if stop is None else -(-stop // together)
 
@@ -421,8 +426,7 @@ def _scan_bwd(
     zero = jnp.zeros(weight_VD.shape, jnp.float32)
     grad_weight_VD, grad_hidden_KCD = _chunk_by_chunk(body, zero, chunks, stop)
     if strictly:
-        grad_hidden_KCD = grad_hidden_KCD.reshape(-1, *hidden_KCD.shape[1:])
-        grad_hidden_KCD = grad_hidden_KCD[: len(hidden_KCD)]
+        grad_hidden_KCD = grad_hidden_KCD.reshape(hidden_KCD.shape)
     return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
 
 
@@ -435,8 +439,12 @@ def _larger(together: int, stop: Array | None, x_KC: Array) -> Array:
     if stop is not None:
         computed_K = (jnp.arange(len(x_KC)) < stop).reshape(-1, *(1,) * (x_KC.ndim - 1))
         x_KC = jnp.where(computed_K, x_KC, 0)
-    padding = ((0, -len(x_KC) % together), *((0, 0),) * (x_KC.ndim - 1))
-    return jnp.pad(x_KC, padding).reshape(-1, together * x_KC.shape[1], *x_KC.shape[2:])
+    return x_KC.reshape(len(x_KC) // together, together * x_KC.shape[1], *x_KC.shape[2:])
+
+
+def _most_together(rows: int, vocab_size: int) -> int:
+    """How many strict chunks the backward pass joins at most."""
+    return max(1, DEFAULT_CHUNK_LOGITS // (rows * vocab_size))
 
 
 _scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6))

@@ -238,19 +238,19 @@ def test_squared_probabilities_equal_those_of_whole_logits(chunk):
 @pytest.mark.parametrize("wanted", [None, 11])
 def test_strict_chunks_have_the_gradient_of_whole_logits(monkeypatch, wanted):
     """The backward pass joins three chunks of four tokens; no token past the wanted ones counts."""
-    hidden, weight, targets = case((32,))
+    hidden, weight, targets = case((1, 32))
     monkeypatch.setattr(module, "DEFAULT_CHUNK_LOGITS", 3 * 4 * 11)
-    seen = jnp.arange(32) < (32 if wanted is None else wanted)
+    seen = jnp.arange(32)[None] < (32 if wanted is None else wanted)
 
     def loss(fn, hidden, weight, **settings):
         logprobs, entropy = fn(hidden, weight, targets, temperature=0.6, **settings)
         return jnp.where(seen, logprobs * 3 + entropy, 0).sum(), (logprobs, entropy)
 
-    lengths = None if wanted is None else jnp.int32(wanted)
+    lengths = None if wanted is None else jnp.array([wanted])
     strictly = partial(
         loss, linear_logprob, lengths=lengths, with_entropy=True, strict=Strict(rows=4, block=8)
     )
-    given = hidden if wanted is None else hidden.at[12:].set(jnp.nan)
+    given = hidden if wanted is None else hidden.at[:, 12:].set(jnp.nan)
     (gradients, outputs), (expected, expected_outputs) = (
         jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(x, weight)
         for fn, x in ((strictly, given), (partial(loss, linear_logprob_reference), hidden))

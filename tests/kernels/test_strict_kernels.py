@@ -126,3 +126,4 @@ def test_few_rows_take_a_cta_for_each_chain():
     assert module.default_tile(256, 8960, 1536).apart
     assert not module.default_tile(16384, 8960, 1536).apart
     assert not module.default_tile(256, 1536, 1536).apart
+    assert module.default_tile(9216, 1536, 17920).rows > module.default_tile(256, 1536, 17920).rows

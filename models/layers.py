@@ -25,9 +25,10 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
-from jaxrl_llm.kernels.strict import strict_in_scope, strict_sum
+from jaxrl_llm.kernels.strict import strict_in_scope
 from jaxrl_llm.kernels.strict_matmul import fits as strict_matmul_fits
 from jaxrl_llm.kernels.strict_matmul import strict_dot
+from jaxrl_llm.kernels.strict_norm import strict_norm
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.frozen import Quantized, quantized_matmul
 from jaxrl_llm.models.rope import rope_powers
@@ -238,8 +239,9 @@ class RMSNorm(nnx.Module):
             rows = rms_norm_float8(x.reshape(-1, x.shape[-1]), scale, eps=self.eps)
             return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), rows)
         strict = strict_in_scope()
-        total = strict_sum if strict is not None and strict.kernels else None
-        return rms_norm(x, scale, self.eps, total).astype(dtype)
+        if strict is not None and strict.kernels:
+            return strict_norm(x, scale, self.eps).astype(dtype)
+        return rms_norm(x, scale, self.eps).astype(dtype)
 
 
 class Embedding(nnx.Module):

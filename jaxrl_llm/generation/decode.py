@@ -19,7 +19,7 @@ from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
-from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob
+from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob, strict_sums
 from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.experts import Routing
@@ -121,11 +121,12 @@ def _sample(
     """A token of every slot, and its log-prob; in a `strict_scope` that of `linear_logprob`."""
     if (strict := strict_in_scope()) is None:
         return sample(model.logits(hidden_BD), keys_B2, sampling)
+    temperature = sampling.temperature or 1.0
 
     def run(weight_VD: jax.Array, hidden_CD: jax.Array, keys_C2: jax.Array) -> Any:
         logits_CV = strict_logits(hidden_CD, weight_VD)
-        tokens_C, _ = sample(logits_CV, keys_C2, sampling)
-        logprobs_C, *_ = strict_logprob(logits_CV, tokens_C, sampling.temperature or 1.0)
-        return tokens_C, logprobs_C
+        sums_CM = strict_sums(logits_CV, temperature)
+        tokens_C, _ = sample(logits_CV, keys_C2, sampling, sums_CM)
+        return tokens_C, strict_logprob(logits_CV, sums_CM, tokens_C, temperature)[0]
 
     return by_rows(strict, run, model.unembedding(), hidden_BD, keys_B2, lead=1)

@@ -17,11 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.generation.stop_strings import Stops, StopStrings
+from jaxrl_llm.kernels.vocabulary_sums import num_rows, sums_of_columns
 from jaxrl_llm.numerics import mix32
-
-MOST_ROWS = 128  # F
-FEWEST_COLUMNS = 256
-ROWS_AT_ONCE = 16  # so that each of up to 8 devices holds whole parts of 128 rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +109,16 @@ def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.
 
 
 def sample(
-    logits_BV: jax.Array, keys_B2: jax.Array, params: SamplingParams
+    logits_BV: jax.Array,
+    keys_B2: jax.Array,
+    params: SamplingParams,
+    sums_BM: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample one token a row; returns (tokens int32 [B], log-probs float32 [B]).
 
     Log-probs are those of the full softmax at the sampling temperature (1 when greedy). `keys_B2`
-    comes from `token_keys`; greedy sampling does not read it.
+    comes from `token_keys`; greedy sampling does not read it. `sums_BM` are `sums_of_columns` of
+    the logits over the temperature, where the caller has them.
     """
     z_BV = logits_BV.astype(jnp.float32)
     if params.greedy:
@@ -127,23 +128,26 @@ def sample(
         if params.temperature != 1:
             z_BV = z_BV / params.temperature
         kept_BV = filter_logits(z_BV, params)
-        tokens_B, total_B = _draw(kept_BV, keys_B2)
+        sums_BM = sums_BM if kept_BV is z_BV else None
+        tokens_B, total_B = _draw(kept_BV, keys_B2, sums_BM)
         if kept_BV is not z_BV:
             total_B = jax.nn.logsumexp(z_BV, axis=-1)
     chosen_B = jnp.take_along_axis(z_BV, tokens_B[:, None], axis=-1)[:, 0]
     return tokens_B, chosen_B - total_B
 
 
-def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _draw(
+    z_BV: jax.Array, keys_B2: jax.Array, sums_BM: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """(tokens sampled from the softmax of z, its log-normalisers), each [B].
 
     Token f * M + m is in row f and column m. So a device that holds a slice of the vocabulary holds
     whole rows, and adds its part to every column.
     """
     B, V = z_BV.shape
-    rows = _num_rows(V)
+    rows = num_rows(V)
     z_BFM = z_BV.reshape(B, rows, V // rows)
-    sums_BM = z_BFM[:, 0] if rows == 1 else _logsumexp_of_rows(z_BFM)
+    sums_BM = sums_of_columns(z_BV) if sums_BM is None else sums_BM
     columns = V // rows
     column_B = jnp.argmax(sums_BM + _gumbel(keys_B2, columns), axis=-1).astype(jnp.int32)
     total_B = jax.nn.logsumexp(sums_BM, axis=-1)
@@ -152,43 +156,6 @@ def _draw(z_BV: jax.Array, keys_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
     z_BF = jnp.take_along_axis(z_BFM, column_B[:, None, None], axis=2)[:, :, 0]
     row_B = jnp.argmax(z_BF + _gumbel(keys_B2, rows, first=columns), axis=-1).astype(jnp.int32)
     return row_B * columns + column_B, total_B
-
-
-def _logsumexp_of_rows(z_BFM: jax.Array) -> jax.Array:
-    """logsumexp over the rows, [B, M], which reads the logits, the largest array here, once.
-
-    `jax.nn.logsumexp` reads them twice, for the maximum and for the sum. Here one reduction over
-    ROWS_AT_ONCE rows gives both. The rest is small; its maximum and sum are plain reductions, which
-    the partitioner can split over devices that hold different rows.
-    """
-    B, F, M = z_BFM.shape
-    z_BCRM = z_BFM.reshape(B, -1, min(F, ROWS_AT_ONCE), M)
-
-    def join(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        (peak, total), (other_peak, other_total) = one, other
-        # Equal peaks have a difference of 0, also two of -inf, whose difference would be NaN.
-        gap = jnp.where(peak == other_peak, 0.0, -jnp.abs(peak - other_peak))
-        rest = jnp.exp(gap)
-        higher = peak >= other_peak
-        joined = jnp.where(higher, total + other_total * rest, total * rest + other_total)
-        return jnp.where(higher, peak, other_peak), joined
-
-    start = (jnp.float32(-jnp.inf), jnp.float32(0))
-    peak_BCM, total_BCM = lax.reduce((z_BCRM, jnp.ones_like(z_BCRM)), start, join, (2,))
-    peak_BM = jnp.max(peak_BCM, axis=1)
-    finite_BM = jnp.where(jnp.isfinite(peak_BM), peak_BM, 0.0)
-    total_BM = jnp.sum(total_BCM * jnp.exp(peak_BCM - finite_BM[:, None]), axis=1)
-    return finite_BM + jnp.log(total_BM)
-
-
-def _num_rows(vocab_size: int) -> int:
-    """The largest power of two, up to MOST_ROWS, that divides V and leaves FEWEST_COLUMNS."""
-    rows = 1
-    while rows < MOST_ROWS and vocab_size % (2 * rows) == 0:
-        if vocab_size // (2 * rows) < FEWEST_COLUMNS:
-            break
-        rows *= 2
-    return rows
 
 
 def filter_logits(z_BV: jax.Array, params: SamplingParams) -> jax.Array:

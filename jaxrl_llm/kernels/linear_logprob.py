@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.strict import Strict
+from jaxrl_llm.kernels.vocabulary_sums import sums_of_columns
 
 # Logits of a default chunk: 1 GiB in float32, over all devices. With a vocabulary of 152k these are
 # 1766 tokens, which keep a GPU busy.
@@ -147,7 +148,10 @@ def _joined_strictly(
     strict: Strict,
 ) -> tuple[Array, Array | None]:
     """`linear_logprob` of one axis of whole chunks. Only a single row keeps its length."""
-    added = -targets_N.size % strict.rows
+    chunks = -(-targets_N.size // strict.rows)
+    groups = max(1, -(-chunks // _most_together(strict.rows, weight_VD.shape[0])))
+    chunks = groups * -(-chunks // groups)  # so that the backward pass can join them
+    added = chunks * strict.rows - targets_N.size
     hidden_XD = jnp.pad(hidden_ND.reshape(-1, hidden_ND.shape[-1]), ((0, added), (0, 0)))
     found = linear_logprob(
         hidden_XD,
@@ -177,17 +181,24 @@ def strict_logits(hidden_CD: Array, weight_VD: Array) -> Array:
     )
 
 
-def strict_logprob(
-    logits_CV: Array, targets_C: Array, temperature: float
-) -> tuple[Array, Array, Array]:
-    """Log-probs of a chunk's targets, the maximum of logits over temperature, and log-sum less it.
+def strict_sums(logits_CV: Array, temperature: float) -> Array:
+    """`sums_of_columns` of a chunk's logits over the temperature, as every caller has them."""
+    logits_CV = jax.lax.optimization_barrier(logits_CV)
+    return jax.lax.optimization_barrier(sums_of_columns(logits_CV / temperature))
 
-    Requires: a chunk as large as that of every other caller.
+
+def strict_logprob(
+    logits_CV: Array, sums_CM: Array, targets_C: Array, temperature: float
+) -> tuple[Array, Array]:
+    """Log-probs of a chunk's targets, and the log-sum-exp of the logits over the temperature.
+
+    Requires: a chunk as large as that of every other caller, and its `strict_sums`.
     """
-    logits_CV, targets_C = jax.lax.optimization_barrier((logits_CV, targets_C))
-    chosen_C, top_C, total_C, _ = _sums(logits_CV / temperature, targets_C, False)
-    log_total_C = jnp.log(total_C)
-    return jax.lax.optimization_barrier((chosen_C - log_total_C, top_C, log_total_C))
+    inputs = jax.lax.optimization_barrier((logits_CV, sums_CM, targets_C))
+    logits_CV, sums_CM, targets_C = inputs
+    chosen_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="clip")[:, 0]
+    lse_C = jax.nn.logsumexp(sums_CM, axis=-1)
+    return jax.lax.optimization_barrier((chosen_C / temperature - lse_C, lse_C))
 
 
 def sum_squared_probs(
@@ -300,14 +311,14 @@ def _forward(
         hidden_CD, targets_C = chunk
         if strictly:
             logits_CV = strict_logits(hidden_CD, weight_VD)
-            found_C, top_C, log_total_C = strict_logprob(logits_CV, targets_C, temperature)
-            logits_CV, found_C = jax.lax.optimization_barrier((logits_CV, found_C))
-            _, top_C, total_C, mean_C = _sums(logits_CV / temperature, targets_C, with_entropy)
-        else:
-            logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
-            chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
-            log_total_C = jnp.log(total_C)
-            found_C = chosen_C - log_total_C
+            sums_CM = strict_sums(logits_CV, temperature)
+            found_C, lse_C = strict_logprob(logits_CV, sums_CM, targets_C, temperature)
+            entropy_C = _strict_entropy(logits_CV, lse_C, temperature) if with_entropy else None
+            return carry, (found_C, lse_C, entropy_C)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
+        log_total_C = jnp.log(total_C)
+        found_C = chosen_C - log_total_C
         entropy_C = None
         if mean_C is not None:
             # Not lse - sum(p * logits), a small difference of large numbers.
@@ -334,6 +345,13 @@ def _sums(
     chosen_C = jnp.sum(jnp.where(is_target, relative_CV, 0.0), axis=-1)
     mean_C = jnp.sum(weights_CV * relative_CV, axis=-1) if with_mean else None
     return chosen_C, top_C, total_C, mean_C
+
+
+def _strict_entropy(logits_CV: Array, lse_C: Array, temperature: float) -> Array:
+    """The entropy, apart from the log-probs: one pass over the logits."""
+    logits_CV, lse_C = jax.lax.optimization_barrier((logits_CV, lse_C))
+    logprobs_CV = logits_CV / temperature - lse_C[:, None]
+    return -jnp.sum(jnp.exp(logprobs_CV) * logprobs_CV, axis=-1)
 
 
 def _primal(
@@ -376,6 +394,13 @@ def _scan_bwd(
     """
     hidden_KCD, weight_VD, targets_KC, stop, lse_KC, entropy_KC = saved
     grad_logprobs_KC, grad_entropy_KC = grads
+    chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
+    if strictly:
+        most = _most_together(targets_KC.shape[1], weight_VD.shape[0])
+        number = max(1, len(targets_KC))
+        together = next(n for n in range(min(most, number), 0, -1) if number % n == 0)
+        chunks = jax.tree.map(partial(_larger, together, stop), chunks)
+        stop = None if stop is None else -(-stop // together)
 
     def body(grad_weight_VD, chunk):
         hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C = chunk
@@ -398,10 +423,28 @@ def _scan_bwd(
         )
         return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
 
-    chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
     zero = jnp.zeros(weight_VD.shape, jnp.float32)
     grad_weight_VD, grad_hidden_KCD = _chunk_by_chunk(body, zero, chunks, stop)
+    if strictly:
+        grad_hidden_KCD = grad_hidden_KCD.reshape(hidden_KCD.shape)
     return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
+
+
+def _larger(together: int, stop: Array | None, x_KC: Array) -> Array:
+    """Chunks of `together` strict chunks; zeros, which have no gradient, from chunk `stop` on.
+
+    Only values must be strict. Each chunk reads and writes the whole gradient of the weights, which
+    takes longer than the matmuls of a strict chunk.
+    """
+    if stop is not None:
+        computed_K = (jnp.arange(len(x_KC)) < stop).reshape(-1, *(1,) * (x_KC.ndim - 1))
+        x_KC = jnp.where(computed_K, x_KC, 0)
+    return x_KC.reshape(len(x_KC) // together, together * x_KC.shape[1], *x_KC.shape[2:])
+
+
+def _most_together(rows: int, vocab_size: int) -> int:
+    """How many strict chunks the backward pass joins at most."""
+    return max(1, DEFAULT_CHUNK_LOGITS // (rows * vocab_size))
 
 
 _scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6))

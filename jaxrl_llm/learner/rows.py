@@ -6,8 +6,9 @@ response sees the prompt and itself. Results of response tokens come back as [B,
 the samples, in both cases. So no loss depends on the kind of row.
 
 Strict rows (`align` is given) have the form in which generation computes a sample: the prompt but
-its last token is one run of tokens, and its last token begins the run of the response. Runs begin
-at multiples of `align`, so that attention adds up the same blocks of keys in every row.
+its last token is one run of tokens, and its last token begins the run of the response. The last
+token of the response is in no run, because it predicts nothing. Runs begin at multiples of `align`,
+so that attention adds up the same blocks of keys in every row.
 
 Shape letters: B samples, P prompt, R response, T tokens of a row, X predicted tokens of a row,
 D replicas of the mesh, S samples of a replica (B = D * S).
@@ -79,7 +80,8 @@ class Rows:
     included: Bool[Array, " B"]  # the samples that are in these rows
     # For packed rows only. They have as many targets as tokens; those of responses come first.
     num_targets: Int[Array, " B"] | Int[Array, "B parts"] | None = None  # of responses
-    target_tokens: Int[Array, "B X"] | None = None  # the token of the row that the target is
+    # The token of the row that the target is; in strict rows the one that predicts it.
+    target_tokens: Int[Array, "B X"] | None = None
     ranges: Ranges | None = None
     sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
     column: Int[Array, "B X"] | None = None
@@ -228,7 +230,10 @@ class Rows:
         return found.reshape(*self.sample.shape, *found.shape[2:])
 
     def own(self, x: Float[Array, "B T"]) -> Float[Array, "B R"]:
-        """A value of every token of the rows, read at the response tokens, as [B, R]."""
+        """A value of every token of the rows, read at the response tokens, as [B, R].
+
+        Requires: rows that are not strict, which hold no last token of a response.
+        """
         if self.target_tokens is None:
             index = jnp.minimum(self.predictors + 1, x.shape[1] - 1)
             return jnp.take_along_axis(x, index, axis=1)
@@ -323,7 +328,7 @@ def padded_rows(
 def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align: int) -> Rows:
     (B, P), R = prompts.shape, responses.shape[1]
     run = _rounded_up(P - 1, align)  # where the run of the response begins
-    token_T = jnp.arange(run + 1 + R)
+    token_T = jnp.arange(run + R)
     in_run_T, offset_T = token_T >= run, token_T - run
     before_B1 = jnp.maximum(prompt_lengths - 1, 0)[:, None]  # tokens of the prompt's run
     of_prompt_BT = jnp.where(in_run_T, before_B1, jnp.minimum(token_T, P - 1))
@@ -354,7 +359,7 @@ def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align:
 
 def strict_tokens(prompt: int, response: int, align: int) -> int:
     """The tokens of a strict row that holds a prompt and a response of these lengths."""
-    return _rounded_up(prompt - 1, align) + _rounded_up(response + 1, align)
+    return _rounded_up(prompt - 1, align) + _rounded_up(response, align)
 
 
 def _rounded_up(size: Any, multiple: int) -> Any:
@@ -451,7 +456,7 @@ def plan_packing(
     if align is not None:
         row_tokens = _rounded_up(row_tokens, align)
         prompt_DS = _rounded_up(prompt_DS - 1, align)
-        response_DS = jnp.where(response_DS > 0, _rounded_up(response_DS + 1, align), 0)
+        response_DS = _rounded_up(response_DS, align)
     starts, leaders, row = jax.vmap(lambda p, r, g: _plan_replica(p, r, g, row_tokens))(
         prompt_DS, response_DS, group_DS
     )
@@ -556,7 +561,8 @@ def _packed_row(
     response_lengths_S: Array,
 ) -> dict[str, Any]:
     row_tokens, strictly = plan.row_tokens, plan.align is not None
-    repeated = int(strictly)  # tokens of the prompt that begin the run of a response
+    # Tokens of the prompt that begin the run of a response, whose last token is then left out.
+    repeated = int(strictly)
     token_T = jnp.arange(row_tokens)
     base = row * row_tokens
     # The last of equal starts: a sample without a response has the same start as the next.
@@ -569,45 +575,49 @@ def _packed_row(
     offset_T = token_T - start_T
     room_T = prompt_T if plan.align is None else _rounded_up(prompt_T, plan.align)
     run_T = start_T + jnp.where(leads_T, room_T, 0)
-    column_T = token_T - run_T - repeated
+    column_T = token_T - run_T  # of the target; the token itself is `repeated` columns earlier
     some_T = response_lengths_S[sample_T] > 0
     in_prompt_T = some_T & (token_T < run_T) & (offset_T < prompt_T)
-    again_T = some_T & (token_T >= run_T) & (column_T < 0)
-    in_response_T = some_T & (column_T >= 0) & (column_T < response_lengths_S[sample_T])
+    in_run_T = some_T & (column_T >= 0) & (column_T < response_lengths_S[sample_T])
+    in_response_T = in_run_T & (column_T >= repeated)
     prompt_start_T = starts_S[leader_T] - base
     prompt_end_T = prompt_start_T + prompt_T
 
-    safe_column_T = jnp.clip(column_T, 0, responses_SR.shape[1] - 1)
-    of_prompt_T = jnp.where(again_T, prompt_T, offset_T)
+    last_column = responses_SR.shape[1] - 1
+    own_column_T, target_column_T = (
+        jnp.clip(column_T - behind, 0, last_column) for behind in (repeated, 0)
+    )
+    of_prompt_T = jnp.where(in_run_T, prompt_T, offset_T)  # a run may begin with its last token
     safe_offset_T = jnp.clip(of_prompt_T, 0, prompts_SP.shape[1] - 1)
     tokens_T = jnp.where(
-        in_prompt_T | again_T,
-        prompts_SP[sample_T, safe_offset_T],
-        jnp.where(in_response_T, responses_SR[sample_T, safe_column_T], 0),
+        in_response_T,
+        responses_SR[sample_T, own_column_T],
+        jnp.where(in_prompt_T | in_run_T, prompts_SP[sample_T, safe_offset_T], 0),
     )
-    real_T, in_run_T = in_prompt_T | again_T | in_response_T, again_T | in_response_T
-    positions_T = jnp.where(in_prompt_T, offset_T, prompt_T + repeated + column_T)
+    targets_T = jnp.where(in_run_T, responses_SR[sample_T, target_column_T], 0)
+    real_T = in_prompt_T | in_run_T
+    positions_T = jnp.where(in_prompt_T, offset_T, prompt_T + column_T)
     positions_T = jnp.where(real_T, positions_T, 0)
-    apart_T = in_run_T if strictly else in_response_T & ~leads_T
+    apart_T = in_run_T if strictly else in_run_T & ~leads_T
     first_T = jnp.where(in_run_T, run_T, start_T) if strictly else start_T
     none = jnp.zeros_like(token_T)
     num_samples = starts_S.shape[0]
-    predictors_T = token_T - 1
+    predictors_T = token_T
     if not strictly:
-        predictors_T = jnp.where(column_T == 0, prompt_end_T - 1, predictors_T)
+        predictors_T = jnp.where(column_T == 0, prompt_end_T - 1, token_T - 1)
     # Out of range and all different: a scatter drops them and has no duplicates.
-    target_of_T = jnp.where(in_response_T, sample_T, num_samples + token_T)
+    target_of_T = jnp.where(in_run_T, sample_T, num_samples + token_T)
     # The head computes only the targets of responses, which come first.
-    target_X = jnp.argsort(~in_response_T, stable=True)
+    target_X = jnp.argsort(~in_run_T, stable=True)
     return {
         "tokens": tokens_T,
         "positions": positions_T,
         "predictors": jnp.clip(predictors_T, 0, row_tokens - 1)[target_X],
-        "targets": tokens_T[target_X],
-        "num_targets": in_response_T.sum(),
+        "targets": targets_T[target_X],
+        "num_targets": in_run_T.sum(),
         "real": real_T,
         "source": sample_T,
-        "place": jnp.where(in_response_T, prompts_SP.shape[1] + safe_column_T, safe_offset_T),
+        "place": jnp.where(in_response_T, prompts_SP.shape[1] + own_column_T, safe_offset_T),
         "target_tokens": target_X,
         "ranges": Ranges(
             start=jnp.where(real_T, first_T, row_tokens),
@@ -616,5 +626,5 @@ def _packed_row(
             prefix_end=jnp.where(apart_T, prompt_end_T, none),
         ),
         "sample": target_of_T[target_X],
-        "column": jnp.where(in_response_T, column_T, 0)[target_X],
+        "column": jnp.where(in_run_T, column_T, 0)[target_X],
     }

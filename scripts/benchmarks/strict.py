@@ -115,6 +115,23 @@ def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(found)
 
 
+def seconds_of_each(run: Callable[..., Any], x: Any, *others: Any, calls: int = 30) -> float:
+    """Seconds of a call among many in one program, where no start of a program counts."""
+    import jax
+
+    @jax.jit
+    def several(x: Any, *others: Any) -> Any:
+        def again(_: Any, carry: Any) -> Any:
+            x, value = carry
+            # Each call depends on the one before, which changes no bit.
+            x, _ = jax.lax.optimization_barrier((x, value))
+            return x, jax.lax.optimization_barrier(run(x, *others))
+
+        return jax.lax.fori_loop(0, calls, again, (x, run(x, *others)))[1]
+
+    return seconds(lambda: several(x, *others)) / (calls + 1)
+
+
 # ------------------------------------------------------------------------- ops
 
 
@@ -155,12 +172,17 @@ def _matmul(depth: int, outputs: int, sizes: tuple[int, ...], gpu: bool) -> None
     w = (jax.random.normal(keys[1], (depth, outputs)) / depth**0.5).astype(jnp.bfloat16)
     variants: dict[str, Any] = {"xla": jnp.matmul}
     if gpu:
-        variants |= {
-            "default": strict_matmul,
-            "large": partial(strict_matmul, tile=Tile(rows=128, stages=3)),
-            "medium": partial(strict_matmul, tile=Tile(stages=6)),
-            "small": partial(strict_matmul, tile=Tile(outputs=64, stages=8)),
+        tiles = {
+            "large": Tile(rows=128, stages=3),
+            "wide": Tile(outputs=192),
+            "medium": Tile(stages=6),
+            "small": Tile(outputs=64, stages=8),
+            "apart": Tile(apart=True),
         }
+        variants["default"] = strict_matmul
+        for name, tile in tiles.items():
+            if outputs % tile.outputs == 0:
+                variants[name] = partial(strict_matmul, tile=tile)
     reference = jax.jit(variants.get("medium", jnp.matmul))(x, w)
     for name, run in variants.items():
         found = {}
@@ -168,6 +190,7 @@ def _matmul(depth: int, outputs: int, sizes: tuple[int, ...], gpu: bool) -> None
             jitted = jax.jit(run)
             part = x[:size]
             found[size] = differing(jitted(part, w), reference[:size])
+            found[size]["us"] = round(1e6 * seconds_of_each(run, part, w), 1)
         say(op=f"matmul {depth}x{outputs}", variant=name, rows=found)
 
 
@@ -177,8 +200,10 @@ def _rows_agree(op: str, run: Callable[..., Any], sizes: tuple[int, ...], *array
     jitted = jax.jit(run)
     whole = jitted(*arrays)
     found = {}
-    for size in sizes[:-1]:
-        found[size] = differing(jitted(*(x[:size] for x in arrays)), whole[:size])
+    for size in sizes:
+        parts = [x[:size] for x in arrays]
+        found[size] = differing(jitted(*parts), whole[:size])
+        found[size]["us"] = round(1e6 * seconds_of_each(run, *parts), 1)
     say(op=op, rows=found)
 
 
@@ -187,12 +212,18 @@ def _norm(width: int, sizes: tuple[int, ...]) -> None:
     import jax.numpy as jnp
 
     from jaxrl_llm.kernels.strict import strict_sum
+    from jaxrl_llm.kernels.strict_norm import strict_norm
     from jaxrl_llm.numerics import rms_norm
 
     x = jax.random.normal(jax.random.key(0), (max(sizes), width))
     weight = jnp.ones(width, jnp.bfloat16)
-    _rows_agree("norm, standard", lambda x: rms_norm(x, weight, 1e-6), sizes, x)
-    _rows_agree("norm, strict", lambda x: rms_norm(x, weight, 1e-6, strict_sum), sizes, x)
+    norms = {
+        "standard": lambda x: rms_norm(x, weight, 1e-6),
+        "written sum": lambda x: rms_norm(x, weight, 1e-6, strict_sum),
+        "strict": lambda x: strict_norm(x, weight, 1e-6),
+    }
+    for name, run in norms.items():
+        _rows_agree(f"norm, {name}", run, sizes, x)
 
 
 def _elementwise(width: int, sizes: tuple[int, ...]) -> None:

@@ -20,7 +20,7 @@ from jaxrl_llm.learner.rows import packed_rows, padded_rows, plan_packing
 from jaxrl_llm.models.base import init_params, model_spec
 
 MODEL = model_config(
-    vocab_size=61,
+    vocab_size=520,  # two rows of sums
     hidden_size=40,
     intermediate_size=72,
     num_layers=1,

@@ -1,15 +1,19 @@
 """Strict kernels compiled for an H200: they fit, and nothing is spilled."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 from target import abstract, compiled_in_a_process, needs_compiler
 
 from jaxrl_llm.kernels.strict_matmul import default_tile, strict_matmul
+from jaxrl_llm.kernels.strict_norm import norm_kernel
 
 pytestmark = needs_compiler
 
-SHAPES = [(16384, 1536, 8960), (1024, 1536, 256), (64, 8960, 1536)]  # rows, inputs, outputs
+# Rows, inputs, outputs: large and small tiles, a chain of many together and apart.
+SHAPES = [(16384, 1536, 8960), (1024, 1536, 256), (9216, 8960, 1536), (256, 8960, 1536)]
 
 
 def compile_matmul(M: int, D: int, F: int) -> None:
@@ -17,13 +21,23 @@ def compile_matmul(M: int, D: int, F: int) -> None:
     jax.jit(strict_matmul).lower(*abstract(arrays)).compile()
 
 
+def compile_norm(M: int, D: int) -> None:
+    arrays = [
+        jax.ShapeDtypeStruct((M, D), jnp.float32),
+        jax.ShapeDtypeStruct((D,), jnp.bfloat16),
+    ]
+    jax.jit(partial(norm_kernel, eps=1e-6)).lower(*abstract(arrays)).compile()
+
+
 def test_the_shapes_take_different_tiles():
-    assert len({default_tile(M, F) for M, _, F in SHAPES}) == 2
-    assert default_tile(1024, 8960).rows == 128
+    assert len({default_tile(*shape) for shape in SHAPES}) == len(SHAPES)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_is_spilled(shape):
-    code = f"from test_strict_compiles import compile_matmul; compile_matmul{shape}"
+@pytest.mark.parametrize(
+    "call",
+    [f"compile_matmul{shape}" for shape in SHAPES] + ["compile_norm(256, 1536)"],
+)
+def test_nothing_is_spilled(call):
+    code = f"from test_strict_compiles import *; {call}"
     logs, _ = compiled_in_a_process(code)
     assert logs and all("0 bytes spill stores" in log for log in logs), logs

@@ -9,11 +9,13 @@ import pytest
 from finite_differences import numeric_gradient
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxrl_llm.kernels import linear_logprob as module
 from jaxrl_llm.kernels.linear_logprob import (
     linear_logprob,
     linear_logprob_reference,
     sum_squared_probs,
 )
+from jaxrl_llm.kernels.strict import Strict
 
 
 def case(shape=(7,), width=5, vocab=11, dtype=jnp.float32, seed=0):
@@ -231,3 +233,29 @@ def test_squared_probabilities_equal_those_of_whole_logits(chunk):
     np.testing.assert_allclose(found, (probs**2).sum(-1), rtol=1e-5)
     gradient = jax.grad(lambda h: sum_squared_probs(h, weight, chunk=chunk).sum())(hidden)
     np.testing.assert_array_equal(gradient, 0.0)
+
+
+@pytest.mark.parametrize("wanted", [None, 11])
+def test_strict_chunks_have_the_gradient_of_whole_logits(monkeypatch, wanted):
+    """The backward pass joins three chunks of four tokens; no token past the wanted ones counts."""
+    hidden, weight, targets = case((1, 32))
+    monkeypatch.setattr(module, "DEFAULT_CHUNK_LOGITS", 3 * 4 * 11)
+    seen = jnp.arange(32)[None] < (32 if wanted is None else wanted)
+
+    def loss(fn, hidden, weight, **settings):
+        logprobs, entropy = fn(hidden, weight, targets, temperature=0.6, **settings)
+        return jnp.where(seen, logprobs * 3 + entropy, 0).sum(), (logprobs, entropy)
+
+    lengths = None if wanted is None else jnp.array([wanted])
+    strictly = partial(
+        loss, linear_logprob, lengths=lengths, with_entropy=True, strict=Strict(rows=4, block=8)
+    )
+    given = hidden if wanted is None else hidden.at[:, 12:].set(jnp.nan)
+    (gradients, outputs), (expected, expected_outputs) = (
+        jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(x, weight)
+        for fn, x in ((strictly, given), (partial(loss, linear_logprob_reference), hidden))
+    )
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    for a, b in zip(outputs, expected_outputs, strict=True):
+        np.testing.assert_allclose(a[seen], b[seen], atol=2e-6)

@@ -1,13 +1,17 @@
 """Strict operations equal the ordinary ones, whatever their chunks and tiles."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl_llm.kernels import strict_matmul as module
 from jaxrl_llm.kernels.strict import Strict, by_rows, strict_sum
-from jaxrl_llm.kernels.strict_matmul import Tile, default_tile, strict_matmul
+from jaxrl_llm.kernels.strict_matmul import Tile
+from jaxrl_llm.kernels.strict_norm import norm_kernel, strict_norm
 from jaxrl_llm.numerics import rms_norm
 
 
@@ -44,19 +48,82 @@ def test_the_strict_sum_is_a_sum(width):
     np.testing.assert_allclose(normed, rms_norm(x, jnp.ones(width), 1e-6), rtol=1e-5)
 
 
-@pytest.mark.skipif(
+interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 has no wgmma"
 )
+
+
+def matrices(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+
+def product(x, w, tile):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    return np.asarray(module.strict_matmul(x, w, tile, interpret=interpret), np.float32)
+
+
+@interpreted
 @pytest.mark.parametrize("tile", [Tile(rows=128, stages=3), Tile(outputs=64, stages=2, group=2)])
 def test_the_matmul_kernel_with_every_tile(tile):
-    rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((150, 192), (192, 128)))
-    found = strict_matmul(x, w, tile, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    x, w = matrices((150, 192), (192, 128))
     expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
-    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=1e-2, atol=0.1)
+    np.testing.assert_allclose(product(x, w, tile), expected, rtol=1e-2, atol=0.1)
+
+
+@interpreted
+def test_chains_have_the_same_bits_together_and_apart(monkeypatch):
+    monkeypatch.setattr(module, "LONG", 128)
+    x, w = matrices((150, 320), (320, 128))
+    whole = product(x, w, Tile())
+    monkeypatch.setattr(module, "CHAIN", 128)
+    assert module.chain_length(320) == 128  # two whole chains and half of one
+    together, apart = product(x, w, Tile(outputs=64, stages=2)), product(x, w, Tile(apart=True))
+    np.testing.assert_array_equal(together, apart)
+    np.testing.assert_allclose(together, whole, rtol=1e-2, atol=0.1)
+
+
+@interpreted
+def test_the_norm_kernel_is_the_norm():
+    x = jax.random.normal(jax.random.key(0), (3, 640))
+    weight = jax.random.normal(jax.random.key(1), (640,)).astype(jnp.bfloat16)
+    found = norm_kernel(x, weight, 1e-6, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    expected = rms_norm(x, weight, 1e-6)
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(
+        *(np.asarray(y, np.float32) for y in (found, expected)), rtol=1e-2, atol=1e-3
+    )
+
+
+def test_a_norm_that_the_kernel_does_not_take_keeps_its_gradient():
+    x, weight = jax.random.normal(jax.random.key(0), (2, 3, 96)), jnp.linspace(0.5, 2, 96)
+
+    def loss(norm, x, weight):
+        return (norm(x, weight, 1e-6) ** 3).sum()
+
+    ours, expected = (
+        jax.value_and_grad(loss, argnums=(1, 2))(norm, x, weight)
+        for norm in (strict_norm, rms_norm)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, expected)
+
+
+@pytest.mark.parametrize("depth", [64, 4096, 4160, 8960, 11008, 18944])
+def test_chains_cover_what_they_contract(depth):
+    length = module.chain_length(depth)
+    assert length % module.DEPTH == 0 and (length == depth or length <= module.CHAIN)
+    assert (depth > module.LONG) == (length < depth)
 
 
 def test_tiles_divide_what_the_kernel_takes():
     for rows in (1, 64, 300, 20_000):
         for outputs in (64, 192, 256, 8960):
-            assert outputs % default_tile(rows, outputs).outputs == 0
+            for depth in (1536, 8960):
+                assert outputs % module.default_tile(rows, depth, outputs).outputs == 0
+
+
+def test_few_rows_take_a_cta_for_each_chain():
+    assert module.default_tile(256, 8960, 1536).apart
+    assert not module.default_tile(16384, 8960, 1536).apart
+    assert not module.default_tile(256, 1536, 1536).apart
+    assert module.default_tile(9216, 1536, 17920).rows > module.default_tile(256, 1536, 17920).rows

@@ -405,7 +405,8 @@ def test_schedule_lists_every_split_that_holds_an_entry_longest_first(slots_per_
     rows, prefix_lengths, lengths = (rng.integers(0, top, 40) for top in (3, 500, 1025))
     lengths[:2], prefix_lengths[:2] = (0, 0), (0, 1)
     arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
-    schedule = decode_schedule(*arguments, group_size=6, slots_per_prompt=slots_per_prompt, **SIZES)
+    sizes = SIZES | dict(group_size=6, slots_per_prompt=slots_per_prompt)
+    schedule = compiled(decode_schedule, *arguments, **sizes)
     listed = np.asarray(schedule.jobs.table_U4)[: int(schedule.jobs.num_jobs[0])]
     listed, *numbers = listed.T
     for number, of_slot in zip(numbers, (rows, prefix_lengths, lengths), strict=True):
@@ -429,7 +430,8 @@ def test_every_slot_with_a_prompt_is_in_one_prompt_tile(seed: int):
     rows, lengths = rng.integers(0, 6, B), rng.integers(1, 999, B)
     prefix_lengths = np.where(rng.random(B) < 0.2, 0, 5 + rows + (rng.random(B) < 0.2))
     arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
-    tiles = decode_schedule(*arguments, group_size=group_size, slots_per_prompt=4, **SIZES).prompts
+    sizes = SIZES | dict(group_size=group_size, slots_per_prompt=4)
+    tiles = compiled(decode_schedule, *arguments, **sizes).prompts
     (num_tiles,) = tiles.num_tiles
     found = set()
     for tile in range(int(num_tiles)):

@@ -100,13 +100,20 @@ def model_spec(
     form: Form = "separate",
     lora: Lora | None = None,
 ) -> ModelSpec:
-    """Describe a model of `config` without allocating it.
+    """Describe a model of `config` without allocating it. Equal models share one spec.
 
     Raises: ValueError when the family has no such model (see each family's `check`), or a module of
         `lora` cannot have an adapter.
     """
+    return _model_spec(config, kind, jnp.dtype(dtype).name, form, lora)
+
+
+# Roles of a run, and layouts that a planner compares, have the same few models.
+@functools.lru_cache(maxsize=64)
+def _model_spec(
+    config: ModelConfig, kind: Kind, name: str, form: Form, lora: Lora | None
+) -> ModelSpec:
     check_family(config)
-    name = jnp.dtype(dtype).name
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if config.mixture is not None and (form == FROZEN or form.startswith("float8")):
         key = "actor.base_dtype=bfloat16" if form == FROZEN else "rollout.quantization=none"

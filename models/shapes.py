@@ -5,7 +5,7 @@ deepseek-ai/DeepSeek-V3 and meta-llama/Llama-3.1-8B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
-from functools import partial
+from functools import cache, partial
 
 from jaxrl_llm.models.config import Latent, Mixture, ModelConfig
 from jaxrl_llm.models.rope import Llama3Rope, YarnRope
@@ -165,6 +165,7 @@ SHAPES: dict[str, ModelConfig] = {
 }
 
 
+@cache
 def num_parameters(config: ModelConfig) -> int:
     """Number of parameters of the language model; a tied table counts once."""
     D, H, N, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads

@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import threading
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,8 @@ FAST_COMPILE = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
     # One module a program: with two cores the work of splitting it was a seventh of the CPU time.
     "--xla_cpu_parallel_codegen_split_count=1 "
+    # Loops run as they are written: looking for what is left of each took a twentieth.
+    "--xla_disable_hlo_passes=simplify-while-loops "
     f"{IN_ORDER} "
     # Eight devices share few cores. After 40 s of waiting for another XLA would end the process.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300"
@@ -53,6 +56,8 @@ FAST_COMPILE = (
 # Compiled programs, of every run of the tests.
 CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
 CACHE_BYTES = 2**30
+
+CONTEXT_PROGRAMS = 100  # that are lowered in one MLIR context
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,9 +76,32 @@ def pytest_configure(config: pytest.Config) -> None:
     asked_for = re.findall(r"(?<!not )\b(?:slow|h200)\b", config.option.markexpr)
     if not asked_for:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
+        # Operations without the lines of Python that they come from.
+        os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    if not asked_for:
+        share_contexts()
+
+
+def share_contexts() -> None:
+    """Lower many programs of a thread in one MLIR context.
+
+    jax makes a context for each program, which takes a fifth of the time of a small one.
+    """
+    from jax._src.interpreters import mlir
+
+    make, kept = mlir.make_ir_context, threading.local()
+
+    def context() -> Any:
+        left = getattr(kept, "left", 0)
+        if not left:
+            kept.context, left = make(), CONTEXT_PROGRAMS
+        kept.left = left - 1
+        return kept.context
+
+    mlir.make_ir_context = context
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
@@ -185,18 +186,17 @@ LAYOUTS = {
     ],
 )
 def test_row_use_by_hand(layout, expected):
-    assert layout.row_use(row_use_fields(5, 2, 4, 1)) == pytest.approx(expected)
+    assert compiled(layout.row_use, row_use_fields(5, 2, 4, 1)) == pytest.approx(expected)
 
 
 def test_row_use_of_pairs():
     pairs = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), row_use_fields(5, 2, 4, 1))
-    assert Padded(num=2).row_use(pairs) == pytest.approx(24 / 32)
+    assert compiled(Padded(num=2).row_use, pairs) == pytest.approx(24 / 32)
 
 
 def test_a_sample_without_a_response_fills_nothing():
-    assert Packed(row_tokens=12, group=2).row_use(row_use_fields(5, 2, 0, 0)) == pytest.approx(
-        10 / 12
-    )
+    layout = Packed(row_tokens=12, group=2)
+    assert compiled(layout.row_use, row_use_fields(5, 2, 0, 0)) == pytest.approx(10 / 12)
 
 
 def row_use_fields(*lengths):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels import flash_attention
@@ -305,13 +306,19 @@ def test_schedules_visit_every_visible_block_once(seed, parts):
     if parts > 1:
         visibility, _ = of_part(visibility, part=seed % 2)
     dense = np.asarray(visibility.dense(256))
-    options = dict(causal=True, window=None, lengths=None)
     T = 256 // parts
-    ranges = ranges_of(T, T, visibility=visibility, num_keys=256, **options)
     rows, num_blocks = len(dense), 8 // parts
     blocks = dense.reshape(rows, num_blocks, 32, 16, 16)
 
-    schedule = query_schedule(ranges, rows, block_q=32, block_k=16, tile_q=64)
+    def schedules(visibility):
+        options = dict(causal=True, window=None, lengths=None, num_keys=256)
+        ranges = ranges_of(T, T, visibility=visibility, **options)
+        return (
+            query_schedule(ranges, rows, block_q=32, block_k=16, tile_q=64),
+            key_schedule(ranges, rows, block_q=32, block_k=16, tile_k=32),
+        )
+
+    schedule, of_keys = compiled(schedules, visibility)
     np.testing.assert_array_equal(np.asarray(schedule.full_RQK), blocks.all((2, 4)))
     jobs = np.asarray(schedule.jobs)
     assert sorted(map(tuple, jobs[:, :2])) == list(
@@ -325,8 +332,7 @@ def test_schedules_visit_every_visible_block_once(seed, parts):
         needed = np.flatnonzero(blocks[row, 2 * tile : 2 * tile + 2].any((0, 1, 3)))
         assert set(needed) <= set(visited)
 
-    jobs = np.asarray(key_schedule(ranges, rows, block_q=32, block_k=16, tile_k=32).jobs)
-    for row, tile, first, begin, end, num, *_ in jobs.tolist():
+    for row, tile, first, begin, end, num, *_ in np.asarray(of_keys.jobs).tolist():
         needed = np.flatnonzero(blocks[row, :, :, 2 * tile : 2 * tile + 2].any((1, 2, 3)))
         assert set(needed) <= set(range(first, first + num)) <= set(range(num_blocks))
         assert (begin, end) == (0, num)
@@ -343,10 +349,16 @@ def test_divided_schedules_take_every_step_once(rows_of, extra_jobs):
         "random": random_ranges(1),
     }[rows_of]
     rows = 1 if rows_of == "random" else 2
-    ranges = ranges_of(256, 256, causal=True, window=None, lengths=None, visibility=visibility)
     sizes = dict(block_q=16, block_k=16, tile_k=32, num_groups=3)
-    whole = np.asarray(key_schedule(ranges, rows, **sizes).jobs)
-    schedule = key_schedule(ranges, rows, **sizes, extra_jobs=extra_jobs)
+
+    def schedules(visibility):
+        ranges = ranges_of(256, 256, causal=True, window=None, lengths=None, visibility=visibility)
+        whole = key_schedule(ranges, rows, **sizes)
+        return whole, key_schedule(ranges, rows, **sizes, extra_jobs=extra_jobs)
+
+    # Without arrays, in numpy.
+    made = schedules(None) if visibility is None else compiled(schedules, visibility)
+    whole, schedule = np.asarray(made[0].jobs), made[1]
     assert isinstance(schedule.jobs, np.ndarray) == (rows_of == "causal")
     jobs, parts = np.asarray(schedule.jobs), np.asarray(schedule.jobs_of_tile)
 

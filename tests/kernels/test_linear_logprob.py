@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from finite_differences import numeric_gradient
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -121,10 +122,10 @@ def test_against_float64_finite_differences():
         return (ramp * logprobs[np.arange(4), np.array(targets)]).sum() + ramp[::-1] @ entropy
 
     loss = total(linear_logprob, targets, chunk=3, temperature=0.7, with_entropy=True)
-    np.testing.assert_allclose(loss(hidden, weight), numpy_loss(np.array(hidden)), rtol=1e-5)
-    np.testing.assert_allclose(
-        jax.grad(loss)(hidden, weight), numeric_gradient(numpy_loss, np.array(hidden)), atol=1e-4
-    )
+    value, gradient = jax.jit(jax.value_and_grad(loss))(hidden, weight)
+    np.testing.assert_allclose(value, numpy_loss(np.array(hidden)), rtol=1e-5)
+    expected = numeric_gradient(numpy_loss, np.array(hidden))
+    np.testing.assert_allclose(gradient, expected, atol=1e-4)
 
 
 def test_a_chunk_does_not_see_the_others():
@@ -154,12 +155,18 @@ def test_bfloat16_accumulates_in_float32():
 
 def test_bfloat16_is_near_float32():
     hidden, weight, targets = case((16,), width=8, dtype=jnp.bfloat16)
-    logprobs, entropy = linear_logprob(hidden, weight, targets, chunk=5, with_entropy=True)
-    whole = linear_logprob_reference(hidden, weight, targets)
+    settings = dict(chunk=5, with_entropy=True)
+    logprobs, entropy = compiled(linear_logprob, hidden, weight, targets, **settings)
+    whole = compiled(linear_logprob_reference, hidden, weight, targets)
     np.testing.assert_allclose(logprobs, whole[0], atol=1e-5)  # the inputs are exact in both
     np.testing.assert_allclose(entropy, whole[1], atol=1e-5)
-    got = jax.grad(total(linear_logprob, targets, chunk=5, with_entropy=True))(hidden, weight)
-    expected = jax.grad(total(linear_logprob_reference, targets))(hidden, weight)
+    got, expected = (
+        compiled(jax.grad(loss), hidden, weight)
+        for loss in (
+            total(linear_logprob, targets, **settings),
+            total(linear_logprob_reference, targets),
+        )
+    )
     np.testing.assert_allclose(np.array(got, np.float32), np.array(expected, np.float32), atol=0.05)
 
 

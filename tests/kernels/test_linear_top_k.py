@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from finite_differences import numeric_gradient
 
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
@@ -44,8 +45,10 @@ def test_log_probs_and_gradients_equal_whole_logits(shape, chunk, temperature):
         chosen = jnp.take_along_axis(whole(hidden, weight, temperature), ids, axis=-1)
         return (ramp * chosen).sum(), chosen
 
-    got, found = jax.grad(chunked, argnums=(0, 1), has_aux=True)(hidden, weight)
-    expected, chosen = jax.grad(plain, argnums=(0, 1), has_aux=True)(hidden, weight)
+    (got, found), (expected, chosen) = (
+        jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(hidden, weight)
+        for fn in (chunked, plain)
+    )
     np.testing.assert_allclose(found, chosen, atol=2e-6)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
@@ -63,19 +66,23 @@ def test_gradient_by_finite_differences():
         return jnp.square(linear_logprobs_at(x, weight, ids, chunk=1)).sum()
 
     np.testing.assert_allclose(
-        jax.grad(loss)(hidden), numeric_gradient(total, np.asarray(hidden)), rtol=1e-3, atol=1e-3
+        jax.jit(jax.grad(loss))(hidden),
+        numeric_gradient(total, np.asarray(hidden)),
+        rtol=1e-3,
+        atol=1e-3,
     )
 
 
 @pytest.mark.parametrize(("shape", "chunk", "temperature"), SHAPES)
 def test_the_likeliest_tokens_are_those_of_whole_logits(shape, chunk, temperature):
     hidden, weight, _ = case(shape)
-    ids, logprobs = linear_top_k(hidden, weight, K, temperature=temperature, chunk=chunk)
-    expected = whole(hidden, weight, temperature)
+    settings = dict(temperature=temperature, chunk=chunk)
+    ids, logprobs = compiled(linear_top_k, hidden, weight, k=K, **settings)
+    expected = compiled(whole, hidden, weight, temperature=temperature)
     order = np.argsort(-np.asarray(expected), axis=-1)[..., :K]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(logprobs, np.take_along_axis(expected, order, -1), atol=2e-6)
-    everything, all_logprobs = linear_top_k(hidden, weight, VOCAB)
+    everything, all_logprobs = compiled(linear_top_k, hidden, weight, k=VOCAB)
     assert (np.sort(everything, axis=-1) == np.arange(VOCAB)).all()
     np.testing.assert_allclose(np.exp(all_logprobs).sum(-1), 1.0, rtol=1e-5)
 

@@ -211,7 +211,10 @@ def test_gradients_of_stored_weights_are_those_of_their_copies(remat):
     loss = PolicyLoss(algorithm=algorithm, spec=spec, settings=settings, temperature=1.0)
     params = random_params(spec.params, seed=1, scale=0.05)
     batch = with_counts(rollout(), jnp.bool_(False))
-    run = partial(accumulate, loss, params, cast_ahead=settings.cast_ahead)
+    run = jax.jit(
+        partial(accumulate, loss, params, cast_ahead=settings.cast_ahead),
+        static_argnames="micro_batches",
+    )
     found, _ = run(batch, micro_batches=Padded(num=4))
     alone = [
         run(jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch), micro_batches=Padded())[0]

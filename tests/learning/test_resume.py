@@ -86,7 +86,7 @@ def test_kill_9_leaves_no_mark(
     run.kill_when(lambda: run.paused() and run.step_path(boundary).exists())
     run.unpause()
 
-    assert f"resumed from {run.step_path(boundary)}" in run.finish()
+    assert f"resumed from {run.step_path(boundary)}" in run.finish_here()
     assert (run.run_dir / "warmup" / "metrics.jsonl").read_bytes() == warm_up
     assert_same_run(run, reference)
     assert run.saved_steps() == kept_steps(reference)
@@ -162,7 +162,7 @@ def resume_copy(folder: Path, run: TinyRun, flags: list[str]) -> TinyRun:
     shutil.copytree(run.run_dir, copy.run_dir)
     shutil.rmtree(copy.step_path(last))
     (copy.run_dir / "config.json").unlink()  # it names the other folder's reward
-    output = copy.finish(*flags)
+    output = copy.finish_here(*flags)
     assert f"resumed from {copy.step_path(start)}" in output
     assert list(copy.metrics()) == list(run.metrics())
     return copy

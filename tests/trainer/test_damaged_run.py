@@ -41,7 +41,7 @@ def test_a_run_goes_on_from_the_newest_sound_checkpoint(run: TinyRun, tmp_path: 
     again = copied(run, tmp_path)
     shutil.rmtree(again.step_path(TOTAL_STEPS))
     file = damage(again.step_path(10))
-    output = again.finish()
+    output = again.finish_here()
     moved = again.checkpoints / "damaged" / "global_step_10"
     assert f"{again.step_path(10)} is damaged: {file} has other bytes" in output
     assert f"it was moved to {moved}" in output

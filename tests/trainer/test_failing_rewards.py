@@ -30,7 +30,7 @@ def run_with(folder: Path, steps: list[int]) -> TinyRun:
 
 def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     run = run_with(tmp_path, [2, 3, 5, 6, 7])  # two in a row are let pass
-    output = run.finish(code=2)
+    output = run.finish_here(code=2)
     assert "error: every reward of steps 5 to 7 failed, so nothing is learned" in output
     assert "exception: RuntimeError: no grader" in output
     assert run.saved_steps()[-1] == 6

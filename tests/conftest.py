@@ -6,7 +6,6 @@ import importlib.metadata
 import inspect
 import os
 import re
-import threading
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -57,8 +56,6 @@ FAST_COMPILE = (
 CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
 CACHE_BYTES = 2**30
 
-CONTEXT_PROGRAMS = 100  # that are lowered in one MLIR context
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Long runs and programs for a GPU are compiled as users have them, the others fast."""
@@ -81,27 +78,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    if not asked_for:
-        share_contexts()
-
-
-def share_contexts() -> None:
-    """Lower many programs of a thread in one MLIR context.
-
-    jax makes a context for each program, which takes a fifth of the time of a small one.
-    """
-    from jax._src.interpreters import mlir
-
-    make, kept = mlir.make_ir_context, threading.local()
-
-    def context() -> Any:
-        left = getattr(kept, "left", 0)
-        if not left:
-            kept.context, left = make(), CONTEXT_PROGRAMS
-        kept.left = left - 1
-        return kept.context
-
-    mlir.make_ir_context = context
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

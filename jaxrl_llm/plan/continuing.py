@@ -35,7 +35,7 @@ class ContinueResponses(ModelStage):
     """
 
     how: Generation
-    compiler_options: Mapping[str, bool] | tuple[()]
+    compiler_options: Mapping[str, int] | tuple[()]
     parts: Parts
 
     generates = True

@@ -94,12 +94,16 @@ class Rows(NamedTuple):
     begun: jax.Array | None
 
 
-def compiler_options(samples: int, num_slots: int) -> dict[str, bool]:
-    """XLA options for a program that only generates; `samples` counts those of one replica."""
+def compiler_options(samples: int, num_slots: int) -> dict[str, int]:
+    """XLA options for a program that only generates; `samples` counts those of one replica.
+
+    By itself XLA joins the weights of matmuls of one input, as of gate and up, in every decode
+    step. `merge_projections` joins them once, where that copies no base of adapters.
+    """
     slots = min(num_slots or samples, samples)
     if jax.default_backend() != "gpu" or slots < FEWEST_WITHOUT_TRITON:
         return {}
-    return {"xla_gpu_enable_triton_gemm": False}
+    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def generate(

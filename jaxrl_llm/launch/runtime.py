@@ -487,4 +487,5 @@ def enable_compile_cache(folder: str) -> None:
             "another one with --config.run_dir or --config.compile_cache"
         ) from None
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # Programs that draw and measure one array take 0.1 to 0.6 s each, and a start has a dozen.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

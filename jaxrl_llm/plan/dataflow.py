@@ -71,7 +71,7 @@ class Stage:
     gathers: bool = False
     generates: bool = False  # bound by memory: its time says nothing about the use of FLOPs
     # XLA's, for a program whose stages all have the same.
-    compiler_options: Mapping[str, bool] | tuple[()] = ()
+    compiler_options: Mapping[str, int] | tuple[()] = ()
     # The metric that says how often a loop ran whose number is data, by the scope around the loop.
     loop_metrics: Mapping[str, str] | tuple[()] = ()
     # Functions of the algorithm: their positional parameters are fields that are read too.

@@ -78,7 +78,7 @@ class Generation:
         fold = partial(jax.random.fold_in, jax.random.key(self.seed))
         return jax.vmap(fold)(steps) if jnp.ndim(steps) else fold(steps)
 
-    def compiler_options(self, role: Role) -> dict[str, bool]:
+    def compiler_options(self, role: Role) -> dict[str, int]:
         """XLA's, for a program that generates a batch, with greedy answers or without."""
         samples = self.samples // role.generation.num_replicas
         return compiler_options(samples, self.settings.num_slots)
@@ -92,7 +92,7 @@ class Generate(ModelStage):
     """
 
     how: Generation
-    compiler_options: Mapping[str, bool] | tuple[()]
+    compiler_options: Mapping[str, int] | tuple[()]
     parts: Parts | None = None
 
     generates = True
@@ -146,7 +146,7 @@ class GenerateGreedily(ModelStage):
     """The actor's most likely answer to each prompt, on the first sample of its group."""
 
     how: Generation
-    compiler_options: Mapping[str, bool] | tuple[()]
+    compiler_options: Mapping[str, int] | tuple[()]
 
     generates = True
     name = "gen_max"
@@ -191,7 +191,7 @@ class ContinueResponses(ModelStage):
     """
 
     how: Generation
-    compiler_options: Mapping[str, bool] | tuple[()]
+    compiler_options: Mapping[str, int] | tuple[()]
     parts: Parts
 
     generates = True

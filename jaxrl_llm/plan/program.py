@@ -252,11 +252,12 @@ class Program:
         if jax.process_count() > 1:
             return
         threads = ThreadPoolExecutor(len(self._compiled) or 1, COMPILING)
+        lowering = threading.Lock()
         for segment in self.segments:
             if not segment.is_host:
                 arguments = self._arguments(segment, states, batch)
                 compiled = self._compiled[segment.name]
-                self._compiling.append(threads.submit(_compile, compiled, arguments))
+                self._compiling.append(threads.submit(_compile, compiled, arguments, lowering))
             batch = self._traced_batch(segment, states, batch)
         threads.shutdown(wait=False)
 
@@ -439,9 +440,15 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
-def _compile(program: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile a jitted function; jax finds the executable when it is called with such arguments."""
-    program.lower(*arguments).compile()
+def _compile(program: Any, arguments: tuple[Any, ...], lowering: threading.Lock) -> None:
+    """Compile a jitted function; jax finds the executable when it is called with such arguments.
+
+    Programs are lowered one by one: Python runs one thread at a time, and the first of them is in
+    XLA sooner.
+    """
+    with lowering:
+        lowered = program.lower(*arguments)
+    lowered.compile()
 
 
 def _call(

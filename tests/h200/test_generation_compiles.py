@@ -23,6 +23,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import FEWEST_SLOTS
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.layers import Projection
+from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.shapes import SHAPES
 
 pytestmark = needs_compiler
@@ -234,6 +235,27 @@ def test_a_step_is_one_cuda_graph(program, dump, case):
             assert [step.split()[1] for step in steps] == ["kCommandBuffer"], steps
             loops += 1
     assert loops == 1 + len(case.tails)
+
+
+def test_a_step_joins_no_weights_where_adapters_are_computed_apart():
+    """XLA would write the kernels of gate and up into one array in every step: 55 MB a layer."""
+    projections = ("q", "k", "v", "o")
+    modules = frozenset(f"model.layers.0.self_attn.{name}_proj" for name in projections)
+    lora = Lora(rank=16, alpha=32, modules=modules, dtype="bfloat16", merge=False)
+    spec = model_spec(ONE_LAYER, dtype="bfloat16", lora=lora)
+    slots = FEWEST_WITHOUT_TRITON
+    sampling = SamplingParams(max_new_tokens=64)
+    settings = GenerationSettings(sampling=sampling, group=GROUP, attention="pallas")
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    inputs = (spec.params, ints((slots, PROMPT)), ints((slots,)), ints((slots,)), key)
+    answer = jax.jit(functools.partial(generate, spec, settings=settings))
+    lowered = answer.lower(*abstract(inputs))
+    text = lowered.compile(compiler_options=options_of_a_run(slots)).as_text()
+    (body,) = innermost_loops(text)
+    made = re.compile(rf"= bf16\[{ONE_LAYER.hidden_size},\d+\]\S* (?:fusion|concatenate)\(")
+    assert [line for line in body if made.search(line)] == []
+    assert sum("__cublas" in line for line in body) > 7  # the base's, and those of adapters
 
 
 def test_a_bias_is_added_by_its_product():

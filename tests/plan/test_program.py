@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +28,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan import program as programs
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
@@ -191,6 +194,26 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
     _, found, _ = program.run({}, batch, 1, None, Timer())
     np.testing.assert_array_equal(found.returns, np.full(4, 3.0))
     assert traced == ["first", "last"]
+
+
+def test_programs_are_lowered_one_by_one_and_compiled_together():
+    """Each compilation ends only when the other has begun too; no lowering sees another."""
+    lowering, busy, meet = threading.Lock(), [], threading.Barrier(2, timeout=20)
+
+    class Slow:
+        def lower(self, name):
+            busy.append(name)
+            time.sleep(0.05)
+            assert busy == [name]
+            busy.remove(name)
+            return self
+
+        def compile(self):
+            meet.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        tasks = [threads.submit(programs._compile, Slow(), (n,), lowering) for n in range(2)]
+        assert [task.result() for task in tasks] == [None, None]
 
 
 # A program that takes a minute to compile, and an error while its thread is at work.

@@ -103,8 +103,8 @@ def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, ja
     none_tiles = (rows - ends_G[-1] + tile_rows - 1) // tile_rows
     tile_T = jnp.arange(rows // tile_rows + G + 1, dtype=jnp.int32)
     group_T = (tile_ends_G <= tile_T[:, None]).sum(axis=1, dtype=jnp.int32)
-    start_T, end_T = jnp.insert(ends_G, 0, 0)[group_T], jnp.append(ends_G, rows)[group_T]
-    tile_T -= jnp.insert(tile_ends_G, 0, 0)[group_T]
+    start_T, end_T = _after_zero(ends_G)[group_T], jnp.append(ends_G, rows)[group_T]
+    tile_T -= _after_zero(tile_ends_G)[group_T]
     fields = [group_T]
     for chunk in range(chunks):
         first_T = start_T + tile_T * tile_rows + chunk * CHUNK
@@ -115,6 +115,11 @@ def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, ja
             jnp.where(moves_T, CHUNK, jnp.clip(left_T, 0, CHUNK)),
         ]
     return jnp.stack(fields, axis=1), tile_ends_G[-1:] + none_tiles
+
+
+def _after_zero(ends_G: jax.Array) -> jax.Array:
+    """A zero, then the ends. XLA would fold the constants of `jnp.insert` at length."""
+    return jnp.pad(ends_G, (1, 0))
 
 
 def _run(

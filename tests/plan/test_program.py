@@ -29,7 +29,7 @@ from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan import program as programs
-from jaxrl_llm.plan import stages
+from jaxrl_llm.plan import generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
@@ -339,7 +339,7 @@ def test_a_state_takes_its_parameters_over():
 
 
 def test_generation_has_options_for_its_samples_of_a_replica(monkeypatch):
-    monkeypatch.setattr(stages, "compiler_options", lambda *numbers: {"asked": numbers})
+    monkeypatch.setattr(generating, "compiler_options", lambda *numbers: {"asked": numbers})
     config = tiny_config()
     iteration = open_iteration(config)
     found = {stage.name: stage.compiler_options for stage in iteration.stages}

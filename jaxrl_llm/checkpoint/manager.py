@@ -5,6 +5,7 @@ The latest and the best checkpoints are kept. `layout.py` describes their files.
 """
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -111,7 +112,7 @@ class CheckpointManager:
         started = time.monotonic()
         found = digests.measure(items)
         self.growth.check(found, step)
-        loop = {STEP: step} | loop
+        loop = copy.deepcopy({STEP: step} | loop)  # Orbax reads it later, when steps changed it
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
         candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
         given = self._best_metric or next(iter(candidates), "")

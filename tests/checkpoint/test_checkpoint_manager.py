@@ -1,10 +1,12 @@
 """What a checkpoint folder keeps, also when it is opened again after a kill."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxrl_llm.checkpoint.manager import CheckpointManager, restore
@@ -80,3 +82,22 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         restore(tmp_path, ABSTRACT)
     with pytest.raises(ValueError, match="holds actor, loop but not critic"):
         restore(tmp_path / "global_step_1", {"critic": {}})
+
+
+def test_a_step_that_changes_the_loop_state_during_a_save_damages_nothing(tmp_path, monkeypatch):
+    """Orbax writes it in a thread; what is generated ahead adds to its lists meanwhile."""
+    changed, write = threading.Event(), ocp.JsonCheckpointHandler._save_fn
+
+    async def write_late(*arguments):
+        assert changed.wait(20)
+        await write(*arguments)
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", write_late)
+    rounds, manager = [{"tokens": 1}], open_manager(tmp_path)
+    manager.save(1, {"actor": {"weight": jnp.zeros((3,))}}, {"rounds": rounds}, {})
+    rounds[0]["tokens"] = 2
+    rounds.append({"tokens": 3})
+    changed.set()
+    manager.close()
+    _, loop = restore(tmp_path / "global_step_1", ABSTRACT)
+    assert loop["rounds"] == [{"tokens": 1}]

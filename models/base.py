@@ -138,7 +138,8 @@ def _model_spec(
             _put(tree, tuple(str(part) for part in path), variable.get_metadata()[key])
         return tree
 
-    params = nnx.to_pure_dict(state)
+    # Shapes and dtypes alone: nothing of a mesh that is in scope now, as the spec is shared.
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.to_pure_dict(state))
     if lora is not None:
         params = _with_learned_in(params, lora.dtype)
     return ModelSpec(

@@ -119,13 +119,21 @@ def with_experts(params: Params, config: ModelConfig, mixture: Upcycling) -> Par
     return params | {"decoder": decoder}
 
 
+def _router(drawn_DE: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The router in float32. Raises: ValueError where all of it rounds to zero in `dtype`."""
+    if not drawn_DE.astype(dtype).any():
+        raise ValueError(f"--router_std is too small: in {dtype} the whole router is zero")
+    return drawn_DE.astype(np.float32)
+
+
 def _experts(mlp: Params, router_DE: np.ndarray) -> Params:
     copies = router_DE.shape[1]
     stacks: dict[str, Any] = {
         name: {"kernel": _copies(np.asarray(mlp[name]["kernel"]), copies)}
         for name in ("gate", "up", "down")
     }
-    return {"router": {"kernel": router_DE.astype(np.float32)}, **stacks}
+    dtype = stacks["gate"]["kernel"].dtype
+    return {"router": {"kernel": _router(router_DE, dtype)}, **stacks}
 
 
 def _copies(kernel: np.ndarray, num: int) -> np.ndarray:

@@ -1,13 +1,17 @@
 """A verl command line as keys and values."""
 
+import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import Config, ConfigError, apply_override
+from jaxrl_llm.config.records import Text
 from jaxrl_llm.convert.conversion import Conversion, answer, convert, rows_of, rule_of
-from jaxrl_llm.convert.rules import NoCounterpart, NotNeeded, Source, many
+from jaxrl_llm.convert.rules import NotNeeded, Ours, Source, many
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in, without_unknown
 from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.convert.verl import DEFAULTS, VERL
@@ -52,17 +56,26 @@ def counterpart(key: str, text: str) -> str:
     """What a key of verl is here, as a sentence; empty where verl has no such key."""
     if rule_of(key, VERL.table) is None:
         return ""
-    value = value_of(text)
-    found = answer(key, value, Source(given={key: value}, defaults=DEFAULTS, devices=1), VERL)
-    if isinstance(found, NotNeeded):
-        return f"verl's {key} is not needed here: {found.why}"
-    if isinstance(found, NoCounterpart) or not found.values:  # it may depend on other keys
-        return (
-            f"{key} is a key of verl; `jaxrl convert-config --from=verl --file=SCRIPT` translates "
-            "a whole command: docs/from-verl.md"
-        )
-    flags = " ".join(f"--config.{name}={ours}" for name, ours in found.values.items())
-    return f"verl's {key}={text} is {flags} here"
+    with suppress(ConfigError):  # of a value that cannot be
+        value = value_of(text)
+        found = answer(key, value, Source(given={key: value}, defaults=DEFAULTS, devices=1), VERL)
+        if isinstance(found, NotNeeded):
+            return f"verl's {key} is not needed here: {found.why}"
+        # Without values, or without a counterpart, it may depend on other keys.
+        if isinstance(found, Ours) and found.values and text:
+            flags = [_flag_of(name, ours) for name, ours in found.values.items()]
+            return f"verl's {key}={text} is {' '.join(flags)} here"
+    return (
+        f"{key} is a key of verl; `jaxrl convert-config --from=verl --file=SCRIPT` translates a "
+        "whole command: docs/from-verl.md"
+    )
+
+
+def _flag_of(key: str, value: Any) -> str:
+    """The flag as a shell takes it. Raises: ConfigError for a value that does not fit the key."""
+    shown = "null" if value is None else json.dumps(value) if isinstance(value, list) else value
+    apply_override(Config(), key, Text(shown))
+    return shlex.quote(f"--config.{key}={shown}")
 
 
 def _is_entry(word: str) -> bool:

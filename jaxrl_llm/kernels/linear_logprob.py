@@ -116,7 +116,8 @@ def linear_logprob(
         raise ValueError(
             f"lengths {lengths.shape} of targets {targets_N.shape}: give one number a row"
         )
-    if strict is not None and (targets_N.ndim > 1 or targets_N.size % strict.rows):
+    whole = targets_N.ndim == 1 and targets_N.size > 0
+    if strict is not None and (not whole or targets_N.size % strict.rows):
         return _joined_strictly(
             hidden_ND, weight_VD, targets_N, lengths, temperature, with_entropy, strict
         )
@@ -148,7 +149,7 @@ def _joined_strictly(
     strict: Strict,
 ) -> tuple[Array, Array | None]:
     """`linear_logprob` of one axis of whole chunks. Only a single row keeps its length."""
-    chunks = -(-targets_N.size // strict.rows)
+    chunks = max(1, -(-targets_N.size // strict.rows))
     groups = max(1, -(-chunks // _most_together(strict.rows, weight_VD.shape[0])))
     chunks = groups * -(-chunks // groups)  # so that the backward pass can join them
     added = chunks * strict.rows - targets_N.size

@@ -31,7 +31,7 @@ class Strict:
     rows: int  # C
     block: int  # J, keys of a block; sums over keys go block after block
     align: int = 1  # runs of tokens begin at multiples of this in a row
-    kernels: bool = False  # projections by `strict_matmul`, of any number of rows
+    kernels: bool = False  # projections and norms by kernels, of any number of rows
 
 
 _in_scope: ContextVar[Strict | None] = ContextVar("strict", default=None)

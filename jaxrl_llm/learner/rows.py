@@ -426,6 +426,8 @@ class PackingPlan:
         size = self.leaders.shape
         prompt_DS, response_DS = prompt_lengths.reshape(size), response_lengths.reshape(size)
         leads_DS = (self.leaders == jnp.arange(size[1])) & (response_DS > 0)
+        if self.align is not None:  # a strict row has no last token of a response
+            prompt_DS = prompt_DS - 1
         # A large batch has more tokens than an int32 holds.
         used_DS = (response_DS + jnp.where(leads_DS, prompt_DS, 0)).astype(jnp.float32)
         part = float(size[0] * self.row_tokens * self.rows_of_part)

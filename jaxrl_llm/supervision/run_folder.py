@@ -163,14 +163,14 @@ def _latest_step(path: Path) -> int | None:
 
 
 def _check_no_model(path: Path) -> None:
-    """Raises: ConfigError for a model's folder, whose config.json the run's would replace."""
+    """Raises: ConfigError for a folder of a model or the like, whose config.json would be lost."""
     try:
         stored = json.loads((path / CONFIG).read_text())
     except (OSError, ValueError):
         return
-    if isinstance(stored, dict) and stored.keys() & {"model_type", "architectures"}:
+    if not isinstance(stored, dict) or "total_steps" not in stored:
         raise ConfigError(
-            f"{path} is the folder of a model, and the run would overwrite its {CONFIG}; give "
+            f"{path} is no folder of a run, and the run would overwrite its {CONFIG}; give "
             f"another one: --config.run_dir={free_folder(path)}"
         )
 

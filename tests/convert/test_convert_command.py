@@ -128,6 +128,9 @@ def test_it_needs_no_jax_and_ends_with_2(tmp_path):
         ("trainer.total_epochs=2", "convert-config --from=verl"),
         ("actor_rollout_ref.actor.use_kl_loss=True", "is --config.algorithm.use_kl_loss=True here"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "convert-config --from=verl"),
+        ("trainer.save_freq=x", "convert-config --from=verl"),
+        ("critic.optim.lr=abc", "convert-config --from=verl"),
+        ("data.prompt_key=a b", "is '--config.data.columns.prompt=a b' here"),
         ("foo.bar=1", None),
     ],
 )

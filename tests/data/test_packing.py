@@ -181,6 +181,8 @@ LAYOUTS = {
         (Packed(row_tokens=12), 24 / 36),  # 3 + 5 | 3 + 2, 3 + 4 | 3 + 1
         (Packed(row_tokens=9, group=2), 21 / 27),  # 3 + 5 | 3 + 2 | 3 + 4 + 1
         (Packed(row_tokens=12, group=2, num_replicas=2), 18 / 24),
+        # Without the last token of each response: 2 + 5 + 2 | 2 + 4 + 1.
+        (Packed(row_tokens=12, group=2, align=1), 16 / 24),
         (Padded(), 24 / 32),
         (Padded(num=2), 24 / 32),
     ],

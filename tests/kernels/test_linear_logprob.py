@@ -212,11 +212,13 @@ def test_entropy_costs_one_more_sum_and_nothing_unless_asked_for():
     assert count("reduce_sum", lambda h: run(h, False), hidden) == 2
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("strict", [None, Strict(rows=4, block=8)])
+def test_no_tokens(strict):
     hidden, weight, targets = case((0,))
-    logprobs, entropy = linear_logprob(hidden, weight, targets, with_entropy=True)
+    function = partial(linear_logprob, with_entropy=True, strict=strict)
+    logprobs, entropy = function(hidden, weight, targets)
     assert logprobs.shape == entropy.shape == (0,)
-    gradient = jax.grad(lambda w: linear_logprob(hidden, w, targets)[0].sum())(weight)
+    gradient = jax.grad(lambda w: function(hidden, w, targets)[0].sum())(weight)
     np.testing.assert_array_equal(gradient, 0.0)
 
 

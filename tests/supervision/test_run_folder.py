@@ -60,7 +60,7 @@ def test_the_folder_of_a_model_is_refused_and_keeps_its_config(tmp_path):
     file.parent.mkdir()
     file.write_text('{"model_type": "llama"}')
     message = refusal(config_in(file.parent))
-    assert "is the folder of a model" in message and "--config.run_dir=" in message
+    assert "is no folder of a run" in message and "--config.run_dir=" in message
     assert "model-2" in message
     assert file.read_text() == '{"model_type": "llama"}'
 

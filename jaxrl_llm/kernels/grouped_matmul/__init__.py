@@ -46,12 +46,8 @@ def grouped_matmul(
         implementation = "pallas" if on_hopper() and _pays(x_MD, weights_GDF) else "xla"
     if implementation == "xla":
         return jax.lax.ragged_dot(x_MD, weights_GDF, sizes_G)
-    rows, (_, D, F) = x_MD.shape[0], weights_GDF.shape
-    padded = max(CHUNK, -(-rows // ALIGNED) * ALIGNED)
-    x_MD = jnp.pad(x_MD, ((0, padded - rows), (0, -D % TILE)))
-    weights_GDF = jnp.pad(weights_GDF, ((0, 0), (0, -D % TILE), (0, -F % TILE)))
     y_MF: jax.Array = _by_kernel(x_MD, weights_GDF, sizes_G, interpret)
-    return y_MF[:rows, :F]
+    return y_MF
 
 
 def _pays(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
@@ -61,11 +57,25 @@ def _pays(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
     return (D % TILE == 0 and F % TILE == 0) or x_MD.shape[0] >= PADDED_ROWS
 
 
+def _whole_rows(x_MD: jax.Array) -> jax.Array:
+    """The rows with as many zeros after them, and after each, as the kernels need."""
+    M, D = x_MD.shape
+    padded = max(CHUNK, -(-M // ALIGNED) * ALIGNED)
+    return jnp.pad(x_MD, ((0, padded - M), (0, -D % TILE)))
+
+
+def _whole_weights(weights_GDF: jax.Array) -> jax.Array:
+    _, D, F = weights_GDF.shape
+    return jnp.pad(weights_GDF, ((0, 0), (0, -D % TILE), (0, -F % TILE)))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _by_kernel(
     x_MD: jax.Array, weights_GDF: jax.Array, sizes_G: jax.Array, interpret: Interpret
 ) -> jax.Array:
-    return multiply_rows(x_MD, weights_GDF, sizes_G, interpret=interpret)
+    weights = _whole_weights(weights_GDF)
+    y = multiply_rows(_whole_rows(x_MD), weights, sizes_G, interpret=interpret)
+    return y[: x_MD.shape[0], : weights_GDF.shape[2]]
 
 
 def _forward(
@@ -77,9 +87,12 @@ def _forward(
 def _backward(
     interpret: Interpret, residuals: Any, gradient_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    x_MD, weights_GDF, sizes_G = residuals
-    of_x = multiply_rows(gradient_MF, weights_GDF, sizes_G, transposed=True, interpret=interpret)
-    return of_x, weights_gradient(x_MD, gradient_MF, sizes_G, interpret=interpret), None
+    x_MD, weights_GDF, sizes_G = residuals  # without padding, so that no copy is kept
+    (M, D), F = x_MD.shape, weights_GDF.shape[2]
+    gradient, weights = _whole_rows(gradient_MF), _whole_weights(weights_GDF)
+    of_x = multiply_rows(gradient, weights, sizes_G, transposed=True, interpret=interpret)
+    of_weights = weights_gradient(_whole_rows(x_MD), gradient, sizes_G, interpret=interpret)
+    return of_x[:M, :D], of_weights[:, :D, :F], None
 
 
 _by_kernel.defvjp(_forward, _backward)

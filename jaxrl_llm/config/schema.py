@@ -5,7 +5,7 @@ A config file holds `get_config() -> Config`. Names are verl's and TRL's where t
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,6 +41,7 @@ from jaxrl_llm.config.records import (
     records_in,
     validate,
 )
+from jaxrl_llm.references import nearest
 
 R = TypeVar("R", bound=Record)
 DType = Literal["float32", "bfloat16"]
@@ -50,6 +51,9 @@ AUTO = "auto"
 def _placement(value: Any) -> Any:
     """A placement as written; one group of devices is the empty one."""
     value = guess(value)
+    if not isinstance(value, Mapping) and value not in ("colocated", AUTO):
+        hint = nearest(str(value), ("colocated", AUTO))
+        raise ValueError(f"expected colocated, {AUTO} or {{role: devices, …}}{hint}")
     return {} if value == "colocated" else value
 
 

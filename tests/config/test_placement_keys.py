@@ -1,5 +1,6 @@
 """Placement on nodes: what addresses and named groups mean, and what is refused."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -157,3 +158,13 @@ def test_a_placement_that_is_not_this_launch_is_refused(name):
     devices_of_roles(config)  # nothing is wrong with it by itself
     with pytest.raises(ConfigError, match=message):
         numbers_of_roles(config, TWO_OF_TWO)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("autoo", "or {role: devices, …}; did you mean 'auto'?"), ("3", "expected colocated, auto")],
+)
+def test_a_word_that_is_no_placement(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        apply_override(Config(), "placement", given)
+    assert str(refused.value).startswith(f"config.placement={given}: ")

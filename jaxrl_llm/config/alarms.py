@@ -4,20 +4,25 @@ A watcher is set by its keys (`alarms.kl.action=stop`) or by its action alone (`
 `alarms=off` sets all of them.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Gt, Lt
 from pydantic import model_validator
 
-from jaxrl_llm.config.records import Fraction, NotNegative, Record, field_names, validate
+from jaxrl_llm.config.records import Fraction, NotNegative, Record, field_names
+from jaxrl_llm.references import nearest
 
 __all__ = ["Alarm", "AlarmsConfig"]
+
+
+Action = Literal["off", "warn", "save", "stop"]
+ACTIONS = get_args(Action)
 
 
 class Alarm(Record):
     """What happens when a watcher fires: nothing, an event, a checkpoint too, or the end."""
 
-    action: Literal["off", "warn", "save", "stop"] = "warn"
+    action: Action = "warn"
 
 
 class Level(Alarm):
@@ -81,7 +86,9 @@ class AlarmsConfig(Record):
     def _complete(cls, given: Any) -> Any:
         """An action alone sets all watchers, or one; what is not given is the watcher's default."""
         if isinstance(given, str):
-            given = dict.fromkeys(field_names(cls), validate(Alarm, {"action": given}).action)
+            if given not in ACTIONS:
+                raise ValueError(f"expected one of {', '.join(ACTIONS)}{nearest(given, ACTIONS)}")
+            given = dict.fromkeys(field_names(cls), str(given))
         if not isinstance(given, dict):
             return given
         return {name: _whole(given[name], getattr(cls, name, None)) for name in given}

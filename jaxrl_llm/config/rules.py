@@ -49,11 +49,15 @@ PACKAGES = {
 }
 
 
+NO_KEY = "\0"  # a "<" of a user's text
+
+
 def check(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
     for rule in RULES:
         for fault in rule(config):
-            raise ConfigError(re.sub(r"<([\w.-]+)>", partial(_named, config), fault))
+            named = re.sub(r"<([\w.-]+)>", partial(_named, config), fault)
+            raise ConfigError(named.replace(NO_KEY, "<"))
 
 
 def _named(config: Config, key: re.Match[str]) -> str:
@@ -82,7 +86,7 @@ def _fault(test: Callable[[str], object], value: str) -> str:
     try:
         test(value)
     except ValueError as error:
-        return str(error)
+        return str(error).replace("<", NO_KEY)
     return ""
 
 

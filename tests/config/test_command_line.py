@@ -299,6 +299,8 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.data.train_tasks=[chain_sm]", ["did you mean 'chain_sum'", "spell_backward"]),
         ("--config.data.train_tasks.0.terms=2", ["num_terms"]),
         ("--config.data.train_files=[/nowhere/x.jsonl]", ["no file or folder '/nowhere/x.jsonl'"]),
+        ("--config.data.train_files=[/nowhere/<seed>.jsonl]", ["folder '/nowhere/<seed>.jsonl'"]),
+        ("--config.alarms=stpo", ["config.alarms=stpo: expected one of off", "mean 'stop'?"]),
         ("--config.data.train_tasks=[]", ["no training data"]),
         ("--config.data.tokenizer=", ["--config.data.tokenizer=char works"]),
         ("--config.data.truncation=lft", ["did you mean 'left'", "middle"]),

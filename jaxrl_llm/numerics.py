@@ -127,13 +127,6 @@ def chosen_logprobs(
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def entropy_from_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
-    """Entropy of the softmax of the logits, in nats, in float32; logits of -inf have weight 0."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    probs = jnp.exp(logprobs)
-    return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
-
-
 def rms_norm(
     x: Float[Array, "..."],
     weight: Float[Array, " D"],

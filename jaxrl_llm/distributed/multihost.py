@@ -166,11 +166,6 @@ class HostRows:
         """The rows to make a batch of: those held, or one for its shape where none is held."""
         return self.held if len(self.held) else np.zeros(1, int)
 
-    @property
-    def is_all(self) -> bool:
-        """Whether this process owns every row."""
-        return len(self.owned) == self.num_rows
-
 
 @lru_cache(maxsize=64)
 def host_rows(sharding: NamedSharding, num_rows: int, group: int = 1) -> HostRows:

@@ -316,21 +316,6 @@ def response_scores(
     return jnp.where(last >= 0, chosen, 0.0)
 
 
-def row_scores(
-    params: Params,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    spec: ModelSpec,
-    settings: ForwardSettings,
-) -> Float[Array, " B"]:
-    """Score at the last real token of each row, float32."""
-    model = prepare(spec, params, settings)
-    hidden = hidden_states(model, tokens, settings)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    return model.scores(jnp.take_along_axis(hidden, last, axis=1))[:, 0]
-
-
 def row_logprobs(
     params: Params,
     tokens: Int[Array, "B T"],

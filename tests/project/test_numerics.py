@@ -7,7 +7,6 @@ import pytest
 
 from jaxrl_llm.numerics import (
     chosen_logprobs,
-    entropy_from_logits,
     masked_count,
     masked_mean,
     masked_quantiles,
@@ -121,15 +120,6 @@ def test_chosen_logprobs_and_entropy(checked):
     chosen = np.log(np.take_along_axis(probs, ids[..., None], -1)[..., 0])
     got = checked(chosen_logprobs)(jnp.array(logits, jnp.float32), jnp.array(ids))
     np.testing.assert_allclose(got, chosen, atol=1e-5)
-    entropy = checked(entropy_from_logits)(jnp.array(logits, jnp.float32))
-    np.testing.assert_allclose(entropy, -(probs * np.log(probs)).sum(-1), atol=1e-5)
-
-
-def test_entropy_of_uniform_and_of_masked_logits():
-    np.testing.assert_allclose(entropy_from_logits(jnp.zeros(8)), np.log(8), rtol=1e-6)
-    np.testing.assert_allclose(
-        entropy_from_logits(jnp.array([0.0, 0.0, -jnp.inf])), np.log(2), rtol=1e-6
-    )
 
 
 def test_rounding_by_chance_keeps_the_mean_and_repeats():

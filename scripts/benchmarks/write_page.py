@@ -68,6 +68,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "grpo-1.5b",
             "grpo-7b",
             "grpo-7b-lora-128x8",
+            "grpo-32b-lora",
             "grpo-1.5b-strict",
             "first-step-1.5b",
             "grpo-8b-4096",

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
 CHUNK = 1 << 16  # bytes read at a time when looking for a line from the end
 
 
@@ -67,19 +69,25 @@ class JsonlFile:
 
 
 def to_line(entry: Mapping[str, Any]) -> str:
-    """One line of valid JSON, with null for NaN and infinity."""
+    """One line of valid JSON, with null for NaN and infinity. Numpy arrays are lists.
+
+    Floats of an array of float32 have few digits, and read back as the same float32.
+    """
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     try:
-        return json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n"
+        return orjson.dumps(entry, option=options).decode()
+    except TypeError:  # half a surrogate pair, an integer above 64 bits, a key that is no text
+        return json.dumps(_plain(entry), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    return [_finite(x) for x in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(x) for key, x in value.items()}
+    if hasattr(value, "tolist"):  # of numpy, which the report does without
+        return _plain(value.tolist())
+    return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 
 def read_jsonl(paths: Iterable[str | os.PathLike[str]]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ MOST_TOKENS = 1_024  # tokens of a response that are shown one by one
 MOST_BYTES = 6_000_000  # of all samples of a run, as JSON
 
 _NAME = re.compile(r"(train|validation)(\.process\d+)?-(\d+)\.jsonl")
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 _LONG = ("prompt", "question", "response", "ground_truth")
 _SHOWN = ("step", "policy_version", "index", "data_source", "row", "finished", "score")
 

@@ -85,8 +85,8 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {key: _plain(x) for key, x in value.items()}
-    if hasattr(value, "tolist"):  # of numpy, which the report does without
-        return _plain(value.tolist())
+    if as_list := getattr(value, "tolist", None):  # of numpy, which the report does without
+        return _plain(as_list())
     return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 

@@ -529,8 +529,9 @@ FEW = {
     for name in (
         "mixture", "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers",
         "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
-        "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_out_bias",
-        "attention_sinks", "expert_bias", "swiglu_limit", "latent",
+        "attention_softcap", "logits_softcap", "embedding_multiplier", "residual_multiplier",
+        "logits_scaling", "attention_out_bias", "attention_sinks", "expert_bias", "swiglu_limit",
+        "latent",
     )
 }  # fmt: skip
 

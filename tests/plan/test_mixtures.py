@@ -21,6 +21,12 @@ EXPERTS = tiny.EXPERTS | VOCAB
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
 GPT_OSS = tiny.GPT_OSS | VOCAB
+GEMMA_2 = VOCAB | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "hidden_act": None,
+}
 DEEPSEEK = tiny.DEEPSEEK | VOCAB | {"q_lora_rank": None}
 
 
@@ -79,6 +85,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         ),
         (OLMOE, {}, "olmoe has no scalar model"),
         (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
+        (GEMMA_2, {"exact": "off", "actor": {"attention": "cudnn"}}, "cap.*actor.attention=auto"),
         (EXPERTS, {"actor": {"router_bias_rate": 0.1}}, "softmax.*no such bias.*bias_rate=0 works"),
         (DEEPSEEK, {"actor": {"router_z_loss_coef": 0.1}}, "sigmoid.*no such loss.*coef=0 works"),
         ({"vocab_size": 96}, {"actor": {"router_bias_rate": 0.1}}, "router_bias_rate=0 works"),

@@ -76,12 +76,13 @@ def prefix_decode_attention(
     interpret: Interpret = None,
     strict: Strict | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """softmax(q k^T / sqrt(H)) v of each slot's new token, and the pages with its key and value.
 
     A slot sees its prompt entries, then its own entries. The new token is the last own entry.
-    With a `window`, a slot sees only the last `window` entries. `sinks` are those of
-    `flash_attention.attention`.
+    With a `window`, a slot sees only the last `window` entries. `sinks` and
+    `softcap` are those of `flash_attention.attention`.
 
     - "pallas" reads the blocks that hold visible entries, and nothing else. It reads `num_splits`
       splits of a slot in parallel and merges them. None chooses the number from the shapes. A
@@ -106,7 +107,7 @@ def prefix_decode_attention(
     Raises: ValueError for shapes that do not fit together or that the kernel does not support.
     """
     inputs.check()
-    assert strict is None or sinks is None, "config rules refuse sinks"
+    assert strict is None or (sinks is None and softcap is None), "config rules refuse both"
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: use at least 1, or None to see everything")
     if implementation == "auto":
@@ -114,7 +115,7 @@ def prefix_decode_attention(
     if implementation == "xla":
         if strict is not None:
             return decode_attention_strict(inputs, strict)
-        return decode_attention_xla(inputs, window, sinks)
+        return decode_attention_xla(inputs, window, sinks, softcap)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, _, H = inputs.q_BNH.shape
@@ -139,6 +140,7 @@ def prefix_decode_attention(
         interpret=interpret,
         strictly=strict is not None,
         sinks=sinks,
+        softcap=softcap,
     )
 
 

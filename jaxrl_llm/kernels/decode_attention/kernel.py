@@ -69,6 +69,7 @@ def decode_attention_mosaic(
     interpret: Interpret = None,
     strictly: bool = False,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """`prefix_decode_attention` by the kernel.
 
@@ -122,7 +123,7 @@ def decode_attention_mosaic(
     )
     arrays = _schedule_arrays(inputs, schedule)
     body = _make_body(
-        sizes, window, tuning, forms, L, first_new, strictly, array_names=tuple(arrays)
+        sizes, window, tuning, forms, L, first_new, strictly, softcap, array_names=tuple(arrays)
     )
 
     def with_scratch(*refs: Ref) -> None:
@@ -465,6 +466,7 @@ def _make_body(
     L: int,
     first_new: int,
     strictly: bool,
+    softcap: float | None,
     *,
     array_names: tuple[str, ...],
 ) -> Callable[..., None]:
@@ -512,7 +514,8 @@ def _make_body(
                 first_step=first_step,
                 block=tuning.block,
                 stages=tuning.stages,
-                to_base_2=H**-0.5 * math.log2(math.e),
+                to_base_2=(H**-0.5 if softcap is None else softcap) * math.log2(math.e),
+                to_tanh=None if softcap is None else H**-0.5 / softcap,
                 prefix_CK2PH=prefix_CK2PH,
                 own_OK2RH=own_OK2RH,
                 page_of=page_of,

@@ -327,7 +327,8 @@ class Pipeline:
     first_step: jax.Array  # steps of all jobs before this one
     block: int
     stages: int
-    to_base_2: float  # factor of a score: log2(e) / sqrt(H)
+    to_base_2: float  # factor of a score: log2(e) / sqrt(H); of a capped one, cap log2(e)
+    to_tanh: float | None  # factor of a score before the tanh of a soft cap
     prefix_CK2PH: Ref  # global memory
     own_OK2RH: Ref
     page_of: Callable[[jax.Array, jax.Array], jax.Array]  # (slot, index in its list) -> page

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
-    MAX_GROUP_SIZE,
+    ROWS_HEAD_DIMS,
     DecodeImplementation,
     DecodeInputs,
     DecodeSchedule,
@@ -27,6 +27,7 @@ from jaxrl_llm.kernels.decode_attention import (
     cache_length,
     decode_schedule,
     default_tuning,
+    max_group_size,
     prefix_decode_attention,
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
@@ -123,7 +124,9 @@ def decode_context(
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
     group_size, schedule = num_heads // num_kv_heads, None
     strictly = strict_in_scope() is not None  # always one job a prompt and one a slot
-    if group_size <= MAX_GROUP_SIZE:
+    if head_dim not in ROWS_HEAD_DIMS:
+        slots_per_prompt = 1
+    if group_size <= max_group_size(head_dim):
         schedule = decode_schedule(
             prompt_rows_B,
             prompt_lengths_B,

@@ -19,11 +19,12 @@ from jaxrl_llm.kernels.decode_attention.kernel import (
     decode_attention_mosaic,
 )
 from jaxrl_llm.kernels.decode_attention.pipeline import (
-    MAX_GROUP_SIZE,
+    ROWS_HEAD_DIMS,
     TILE_ROWS,
     DecodeTuning,
     block_entries,
     default_tuning,
+    max_group_size,
     padded_rows,
 )
 from jaxrl_llm.kernels.decode_attention.reference import (
@@ -42,8 +43,7 @@ from jaxrl_llm.kernels.hopper import Interpret, on_hopper
 from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [
-    "HEAD_DIMS",
-    "MAX_GROUP_SIZE",
+    "ROWS_HEAD_DIMS",
     "DecodeImplementation",
     "DecodeInputs",
     "DecodeSchedule",
@@ -52,6 +52,7 @@ __all__ = [
     "cache_length",
     "decode_schedule",
     "default_tuning",
+    "max_group_size",
     "prefix_decode_attention",
     "prefix_decode_attention_reference",
 ]
@@ -130,7 +131,13 @@ def prefix_decode_attention(
         capacity = inputs.prefix_capacity + inputs.own_capacity
         entries = max_entries_read(capacity, window, tuning.block)
         num_splits = choose_num_splits(B, K, entries, tuning)
-    check_supported(inputs, tuning, num_splits, interpreted=interpret is not None)
+    check_supported(
+        inputs,
+        tuning,
+        num_splits,
+        prompt_tiles=schedule is not None and schedule.prompts is not None,
+        interpreted=interpret is not None,
+    )
     return decode_attention_mosaic(
         inputs,
         window=window,
@@ -150,7 +157,7 @@ def _kernel_fits(inputs: DecodeInputs) -> bool:
         inputs.q_BNH.dtype == jnp.bfloat16
         and inputs.own_OK2RH.dtype in CACHE_DTYPES
         and inputs.q_BNH.shape[-1] in HEAD_DIMS
-        and inputs.group_size <= MAX_GROUP_SIZE
+        and inputs.group_size <= max_group_size(inputs.q_BNH.shape[-1])
         and on_hopper()
     )
 

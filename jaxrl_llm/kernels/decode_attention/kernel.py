@@ -31,8 +31,8 @@ from jaxrl_llm.kernels.decode_attention.matmuls import (
     QueriesAsRows,
 )
 from jaxrl_llm.kernels.decode_attention.pipeline import (
-    MAX_GROUP_SIZE,
     REDUCTION_BYTES,
+    ROWS_HEAD_DIMS,
     TILE_ROWS,
     Blocks,
     DecodeTuning,
@@ -41,6 +41,7 @@ from jaxrl_llm.kernels.decode_attention.pipeline import (
     Scratch,
     TileJob,
     default_tuning,
+    max_group_size,
     operand_dtype,
     padded_rows,
     scratch_types,
@@ -54,7 +55,7 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
 from jaxrl_llm.kernels.hopper import LOG2_E, SMS, Interpret, Ref, num_blocks
 from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (*ROWS_HEAD_DIMS, 256)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
 _MAX_SMEM = 226 * 1024  # of a CTA, less its barriers
 
@@ -193,7 +194,12 @@ def rows_of_slots(
 
 
 def check_supported(
-    inputs: DecodeInputs, tuning: DecodeTuning, num_splits: int, *, interpreted: bool
+    inputs: DecodeInputs,
+    tuning: DecodeTuning,
+    num_splits: int,
+    *,
+    prompt_tiles: bool,
+    interpreted: bool,
 ) -> None:
     """Raise ValueError, with the remedy, for what the kernel does not support."""
     H, G = inputs.q_BNH.shape[2], inputs.group_size
@@ -206,9 +212,14 @@ def check_supported(
             f"block and head_dim are both {H}, which gives wrong results on the GPU: use "
             f"default_tuning({H})"
         )
-    if G > MAX_GROUP_SIZE:
+    if G > (most := max_group_size(H)):
         raise ValueError(
-            f"{G} query heads per KV head: the kernel takes {MAX_GROUP_SIZE}; use 'xla' for more"
+            f"{G} query heads per KV head: the kernel takes {most}; use 'xla' for more"
+        )
+    if prompt_tiles and H not in ROWS_HEAD_DIMS:
+        raise ValueError(
+            f"prompts that slots share with head_dim {H}: the kernel takes {ROWS_HEAD_DIMS}; make "
+            "the schedule with slots_per_prompt=1"
         )
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")

@@ -140,22 +140,33 @@ def _matching(target: str, names: Sequence[str]) -> list[str]:
 # ------------------------------------------------------------------------- modules
 
 
-class Adapter(nnx.Module):
+class LowRank(nnx.Module):
     """A B of one module. `shape` and `axes` are of the module's weights, inputs first."""
 
     def __init__(
         self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
     ) -> None:
         inputs, outputs = shape[:contract], shape[contract:]
-        self.contract, self.scale, self.dropout = contract, lora.scale, lora.dropout
+        self.contract, self.scale = contract, lora.scale
         first, second = self._inits
         self.a = parameter((*inputs, lora.rank), (*axes[:contract], "rank"), first, lora.dtype)
         self.b = parameter((lora.rank, *outputs), ("rank", *axes[contract:]), second, lora.dtype)
+
+    _inits = ("uniform", "zeros")  # a new adapter changes nothing
+
+
+class Adapter(LowRank):
+    """A B of a projection, and with DoRA the norm of each output."""
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
+    ) -> None:
+        super().__init__(shape, axes, contract, lora)
+        self.dropout, outputs = lora.dropout, shape[contract:]
         # Like norms: small, and whole on each device.
         whole = ("norm",) * len(outputs)
         self.magnitude = parameter(outputs, whole, "ones", jnp.float32) if lora.dora else None
 
-    _inits = ("uniform", "zeros")  # a new adapter changes nothing
     key: Any = None  # of dropout, in an update; see `set_dropout`
 
     def _dropped(self, x: jax.Array) -> jax.Array:
@@ -199,18 +210,28 @@ class StackAdapter(nnx.Module):
         return Stacked(kernel, a, b, scale=self.scale, merged=merged)
 
 
-class EmbeddingAdapter(Adapter):
+class EmbeddingAdapter(LowRank):
     """A B of an embedding: A is a second table, of short vectors."""
 
     _inits = ("zeros", "unit_normal")
 
+    def __call__(self, table_VD: Any, lookup: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The vectors of tokens, which `lookup` finds. `table_VD`: an array or `Merged`."""
+        change_BTD = multiply(lookup(self.a[...]) * self.scale, self.b.get_value(), 1)
+        if isinstance(table_VD, Merged):
+            return _with_gradient_of(lookup(table_VD.computed), change_BTD)
+        return lookup(table_VD) + change_BTD
 
-class TableAdapter(Adapter):
+
+class HeadAdapter(LowRank):
     """A B of a head, whose weights are a table [V, D]."""
 
-    def table(self, table_VD: jax.Array) -> jax.Array:
-        """The weights of the adapted head."""
-        return table_VD + (self.scale * self.a[...] @ self.b[...]).T.astype(table_VD.dtype)
+    def __call__(self, table_VD: Any) -> jax.Array:
+        """The weights of the adapted head. `table_VD`: an array or `Merged`."""
+        merged = isinstance(table_VD, Merged)
+        table_VD = table_VD.computed if merged else table_VD
+        change_VD = (self.scale * self.a[...] @ self.b[...]).T.astype(table_VD.dtype)
+        return _with_gradient_of(table_VD, change_VD) if merged else table_VD + change_VD
 
 
 # ------------------------------------------------------------------------- merged weights
@@ -226,6 +247,18 @@ class Merged:
     """
 
     computed: jax.Array
+
+
+@jax.custom_vjp
+def _with_gradient_of(value: jax.Array, of: jax.Array) -> jax.Array:
+    """`value`, whose gradient goes to `of`."""
+    return value
+
+
+_with_gradient_of.defvjp(
+    lambda value, of: (value, of),
+    lambda of, gradient: (jnp.zeros_like(gradient), gradient.astype(of.dtype)),
+)
 
 
 def merged_matmul(
@@ -327,7 +360,7 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
             raise ValueError(f"lora.dora: {tensor} is a table, which has no DoRA; leave it out")
         (V, D), (rows, columns) = module.table.shape, module.table.get_metadata()["axes"]
         if path[0] == "head":
-            module.adapter = TableAdapter((D, V), (columns, rows), 1, lora)
+            module.adapter = HeadAdapter((D, V), (columns, rows), 1, lora)
         elif getattr(model, "head", None) is None and hasattr(model, "unembedding"):
             raise ValueError(
                 f"lora.targets: {tensor} is also the head of this model, as they are tied; leave "
@@ -408,13 +441,11 @@ def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
 
 
 def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
-    """The base with `Merged` weights. Adapters of tables stay apart."""
+    """The base with `Merged` weights."""
 
     def ahead(path: Path, module: Tree) -> Tree:
         rest = {name: value for name, value in module.items() if name != ADAPTER}
-        if "kernel" not in module:
-            return rest
-        return rest | {"kernel": Merged(_sum(path, module, lora, dtype)["kernel"])}
+        return rest | {n: Merged(x) for n, x in _sum(path, module, lora, dtype).items()}
 
     return split(_each_adapted(params, ahead))[0]
 

@@ -87,6 +87,29 @@ def test_small_changes_are_not_lost_in_bfloat16():
     np.testing.assert_array_equal(found, again)
 
 
+def test_updates_compute_the_tables_that_generation_has():
+    """In bf16 a sum of base and adapter is rounded; both sides read the one of `merged`."""
+    config = model_config(tie_word_embeddings=False, vocab_size=32)
+    lora = lora_of(config, ("embed_tokens", "lm_head"))
+    spec = model_spec(config, dtype="bfloat16", lora=lora)
+    params = random_params(spec.params, 1, 0.2)
+    params = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), params, spec.params)
+    base, own = split(params)
+    ahead = merged_ahead(params, lora, "bfloat16")
+
+    def total(own):
+        low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), own)
+        found = logits(spec, join(ahead, low))
+        return jnp.square(found).sum(), found
+
+    gradient, found = jax.grad(total, has_aux=True)(own)
+    np.testing.assert_array_equal(found, logits(*merge_adapters(spec, params, "bfloat16")))
+    apart = jax.grad(lambda own: jnp.square(logits(spec, join(base, own))).sum())(own)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(apart), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(other)
+
+
 def test_what_cannot_have_an_adapter():
     tied, own_head = model_config(), model_config(tie_word_embeddings=False)
     with pytest.raises(ValueError, match="also the head of this model"):

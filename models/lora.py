@@ -31,6 +31,8 @@ ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
 DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
+# The modules of one tensor share A, which the first of them has in the parameters.
+SHARED_WITH = {"q": "k", "v": "k", "up": "gate"}
 HEAD = "score"  # of a scalar model: it learns in full
 EXPERTS = ".experts."  # in the names of the projections of a mixture of experts
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
@@ -108,18 +110,21 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     """The modules that `targets` name, among those of a model with these Hugging Face tensors.
 
     A target is "all-linear", the end of a module's name after a dot, or a pattern of whole names.
-    The first expert of a layer stands for all of them.
+    The first expert of a layer stands for all of them. Experts in one tensor are not linear.
 
     Raises: ValueError for a target that no module has, with the names that there are.
     """
-    every = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    given = list(dict.fromkeys(tensors))
+    every = [name.removesuffix(".weight") for name in given if name.endswith(".weight")]
     linear = [name for name in every if "_proj" in name.rpartition(".")[2] or EXPERTS in name]
+    stacks = [name for name in given if is_stack(name)]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
+    named = [*linear, *stacks, *tables]
     chosen: set[str] = set()
     for target in targets:
-        found = linear if target == ALL_LINEAR else _matching(target, [*linear, *tables])
+        found = linear if target == ALL_LINEAR else _matching(target, named)
         if not found:
-            ends = dict.fromkeys(name.rpartition(".")[2] for name in [*linear, *tables])
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in named)
             raise ValueError(
                 f"lora.targets: no module is called {target!r} or matches it; the names are "
                 f"{ALL_LINEAR}, {', '.join(ends)}, and a pattern is of whole names, such as "
@@ -127,6 +132,12 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
             )
         chosen.update(found)
     return frozenset(chosen)
+
+
+def is_stack(tensor: str) -> bool:
+    """Whether this is a tensor of weights of all experts of a layer."""
+    layer, _, end = tensor.rpartition(EXPERTS)
+    return bool(layer) and end.endswith("_proj") and "." not in end
 
 
 def _matching(target: str, names: Sequence[str]) -> list[str]:
@@ -342,6 +353,16 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
 
     Raises: ValueError for a tied embedding, and for DoRA of a table.
     """
+    _attach_each(model, paths, lora)
+    for path, tensor in paths.items():  # parts of one tensor read the same input
+        first = (*path[:-2], SHARED_WITH.get(path[-2], ""), path[-1])
+        if path[-1] == "kernel" and paths.get(first) == tensor:
+            module, owner = (_at(model, each[:-1]) for each in (path, first))
+            if module.adapter is not None:
+                module.adapter.a = owner.adapter.a
+
+
+def _attach_each(model: nnx.Module, paths: Mapping[Path, str], lora: Lora) -> None:
     for path, tensor in paths.items():
         if tensor.removesuffix(".weight") not in lora.modules or path[-1] == "bias":
             continue
@@ -418,10 +439,9 @@ def join(base: Tree, own: Tree) -> Tree:
 def first_magnitudes(params: Tree, lora: Lora) -> Tree:
     """Joined parameters whose DoRA norms are those of their modules."""
 
-    def found(_: Path, module: Tree) -> Tree:
-        adapter = module[ADAPTER]
-        a, b, kernel = adapter["a"], adapter["b"], weights_of(module)
-        norms = column_norms(kernel, a, b, lora.scale, a.ndim - 1)
+    def found(_: Path, module: Tree, a: jax.Array) -> Tree:
+        adapter, kernel = module[ADAPTER], weights_of(module)
+        norms = column_norms(kernel, a, adapter["b"], lora.scale, a.ndim - 1)
         return module | {ADAPTER: adapter | {MAGNITUDE: norms}}
 
     return _each_adapted(params, found) if lora.dora else params
@@ -433,9 +453,9 @@ def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     No kernel of the result is in float8: most changes would be lost in its steps.
     """
 
-    def dense(path: Path, module: Tree) -> Tree:
+    def dense(path: Path, module: Tree, a: jax.Array) -> Tree:
         rest = {name: x for name, x in module.items() if name not in (ADAPTER, SCALE)}
-        return rest | _sum(path, module, lora, dtype)
+        return rest | _sum(path, module, a, lora, dtype)
 
     return dequantized(_each_adapted(params, dense), dtype)
 
@@ -443,14 +463,14 @@ def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
 def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     """The base with `Merged` weights."""
 
-    def ahead(path: Path, module: Tree) -> Tree:
+    def ahead(path: Path, module: Tree, a: jax.Array) -> Tree:
         rest = {name: value for name, value in module.items() if name != ADAPTER}
-        return rest | {n: Merged(x) for n, x in _sum(path, module, lora, dtype).items()}
+        return rest | {n: Merged(x) for n, x in _sum(path, module, a, lora, dtype).items()}
 
     return split(_each_adapted(params, ahead))[0]
 
 
-def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+def _sum(path: Path, module: Tree, a: jax.Array, lora: Lora, dtype: DTypeLike) -> Tree:
     """The merged weights of a module, by their name.
 
     A base in bf16 lies on the grid of bf16, and most changes are less than half a step of it: to
@@ -458,7 +478,7 @@ def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     the place alone: equal adapters give equal weights.
     """
     adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
-    a, b = adapter["a"], adapter["b"]
+    b = adapter["b"]
     old = (weights_of(module) if name == "kernel" else module[name]).astype(jnp.float32)
     of_experts = a.ndim + b.ndim == old.ndim + 3
     product = jnp.matmul if of_experts else partial(jnp.tensordot, axes=1)
@@ -472,12 +492,22 @@ def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
 
 
 def _each_adapted(
-    tree: Tree, change: Callable[[Path, Tree], Tree], path: tuple[str, ...] = ()
+    tree: Tree, change: Callable[[Path, Tree, jax.Array], Tree], path: Path = (), a: Any = None
 ) -> Tree:
-    """`tree` with `change` applied to path and parameters of each module that has an adapter."""
+    """`tree` with `change` applied to path, parameters and A of each module that has an adapter.
+
+    `a` is that of another module, for one whose own parameters have none.
+    """
     if ADAPTER in tree:
-        return change(path, tree)
+        return change(path, tree, tree[ADAPTER].get("a", a))
+
+    def shared(name: str) -> Any:
+        owner = tree.get(SHARED_WITH.get(name, ""), {})
+        return owner.get(ADAPTER, {}).get("a")
+
     return {
-        name: _each_adapted(value, change, (*path, name)) if isinstance(value, dict) else value
+        name: _each_adapted(value, change, (*path, name), shared(name))
+        if isinstance(value, dict)
+        else value
         for name, value in tree.items()
     }

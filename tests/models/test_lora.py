@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from tiny import model_config
 from tiny_iteration import random_params
+from tiny_models import CONFIGS
 
 from jaxrl_llm.models.base import bind, merge_adapters, model_spec
 from jaxrl_llm.models.families import hf_names
@@ -45,7 +46,7 @@ def lora_of(config, targets=("all-linear",), **changes):
 
 
 def logits(spec, params):
-    def attend(q, k, v, cache, *, window):
+    def attend(q, k, v, cache, **_):
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
 
     model = bind(spec, params)
@@ -60,7 +61,21 @@ def logits(spec, params):
 )
 def test_merged_weights_are_the_same_model(flags, targets):
     # As many tokens as hidden sizes: which dim of the head is which, its shape does not say.
-    config = model_config(tie_word_embeddings=False, vocab_size=32)
+    check_merged(model_config(tie_word_embeddings=False, vocab_size=32), targets, **flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("phi3", {"k": "ab", "q": "b", "v": "b", "o": "ab"}), ("gpt_oss", {"gate": "ab", "up": "b"})],
+)
+def test_modules_of_one_tensor_share_a(name, modules):
+    spec = check_merged(CONFIGS[name], ("all-linear", "gate_up_proj", "down_proj"))
+    layer = spec.learned["decoder"]["layers"]["1"]
+    found = layer["mlp" if "up" in modules else "attention"]
+    assert {module: "".join(sorted(found[module]["adapter"])) for module in modules} == modules
+
+
+def check_merged(config, targets, **flags):
     spec = model_spec(config, lora=lora_of(config, targets, **flags))
     params = random_params(spec.params, 1, 0.2)
     base, own = split(params)
@@ -71,6 +86,7 @@ def test_merged_weights_are_the_same_model(flags, targets):
     if spec.lora.merges_updates:
         ahead = join(merged_ahead(params, spec.lora, "float32"), own)
         np.testing.assert_allclose(logits(spec, ahead), expected, atol=1e-5)
+    return spec
 
 
 def test_small_changes_are_not_lost_in_bfloat16():

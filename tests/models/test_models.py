@@ -25,7 +25,6 @@ from jaxrl_llm.models.base import (
     quantize_projections,
     scalar_params_from,
 )
-from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.shapes import num_parameters
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
@@ -249,14 +248,6 @@ def test_a_scan_runs_a_pattern_of_layers_and_what_remains():
     assert jnp.abs(expected).max() > 0.1
     scanned = head_output(spec, params, tokens, scan=True)
     np.testing.assert_allclose(scanned, expected, atol=1e-5)
-
-
-def test_an_adapter_of_a_fused_tensor_is_refused_by_name():
-    modules = frozenset({"model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"})
-    lora = Lora(rank=2, alpha=2.0, modules=modules)
-    message = r"layers\.0\.mlp\.gate_up_proj is one tensor .*\[down_proj, o_proj\]"
-    with pytest.raises(ValueError, match=message):
-        model_spec(CONFIGS["phi3"], lora=lora)
 
 
 def test_merged_projections_compute_the_same():

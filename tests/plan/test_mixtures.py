@@ -19,6 +19,7 @@ from jaxrl_llm.trainer.rewarding import ArrayReward
 VOCAB = {"vocab_size": 96}
 EXPERTS = tiny.EXPERTS | VOCAB
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+GPT_OSS_EXPERTS = LoraConfig(rank=2, targets=("all-linear", "gate_up_proj", "down_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
 GPT_OSS = tiny.GPT_OSS | VOCAB
 GEMMA_2 = VOCAB | {
@@ -119,7 +120,7 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
         (EXPERTS, {"micro_batch_tokens": 24}),
         (EXPERTS, {"lora": LoraConfig(rank=2)}),
         (GPT_OSS, {"micro_batch_tokens": 24}),
-        (GPT_OSS, {"lora": ATTENTION}),
+        (GPT_OSS, {"lora": GPT_OSS_EXPERTS}),
         (DEEPSEEK, {"micro_batch_tokens": 24, "router_bias_rate": 0.1}),
         (DEEPSEEK, {"lora": LoraConfig(rank=2)}),
     ],

@@ -28,7 +28,7 @@ class Attend(Protocol):
 
     q and k come after q/k norm and rope. The callee applies the scale H**-0.5. `layer_cache` is any
     pytree, or None without a cache. `window` counts positions, including the query's own. `sinks`
-    are given by a layer that has them: see `flash_attention.attention`.
+    and `softcap` are given by a layer that has them: see `flash_attention.attention`.
     """
 
     def __call__(
@@ -41,6 +41,7 @@ class Attend(Protocol):
         *,
         window: int | None,
         sinks: jax.Array | None = None,
+        softcap: float | None = None,
     ) -> tuple[jax.Array, Any]:
         """The attention output [B, T, N, H] and the layer's new cache."""
         ...
@@ -93,6 +94,7 @@ class Attention(nnx.Module):
         )
         sinks = config.attention_sinks
         self.sinks = parameter((N,), ("q_heads",), "normal", dtype) if sinks else None
+        self.softcap = config.attention_softcap
         norm = partial(
             RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=config.unit_offset
         )
@@ -110,7 +112,9 @@ class Attention(nnx.Module):
         layer_cache: Any,
         attend: Attend,
     ) -> tuple[jax.Array, Any]:
-        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        more: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if self.softcap is not None:
+            more["softcap"] = self.softcap
         inputs = self.inputs(x_BTD, rope)
         out_BTNH, new_cache = attend(*inputs, layer_cache, window=self.window, **more)
         return self.o(out_BTNH), new_cache

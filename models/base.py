@@ -32,7 +32,6 @@ from jaxrl_llm.models.frozen import (
     quantized_as,
 )
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
-from jaxrl_llm.models.hf import Names
 from jaxrl_llm.models.layers import FROZEN, Form
 from jaxrl_llm.models.lora import Lora, attach, join, merged, split
 
@@ -126,7 +125,6 @@ def _model_spec(
         if lora is not None:
             assert form in ("separate", FROZEN), form
             names = hf_names(config, kind)
-            _check_unfused(names, lora)
             attach(model, {path: tensor.name for path, tensor in names.items()}, lora)
         return model
 
@@ -173,19 +171,6 @@ def dense_spec(spec: ModelSpec) -> ModelSpec:
     """The same model without adapters and with kernels that are arrays."""
     form: Form = "separate" if spec.form == FROZEN else spec.form
     return model_spec(spec.config, spec.kind, spec.dtype, form=form)
-
-
-def _check_unfused(names: Names, lora: Lora) -> None:
-    """Raises: ValueError for an adapter of a tensor that holds several of our projections."""
-    tensors = [tensor for ours in names.values() for tensor in ours.parts]
-    whole = {tensor.name.removesuffix(".weight"): not tensor.is_part for tensor in tensors}
-    if fused := sorted(name for name in lora.modules if not whole.get(name, True)):
-        free = {name.rpartition(".")[2] for name, unfused in whole.items() if unfused}
-        linear = sorted(name for name in free if name.endswith("_proj"))
-        raise ValueError(
-            f"lora.targets: {fused[0]} is one tensor for several projections, and an adapter that "
-            f"they share is not supported; set lora.targets to [{', '.join(linear)}]"
-        )
 
 
 def _with_learned_in(params: Params, dtype: str) -> Params:

@@ -117,6 +117,9 @@ class ModelConfig:
     interleaved_rope: bool = False  # pairs are neighbours, not halves of the head
     local_rope_theta: float | None = None  # of layers with a window; they are not scaled
     attention_multiplier: float | None = None  # of attention's logits; None: head_dim**-0.5
+    # Soft caps: x becomes cap * tanh(x / cap). None: x stays.
+    attention_softcap: float | None = None  # of attention's logits, after their multiplier
+    logits_softcap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
     logits_scaling: float = 1.0  # divides the logits
@@ -173,7 +176,8 @@ class ModelConfig:
         if not 0 < self.rotary_factor <= 1:
             raise ValueError(f"rotary_factor is {self.rotary_factor}: it must be in (0, 1]")
         names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier")
-        for name in (*names, "logits_scaling", "local_rope_theta", "swiglu_limit"):
+        names += ("attention_softcap", "logits_softcap", "logits_scaling")
+        for name in (*names, "local_rope_theta", "swiglu_limit"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}: it must be a positive number")

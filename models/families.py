@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from jaxrl_llm.models import (
     deepseek_v3,
     gemma,
+    gemma2,
     gemma3,
     glm4,
     glm4_moe_lite,
@@ -41,6 +42,7 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3,
     "gemma": gemma,
+    "gemma2": gemma2,
     "gemma3_text": gemma3,
     "glm4": glm4,
     "glm4_moe_lite": glm4_moe_lite,
@@ -69,7 +71,6 @@ _LAYER_NORMS = "LayerNorm with biases"
 # What an architecture needs that is not here, by the start of its name or its model_type, without
 # underscores and in any case. The first one counts.
 MISSING: dict[str, str] = {
-    "Gemma2": "soft caps of attention scores and logits in the attention and head kernels",
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
     "Llama4": "chunked attention and the temperature of layers without rope",

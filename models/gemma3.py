@@ -50,7 +50,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES) | common.by_layer_type_to_hf(config)
-    scalar = {"query_pre_attn_scalar": _scalar(config)}
+    scalar = {"query_pre_attn_scalar": scalar_of(config)}
     return {key: value for key, value in hf.items() if key != "hidden_act"} | scalar | PLAIN
 
 
@@ -62,12 +62,13 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
 def check(config: ModelConfig) -> None:
     """Raises: ValueError when Gemma 3 has no such model."""
     own = {"attention_bias": False, "norms": "both", "qk_norm": True}
-    own |= {"attention_multiplier": _scalar(config) ** -0.5, "local_rope_theta": common.ANY}
+    own |= {"attention_multiplier": scalar_of(config) ** -0.5, "local_rope_theta": common.ANY}
     common.check_features(config, **own, **features(config.hidden_size))
     common.single_window(config)
     if config.local_rope_theta is None:
         raise ValueError(f"{NAME} has a rope base for its windows: give local_rope_theta")
 
 
-def _scalar(config: ModelConfig) -> int:
+def scalar_of(config: ModelConfig) -> int:
+    """`query_pre_attn_scalar`, whose inverse root is the attention multiplier."""
     return round((config.attention_multiplier or 1.0) ** -2)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.partial_softmax import soft_cap
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
@@ -75,10 +76,11 @@ class CausalLM(_WithDecoder):
         return self.decoder.embed.table[...] if self.head is None else self.head.weights()
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32 logits [..., V] of hidden states [..., D]."""
-        return jnp.einsum(
+        """float32 logits [..., V] of hidden states [..., D], with the family's soft cap."""
+        logits = jnp.einsum(
             "...D,VD->...V", hidden, self.unembedding(), preferred_element_type=jnp.float32
         )
+        return soft_cap(logits, self.decoder.config.logits_softcap)
 
 
 class ScalarModel(_WithDecoder):

@@ -70,6 +70,10 @@ class HFTensor:
             return array.reshape(self.shape)
         return array.reshape(self.shape[::-1]).T
 
+    def in_turns(self, arrays: Sequence[Any]) -> Any:
+        """Their whole tensor from that of each turn, in numpy."""
+        return np.stack(arrays, axis=-1).reshape(self.whole_shape)
+
     @property
     def parts(self) -> tuple["HFTensor", ...]:
         """The tensors of a file that make up our parameter."""
@@ -248,7 +252,7 @@ def whole_tensor(parts: Sequence[StoredPart], arrays: Sequence[Any]) -> Any:
         return arrays[0]
     tensor = parts[0].tensor
     if tensor.of_turns > 1:
-        return np.stack(arrays, axis=-1).reshape(tensor.whole_shape)
+        return tensor.in_turns(arrays)
     return np.concatenate(arrays)
 
 
@@ -529,8 +533,9 @@ FEW = {
     for name in (
         "mixture", "norms", "unit_offset", "qk_norm_whole", "activation", "rope_layers",
         "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
-        "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_out_bias",
-        "attention_sinks", "expert_bias", "swiglu_limit", "latent",
+        "attention_softcap", "logits_softcap", "embedding_multiplier", "residual_multiplier",
+        "logits_scaling", "attention_out_bias", "attention_sinks", "expert_bias", "swiglu_limit",
+        "latent",
     )
 }  # fmt: skip
 

@@ -249,23 +249,25 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
         shape = (config.vocab_size, config.hidden_size)
+        self.vocab_size = config.vocab_size
         self.table = parameter(shape, ("vocab", "embed"), "normal", dtype)
 
     adapter: Any = None  # see lora.py
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        layout, table_VD = layout_in_scope(), self.table[...]
-        split = None if layout is None else _split_of(layout, tokens_BT.shape, len(table_VD))
-        x_BTD: Any = _lookup(split, table_VD, tokens_BT)
+        layout = layout_in_scope()
+        split = None if layout is None else _split_of(layout, tokens_BT.shape, self.vocab_size)
+
+        def lookup(table_V: jax.Array) -> Any:
+            return _lookup(split, table_V, tokens_BT)
+
         if self.adapter is None:
-            return x_BTD
-        short_BTR = _lookup(split, self.adapter.a[...], tokens_BT) * self.adapter.scale
-        return x_BTD + multiply(short_BTR, self.adapter.b.get_value(), 1)
+            return lookup(self.table[...])
+        return self.adapter(self.table.get_value(), lookup)
 
     def weights(self) -> jax.Array:
         """The table [V, D] as the weights of a head."""
-        table_VD = self.table[...]
-        return table_VD if self.adapter is None else self.adapter.table(table_VD)
+        return self.table[...] if self.adapter is None else self.adapter(self.table.get_value())
 
 
 def over_sequence(x_BTD: Any) -> Any:

@@ -31,6 +31,8 @@ ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
 DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
+# The modules of one tensor share A, which the first of them has in the parameters.
+SHARED_WITH = {"q": "k", "v": "k", "up": "gate"}
 HEAD = "score"  # of a scalar model: it learns in full
 EXPERTS = ".experts."  # in the names of the projections of a mixture of experts
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
@@ -108,18 +110,21 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     """The modules that `targets` name, among those of a model with these Hugging Face tensors.
 
     A target is "all-linear", the end of a module's name after a dot, or a pattern of whole names.
-    The first expert of a layer stands for all of them.
+    The first expert of a layer stands for all of them. Experts in one tensor are not linear.
 
     Raises: ValueError for a target that no module has, with the names that there are.
     """
-    every = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    given = list(dict.fromkeys(tensors))
+    every = [name.removesuffix(".weight") for name in given if name.endswith(".weight")]
     linear = [name for name in every if "_proj" in name.rpartition(".")[2] or EXPERTS in name]
+    stacks = [name for name in given if is_stack(name)]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
+    named = [*linear, *stacks, *tables]
     chosen: set[str] = set()
     for target in targets:
-        found = linear if target == ALL_LINEAR else _matching(target, [*linear, *tables])
+        found = linear if target == ALL_LINEAR else _matching(target, named)
         if not found:
-            ends = dict.fromkeys(name.rpartition(".")[2] for name in [*linear, *tables])
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in named)
             raise ValueError(
                 f"lora.targets: no module is called {target!r} or matches it; the names are "
                 f"{ALL_LINEAR}, {', '.join(ends)}, and a pattern is of whole names, such as "
@@ -127,6 +132,12 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
             )
         chosen.update(found)
     return frozenset(chosen)
+
+
+def is_stack(tensor: str) -> bool:
+    """Whether this is a tensor of weights of all experts of a layer."""
+    layer, _, end = tensor.rpartition(EXPERTS)
+    return bool(layer) and end.endswith("_proj") and "." not in end
 
 
 def _matching(target: str, names: Sequence[str]) -> list[str]:
@@ -140,22 +151,33 @@ def _matching(target: str, names: Sequence[str]) -> list[str]:
 # ------------------------------------------------------------------------- modules
 
 
-class Adapter(nnx.Module):
+class LowRank(nnx.Module):
     """A B of one module. `shape` and `axes` are of the module's weights, inputs first."""
 
     def __init__(
         self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
     ) -> None:
         inputs, outputs = shape[:contract], shape[contract:]
-        self.contract, self.scale, self.dropout = contract, lora.scale, lora.dropout
+        self.contract, self.scale = contract, lora.scale
         first, second = self._inits
         self.a = parameter((*inputs, lora.rank), (*axes[:contract], "rank"), first, lora.dtype)
         self.b = parameter((lora.rank, *outputs), ("rank", *axes[contract:]), second, lora.dtype)
+
+    _inits = ("uniform", "zeros")  # a new adapter changes nothing
+
+
+class Adapter(LowRank):
+    """A B of a projection, and with DoRA the norm of each output."""
+
+    def __init__(
+        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
+    ) -> None:
+        super().__init__(shape, axes, contract, lora)
+        self.dropout, outputs = lora.dropout, shape[contract:]
         # Like norms: small, and whole on each device.
         whole = ("norm",) * len(outputs)
         self.magnitude = parameter(outputs, whole, "ones", jnp.float32) if lora.dora else None
 
-    _inits = ("uniform", "zeros")  # a new adapter changes nothing
     key: Any = None  # of dropout, in an update; see `set_dropout`
 
     def _dropped(self, x: jax.Array) -> jax.Array:
@@ -199,18 +221,28 @@ class StackAdapter(nnx.Module):
         return Stacked(kernel, a, b, scale=self.scale, merged=merged)
 
 
-class EmbeddingAdapter(Adapter):
+class EmbeddingAdapter(LowRank):
     """A B of an embedding: A is a second table, of short vectors."""
 
     _inits = ("zeros", "unit_normal")
 
+    def __call__(self, table_VD: Any, lookup: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The vectors of tokens, which `lookup` finds. `table_VD`: an array or `Merged`."""
+        change_BTD = multiply(lookup(self.a[...]) * self.scale, self.b.get_value(), 1)
+        if isinstance(table_VD, Merged):
+            return _with_gradient_of(lookup(table_VD.computed), change_BTD)
+        return lookup(table_VD) + change_BTD
 
-class TableAdapter(Adapter):
+
+class HeadAdapter(LowRank):
     """A B of a head, whose weights are a table [V, D]."""
 
-    def table(self, table_VD: jax.Array) -> jax.Array:
-        """The weights of the adapted head."""
-        return table_VD + (self.scale * self.a[...] @ self.b[...]).T.astype(table_VD.dtype)
+    def __call__(self, table_VD: Any) -> jax.Array:
+        """The weights of the adapted head. `table_VD`: an array or `Merged`."""
+        merged = isinstance(table_VD, Merged)
+        table_VD = table_VD.computed if merged else table_VD
+        change_VD = (self.scale * self.a[...] @ self.b[...]).T.astype(table_VD.dtype)
+        return _with_gradient_of(table_VD, change_VD) if merged else table_VD + change_VD
 
 
 # ------------------------------------------------------------------------- merged weights
@@ -226,6 +258,18 @@ class Merged:
     """
 
     computed: jax.Array
+
+
+@jax.custom_vjp
+def _with_gradient_of(value: jax.Array, of: jax.Array) -> jax.Array:
+    """`value`, whose gradient goes to `of`."""
+    return value
+
+
+_with_gradient_of.defvjp(
+    lambda value, of: (value, of),
+    lambda of, gradient: (jnp.zeros_like(gradient), gradient.astype(of.dtype)),
+)
 
 
 def merged_matmul(
@@ -309,6 +353,16 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
 
     Raises: ValueError for a tied embedding, and for DoRA of a table.
     """
+    _attach_each(model, paths, lora)
+    for path, tensor in paths.items():  # parts of one tensor read the same input
+        first = (*path[:-2], SHARED_WITH.get(path[-2], ""), path[-1])
+        if path[-1] == "kernel" and paths.get(first) == tensor:
+            module, owner = (_at(model, each[:-1]) for each in (path, first))
+            if module.adapter is not None:
+                module.adapter.a = owner.adapter.a
+
+
+def _attach_each(model: nnx.Module, paths: Mapping[Path, str], lora: Lora) -> None:
     for path, tensor in paths.items():
         if tensor.removesuffix(".weight") not in lora.modules or path[-1] == "bias":
             continue
@@ -327,7 +381,7 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
             raise ValueError(f"lora.dora: {tensor} is a table, which has no DoRA; leave it out")
         (V, D), (rows, columns) = module.table.shape, module.table.get_metadata()["axes"]
         if path[0] == "head":
-            module.adapter = TableAdapter((D, V), (columns, rows), 1, lora)
+            module.adapter = HeadAdapter((D, V), (columns, rows), 1, lora)
         elif getattr(model, "head", None) is None and hasattr(model, "unembedding"):
             raise ValueError(
                 f"lora.targets: {tensor} is also the head of this model, as they are tied; leave "
@@ -385,10 +439,9 @@ def join(base: Tree, own: Tree) -> Tree:
 def first_magnitudes(params: Tree, lora: Lora) -> Tree:
     """Joined parameters whose DoRA norms are those of their modules."""
 
-    def found(_: Path, module: Tree) -> Tree:
-        adapter = module[ADAPTER]
-        a, b, kernel = adapter["a"], adapter["b"], weights_of(module)
-        norms = column_norms(kernel, a, b, lora.scale, a.ndim - 1)
+    def found(_: Path, module: Tree, a: jax.Array) -> Tree:
+        adapter, kernel = module[ADAPTER], weights_of(module)
+        norms = column_norms(kernel, a, adapter["b"], lora.scale, a.ndim - 1)
         return module | {ADAPTER: adapter | {MAGNITUDE: norms}}
 
     return _each_adapted(params, found) if lora.dora else params
@@ -400,26 +453,24 @@ def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     No kernel of the result is in float8: most changes would be lost in its steps.
     """
 
-    def dense(path: Path, module: Tree) -> Tree:
+    def dense(path: Path, module: Tree, a: jax.Array) -> Tree:
         rest = {name: x for name, x in module.items() if name not in (ADAPTER, SCALE)}
-        return rest | _sum(path, module, lora, dtype)
+        return rest | _sum(path, module, a, lora, dtype)
 
     return dequantized(_each_adapted(params, dense), dtype)
 
 
 def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
-    """The base with `Merged` weights. Adapters of tables stay apart."""
+    """The base with `Merged` weights."""
 
-    def ahead(path: Path, module: Tree) -> Tree:
+    def ahead(path: Path, module: Tree, a: jax.Array) -> Tree:
         rest = {name: value for name, value in module.items() if name != ADAPTER}
-        if "kernel" not in module:
-            return rest
-        return rest | {"kernel": Merged(_sum(path, module, lora, dtype)["kernel"])}
+        return rest | {n: Merged(x) for n, x in _sum(path, module, a, lora, dtype).items()}
 
     return split(_each_adapted(params, ahead))[0]
 
 
-def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
+def _sum(path: Path, module: Tree, a: jax.Array, lora: Lora, dtype: DTypeLike) -> Tree:
     """The merged weights of a module, by their name.
 
     A base in bf16 lies on the grid of bf16, and most changes are less than half a step of it: to
@@ -427,7 +478,7 @@ def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
     the place alone: equal adapters give equal weights.
     """
     adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
-    a, b = adapter["a"], adapter["b"]
+    b = adapter["b"]
     old = (weights_of(module) if name == "kernel" else module[name]).astype(jnp.float32)
     of_experts = a.ndim + b.ndim == old.ndim + 3
     product = jnp.matmul if of_experts else partial(jnp.tensordot, axes=1)
@@ -441,12 +492,22 @@ def _sum(path: Path, module: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
 
 
 def _each_adapted(
-    tree: Tree, change: Callable[[Path, Tree], Tree], path: tuple[str, ...] = ()
+    tree: Tree, change: Callable[[Path, Tree, jax.Array], Tree], path: Path = (), a: Any = None
 ) -> Tree:
-    """`tree` with `change` applied to path and parameters of each module that has an adapter."""
+    """`tree` with `change` applied to path, parameters and A of each module that has an adapter.
+
+    `a` is that of another module, for one whose own parameters have none.
+    """
     if ADAPTER in tree:
-        return change(path, tree)
+        return change(path, tree, tree[ADAPTER].get("a", a))
+
+    def shared(name: str) -> Any:
+        owner = tree.get(SHARED_WITH.get(name, ""), {})
+        return owner.get(ADAPTER, {}).get("a")
+
     return {
-        name: _each_adapted(value, change, (*path, name)) if isinstance(value, dict) else value
+        name: _each_adapted(value, change, (*path, name), shared(name))
+        if isinstance(value, dict)
+        else value
         for name, value in tree.items()
     }

@@ -72,6 +72,15 @@ CONFIGS = {
         "glm4", norms="both", interleaved_rope=True, rotary_factor=0.5, attention_bias=True
     ),
     "gemma": tiny_config("gemma", **GEMMA),
+    "gemma2": tiny_config(
+        "gemma2",
+        **GEMMA,
+        norms="both",
+        sliding_window=(4, None),
+        attention_multiplier=5**-0.5,
+        attention_softcap=1.5,
+        logits_softcap=2.0,
+    ),
     "gemma3": tiny_config(
         "gemma3_text",
         **GEMMA,

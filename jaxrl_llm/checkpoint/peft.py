@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from jaxrl_llm.distributed import multihost
 from jaxrl_llm.models.base import ModelSpec, Params
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.models.hf import HFStack, HFTensor, Names
-from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora
+from jaxrl_llm.models.hf import HFStack, HFTensor, Names, StoredPart, stored_parts, whole_tensor
+from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora, is_stack
 
 __all__ = [
     "CONFIG",
@@ -52,7 +52,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
@@ -62,11 +61,45 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 Leaf = tuple[str, ...]  # path of a parameter
+# Of a layer of experts in one tensor: PEFT's module of the first is inside that of the second.
+_STACKS, _INNER = ("gate_up_proj", "down_proj"), ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class OfStack(HFTensor):
+    """A or B of one tensor for all experts of a layer, as PEFT's `ParamWrapper` has them.
+
+    Ours are [experts, inputs, rank] and [experts, rank, outputs]. Theirs are
+    [experts * rank, inputs] and [outputs, rank * experts]; outputs of several of ours take turns.
+    """
+
+    is_a: bool = False
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return (self.shape[0] * self.of_turns, *self.shape[1:])
+
+    def to_ours(self, array: Any) -> Any:
+        E, *matrix = self.our_shape
+        if self.is_a:
+            return array.reshape(E, *matrix[::-1]).swapaxes(1, 2)
+        return array[self.turn :: self.of_turns].reshape(-1, matrix[0], E).T
+
+    def to_hf(self, array: Any) -> Any:
+        return (array.swapaxes(1, 2) if self.is_a else array.T).reshape(self.shape)
+
+    def in_turns(self, arrays: Sequence[Any]) -> Any:
+        return np.stack(arrays, axis=1).reshape(self.whole_shape)
 
 
 def adapter_tensors(spec: ModelSpec) -> Names:
-    """PEFT's tensors of each parameter of `spec` that learns: one of each expert in a stack."""
+    """PEFT's tensors of each parameter of `spec` that learns: one of each expert in a stack.
+
+    Parts of a tensor share A, and have parts of its B.
+    """
     names = hf_names(spec.config, spec.kind)
+    assert spec.lora is not None
+    modules = spec.lora.modules
     found: Names = {}
     for path, leaf in _leaves(spec.learned):
         if path[0] == HEAD:
@@ -77,18 +110,38 @@ def adapter_tensors(spec: ModelSpec) -> Names:
         weights = next(p for end in ("kernel", "table") if (p := (*path[:-2], end)) in names)
         suffixes = _TABLE if weights == ("decoder", "embed", "table") else _LINEAR
         stacked = isinstance(names[weights], HFStack)
+        (whole, *_) = names[weights].parts
+        if is_stack(whole.name):
+            found[path] = _of_stack(path[-1], whole, leaf.shape, modules)
+            continue
         shape = leaf.shape[1:] if stacked else leaf.shape
+        rows = {"first_row": whole.first_row, "of_rows": whole.of_rows} if path[-1] != "a" else {}
         parts = tuple(
             HFTensor(
                 PREFIX + tensor.name.removesuffix(".weight") + suffixes[path[-1]],
                 _their_shape(path[-1], shape),
                 shape,
                 transpose=path[-1] != MAGNITUDE,
+                **rows,
             )
             for tensor in names[weights].parts
         )
         found[path] = HFStack(parts) if stacked else parts[0]
     return found
+
+
+def _of_stack(
+    leaf: str, tensor: HFTensor, shape: tuple[int, ...], modules: frozenset[str]
+) -> OfStack:
+    """The tensor of A or B of all experts of a layer."""
+    experts, _, own = tensor.name.rpartition(".")
+    inner = own != _STACKS[-1] and f"{experts}.{_STACKS[-1]}" in modules
+    name = PREFIX + experts + (_INNER if inner else "") + _LINEAR[leaf]
+    E, first, second = shape
+    if leaf == "a":
+        return OfStack(name, (E * second, first), shape, is_a=True)
+    theirs = (second, first * E)
+    return OfStack(name, theirs, shape, turn=tensor.turn, of_turns=tensor.of_turns)
 
 
 def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,15 +187,20 @@ def export_adapter(
             value = value[part]
         return np.asarray(multihost.fetch(value))
 
-    def lazy(path: Leaf, ours: HFTensor | HFStack) -> list[LazyTensor]:
-        if isinstance(ours, HFTensor):
-            return [LazyTensor(ours.name, ours.shape, lambda: ours.to_hf(fetched(path)))]
-        return [
-            LazyTensor(each.name, each.shape, partial(_of_expert, each, i, partial(fetched, path)))
-            for i, each in enumerate(ours.parts)
-        ]
+    names = adapter_tensors(spec)
 
-    tensors = [each for path, ours in adapter_tensors(spec).items() for each in lazy(path, ours)]
+    def part_of(part: StoredPart) -> np.ndarray:
+        value = fetched(part.path)
+        stacked = isinstance(names[part.path], HFStack)
+        return part.tensor.to_hf(value[part.index] if stacked else value)
+
+    def lazy(name: str, parts: list[StoredPart]) -> LazyTensor:
+        def fetch() -> np.ndarray:
+            return whole_tensor(parts, [part_of(part) for part in parts])
+
+        return LazyTensor(name, parts[0].tensor.whole_shape, fetch)
+
+    tensors = [lazy(name, parts) for name, parts in stored_parts(names).items()]
     if multihost.is_main():
         directory.mkdir(parents=True, exist_ok=True)
         write_safetensors(directory / WEIGHTS, tensors, float_dtype(dtype or lora.dtype))
@@ -175,16 +233,13 @@ def _lone_halves(config: ModelConfig, kind: Kind, modules: frozenset[str]) -> li
     return [min(found) for pair in pairs.values() if len(found := pair & modules) == 1]
 
 
-def _of_expert(tensor: HFTensor, expert: int, stack: Callable[[], np.ndarray]) -> np.ndarray:
-    return tensor.to_hf(stack()[expert])
-
-
 def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
     """The content of adapter_config.json."""
     lora = spec.lora
     assert lora is not None
     if lora.adapts_experts:  # PEFT joins gate and up with twice the rank, so not by its root
         lora = replace(lora, rslora=False, alpha=lora.scale * lora.rank)
+    modules = set(_every_module(spec.config, spec.kind, lora.modules))
     return {
         "peft_type": "LORA",
         "task_type": TASKS[spec.kind],
@@ -192,7 +247,8 @@ def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(_every_module(spec.config, spec.kind, lora.modules)),
+        "target_modules": sorted(m for m in modules if not is_stack(m)),
+        "target_parameters": sorted(filter(is_stack, modules)),
         "modules_to_save": [HEAD] if spec.kind == "scalar" else None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
@@ -229,12 +285,14 @@ def read_lora(
     directory = Path(directory)
     theirs = _read_config(directory)
     stored = _stored(directory)
-    modules = {_module_of(name) for name in stored if not _is_head(name)}
     known = {
-        _module(ours.name)
-        for path, ours in hf_names(config, kind).items()
-        if not ours.parts[0].is_part and "router" not in path
+        _module(ours.name) for path, ours in hf_names(config, kind).items() if "router" not in path
     }
+    stacks = theirs.get("target_parameters") or []
+    if stacks and not any(map(is_stack, known)):
+        raise ConfigError(f"{directory / CONFIG} has target_parameters={stacks}: {_SINGLE}")
+    named = {_module_of(name) for name in stored if not _is_head(name)}
+    modules = {_our_module(name, named, stacks) for name in named}
     chosen = modules & known
     every = set(_every_module(config, kind, chosen))
     if missing := sorted(every - modules):
@@ -246,8 +304,8 @@ def read_lora(
     if strange:
         raise ConfigError(
             f"{directory} has an adapter of {strange[0]}, which this model does not have, or which "
-            "has no adapters here: routers, and tensors of several projections. Give "
-            "another adapter, or merge it into the model with PEFT first"
+            "has no adapters here, as routers. Give another adapter, or merge it into the model "
+            "with PEFT first"
         )
     return Lora(
         rank=theirs["r"],
@@ -260,6 +318,23 @@ def read_lora(
     )
 
 
+_SINGLE = (
+    "the experts of this model are single modules in its files; merge the adapter into the model "
+    "with PEFT first"
+)
+
+
+def _our_module(name: str, named: set[str], parameters: Sequence[str]) -> str:
+    """The tensor of experts that PEFT's name of a module stands for; other names stay."""
+    if name.endswith(_INNER):
+        return f"{name.removesuffix(_INNER)}.{_STACKS[0]}"
+    if not name.endswith(".experts"):
+        return name
+    ends = {parameter.rpartition(".")[2] for parameter in parameters}
+    alone = name + _INNER not in named and _STACKS[1] not in ends
+    return f"{name}.{_STACKS[0] if alone else _STACKS[1]}"
+
+
 def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None) -> Params:
     """The parameters of `spec` that learn, of a PEFT directory, in their dtype.
 
@@ -267,24 +342,26 @@ def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None
     """
     directory, stored = Path(directory), _stored(Path(directory))
     ours = adapter_tensors(spec)
-    wanted = {tensor.name: tensor for each in ours.values() for tensor in each.parts}
-    for name, tensor in wanted.items():
-        if name not in stored or stored[name].shape != tensor.shape:
+    wanted = stored_parts(ours)
+    for name, parts in wanted.items():
+        shape = parts[0].tensor.whole_shape
+        if name not in stored or stored[name].shape != shape:
             found = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
             raise ConfigError(
                 f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
-                f"{tensor.shape}; give the adapter of this model"
+                f"{shape}; give the adapter of this model"
             )
-    found = {
-        name: wanted[name].to_ours(value)
-        for name, value in read_tensors([stored[name] for name in wanted])
-    }
+    read: dict[Leaf, dict[int, Any]] = {}
+    for name, value in read_tensors([stored[name] for name in wanted]):
+        for part in wanted[name]:
+            read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
     params: Params = {}
     for path, each in ours.items():
         node = params
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        node[path[-1]] = each.joined([found.pop(tensor.name) for tensor in each.parts])
+        found = read.pop(path)
+        node[path[-1]] = each.joined([found[i] for i in range(len(each.parts))])
 
     def place(abstract: Any, value: Any) -> jax.Array:
         return jnp.asarray(value, abstract.dtype)

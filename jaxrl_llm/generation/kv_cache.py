@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
-    MAX_GROUP_SIZE,
+    ROWS_HEAD_DIMS,
     DecodeImplementation,
     DecodeInputs,
     DecodeSchedule,
@@ -27,6 +27,7 @@ from jaxrl_llm.kernels.decode_attention import (
     cache_length,
     decode_schedule,
     default_tuning,
+    max_group_size,
     prefix_decode_attention,
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
@@ -41,7 +42,7 @@ RESIDUAL_DTYPE = "float32"
 
 # A jitted function of its own, so that all layers share one lowering (0.2 s of one core each).
 _prefix_decode_attention = jax.jit(
-    prefix_decode_attention, static_argnames=("window", "implementation", "strict")
+    prefix_decode_attention, static_argnames=("window", "implementation", "strict", "softcap")
 )
 
 
@@ -123,7 +124,9 @@ def decode_context(
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
     group_size, schedule = num_heads // num_kv_heads, None
     strictly = strict_in_scope() is not None  # always one job a prompt and one a slot
-    if group_size <= MAX_GROUP_SIZE:
+    if head_dim not in ROWS_HEAD_DIMS:
+        slots_per_prompt = 1
+    if group_size <= max_group_size(head_dim):
         schedule = decode_schedule(
             prompt_rows_B,
             prompt_lengths_B,
@@ -194,9 +197,10 @@ def prefill_attend(
         *,
         window: int | None,
         sinks: jax.Array | None = None,
+        softcap: float | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         out_ALNH = _attention_by_heads(
-            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads, sinks
+            q_ALNH, k_ALKH, v_ALKH, prompts_AL, window, implementation, heads, sinks, softcap
         )
         if isinstance(layer_cache, Kept):
             cache, k_ALKH, v_ALKH = layer_cache
@@ -219,6 +223,7 @@ def _attention_by_heads(
     implementation: Implementation,
     heads: HeadAxes | None,
     sinks_N: jax.Array | None,
+    softcap: float | None,
 ) -> jax.Array:
     """Causal attention; each device of the axes `heads` (if given) has its own heads.
 
@@ -233,11 +238,11 @@ def _attention_by_heads(
         prompts: jax.Array | None,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        masks: dict[str, Any] = {"window": window}
+        how: dict[str, Any] = {"window": window}
         if prompts is not None:
-            masks = {"visibility": packed_visibility(prompts, window=window)}
-        masks["sinks"] = sinks
-        return attention(q, k, v, implementation=implementation, strict=strict_in_scope(), **masks)
+            how = {"visibility": packed_visibility(prompts, window=window)}
+        how |= {"sinks": sinks, "softcap": softcap, "implementation": implementation}
+        return attention(q, k, v, strict=strict_in_scope(), **how)
 
     if heads is None:
         return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL, sinks_N)
@@ -274,11 +279,11 @@ def decode_attend(
         *,
         window: int | None,
         sinks: jax.Array | None = None,
+        softcap: float | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         new_BK2H = stored(k_B1KH[:, 0], v_B1KH[:, 0], layer_cache.own)
-        out_BNH, own = _decode_by_heads(
-            q_B1NH[:, 0], new_BK2H, layer_cache, context, window, implementation, heads, sinks
-        )
+        how = (window, implementation, heads, sinks, softcap)
+        out_BNH, own = _decode_by_heads(q_B1NH[:, 0], new_BK2H, layer_cache, context, *how)
         return out_BNH[:, None], layer_cache._replace(own=own)
 
     return attend
@@ -293,6 +298,7 @@ def _decode_by_heads(
     implementation: Implementation,
     heads: HeadAxes | None,
     sinks_N: jax.Array | None,
+    softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Decode attention and the new pages; each device of `heads` has its own KV heads."""
     chosen: DecodeImplementation = "auto"
@@ -323,6 +329,7 @@ def _decode_by_heads(
             schedule=context.schedule,
             strict=strict_in_scope(),
             sinks=sinks_N,
+            softcap=softcap,
         )
 
     if heads is None:

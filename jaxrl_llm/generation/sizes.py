@@ -85,5 +85,6 @@ def prefill_implementation(
     """The attention of a prefill: over packed rows, or cuDNN's where our kernels cannot run."""
     head_dim = config.attended_size
     packed = chosen_attention(attention, dtype, head_dim, ranges=True)
-    whole = chosen_attention(attention, dtype, head_dim, ranges=config.attention_sinks)
+    unlike = config.attention_sinks or config.attention_softcap is not None
+    whole = chosen_attention(attention, dtype, head_dim, ranges=unlike)
     return whole if whole == "cudnn" and packed == "xla" else packed

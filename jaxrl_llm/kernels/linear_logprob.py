@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels.partial_softmax import soft_cap
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.kernels.vocabulary_sums import sums_of_columns
 
@@ -38,6 +39,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: Literal[False] = False,
+    softcap: float | None = None,
     strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], None]: ...
 
@@ -52,6 +54,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: Literal[True],
+    softcap: float | None = None,
     strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]: ...
 
@@ -66,6 +69,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: bool,
+    softcap: float | None = None,
     strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]: ...
 
@@ -79,6 +83,7 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk: int | None = None,
     with_entropy: bool = False,
+    softcap: float | None = None,
     strict: Strict | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]:
     """(log p(target), entropy or None) under softmax(hidden @ weight.T / temperature), in float32.
@@ -86,6 +91,7 @@ def linear_logprob(
     `chunk` is the number of tokens whose logits exist at once, over all devices. None takes what
     fits 1 GiB. `lengths` ([] or [B]) is the number of tokens wanted per row, from its first. Chunks
     past the longest row are not computed. The entropy, in nats, costs one more sum over the logits.
+    With a `softcap` logits x become softcap * tanh(x / softcap), before the temperature.
 
     Chunks split the last axis before D. Under a mesh pass [B, T, D] with B sharded: every device
     then works on its rows of every chunk, and no hidden state moves. The weight may be sharded over
@@ -93,7 +99,7 @@ def linear_logprob(
     chunks on many devices.
 
     With `strict`, all tokens are one axis, in chunks of `strict.rows`. A token's log-prob then has
-    the bits of `strict_logprob` in any batch. `lengths` are of one row only.
+    the bits of `strict_logprob` in any batch. `lengths` are of one row only, and nothing is capped.
 
     Guarantees: gradients flow through both results, and the weight's is accumulated in float32.
     Tokens of chunks that are not computed get 0 and no gradient. Other unwanted tokens get
@@ -116,6 +122,7 @@ def linear_logprob(
         raise ValueError(
             f"lengths {lengths.shape} of targets {targets_N.shape}: give one number a row"
         )
+    assert strict is None or softcap is None, "config rules refuse both"
     whole = targets_N.ndim == 1 and targets_N.size > 0
     if strict is not None and (not whole or targets_N.size % strict.rows):
         return _joined_strictly(
@@ -133,9 +140,8 @@ def linear_logprob(
     if lengths is not None:
         stop = -(-jnp.max(lengths).astype(jnp.int32) // targets_KC.shape[-1])
     run = partial(_join, tokens=tokens, dealt=dealt)
-    logprobs, entropy = _scan(
-        hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy, strict is not None
-    )
+    how = (temperature, softcap, with_entropy, strict is not None)
+    logprobs, entropy = _scan(hidden_KCD, weight_VD, targets_KC, stop, *how)
     return run(logprobs), None if entropy is None else run(entropy)
 
 
@@ -207,11 +213,12 @@ def sum_squared_probs(
     weight_VD: Float[Array, "V D"],
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk: int | None = None,
 ) -> Float[Array, " *N"]:
     """Sum over the vocabulary of p^2, p = softmax(hidden @ weight.T / temperature), in float32.
 
-    Shapes and `chunk` are those of `linear_logprob`. The result has no gradient.
+    Shapes, `softcap` and `chunk` are those of `linear_logprob`. The result has no gradient.
     """
     if chunk is None:
         chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
@@ -220,7 +227,7 @@ def sum_squared_probs(
     hidden_KCD = _split(hidden_ND, axis, _num_chunks(tokens, max(1, chunk // max(rows, 1))))
 
     def body(_: None, hidden_CD: Array) -> tuple[None, Array]:
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         return None, jnp.sum(jnp.exp(2.0 * (logits_CV - lse_C[..., None])), axis=-1)
 
@@ -234,10 +241,11 @@ def linear_logprob_reference(
     targets_N: Int[Array, " *N"],
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]:
     """`linear_logprob` with entropy from whole logits, in float32: what the tests compare with."""
     hidden_ND, weight_VD = hidden_ND.astype(jnp.float32), weight_VD.astype(jnp.float32)
-    logits_NV = jnp.einsum("...d,vd->...v", hidden_ND, weight_VD) / temperature
+    logits_NV = soft_cap(jnp.einsum("...d,vd->...v", hidden_ND, weight_VD), softcap) / temperature
     logprobs_NV = jax.nn.log_softmax(logits_NV)
     chosen_N = jnp.take_along_axis(logprobs_NV, targets_N[..., None], axis=-1)[..., 0]
     return chosen_N, -jnp.sum(jnp.exp(logprobs_NV) * logprobs_NV, axis=-1)
@@ -272,9 +280,21 @@ def _join(x_KC: Array, tokens: int, dealt: bool = True) -> Array:
     return x.reshape(*x.shape[:-2], -1)[..., :tokens]
 
 
-def _chunk_logits(hidden_CD: Array, weight_VD: Array, temperature: float) -> Array:
+def _chunk_logits(
+    hidden_CD: Array, weight_VD: Array, temperature: float, softcap: float | None
+) -> Array:
     logits = jnp.einsum("...d,vd->...v", hidden_CD, weight_VD, preferred_element_type=jnp.float32)
-    return logits / temperature
+    return soft_cap(logits, softcap) / temperature
+
+
+def _uncapped(
+    grad_logits_CV: Array, logits_CV: Array, temperature: float, softcap: float | None
+) -> Array:
+    """The gradient of a chunk's logits before their temperature and soft cap."""
+    grad_logits_CV = grad_logits_CV / temperature
+    if softcap is None:
+        return grad_logits_CV
+    return grad_logits_CV * (1.0 - jnp.square(logits_CV * (temperature / softcap)))
 
 
 def _is_target(targets_C: Array, vocab: int) -> Array:
@@ -303,6 +323,7 @@ def _forward(
     targets_KC: Array,
     stop: Array | None,
     temperature: float,
+    softcap: float | None,
     with_entropy: bool,
     strictly: bool,
 ) -> tuple[Array, Array, Array | None]:
@@ -316,7 +337,7 @@ def _forward(
             found_C, lse_C = strict_logprob(logits_CV, sums_CM, targets_C, temperature)
             entropy_C = _strict_entropy(logits_CV, lse_C, temperature) if with_entropy else None
             return carry, (found_C, lse_C, entropy_C)
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
         log_total_C = jnp.log(total_C)
         found_C = chosen_C - log_total_C
@@ -361,10 +382,12 @@ def _primal(
     targets_KC: Array,
     stop: Array | None,
     temperature: float,
+    softcap: float | None,
     with_entropy: bool,
     strictly: bool,
 ) -> tuple[Array, Array | None]:
-    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy, strictly)
+    how = (temperature, softcap, with_entropy, strictly)
+    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, *how)
     return out[0], out[2]
 
 
@@ -374,16 +397,18 @@ def _scan_fwd(
     targets_KC: Array,
     stop: Array | None,
     temperature: float,
+    softcap: float | None,
     with_entropy: bool,
     strictly: bool,
 ) -> tuple[tuple[Array, Array | None], Saved]:
-    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, temperature, with_entropy, strictly)
-    logprobs, lse, entropy = out
+    how = (temperature, softcap, with_entropy, strictly)
+    logprobs, lse, entropy = _forward(hidden_KCD, weight_VD, targets_KC, stop, *how)
     return (logprobs, entropy), (hidden_KCD, weight_VD, targets_KC, stop, lse, entropy)
 
 
 def _scan_bwd(
     temperature: float,
+    softcap: float | None,
     with_entropy: bool,
     strictly: bool,
     saved: Saved,
@@ -391,7 +416,7 @@ def _scan_bwd(
 ) -> tuple[Array, Array, None, None]:
     """With z the logits over the temperature, p = softmax(z) and H the entropy:
 
-    d logprob / dz = onehot - p;  dH / dz = -p (z - lse + H).
+    d logprob / dz = onehot - p;  dH / dz = -p (z - lse + H). `_uncapped` goes on to the logits.
     """
     hidden_KCD, weight_VD, targets_KC, stop, lse_KC, entropy_KC = saved
     grad_logprobs_KC, grad_entropy_KC = grads
@@ -405,7 +430,7 @@ def _scan_bwd(
 
     def body(grad_weight_VD, chunk):
         hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         logprobs_CV = logits_CV - lse_C[..., None]
         weights_CV = grad_C[..., None]
         if with_entropy:
@@ -414,7 +439,8 @@ def _scan_bwd(
             )
         is_target = _is_target(targets_C, weight_VD.shape[0])
         grad_logits_CV = jnp.where(is_target, grad_C[..., None], 0.0)
-        grad_logits_CV = (grad_logits_CV - jnp.exp(logprobs_CV) * weights_CV) / temperature
+        grad_logits_CV = grad_logits_CV - jnp.exp(logprobs_CV) * weights_CV
+        grad_logits_CV = _uncapped(grad_logits_CV, logits_CV, temperature, softcap)
         grad_logits_CV = grad_logits_CV.astype(hidden_CD.dtype)
         grad_hidden_CD = jnp.einsum(
             "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
@@ -448,5 +474,5 @@ def _most_together(rows: int, vocab_size: int) -> int:
     return max(1, DEFAULT_CHUNK_LOGITS // (rows * vocab_size))
 
 
-_scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6))
+_scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6, 7))
 _scan.defvjp(_scan_fwd, _scan_bwd)

@@ -1,6 +1,6 @@
 """Log-probabilities of K tokens per position from hidden states, without materialising logits.
 
-`linear_logprob` explains chunks, dtypes and meshes.
+`linear_logprob` explains chunks, dtypes, meshes and soft caps.
 
 Shape letters: N positions (possibly several axes), D model width, V vocabulary, K tokens of a
 position, G chunks, C positions of a chunk.
@@ -16,6 +16,7 @@ from jaxrl_llm.kernels.linear_logprob import (
     _join,
     _num_chunks,
     _split,
+    _uncapped,
 )
 
 
@@ -25,6 +26,7 @@ def linear_logprobs_at(
     ids_NK: Int[Array, "*N K"],
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk: int | None = None,
 ) -> Float[Array, "*N K"]:
     """log p(id) of K given tokens under softmax(hidden @ weight.T / temperature), in float32.
@@ -37,7 +39,7 @@ def linear_logprobs_at(
     num_chunks = _chunks(hidden_ND, weight_VD, chunk)
     hidden_GCD = _split(hidden_ND, axis, num_chunks)
     ids_GCK = _split(ids_NK, axis, num_chunks)
-    return _join_each(_scan(hidden_GCD, weight_VD, ids_GCK, temperature), tokens)
+    return _join_each(_scan(hidden_GCD, weight_VD, ids_GCK, temperature, softcap), tokens)
 
 
 def linear_top_k(
@@ -46,6 +48,7 @@ def linear_top_k(
     k: int,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Int[Array, "*N K"], Float[Array, "*N K"]]:
     """The k likeliest tokens of each position, best first, and their log-probs; no gradient.
@@ -60,7 +63,7 @@ def linear_top_k(
     hidden_GCD = _split(hidden_ND, axis, _chunks(hidden_ND, weight_VD, chunk))
 
     def body(_: None, hidden_CD: Array) -> tuple[None, tuple[Array, Array]]:
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         top_CK, ids_CK = jax.lax.top_k(logits_CV, k)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         return None, (ids_CK.astype(jnp.int32), top_CK - lse_C[..., None])
@@ -82,13 +85,17 @@ def _join_each(x_GCK: Array, tokens: int) -> Array:
 
 
 def _forward(
-    hidden_GCD: Array, weight_VD: Array, ids_GCK: Array, temperature: float
+    hidden_GCD: Array,
+    weight_VD: Array,
+    ids_GCK: Array,
+    temperature: float,
+    softcap: float | None,
 ) -> tuple[Array, Array]:
     """(logprobs [G, C, K], log-sum-exp [G, C])."""
 
     def body(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         hidden_CD, ids_CK = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         chosen_CK = jnp.take_along_axis(logits_CV, ids_CK, axis=-1)
         return None, (chosen_CK - lse_C[..., None], lse_C)
@@ -96,19 +103,32 @@ def _forward(
     return jax.lax.scan(body, None, (hidden_GCD, ids_GCK))[1]
 
 
-def _primal(hidden_GCD: Array, weight_VD: Array, ids_GCK: Array, temperature: float) -> Array:
-    return _forward(hidden_GCD, weight_VD, ids_GCK, temperature)[0]
+def _primal(
+    hidden_GCD: Array,
+    weight_VD: Array,
+    ids_GCK: Array,
+    temperature: float,
+    softcap: float | None,
+) -> Array:
+    return _forward(hidden_GCD, weight_VD, ids_GCK, temperature, softcap)[0]
 
 
 def _scan_fwd(
-    hidden_GCD: Array, weight_VD: Array, ids_GCK: Array, temperature: float
+    hidden_GCD: Array,
+    weight_VD: Array,
+    ids_GCK: Array,
+    temperature: float,
+    softcap: float | None,
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    logprobs, lse = _forward(hidden_GCD, weight_VD, ids_GCK, temperature)
+    logprobs, lse = _forward(hidden_GCD, weight_VD, ids_GCK, temperature, softcap)
     return logprobs, (hidden_GCD, weight_VD, ids_GCK, lse)
 
 
 def _scan_bwd(
-    temperature: float, saved: tuple[Array, Array, Array, Array], grad_GCK: Array
+    temperature: float,
+    softcap: float | None,
+    saved: tuple[Array, Array, Array, Array],
+    grad_GCK: Array,
 ) -> tuple[Array, Array, None]:
     """With z the logits over the temperature, p = softmax(z):
 
@@ -119,13 +139,14 @@ def _scan_bwd(
 
     def body(grad_weight_VD: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         hidden_CD, ids_CK, lse_C, grad_CK = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature)
+        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         grad_logits_CV = -jnp.exp(logits_CV - lse_C[..., None]) * grad_CK.sum(-1, keepdims=True)
         # Comparisons: a scatter on a GPU adds in no fixed order.
         for k in range(ids_CK.shape[-1]):
             is_chosen_CV = ids_CK[..., k, None] == vocabulary
             grad_logits_CV += jnp.where(is_chosen_CV, grad_CK[..., k, None], 0.0)
-        grad_logits_CV = (grad_logits_CV / temperature).astype(hidden_CD.dtype)
+        grad_logits_CV = _uncapped(grad_logits_CV, logits_CV, temperature, softcap)
+        grad_logits_CV = grad_logits_CV.astype(hidden_CD.dtype)
         grad_hidden_CD = jnp.einsum(
             "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
         )
@@ -140,5 +161,5 @@ def _scan_bwd(
     return grad_hidden_GCD, grad_weight_VD.astype(weight_VD.dtype), None
 
 
-_scan = jax.custom_vjp(_primal, nondiff_argnums=(3,))
+_scan = jax.custom_vjp(_primal, nondiff_argnums=(3, 4))
 _scan.defvjp(_scan_fwd, _scan_bwd)

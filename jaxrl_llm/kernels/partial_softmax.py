@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, joined by their log-sum-exps; sinks as one part."""
+"""Softmaxes of attention: over parts of the keys, joined by log-sum-exps; sinks; soft caps."""
 
 from functools import reduce
 
@@ -59,3 +59,8 @@ def softmax_with_sinks(scores: Array, sinks: Array | None) -> Array:
     top = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
     exponentials = jnp.exp(scores - top)
     return exponentials / (exponentials.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
+
+
+def soft_cap(scores: Array, cap: float | None) -> Array:
+    """cap * tanh(scores / cap), which is between -cap and cap; without a cap the scores."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)

@@ -126,6 +126,7 @@ def routed_states(
             *,
             window: int | None,
             sinks: Array | None = None,
+            softcap: float | None = None,
         ):
             visibility = None if rows is None or ranges is None else rows.visibility(window, ranges)
             out = attention(
@@ -136,6 +137,7 @@ def routed_states(
                 visibility=visibility,
                 split=split,
                 sinks=sinks,
+                softcap=softcap,
                 implementation=settings.attention,
                 strict=settings.strict,
             )
@@ -253,7 +255,9 @@ def response_statistics(
     rows = spread(rows, layout)
     every, routed = routed_states(model, rows.tokens, settings, rows)
     hidden = _predicting(rows, every, layout)
-    weight, temperature = model.unembedding(), temperature or 1.0
+    weight, softcap = model.unembedding(), spec.config.logits_softcap
+    temperature = temperature or 1.0
+    of_logits = {"temperature": temperature, "softcap": softcap}
     logprobs, entropy = head_logprobs(
         hidden,
         weight,
@@ -262,18 +266,19 @@ def response_statistics(
         lengths=rows.num_targets,
         temperature=temperature,
         with_entropy=with_entropy,
+        softcap=softcap,
         strict=settings.strict,
     )
     squares, at_candidates, top = None, None, None
     if with_squares:
-        run = partial(sum_squared_probs, temperature=temperature)
+        run = partial(sum_squared_probs, **of_logits)
         squares = rows.to_samples(_by_part(run, layout, hidden, weight))
     if candidates is not None:
-        run = partial(linear_logprobs_at, temperature=temperature)
+        run = partial(linear_logprobs_at, **of_logits)
         found = _by_replica(run, layout, hidden, weight, rows.at_targets(candidates))
         at_candidates = rows.to_samples_each(found)
     if top_k:
-        run = partial(linear_top_k, k=top_k, temperature=temperature)
+        run = partial(linear_top_k, k=top_k, **of_logits)
         ids, top_logprobs = _by_part(run, layout, hidden, weight)
         top = rows.to_samples_each(ids), rows.to_samples_each(top_logprobs)
     return Statistics(
@@ -327,7 +332,12 @@ def row_logprobs(
     model = prepare(spec, params, settings)
     hidden = hidden_states(model, tokens, settings)[:, :-1]
     logprobs, _ = head_logprobs(
-        hidden, model.unembedding(), tokens[:, 1:], settings.layout, strict=settings.strict
+        hidden,
+        model.unembedding(),
+        tokens[:, 1:],
+        settings.layout,
+        softcap=spec.config.logits_softcap,
+        strict=settings.strict,
     )
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
@@ -341,6 +351,7 @@ def head_logprobs(
     lengths: Int[Array, " B"] | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    softcap: float | None = None,
     strict: Strict | None = None,
 ) -> tuple[Array, Array | None]:
     """`linear_logprob`, each replica on its own rows, each device on its part of their targets.
@@ -358,6 +369,7 @@ def head_logprobs(
             lengths=lengths[:, 0] if lengths is not None and lengths.ndim > 1 else lengths,
             temperature=temperature,
             with_entropy=with_entropy,
+            softcap=softcap,
             strict=strict,
         )
 

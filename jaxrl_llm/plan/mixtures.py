@@ -21,7 +21,7 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
         check_family(role.spec.config, role.spec.kind)
         if role.spec.config.mixture is not None:
             _check_mixture(config, name)
-        _check_sinks(role)
+        _check_attention(role)
     mixtures = [role for role in roles.values() if role.spec.config.mixture is not None]
     if config.mesh.expert > 1 and not mixtures:
         raise ConfigError(
@@ -90,16 +90,19 @@ def _check_mixture(config: Config, name: str) -> None:
             )
 
 
-def _check_sinks(role: Role) -> None:
-    """Raises: ConfigError for an attention that does not take the sinks of the model's heads."""
-    if role.spec.config.attention_sinks and "cudnn" in (
-        role.forward.attention,
-        role.passes.attention,
-    ):
-        raise ConfigError(
-            f"attention=cudnn does not work with attention sinks, which the model {role.name} has; "
-            "set attention=auto of it, such as --config.actor.attention=auto"
-        )
+def _check_attention(role: Role) -> None:
+    """Raises: ConfigError for an attention without the model's sinks or soft cap."""
+    config = role.spec.config
+    features = {
+        "attention sinks": config.attention_sinks,
+        "a soft cap": config.attention_softcap is not None,
+    }
+    for what in (name for name, given in features.items() if given):
+        if "cudnn" in (role.forward.attention, role.passes.attention):
+            raise ConfigError(
+                f"attention=cudnn does not work with {what}, which the model {role.name} has; "
+                "set attention=auto of it, such as --config.actor.attention=auto"
+            )
 
 
 def replays_routes(config: Config, actor: Role) -> bool:

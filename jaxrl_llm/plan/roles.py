@@ -20,7 +20,7 @@ from jaxrl_llm.distributed.layout import (
 )
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
-from jaxrl_llm.kernels.decode_attention import HEAD_DIMS, block_entries
+from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.forward import ForwardSettings
@@ -275,11 +275,11 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
     if not on_gpu:
         return Strict(rows=STRICT_ROWS, block=16)
     found = chosen_attention(attention, jnp.dtype(dtype), config.head_dim, ranges=True)
-    if found != "pallas" or config.head_dim not in HEAD_DIMS:
+    if found != "pallas" or config.head_dim not in ROWS_HEAD_DIMS:
         raise ValueError(
             f"config.exact=strict: {found} attention of {dtype} with head dim {config.head_dim}; "
             f"on a GPU it takes an H100 or H200, dtype=bfloat16, attention=auto and head dims "
-            f"{HEAD_DIMS}; --config.exact=repeatable works"
+            f"{ROWS_HEAD_DIMS}; --config.exact=repeatable works"
         )
     block = block_entries(config.head_dim)
     return Strict(rows=STRICT_ROWS_GPU, block=block, align=block, kernels=True)

@@ -29,14 +29,14 @@ from jaxrl_llm.models.base import bind, init_params, model_spec
 LOCAL_SHAPES = []
 
 
-def in_place_of_the_kernels(q, k, v, ranges, tuning, interpret):
+def in_place_of_the_kernels(q, k, v, ranges, softcap, tuning, interpret):
     LOCAL_SHAPES.append((q.shape[0], q.shape[2], k.shape[2]))
     names = ("start_BT", "prefix_start_BT", "prefix_end_BT")
     visibility = None  # plain causal
     if ranges.values_RCT is not None:
         values = jnp.asarray(ranges.values_RCT).swapaxes(0, 1)
         visibility = Visibility(**dict(zip(names, values, strict=False)))
-    return attention_reference(q, k, v, visibility=visibility).astype(q.dtype)
+    return attention_reference(q, k, v, visibility=visibility, softcap=softcap).astype(q.dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +100,10 @@ def test_heads_are_split_by_the_tensor_size_of_a_phase_or_a_model(tensor, shape)
     assert set(LOCAL_SHAPES) == {shape}
 
 
-def test_a_sink_goes_with_its_head(monkeypatch):
-    def with_sinks(q, k, v, sinks, ranges, tuning, interpret):
+def test_a_sink_goes_with_its_head_and_a_soft_cap_with_all(monkeypatch):
+    def with_sinks(q, k, v, sinks, ranges, softcap, tuning, interpret):
         LOCAL_SHAPES.append(sinks.shape)
-        return attention_reference(q, k, v, sinks=sinks).astype(q.dtype)
+        return attention_reference(q, k, v, sinks=sinks, softcap=softcap).astype(q.dtype)
 
     monkeypatch.setattr(flash_attention.kernel, "mosaic_attention_with_sinks", with_sinks)
     q, k, v = (
@@ -113,14 +113,17 @@ def test_a_sink_goes_with_its_head(monkeypatch):
     sinks, mesh = jnp.linspace(-2.0, 4.0, 8), make_mesh(1, 2, 4)
     by = AttentionSplit(rows=("fsdp",), heads=("tensor",))
 
+    def how(sinks):
+        return {"sinks": sinks, "softcap": 0.7}
+
     def split(q, k, v, sinks):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return attention(q, k, v, sinks=sinks, implementation="pallas", split=by)
+            return attention(q, k, v, implementation="pallas", split=by, **how(sinks))
 
     whole = NamedSharding(mesh, PartitionSpec())
     found = jax.jit(split)(*jax.device_put((q, k, v, sinks), whole))
     assert set(LOCAL_SHAPES) == {(2,)}
-    expected = attention(q, k, v, sinks=sinks, implementation="xla")
+    expected = attention(q, k, v, implementation="xla", **how(sinks))
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (found, expected)), atol=0.02)
 
 

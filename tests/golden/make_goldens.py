@@ -432,6 +432,23 @@ CASES: dict[str, dict[str, Any]] = {
             pad_token_id=0,
         ),
     ),
+    # A window, then none; caps that most values feel.
+    "gemma2": case(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            head_dim=8,
+            hidden_activation="gelu_pytorch_tanh",
+            sliding_window=4,
+            query_pre_attn_scalar=6,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=2.0,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 

@@ -39,6 +39,7 @@ SHAPES = {  # KV heads, query heads, head dim
     "16 queries a head": (2, 32, 128),
     "20 queries a head": (1, 20, 128),
 }
+WIDE = (4, 8, 256)  # no schedule lets slots share its prompts
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def compile_decode(
     calls: int = 1,
 ) -> str:
     """The optimised HLO of some decode attention calls, prompts `shared` by a schedule."""
-    K, N, H = SHAPES[shape]
+    K, N, H = SHAPES.get(shape, WIDE)
     q, new, prefix, own = (
         jax.ShapeDtypeStruct(dims, dtype)
         for dims, dtype in (
@@ -150,6 +151,17 @@ def test_no_spills_and_several_ctas_per_sm(shape: str, case: int):
     launched = forms.ctas_per_sm(default_tuning(H, cache_dtype), H, L, cache_dtype)
     assert launched == (3 if not shared and L == 8 else 2)
     assert found.ctas_per_sm() >= launched
+
+
+@pytest.mark.slow
+def test_wide_heads_spill_nothing():
+    cases = [case[:3] for case in CASES if not case[3]]
+    logs, resources = compiled_in_a_process(
+        f"from {Path(__file__).stem} import *; [compile_decode('wide', *c) for c in {cases}]"
+    )
+    assert len(logs) == len(cases)
+    for found in zip(logs, resources, strict=True):
+        assert _resources_in(*found).spilled_bytes == 0 < _resources_in(*found).ctas_per_sm()
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])

@@ -21,7 +21,7 @@ SPILL_LIMIT = {64: 0, 96: 20, 128: 320, 256: 508}
 SHARED_MEMORY_LIMIT = 227 * 1024
 
 
-def compile_gradient(head_dim: int, part: bool = False) -> None:
+def compile_gradient(head_dim: int, part: bool = False, softcap: float | None = None) -> None:
     """Forward and gradient kernels, of packed rows with a shared prefix and of whole rows.
 
     The packed rows' keys are divided among programs, those of whole rows are not, as in many rows.
@@ -29,10 +29,11 @@ def compile_gradient(head_dim: int, part: bool = False) -> None:
 
     def loss(q, k, v, segments, prefixes):
         visibility = packed_visibility(segments, prefixes)
-        out = attention(q, k, v, visibility=visibility, implementation="pallas")
+        how = {"softcap": softcap, "implementation": "pallas"}
+        out = attention(q, k, v, visibility=visibility, **how)
         # The schedules of packed rows are made by now, those of whole ones in the backward pass.
         flash_attention.backward.SMS = 0
-        whole = attention(q, k, v, implementation="pallas")
+        whole = attention(q, k, v, **how)
         return jnp.sum(out.astype(jnp.float32) ** 2 + whole.astype(jnp.float32) ** 2)
 
     def loss_of_part(q, k, v, segments, prefixes):
@@ -63,6 +64,12 @@ def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kernels_of_a_part_of_the_queries_fit_too(head_dim):
     fits(head_dim, 5, f"compile_gradient({head_dim}, part=True)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "num_kernels"), [(128, 8), (256, 10)])
+def test_a_soft_cap_takes_no_more_registers(head_dim, num_kernels):
+    fits(head_dim, num_kernels, f"compile_gradient({head_dim}, softcap=50.0)")
 
 
 def fits(head_dim, num_kernels, compiling):

@@ -29,7 +29,7 @@ def random_qkv(heads: int, kv_heads: int, *, length: int = 7, dtype: str = "floa
     ]
 
 
-def by_hand(q, k, v, *, window=None, causal=True, lengths=None, sinks=None):
+def by_hand(q, k, v, *, window=None, causal=True, lengths=None, sinks=None, softcap=None):
     """Token by token in numpy float64, no mask arrays: an answer independent of the references."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, N, H = q.shape
@@ -42,6 +42,8 @@ def by_hand(q, k, v, *, window=None, causal=True, lengths=None, sinks=None):
         start = 0 if window is None else max(0, t + 1 - window)
         kv_head = n // (N // k.shape[2])
         scores = k[b, start:stop, kv_head] @ q[b, t, n] / np.sqrt(H)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         sink = 0.0 if sinks is None else np.exp(np.float64(sinks[n]) - scores.max())
         out[b, t, n] = (weights / (weights.sum() + sink)) @ v[b, start:stop, kv_head]
@@ -72,6 +74,16 @@ def test_sinks_take_their_share_of_the_weights():
         np.testing.assert_allclose(out, expected, atol=2e-6)
     with pytest.raises(ValueError, match="cudnn attention takes no sinks: use pallas"):
         attention(q, k, v, sinks=sinks, implementation="cudnn")
+
+
+def test_a_soft_cap_bounds_the_scores():
+    q, k, v = random_qkv(4, 2)
+    how = {"window": 3, "softcap": 0.6}
+    for function in (attention, attention_reference):
+        out = jax.jit(partial(function, **how))(q, k, v)
+        np.testing.assert_allclose(out, by_hand(q, k, v, **how), atol=2e-6)
+    with pytest.raises(ValueError, match="cudnn attention takes no soft cap: use pallas"):
+        attention(q, k, v, softcap=0.6, implementation="cudnn")
 
 
 @pytest.mark.parametrize("causal", [True, False])

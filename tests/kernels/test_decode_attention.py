@@ -135,7 +135,7 @@ class Case:
             prompt_splits=prompt_splits,
         )
 
-    def answer(self) -> np.ndarray:
+    def answer(self, softcap: float = 1e9) -> np.ndarray:
         out = np.zeros_like(self.q)
         for b, (row, p, r) in enumerate(
             zip(self.prefix_rows, self.prefix_lengths, self.lengths, strict=True)
@@ -149,7 +149,7 @@ class Case:
                 if self.window is not None:
                     k, v = k[-self.window :], v[-self.window :]
                 if len(k):
-                    scores = k @ self.q[b, n] / np.sqrt(self.H)
+                    scores = softcap * np.tanh(k @ self.q[b, n] / np.sqrt(self.H) / softcap)
                     weights = np.exp(scores - scores.max())
                     sink = 0.0 if self.sinks is None else np.exp(self.sinks[n] - scores.max())
                     out[b, n] = weights @ v / (weights.sum() + sink)

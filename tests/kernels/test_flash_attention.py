@@ -231,6 +231,17 @@ def test_sinks():
     assert abs(ours[4][2]) < 1e-6 < abs(ours[4][0])
 
 
+@interpreted
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_soft_cap(split):
+    """Far below most scores; unseen keys and tokens that see nothing stay without effect."""
+    segments = jnp.asarray(SEGMENTS[:1, 128:])
+    visibility = packed_visibility(segments, window=40)
+    tuning = dataclasses.replace(default_tuning(64), dkv_split=split)
+    qkvd = random_qkv((3, 1), length=128)
+    check(qkvd, visibility=visibility, real=segments > 0, softcap=0.8, tuning=tuning)
+
+
 @pytest.mark.slow
 @interpreted
 def test_lengths_without_causality_and_split_gradients():

@@ -38,18 +38,18 @@ def total(fn, targets, **settings):
 
 
 @pytest.mark.parametrize(
-    ("shape", "chunk", "temperature"),
+    ("shape", "chunk", "temperature", "softcap"),
     [
-        ((7,), 1000, 1.0),  # one chunk
-        ((7,), 2, 0.6),  # a padded remainder: 4 chunks of 2
-        ((12,), 5, 1.0),  # divides at 3 chunks of 4
-        ((3, 6), 6, 0.6),  # 3 rows, 2 tokens of each in a chunk
-        ((3, 7), 9, 1.0),  # rows with a padded remainder
-        ((2, 2, 3), 1, 1.0),  # fewer tokens than rows: one of each row
-        ((1,), 4, 0.6),
+        ((7,), 1000, 1.0, None),  # one chunk
+        ((7,), 2, 0.6, 1.5),  # a padded remainder: 4 chunks of 2
+        ((12,), 5, 1.0, None),  # divides at 3 chunks of 4
+        ((3, 6), 6, 0.6, None),  # 3 rows, 2 tokens of each in a chunk
+        ((3, 7), 9, 1.0, None),  # rows with a padded remainder
+        ((2, 2, 3), 1, 1.0, None),  # fewer tokens than rows: one of each row
+        ((1,), 4, 0.6, None),
     ],
 )
-def test_values_and_gradients_equal_whole_logits(shape, chunk, temperature):
+def test_values_and_gradients_equal_whole_logits(shape, chunk, temperature, softcap):
     hidden, weight, targets = case(shape)
 
     @partial(jax.jit, static_argnums=0)
@@ -57,8 +57,9 @@ def test_values_and_gradients_equal_whole_logits(shape, chunk, temperature):
         gradients = jax.grad(total(fn, targets), argnums=(0, 1))(hidden, weight)
         return fn(hidden, weight, targets), gradients
 
-    chunked = partial(linear_logprob, chunk=chunk, with_entropy=True, temperature=temperature)
-    whole = partial(linear_logprob_reference, temperature=temperature)
+    how = {"temperature": temperature, "softcap": softcap}
+    chunked = partial(linear_logprob, chunk=chunk, with_entropy=True, **how)
+    whole = partial(linear_logprob_reference, **how)
     (outputs, got), (expected_outputs, expected) = (
         results(fn, hidden, weight) for fn in (chunked, whole)
     )

@@ -20,29 +20,33 @@ def case(shape, seed=0):
     return hidden, weight, jnp.array(ids, jnp.int32)
 
 
-def whole(hidden, weight, temperature):
-    return jax.nn.log_softmax(jnp.einsum("...d,vd->...v", hidden, weight) / temperature)
+def whole(hidden, weight, temperature, softcap=None):
+    logits = jnp.einsum("...d,vd->...v", hidden, weight)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    return jax.nn.log_softmax(logits / temperature)
 
 
 SHAPES = [
-    ((7,), 1000, 1.0),  # one chunk
-    ((7,), 2, 0.6),  # a padded remainder
-    ((3, 6), 6, 0.6),  # 3 rows, 2 positions of each in a chunk
-    ((3, 7), 9, 1.0),  # rows with a padded remainder
+    ((7,), 1000, 1.0, None),  # one chunk
+    ((7,), 2, 0.6, 1.5),  # a padded remainder
+    ((3, 6), 6, 0.6, None),  # 3 rows, 2 positions of each in a chunk
+    ((3, 7), 9, 1.0, None),  # rows with a padded remainder
 ]
 
 
-@pytest.mark.parametrize(("shape", "chunk", "temperature"), SHAPES)
-def test_log_probs_and_gradients_equal_whole_logits(shape, chunk, temperature):
+@pytest.mark.parametrize(("shape", "chunk", "temperature", "softcap"), SHAPES)
+def test_log_probs_and_gradients_equal_whole_logits(shape, chunk, temperature, softcap):
     hidden, weight, ids = case(shape)
     ramp = jnp.linspace(0.5, 2.0, ids.size).reshape(ids.shape)
+    how = dict(temperature=temperature, softcap=softcap)
 
     def chunked(hidden, weight):
-        found = linear_logprobs_at(hidden, weight, ids, temperature=temperature, chunk=chunk)
+        found = linear_logprobs_at(hidden, weight, ids, chunk=chunk, **how)
         return (ramp * found).sum(), found
 
     def plain(hidden, weight):
-        chosen = jnp.take_along_axis(whole(hidden, weight, temperature), ids, axis=-1)
+        chosen = jnp.take_along_axis(whole(hidden, weight, **how), ids, axis=-1)
         return (ramp * chosen).sum(), chosen
 
     (got, found), (expected, chosen) = (
@@ -73,12 +77,12 @@ def test_gradient_by_finite_differences():
     )
 
 
-@pytest.mark.parametrize(("shape", "chunk", "temperature"), SHAPES)
-def test_the_likeliest_tokens_are_those_of_whole_logits(shape, chunk, temperature):
+@pytest.mark.parametrize(("shape", "chunk", "temperature", "softcap"), SHAPES)
+def test_the_likeliest_tokens_are_those_of_whole_logits(shape, chunk, temperature, softcap):
     hidden, weight, _ = case(shape)
-    settings = dict(temperature=temperature, chunk=chunk)
-    ids, logprobs = compiled(linear_top_k, hidden, weight, k=K, **settings)
-    expected = compiled(whole, hidden, weight, temperature=temperature)
+    how = dict(temperature=temperature, softcap=softcap)
+    ids, logprobs = compiled(linear_top_k, hidden, weight, k=K, chunk=chunk, **how)
+    expected = compiled(whole, hidden, weight, **how)
     order = np.argsort(-np.asarray(expected), axis=-1)[..., :K]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(logprobs, np.take_along_axis(expected, order, -1), atol=2e-6)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from tiny import model_config
 from tiny_iteration import random_params
+from tiny_models import CONFIGS
 
 from jaxrl_llm.models.base import bind, merge_adapters, model_spec
 from jaxrl_llm.models.families import hf_names
@@ -45,7 +46,7 @@ def lora_of(config, targets=("all-linear",), **changes):
 
 
 def logits(spec, params):
-    def attend(q, k, v, cache, *, window):
+    def attend(q, k, v, cache, **_):
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
 
     model = bind(spec, params)
@@ -60,7 +61,21 @@ def logits(spec, params):
 )
 def test_merged_weights_are_the_same_model(flags, targets):
     # As many tokens as hidden sizes: which dim of the head is which, its shape does not say.
-    config = model_config(tie_word_embeddings=False, vocab_size=32)
+    check_merged(model_config(tie_word_embeddings=False, vocab_size=32), targets, **flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("phi3", {"k": "ab", "q": "b", "v": "b", "o": "ab"}), ("gpt_oss", {"gate": "ab", "up": "b"})],
+)
+def test_modules_of_one_tensor_share_a(name, modules):
+    spec = check_merged(CONFIGS[name], ("all-linear", "gate_up_proj", "down_proj"))
+    layer = spec.learned["decoder"]["layers"]["1"]
+    found = layer["mlp" if "up" in modules else "attention"]
+    assert {module: "".join(sorted(found[module]["adapter"])) for module in modules} == modules
+
+
+def check_merged(config, targets, **flags):
     spec = model_spec(config, lora=lora_of(config, targets, **flags))
     params = random_params(spec.params, 1, 0.2)
     base, own = split(params)
@@ -71,6 +86,7 @@ def test_merged_weights_are_the_same_model(flags, targets):
     if spec.lora.merges_updates:
         ahead = join(merged_ahead(params, spec.lora, "float32"), own)
         np.testing.assert_allclose(logits(spec, ahead), expected, atol=1e-5)
+    return spec
 
 
 def test_small_changes_are_not_lost_in_bfloat16():
@@ -85,6 +101,29 @@ def test_small_changes_are_not_lost_in_bfloat16():
     np.testing.assert_allclose(moved.mean(), 0.1, atol=0.005)  # 65,536 draws: deviation 0.0012
     again = merged_ahead(module, lora, "bfloat16")["q"]["kernel"].computed
     np.testing.assert_array_equal(found, again)
+
+
+def test_updates_compute_the_tables_that_generation_has():
+    """In bf16 a sum of base and adapter is rounded; both sides read the one of `merged`."""
+    config = model_config(tie_word_embeddings=False, vocab_size=32)
+    lora = lora_of(config, ("embed_tokens", "lm_head"))
+    spec = model_spec(config, dtype="bfloat16", lora=lora)
+    params = random_params(spec.params, 1, 0.2)
+    params = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), params, spec.params)
+    base, own = split(params)
+    ahead = merged_ahead(params, lora, "bfloat16")
+
+    def total(own):
+        low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), own)
+        found = logits(spec, join(ahead, low))
+        return jnp.square(found).sum(), found
+
+    gradient, found = jax.grad(total, has_aux=True)(own)
+    np.testing.assert_array_equal(found, logits(*merge_adapters(spec, params, "bfloat16")))
+    apart = jax.grad(lambda own: jnp.square(logits(spec, join(base, own))).sum())(own)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(apart), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(other)
 
 
 def test_what_cannot_have_an_adapter():

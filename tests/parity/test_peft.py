@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import CONFIGS, write_directory
+from tiny_models import CONFIGS, their_tensors, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import import_params
 from jaxrl_llm.checkpoint.peft import adapter_tensors, export_adapter, import_adapter, read_lora
@@ -30,8 +30,13 @@ KINDS = {
     "dora": {"dora": True},
     "some": {"targets": ("q_proj", r"model\.layers\.0\.mlp\.(up|down)_proj")},
     "tables": {"targets": ("v_proj", "embed_tokens", "lm_head")},
+    "fused": {},
+    "fused_dora": {"dora": True},
+    "experts": {"targets": ("all-linear", "gate_up_proj", "down_proj")},
+    "inner experts": {"targets": ("o_proj", "experts.gate_up_proj")},
 }
 FAMILY = {"tables": "llama"}  # with a head of its own
+FAMILY |= {"fused": "phi3", "fused_dora": "phi3", "experts": "gpt_oss", "inner experts": "gpt_oss"}
 
 
 def config_of(kind):
@@ -47,8 +52,8 @@ def make_lora(config, *, targets=("all-linear",), kind="causal_lm", **flags):
 
 
 def hidden_of(model):
-    def attend(q, k, v, cache, *, window):
-        return attention(q, k, v, window=window), cache
+    def attend(q, k, v, cache, **how):
+        return attention(q, k, v, **how), cache
 
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     return model(TOKENS, positions, attend=attend)[0]
@@ -65,13 +70,9 @@ def our_loss(spec, base, own):
 
 def tensors_of(spec, own):
     """Our parameters that learn under PEFT's names."""
-    found = {}
-    for path, tensor in adapter_tensors(spec).items():
-        value = own
-        for part in path:
-            value = value[part]
-        found[tensor.name] = np.asarray(tensor.to_hf(np.asarray(value)))
-    return found
+    leaves = jax.tree_util.tree_leaves_with_path(own)
+    named = {tuple(entry.key for entry in path): np.asarray(leaf) for path, leaf in leaves}
+    return their_tensors(adapter_tensors(spec), named)
 
 
 def peft_name(name):
@@ -142,17 +143,18 @@ def test_peft_computes_the_same(tmp_path, kind):
     np.testing.assert_allclose(model.logits(hidden_of(model)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "fused", "experts"])
 def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]
     source = write_directory(tmp_path / "source", config)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     torch.manual_seed(0)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if kind == "experts" else None
     theirs = peft.get_peft_model(
         model,
         peft.LoraConfig(
-            r=3, lora_alpha=7, target_modules="all-linear", use_dora=bool(flags), use_rslora=True,
-            init_lora_weights=False,
+            r=3, lora_alpha=7, target_modules="all-linear", use_dora="dora" in flags,
+            use_rslora=kind != "experts", init_lora_weights=False, target_parameters=parameters,
         ),
     )  # fmt: skip
     with torch.no_grad():  # drawn large: the logits would have large errors of rounding
@@ -160,7 +162,8 @@ def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
             parameter.mul_(0.3 if parameter.requires_grad else 1.0)
     theirs.save_pretrained(tmp_path / "theirs")
     lora = read_lora(tmp_path / "theirs", config, "causal_lm", dtype="float32", dropout=0.0)
-    assert (lora.rank, lora.alpha, lora.rslora, lora.dora) == (3, 7.0, True, bool(flags))
+    assert (lora.rank, lora.alpha, lora.dora) == (3, 7.0, "dora" in flags)
+    assert lora.rslora == (kind != "experts")
     spec = model_spec(config, lora=lora)
     own = import_adapter(tmp_path / "theirs", spec)
     base = import_params(source, model_spec(config))

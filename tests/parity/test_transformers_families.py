@@ -25,7 +25,7 @@ _spec.loader.exec_module(make_goldens)
 
 NAMES = [
     *("smollm3", "granite", "phi3_window", "phi3_partial_longrope"),
-    *("olmo2", "glm4", "gemma", "gemma3_text", "gpt_oss"),
+    *("olmo2", "glm4", "gemma", "gemma2", "gemma3_text", "gpt_oss"),
 ]
 LENGTHS = (9, 3, 7)  # of the sequences in a packed row
 P, R = 9, 8  # tokens of the longest prompt and of a response
@@ -50,9 +50,10 @@ def both(name):
 def our_logits(spec, params, tokens, positions, numbers):
     """Logits of rows of several sequences, which `numbers` counts from 1; 0 is padding."""
 
-    def attend(q, k, v, cache, /, *, window, sinks=None):
-        visibility = packed_visibility(numbers, window=window)
-        return attention(q, k, v, visibility=visibility, sinks=sinks), cache
+    def attend(q, k, v, cache, /, *, window, **how):
+        return attention(
+            q, k, v, visibility=packed_visibility(numbers, window=window), **how
+        ), cache
 
     model = bind(spec, params)
     return model.logits(model(tokens, positions, attend=attend)[0])

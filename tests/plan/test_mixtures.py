@@ -19,8 +19,15 @@ from jaxrl_llm.trainer.rewarding import ArrayReward
 VOCAB = {"vocab_size": 96}
 EXPERTS = tiny.EXPERTS | VOCAB
 ATTENTION = LoraConfig(rank=2, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+GPT_OSS_EXPERTS = LoraConfig(rank=2, targets=("all-linear", "gate_up_proj", "down_proj"))
 OLMOE = EXPERTS | {"model_type": "olmoe"}
 GPT_OSS = tiny.GPT_OSS | VOCAB
+GEMMA_2 = VOCAB | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "hidden_act": None,
+}
 DEEPSEEK = tiny.DEEPSEEK | VOCAB | {"q_lora_rank": None}
 
 
@@ -79,6 +86,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         ),
         (OLMOE, {}, "olmoe has no scalar model"),
         (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
+        (GEMMA_2, {"exact": "off", "actor": {"attention": "cudnn"}}, "cap.*actor.attention=auto"),
         (EXPERTS, {"actor": {"router_bias_rate": 0.1}}, "softmax.*no such bias.*bias_rate=0 works"),
         (DEEPSEEK, {"actor": {"router_z_loss_coef": 0.1}}, "sigmoid.*no such loss.*coef=0 works"),
         ({"vocab_size": 96}, {"actor": {"router_bias_rate": 0.1}}, "router_bias_rate=0 works"),
@@ -112,7 +120,7 @@ def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
         (EXPERTS, {"micro_batch_tokens": 24}),
         (EXPERTS, {"lora": LoraConfig(rank=2)}),
         (GPT_OSS, {"micro_batch_tokens": 24}),
-        (GPT_OSS, {"lora": ATTENTION}),
+        (GPT_OSS, {"lora": GPT_OSS_EXPERTS}),
         (DEEPSEEK, {"micro_batch_tokens": 24, "router_bias_rate": 0.1}),
         (DEEPSEEK, {"lora": LoraConfig(rank=2)}),
     ],

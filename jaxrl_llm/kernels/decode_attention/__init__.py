@@ -19,11 +19,12 @@ from jaxrl_llm.kernels.decode_attention.kernel import (
     decode_attention_mosaic,
 )
 from jaxrl_llm.kernels.decode_attention.pipeline import (
-    MAX_GROUP_SIZE,
+    ROWS_HEAD_DIMS,
     TILE_ROWS,
     DecodeTuning,
     block_entries,
     default_tuning,
+    max_group_size,
     padded_rows,
 )
 from jaxrl_llm.kernels.decode_attention.reference import (
@@ -42,8 +43,7 @@ from jaxrl_llm.kernels.hopper import Interpret, on_hopper
 from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [
-    "HEAD_DIMS",
-    "MAX_GROUP_SIZE",
+    "ROWS_HEAD_DIMS",
     "DecodeImplementation",
     "DecodeInputs",
     "DecodeSchedule",
@@ -52,6 +52,7 @@ __all__ = [
     "cache_length",
     "decode_schedule",
     "default_tuning",
+    "max_group_size",
     "prefix_decode_attention",
     "prefix_decode_attention_reference",
 ]
@@ -76,12 +77,13 @@ def prefix_decode_attention(
     interpret: Interpret = None,
     strict: Strict | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """softmax(q k^T / sqrt(H)) v of each slot's new token, and the pages with its key and value.
 
     A slot sees its prompt entries, then its own entries. The new token is the last own entry.
-    With a `window`, a slot sees only the last `window` entries. `sinks` are those of
-    `flash_attention.attention`.
+    With a `window`, a slot sees only the last `window` entries. `sinks` and
+    `softcap` are those of `flash_attention.attention`.
 
     - "pallas" reads the blocks that hold visible entries, and nothing else. It reads `num_splits`
       splits of a slot in parallel and merges them. None chooses the number from the shapes. A
@@ -106,7 +108,7 @@ def prefix_decode_attention(
     Raises: ValueError for shapes that do not fit together or that the kernel does not support.
     """
     inputs.check()
-    assert strict is None or sinks is None, "config rules refuse sinks"
+    assert strict is None or (sinks is None and softcap is None), "config rules refuse both"
     if window is not None and window < 1:
         raise ValueError(f"window is {window}: use at least 1, or None to see everything")
     if implementation == "auto":
@@ -114,7 +116,7 @@ def prefix_decode_attention(
     if implementation == "xla":
         if strict is not None:
             return decode_attention_strict(inputs, strict)
-        return decode_attention_xla(inputs, window, sinks)
+        return decode_attention_xla(inputs, window, sinks, softcap)
     if implementation != "pallas":
         raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, _, H = inputs.q_BNH.shape
@@ -129,7 +131,13 @@ def prefix_decode_attention(
         capacity = inputs.prefix_capacity + inputs.own_capacity
         entries = max_entries_read(capacity, window, tuning.block)
         num_splits = choose_num_splits(B, K, entries, tuning)
-    check_supported(inputs, tuning, num_splits, interpreted=interpret is not None)
+    check_supported(
+        inputs,
+        tuning,
+        num_splits,
+        prompt_tiles=schedule is not None and schedule.prompts is not None,
+        interpreted=interpret is not None,
+    )
     return decode_attention_mosaic(
         inputs,
         window=window,
@@ -139,6 +147,7 @@ def prefix_decode_attention(
         interpret=interpret,
         strictly=strict is not None,
         sinks=sinks,
+        softcap=softcap,
     )
 
 
@@ -148,7 +157,7 @@ def _kernel_fits(inputs: DecodeInputs) -> bool:
         inputs.q_BNH.dtype == jnp.bfloat16
         and inputs.own_OK2RH.dtype in CACHE_DTYPES
         and inputs.q_BNH.shape[-1] in HEAD_DIMS
-        and inputs.group_size <= MAX_GROUP_SIZE
+        and inputs.group_size <= max_group_size(inputs.q_BNH.shape[-1])
         and on_hopper()
     )
 

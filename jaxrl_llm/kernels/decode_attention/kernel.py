@@ -31,8 +31,8 @@ from jaxrl_llm.kernels.decode_attention.matmuls import (
     QueriesAsRows,
 )
 from jaxrl_llm.kernels.decode_attention.pipeline import (
-    MAX_GROUP_SIZE,
     REDUCTION_BYTES,
+    ROWS_HEAD_DIMS,
     TILE_ROWS,
     Blocks,
     DecodeTuning,
@@ -41,6 +41,7 @@ from jaxrl_llm.kernels.decode_attention.pipeline import (
     Scratch,
     TileJob,
     default_tuning,
+    max_group_size,
     operand_dtype,
     padded_rows,
     scratch_types,
@@ -54,7 +55,7 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
 from jaxrl_llm.kernels.hopper import LOG2_E, SMS, Interpret, Ref, num_blocks
 from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (*ROWS_HEAD_DIMS, 256)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
 _MAX_SMEM = 226 * 1024  # of a CTA, less its barriers
 
@@ -69,6 +70,7 @@ def decode_attention_mosaic(
     interpret: Interpret = None,
     strictly: bool = False,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """`prefix_decode_attention` by the kernel.
 
@@ -122,7 +124,7 @@ def decode_attention_mosaic(
     )
     arrays = _schedule_arrays(inputs, schedule)
     body = _make_body(
-        sizes, window, tuning, forms, L, first_new, strictly, array_names=tuple(arrays)
+        sizes, window, tuning, forms, L, first_new, strictly, softcap, array_names=tuple(arrays)
     )
 
     def with_scratch(*refs: Ref) -> None:
@@ -192,7 +194,12 @@ def rows_of_slots(
 
 
 def check_supported(
-    inputs: DecodeInputs, tuning: DecodeTuning, num_splits: int, *, interpreted: bool
+    inputs: DecodeInputs,
+    tuning: DecodeTuning,
+    num_splits: int,
+    *,
+    prompt_tiles: bool,
+    interpreted: bool,
 ) -> None:
     """Raise ValueError, with the remedy, for what the kernel does not support."""
     H, G = inputs.q_BNH.shape[2], inputs.group_size
@@ -205,9 +212,14 @@ def check_supported(
             f"block and head_dim are both {H}, which gives wrong results on the GPU: use "
             f"default_tuning({H})"
         )
-    if G > MAX_GROUP_SIZE:
+    if G > (most := max_group_size(H)):
         raise ValueError(
-            f"{G} query heads per KV head: the kernel takes {MAX_GROUP_SIZE}; use 'xla' for more"
+            f"{G} query heads per KV head: the kernel takes {most}; use 'xla' for more"
+        )
+    if prompt_tiles and H not in ROWS_HEAD_DIMS:
+        raise ValueError(
+            f"prompts that slots share with head_dim {H}: the kernel takes {ROWS_HEAD_DIMS}; make "
+            "the schedule with slots_per_prompt=1"
         )
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
@@ -465,6 +477,7 @@ def _make_body(
     L: int,
     first_new: int,
     strictly: bool,
+    softcap: float | None,
     *,
     array_names: tuple[str, ...],
 ) -> Callable[..., None]:
@@ -512,7 +525,8 @@ def _make_body(
                 first_step=first_step,
                 block=tuning.block,
                 stages=tuning.stages,
-                to_base_2=H**-0.5 * math.log2(math.e),
+                to_base_2=(H**-0.5 if softcap is None else softcap) * math.log2(math.e),
+                to_tanh=None if softcap is None else H**-0.5 / softcap,
                 prefix_CK2PH=prefix_CK2PH,
                 own_OK2RH=own_OK2RH,
                 page_of=page_of,

@@ -119,12 +119,15 @@ class Matmuls(abc.ABC):
         return lax.fori_loop(0, pipeline.blocks.steps, step_fn, carry)
 
     def scores(self, q: Operand, step: jax.Array, stage: jax.Array, ahead: Load) -> jax.Array:
-        """Queries times a step's keys; then their stage loads the keys `ahead`."""
+        """Queries times a step's keys, capped; then their stage loads the keys `ahead`."""
         pipeline, memory = self.pipeline, self.memory
         plgpu.barrier_wait(memory.k_barriers.at[stage])
         pipeline.patch_block(step, stage, keys=True)
         multiply = partial(self.multiply_keys, q=q)
-        return self.masked(self.matmul(multiply, pipeline.block, stage, ahead, keys=True), step)
+        scores = self.matmul(multiply, pipeline.block, stage, ahead, keys=True)
+        if pipeline.to_tanh is not None:
+            scores = jnp.tanh(scores * pipeline.to_tanh)
+        return self.masked(scores, step)
 
     def masked(self, scores: jax.Array, step: jax.Array) -> jax.Array:
         """The scores with -inf for entries that are not visible.

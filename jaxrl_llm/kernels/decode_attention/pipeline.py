@@ -21,7 +21,8 @@ from jax import lax
 from jaxrl_llm.kernels.hopper import Ref, RegisterLayout, ScratchType, num_blocks
 
 TILE_ROWS = 64  # of a warpgroup's matmul
-MAX_GROUP_SIZE = TILE_ROWS - 1  # query heads of a KV head that the kernel takes
+MAX_GROUP_SIZE = TILE_ROWS - 1  # query heads of a KV head that are rows
+ROWS_HEAD_DIMS = (64, 128)  # with queries as rows: at 256 two accumulators exceed the registers
 MAX_COLUMNS = 16  # queries of a slot that are columns; more fill enough of a tile's rows
 SM_SHARED_BYTES = 228 * 1024
 SHARED_BYTES_RESERVED = 1024  # of each CTA
@@ -89,6 +90,11 @@ def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat
 def block_entries(head_dim: int) -> int:
     """Cache entries of a block: never the head dim (see `default_tuning`)."""
     return 128 if head_dim == 64 else 64
+
+
+def max_group_size(head_dim: int) -> int:
+    """Query heads of a KV head that the kernel takes."""
+    return MAX_GROUP_SIZE if head_dim in ROWS_HEAD_DIMS else MAX_COLUMNS
 
 
 def padded_rows(rows: int) -> int:
@@ -327,7 +333,8 @@ class Pipeline:
     first_step: jax.Array  # steps of all jobs before this one
     block: int
     stages: int
-    to_base_2: float  # factor of a score: log2(e) / sqrt(H)
+    to_base_2: float  # factor of a score: log2(e) / sqrt(H); of a capped one, cap log2(e)
+    to_tanh: float | None  # factor of a score before the tanh of a soft cap
     prefix_CK2PH: Ref  # global memory
     own_OK2RH: Ref
     page_of: Callable[[jax.Array, jax.Array], jax.Array]  # (slot, index in its list) -> page

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.decode_attention.inputs import DecodeInputs
-from jaxrl_llm.kernels.partial_softmax import softmax_with_sinks
+from jaxrl_llm.kernels.partial_softmax import soft_cap, softmax_with_sinks
 from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
 
 
@@ -16,6 +16,7 @@ def prefix_decode_attention_reference(
     *,
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B N H"]:
     """The attention in float32 with repeated KV heads: what the implementations must equal.
 
@@ -31,7 +32,8 @@ def prefix_decode_attention_reference(
     k_BNSH = jnp.repeat(both_BK2SH[:, :, 0], groups, axis=1)
     v_BNSH = jnp.repeat(both_BK2SH[:, :, 1], groups, axis=1)
     scores = jnp.einsum("BNH,BNSH->BNS", q_BNH.astype(jnp.float32), k_BNSH, precision="highest")
-    scores = jnp.where(visible_BS[:, None], scores / jnp.sqrt(k_BNSH.shape[-1]), -1e30)
+    scores = soft_cap(scores / jnp.sqrt(k_BNSH.shape[-1]), softcap)
+    scores = jnp.where(visible_BS[:, None], scores, -1e30)
     if sinks is not None:  # one more entry, whose value is 0
         column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], (*scores.shape[:2], 1))
         scores = jnp.concatenate([scores, column], axis=-1)
@@ -43,7 +45,10 @@ def prefix_decode_attention_reference(
 
 
 def decode_attention_xla(
-    inputs: DecodeInputs, window: int | None, sinks_N: Array | None = None
+    inputs: DecodeInputs,
+    window: int | None,
+    sinks_N: Array | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """One softmax over the scores of prompt and own entries, and the pages with the new entries.
 
@@ -67,7 +72,7 @@ def decode_attention_xla(
 
     # The scores are joined. Joining the caches would copy them.
     scores = [scores_of(prefix_BK2PH[:, :, 0]), scores_of(own_BK2SH[:, :, 0])]
-    scores = jnp.concatenate(scores, axis=-1) * H**-0.5
+    scores = soft_cap(jnp.concatenate(scores, axis=-1) * H**-0.5, softcap)
     visible = _visible(inputs, own_BK2SH.shape[3], window)[:, None, None]
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     sinks_KG1 = None if sinks_N is None else sinks_N.reshape(K, N // K, 1)

@@ -71,6 +71,7 @@ def attention(
     visibility: Visibility | None = None,
     split: AttentionSplit | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
     implementation: Implementation = "auto",
     strict: Strict | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -81,13 +82,14 @@ def attention(
     each token which keys it sees. `split` says how the devices of the mesh in scope share the work;
     those that share a row hold its tokens in `token_order`. `sinks` are a logit of each head: their
     exponentials are added to the softmax's sums, so the weights of a token's keys add up to less
-    than 1 (arXiv:2309.17453, learnt as in gpt-oss).
+    than 1 (arXiv:2309.17453, learnt as in gpt-oss). With a `softcap` scaled scores s become
+    softcap * tanh(s / softcap) (arXiv:2408.00118); our kernels' tanh has a relative error of 2^-11.
 
     - "pallas": our Hopper kernels, for bf16 and H of 64, 96, 128 or 256. Best if T is a multiple
       of 128. Gradients have the same bits in every run. On several devices it needs `split` or a
       shard_map around it; otherwise each device computes all rows.
     - "cudnn": an NVIDIA GPU, bf16 or float16, and H a multiple of 8 up to 256. It takes no
-      visibility and no sinks. An odd T costs a padded copy.
+      visibility, no sinks and no soft cap. An odd T costs a padded copy.
     - "xla": any device and dtype.
     - "auto": the fastest by measurement, both passes together (see `chosen_attention`). "exact":
       the fastest whose gradient has the same bits in every run.
@@ -96,7 +98,7 @@ def attention(
 
     Requires: `window` only with `causal`; no causal=False, window or lengths with `visibility`. A
         split of tokens needs a visibility with `last`. Elsewhere `last` allows keys that are more
-        than the queries; they are finite. No sinks with `strict`.
+        than the queries; they are finite. No sinks, no soft cap with `strict`.
     Guarantees: outputs of queries at or past a row's length are 0. With `visibility`, what padding
     tokens hold, NaN included, reaches no output and no gradient, and their own are 0.
     Raises: ValueError for shapes that do not fit together or that the implementation cannot take.
@@ -108,11 +110,11 @@ def attention(
         implementation,
         q_BTNH.dtype,
         H,
-        ranges=visibility is not None or sinks is not None,
+        ranges=visibility is not None or sinks is not None or softcap is not None,
         plain_length=T if plain else None,
     )
     if strict is not None:
-        assert sinks is None, "config rules refuse sinks"
+        assert sinks is None and softcap is None, "config rules refuse both"
         return _strictly(strict, q_BTNH, k_BTKH, v_BTKH, window, visibility, implementation)
     # XLA and cuDNN follow the layout of their operands, as long as rows are whole.
     if split is not None and (
@@ -136,6 +138,7 @@ def attention(
                 lengths=lengths,
                 visibility=visibility,
                 sinks=sinks,
+                softcap=softcap,
                 implementation=implementation,
             )
 
@@ -150,17 +153,17 @@ def attention(
             lengths=lengths,
             visibility=visibility,
             sinks=sinks,
+            softcap=softcap,
         )
     if implementation == "cudnn":
-        if visibility is not None or sinks is not None:
-            raise ValueError(
-                f"cudnn attention takes no {'visibility' if sinks is None else 'sinks'}: use "
-                "pallas, xla or auto"
-            )
+        refused = {"sinks": sinks, "soft cap": softcap, "visibility": visibility}
+        for what in (name for name, given in refused.items() if given is not None):
+            raise ValueError(f"cudnn attention takes no {what}: use pallas, xla or auto")
         out_BTNH = _attention_cudnn(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
         return checkpoint_name(out_BTNH, ATTENTION)
     if implementation == "xla":
-        out_BTNH = attention_xla(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths, visibility, sinks)
+        how = (causal, window, lengths, visibility, sinks, softcap)
+        out_BTNH = attention_xla(q_BTNH, k_BTKH, v_BTKH, *how)
         return checkpoint_name(out_BTNH, ATTENTION)
     raise ValueError(f"attention implementation {implementation!r}: use pallas, auto, cudnn or xla")
 
@@ -196,10 +199,10 @@ def chosen_attention(
 ) -> Implementation:
     """The implementation that "auto" and "exact" stand for; others are returned as they are.
 
-    `ranges` says whether rows come with a `Visibility` or sinks. `plain_length` is the tokens of
-    rows that are causal and nothing else. Our kernels precede cuDNN for rows with ranges and for
-    plain rows in `FASTER_THAN_CUDNN`. Elsewhere cuDNN's backward pass was faster, or nothing was
-    measured.
+    `ranges` says whether rows come with a `Visibility`, sinks or a soft cap. `plain_length` is the
+    tokens of rows that are causal and nothing else. Our kernels precede cuDNN for rows with ranges
+    and for plain rows in `FASTER_THAN_CUDNN`. Elsewhere cuDNN's backward pass was faster, or
+    nothing was measured.
     """
     if implementation not in ("auto", "exact"):
         return implementation

@@ -7,7 +7,8 @@ recomputed from the forward kernel's log-sum-exp (FlashAttention-2, arXiv:2307.0
 a fixed order and uses no atomics: gradients have the same bits in every run.
 
 With P the weights, dP = dO V^T and delta = rowsum(dO * O): dS = P * (dP - delta),
-dQ = dS K / sqrt(H), dK = dS^T Q / sqrt(H), dV = P^T dO. Shape letters: those of common.py.
+dQ = dS K / sqrt(H), dK = dS^T Q / sqrt(H), dV = P^T dO. A soft cap multiplies dS by its derivative,
+1 - tanh^2. Shape letters: those of common.py.
 """
 
 from functools import partial
@@ -22,10 +23,12 @@ from jaxtyping import Array
 from jaxrl_llm.kernels.flash_attention.common import (
     BY_COLUMN,
     BY_ROW,
+    LOWEST,
     NUM_CONSUMERS,
     WGMMA,
     Tuning,
     along,
+    base_2_factor,
     drain,
     is_full,
     kernel_call,
@@ -40,6 +43,8 @@ from jaxrl_llm.kernels.flash_attention.common import (
     positions,
     ring_stage,
     sees,
+    sloped,
+    soft_capped,
     spill_scratch,
     split_index,
     zeros,
@@ -51,7 +56,7 @@ from jaxrl_llm.kernels.flash_attention.visibility import (
     key_schedule,
     query_schedule,
 )
-from jaxrl_llm.kernels.hopper import LOG2_E, SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
 
 
 @lowered_once
@@ -64,6 +69,7 @@ def backward(
     ranges: Ranges,
     schedules: tuple[Schedule, Schedule] | None,
     dout_BTNH: Array,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
@@ -84,12 +90,12 @@ def backward(
     operands = (q_BTNH, k_BTKH, v_BTKH, dout_BTNH, stats_BN2T)
     B, _, N, _ = q_BTNH.shape
     of_dq, of_dkv = schedules or backward_schedules(ranges, B, N, k_BTKH.shape[2], tuning)
-    dq_BTNH = _dq(operands, ranges, of_dq, tuning, interpret)
+    dq_BTNH = _dq(operands, ranges, of_dq, softcap, tuning, interpret)
+    of_keys = partial(_dkv, operands, ranges, of_dkv, softcap, tuning, interpret)
     if tuning.dkv_split:
-        (dk_BTKH,) = _dkv(operands, ranges, of_dkv, tuning, interpret, ("dk",))
-        (dv_BTKH,) = _dkv(operands, ranges, of_dkv, tuning, interpret, ("dv",))
+        (dk_BTKH,), (dv_BTKH,) = of_keys(("dk",)), of_keys(("dv",))
     else:
-        dk_BTKH, dv_BTKH = _dkv(operands, ranges, of_dkv, tuning, interpret, ("dk", "dv"))
+        dk_BTKH, dv_BTKH = of_keys(("dk", "dv"))
     return dq_BTNH, dk_BTKH, dv_BTKH
 
 
@@ -130,13 +136,14 @@ def _dq(
     operands: tuple[Array, ...],
     ranges: Ranges,
     schedule: Schedule,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
 ) -> Array:
     _, _, N, H = operands[0].shape
     block_q, block_k, stages = tuning.dq_block_q, tuning.dq_block_k, tuning.dq_stages
     return kernel_call(
-        partial(_dq_kernel, tuning=tuning),
+        partial(_dq_kernel, softcap=softcap, tuning=tuning),
         schedule,
         ranges,
         operands,
@@ -157,6 +164,7 @@ def _dq(
 def _dq_kernel(
     *refs: Ref,
     num_index: int,
+    softcap: float | None,
     tuning: Tuning,
     q_smem: Ref,
     do_smem: Ref,
@@ -173,6 +181,7 @@ def _dq_kernel(
     q_ref, k_ref, v_ref, do_ref, stats_ref, dq_ref = operands
     block_q, block_k, stages = tuning.dq_block_q, tuning.dq_block_k, tuning.dq_stages
     num_groups, H = q_ref.shape[2] // k_ref.shape[2], q_ref.shape[3]
+    unseen = -jnp.inf if softcap is None else LOWEST
     head, job = lax.axis_index("head"), lax.axis_index("job")
     warpgroup = lax.axis_index("warpgroup")
     row, tile, first, num_first, second, num = (jobs_ref[job, i] for i in range(6))
@@ -202,15 +211,16 @@ def _dq_kernel(
                 plgpu.wgmma(s_acc, my_q, k_smem.at[stage].transpose((1, 0)))
                 plgpu.barrier_wait(v_loaded.at[stage])
                 plgpu.wgmma(dp_acc, my_do, v_smem.at[stage].transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                s = soft_capped(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), H, softcap)
 
                 def masked(s: Array) -> Array:
                     query = positions(s.shape, 0, base)
                     key = positions(s.shape, 1, key_base)
-                    return jnp.where(sees(ranges, query, key, 0), s, -jnp.inf)
+                    return jnp.where(sees(ranges, query, key, 0), s, unseen)
 
                 s = lax.cond(full, lambda s: s, masked, s)
-                p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape))
+                p = jnp.exp2(s * base_2_factor(H, softcap) - along(lse, s.shape))
+                p = sloped(p, s, softcap)
                 dp = dp_acc[...]
                 plgpu.barrier_arrive(v_free.at[stage])
                 ds = (p * (dp - along(delta, dp.shape))).astype(jnp.bfloat16)
@@ -250,6 +260,7 @@ def _dkv(
     operands: tuple[Array, ...],
     ranges: Ranges,
     schedule: Schedule,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
     wanted: tuple[str, ...],
@@ -265,7 +276,7 @@ def _dkv(
     else:
         gradient = jax.ShapeDtypeStruct(k_BTKH.shape, k_BTKH.dtype)
     grads = kernel_call(
-        partial(_dkv_kernel, tuning=tuning, wanted=wanted, split=split),
+        partial(_dkv_kernel, softcap=softcap, tuning=tuning, wanted=wanted, split=split),
         schedule,
         ranges,
         operands,
@@ -343,6 +354,7 @@ def _sum_partials(
 def _dkv_kernel(
     *refs: Ref,
     num_index: int,
+    softcap: float | None,
     tuning: Tuning,
     wanted: tuple[str, ...],
     split: bool,
@@ -362,6 +374,7 @@ def _dkv_kernel(
     q_ref, k_ref, v_ref, do_ref, stats_ref, *grad_refs = operands
     block_q, block_k, stages = tuning.dkv_block_q, tuning.dkv_block_k, tuning.dkv_stages
     num_groups, H = q_ref.shape[2] // k_ref.shape[2], q_ref.shape[3]
+    unseen = -jnp.inf if softcap is None else LOWEST
     kv_head, job = lax.axis_index("head"), lax.axis_index("job")
     warpgroup = lax.axis_index("warpgroup")
     row, tile, first, begin, end, num = (jobs_ref[job, i] for i in range(6))
@@ -394,17 +407,18 @@ def _dkv_kernel(
                 if dp_acc is not None:
                     plgpu.wgmma(dp_acc, my_v, do_smem.at[stage].transpose((1, 0)))
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if dp_acc is None else 1)
+                s = soft_capped(s, H, softcap)
 
                 def masked(s: Array) -> Array:
                     queries = pl.ds(query_base, block_q)
                     ranges = load_ranges(ranges_ref, row, queries, BY_COLUMN)
                     query = positions(s.shape, 1, query_base)
                     key = positions(s.shape, 0, base)
-                    return jnp.where(sees(ranges, query, key, 1), s, -jnp.inf)
+                    return jnp.where(sees(ranges, query, key, 1), s, unseen)
 
                 s = lax.cond(full, lambda s: s, masked, s)
                 lse = load_whole(stats_smem.at[stage, 0], BY_COLUMN)
-                p = jnp.exp2(s * (H**-0.5 * LOG2_E) - along(lse, s.shape, 1))
+                p = jnp.exp2(s * base_2_factor(H, softcap) - along(lse, s.shape, 1))
                 if "dv" in grad_accs:
                     p16 = p.astype(jnp.bfloat16)
                     multiply_add(grad_accs["dv"], p16, do_smem.at[stage], my_spill)
@@ -412,6 +426,7 @@ def _dkv_kernel(
                     delta = load_whole(stats_smem.at[stage, 1], BY_COLUMN)
                     # The matmul into dv may still run.
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(grad_accs) - 1)
+                    p = sloped(p, s, softcap)
                     ds = (p * (dp - along(delta, dp.shape, 1))).astype(jnp.bfloat16)
                     multiply_add(grad_accs["dk"], ds, q_smem.at[stage], my_spill)
 

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule
 from jaxrl_llm.kernels.hopper import (
+    LOG2_E,
     SMS,
     Interpret,
     Ref,
@@ -98,14 +99,14 @@ def strict_tuning(head_dim: int, block: int) -> Tuning:
 
 
 def lowered_once(run: Callable[P, R]) -> Callable[P, R]:
-    """Wrap `run(*arrays, tuning, interpret)` in a jit of its own.
+    """Wrap `run(*arrays, softcap, tuning, interpret)` in a jit of its own.
 
     A kernel takes 0.2 s to lower and 0.2 s to compile. The jit does both once for all layers of a
     model. There is no jit in interpret mode: the interpreter's callbacks may wait for threads that
     the program holds.
     """
     num_arguments = len(inspect.signature(run).parameters)
-    jitted = jax.jit(run, static_argnums=(num_arguments - 2, num_arguments - 1))
+    jitted = jax.jit(run, static_argnums=range(num_arguments - 3, num_arguments))
 
     @wraps(run)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -235,6 +236,24 @@ def zeros(shape: tuple[int, ...], layout: RegisterLayout, value: float = 0.0) ->
 def along(vector: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
     """A vector of row values (axis 0) or column values (axis 1), broadcast to a matrix."""
     return lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def soft_capped(s: Array, head_dim: int, softcap: float | None) -> Array:
+    """tanh(s / sqrt(H) / cap) of scores s that are not scaled; without a cap s itself."""
+    return s if softcap is None else jnp.tanh(s * (head_dim**-0.5 / softcap))
+
+
+def base_2_factor(head_dim: int, softcap: float | None) -> float:
+    """The factor from what `soft_capped` gives to the exponent of the softmax in base 2."""
+    return (head_dim**-0.5 if softcap is None else softcap) * LOG2_E
+
+
+def sloped(p: Array, s: Array, softcap: float | None) -> Array:
+    """Weights times the derivative of the cap, 1 - s^2 with s from `soft_capped`.
+
+    It is 0 where p is 0 and s is finite.
+    """
+    return p if softcap is None else p - p * s * s
 
 
 def load_whole(ref: Ref, layout: RegisterLayout) -> Array:

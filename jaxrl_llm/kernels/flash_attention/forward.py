@@ -24,6 +24,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
     WGMMA,
     Tuning,
     along,
+    base_2_factor,
     is_full,
     kernel_call,
     key_block,
@@ -36,6 +37,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
     positions,
     ring_stage,
     sees,
+    soft_capped,
     spill_scratch,
     split_index,
     zeros,
@@ -58,10 +60,11 @@ def forward(
     v_BTKH: Array,
     ranges: Ranges,
     schedule: Schedule | None,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
 ) -> tuple[Array, Array]:
-    """The output, and the base-2 log-sum-exp of the scaled scores, float32 [B, N, T].
+    """The output, and the base-2 log-sum-exp of the scaled and capped scores, float32 [B, N, T].
 
     A schedule of None is made here. The log-sum-exp of a token that sees nothing is +inf, which
     makes its weights 0.
@@ -69,7 +72,7 @@ def forward(
     B, T, N, H = q_BTNH.shape
     block_q, block_k, stages = tuning.block_q, tuning.block_k, tuning.stages
     return kernel_call(
-        partial(_forward_kernel, tuning=tuning),
+        partial(_forward_kernel, softcap=softcap, tuning=tuning),
         schedule or forward_schedule(ranges, B, tuning),
         ranges,
         (q_BTNH, k_BTKH, v_BTKH),
@@ -94,6 +97,7 @@ def forward(
 def _forward_kernel(
     *refs: Ref,
     num_index: int,
+    softcap: float | None,
     tuning: Tuning,
     q_smem: Ref,
     k_smem: Ref,
@@ -112,7 +116,7 @@ def _forward_kernel(
     )
     block_q, block_k, stages = tuning.block_q, tuning.block_k, tuning.stages
     num_groups, H = q_ref.shape[2] // k_ref.shape[2], q_ref.shape[3]
-    scale = H**-0.5 * LOG2_E
+    scale = base_2_factor(H, softcap)
     head, job = lax.axis_index("head"), lax.axis_index("job")
     warpgroup = lax.axis_index("warpgroup")
     row, tile, first, num_first, second, num = (jobs_ref[job, i] for i in range(6))
@@ -155,6 +159,7 @@ def _forward_kernel(
 
             s = pl.run_scoped(scores, accumulator(block_q, block_k))
             plgpu.barrier_arrive(k_free.at[stage])
+            s = soft_capped(s, H, softcap)
 
             def masked(s: Array) -> Array:
                 query = positions(s.shape, 0, base)

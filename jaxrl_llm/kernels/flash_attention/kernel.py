@@ -37,13 +37,15 @@ def hopper_attention(
     lengths: Array | None = None,
     visibility: Visibility | None = None,
     sinks: Array | None = None,
+    softcap: float | None = None,
     tuning: Tuning | None = None,
     by_runs: bool = False,
     interpret: Interpret = None,
 ) -> Array:
     """`attention` by our kernels, for any T, of operands on one device or in a shard_map.
 
-    `by_runs` computes a token's own run and its prefix apart and joins them; it takes no sinks.
+    `by_runs` computes a token's own run and its prefix apart and joins them; it takes no sinks and
+    no soft cap.
 
     Guarantees: padding that `lengths` or `visibility` declares may hold anything, NaN included. An
     undeclared NaN can reach earlier tokens of its block.
@@ -87,24 +89,26 @@ def hopper_attention(
     out: Array
     if sinks is not None:
         assert not by_runs
-        out = mosaic_attention_with_sinks(q, k, v, sinks, ranges, tuning, interpret)
+        out = mosaic_attention_with_sinks(q, k, v, sinks, ranges, softcap, tuning, interpret)
     elif by_runs and visibility is not None and visibility.prefix_start_BT is not None:
+        assert softcap is None
         own = Visibility(start_BT=visibility.start_BT)
         prefix = replace(visibility, start_BT=jnp.full_like(visibility.start_BT, padded))
         apart = partial(ranges_of, T, padded, causal=True, window=None, lengths=None)
         parts = (apart(visibility=part) for part in (own, prefix))
         out = mosaic_attention_of_runs(q, k, v, (*parts, ranges), tuning, interpret)
     else:
-        out = mosaic_attention(q, k, v, ranges, tuning, interpret)
+        out = mosaic_attention(q, k, v, ranges, softcap, tuning, interpret)
     return out[:, :T]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def mosaic_attention(
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
     ranges: Ranges,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
 ) -> Array:
@@ -113,11 +117,17 @@ def mosaic_attention(
     Requires: bfloat16, H in HEAD_DIMS, T a multiple of the blocks (`Tuning.padded`), one device or
     a shard_map. All tokens are finite, padding too: an unseen key has weight 0, and 0 * NaN is NaN.
     """
-    return forward(q_BTNH, k_BTKH, v_BTKH, ranges, None, tuning, interpret)[0]
+    return forward(q_BTNH, k_BTKH, v_BTKH, ranges, None, softcap, tuning, interpret)[0]
 
 
 def _attention_forward(
-    q: Array, k: Array, v: Array, ranges: Ranges, tuning: Tuning, interpret: Interpret
+    q: Array,
+    k: Array,
+    v: Array,
+    ranges: Ranges,
+    softcap: float | None,
+    tuning: Tuning,
+    interpret: Interpret,
 ) -> tuple[Array, Residuals]:
     schedules = None
     if ranges.values_RCT is not None:
@@ -132,7 +142,7 @@ def _attention_forward(
         )
     of_forward, of_backward = schedules or (None, None)
     # Named, so that rematerialisation may keep both instead of running the kernel again.
-    saved = forward(q, k, v, ranges, of_forward, tuning, interpret)
+    saved = forward(q, k, v, ranges, of_forward, softcap, tuning, interpret)
     out, lse = (checkpoint_name(x, ATTENTION) for x in saved)
     return out, (q, k, v, out, lse, ranges, of_backward)
 
@@ -164,7 +174,7 @@ def _runs_forward(
 ) -> tuple[Array, Residuals]:
     partials, lses = [], []
     for part in ranges[:2]:
-        out, lse_BNT = forward(q, k, v, part, None, tuning, interpret)
+        out, lse_BNT = forward(q, k, v, part, None, None, tuning, interpret)
         lse = jnp.where(lse_BNT == jnp.inf, -jnp.inf, lse_BNT)
         lses.append(lse)
         partials.append((out, lse.swapaxes(1, 2), None))
@@ -176,13 +186,14 @@ def _runs_forward(
     return out, (q, k, v, out, total, ranges[2], of_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def mosaic_attention_with_sinks(
     q_BTNH: Array,
     k_BTKH: Array,
     v_BTKH: Array,
     sinks_N: Array,
     ranges: Ranges,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
 ) -> Array:
@@ -191,7 +202,7 @@ def mosaic_attention_with_sinks(
     A sink is a key of value 0. So the output shrinks by the share of the other keys, and the
     gradient kernels need only the log-sum-exp of all.
     """
-    return _sinks_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, ranges, tuning, interpret)[0]
+    return _sinks_forward(q_BTNH, k_BTKH, v_BTKH, sinks_N, ranges, softcap, tuning, interpret)[0]
 
 
 def _sinks_forward(
@@ -200,10 +211,11 @@ def _sinks_forward(
     v: Array,
     sinks_N: Array,
     ranges: Ranges,
+    softcap: float | None,
     tuning: Tuning,
     interpret: Interpret,
 ) -> tuple[Array, tuple[Residuals, Array]]:
-    plain, residuals = _attention_forward(q, k, v, ranges, tuning, interpret)
+    plain, residuals = _attention_forward(q, k, v, ranges, softcap, tuning, interpret)
     *_, lse_BNT, ranges, schedules = residuals
     sees_BNT = jnp.isfinite(lse_BNT)
     total_BNT = jnp.logaddexp2(lse_BNT, _in_base_2(sinks_N))
@@ -218,12 +230,16 @@ def _in_base_2(sinks_N: Array) -> Array:
 
 
 def _sinks_backward(
-    tuning: Tuning, interpret: Interpret, residuals: tuple[Residuals, Array], dout_BTNH: Array
+    softcap: float | None,
+    tuning: Tuning,
+    interpret: Interpret,
+    residuals: tuple[Residuals, Array],
+    dout_BTNH: Array,
 ) -> tuple[Array, Array, Array, Array, None]:
     """The gradient of a sink: its weight times 0 - rowsum(dO * O), summed over all queries."""
     of_attention, sinks_N = residuals
     out, total_BNT = of_attention[3:5]
-    dq, dk, dv, _ = _attention_backward(tuning, interpret, of_attention, dout_BTNH)
+    dq, dk, dv, _ = _attention_backward(softcap, tuning, interpret, of_attention, dout_BTNH)
     delta_BTN = (out.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
     weight_BNT = jnp.exp2(_in_base_2(sinks_N) - total_BNT)
     # The cotangent of a token that sees nothing may be NaN.
@@ -232,13 +248,16 @@ def _sinks_backward(
 
 
 def _attention_backward(
-    tuning: Tuning, interpret: Interpret, residuals: Residuals, dout_BTNH: Array
+    softcap: float | None,
+    tuning: Tuning,
+    interpret: Interpret,
+    residuals: Residuals,
+    dout_BTNH: Array,
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, out, lse, ranges, schedules = residuals
-    dq, dk, dv = backward(q, k, v, out, lse, ranges, schedules, dout_BTNH, tuning, interpret)
+    dq, dk, dv = backward(*residuals, dout_BTNH, softcap, tuning, interpret)
     return dq, dk, dv, None
 
 
 mosaic_attention.defvjp(_attention_forward, _attention_backward)
 mosaic_attention_with_sinks.defvjp(_sinks_forward, _sinks_backward)
-mosaic_attention_of_runs.defvjp(_runs_forward, _attention_backward)
+mosaic_attention_of_runs.defvjp(_runs_forward, partial(_attention_backward, None))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
-from jaxrl_llm.kernels.partial_softmax import softmax_with_sinks
+from jaxrl_llm.kernels.partial_softmax import soft_cap, softmax_with_sinks
 from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
 
 
@@ -24,6 +24,7 @@ def attention_reference(
     lengths: Int[Array, " B"] | None = None,
     visibility: Visibility | None = None,
     sinks: Float[Array, " N"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """The attention in float32 with repeated KV heads: what every implementation must equal.
 
@@ -36,7 +37,7 @@ def attention_reference(
     q = q_BTNH.astype(jnp.float32)
     k = jnp.repeat(k_BTKH.astype(jnp.float32), groups, axis=2)
     v = jnp.repeat(v_BTKH.astype(jnp.float32), groups, axis=2)
-    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1])
+    scores = soft_cap(jnp.einsum("BTNH,BSNH->BNTS", q, k) / jnp.sqrt(q.shape[-1]), softcap)
     visible = visible_keys(k.shape[1], causal, window, lengths, visibility)[:, None]
     scores = jnp.where(visible, scores, -1e30)
     if sinks is not None:  # one more key, whose value is 0
@@ -58,6 +59,7 @@ def attention_xla(
     lengths: Array | None,
     visibility: Visibility | None,
     sinks_N: Array | None = None,
+    softcap: float | None = None,
 ) -> Array:
     """The attention by XLA, which materialises the scores: memory grows with T squared."""
     q_BTNH = _zero_unseeing(q_BTNH, visibility)
@@ -69,7 +71,8 @@ def attention_xla(
     S = k_BSKH.shape[1]
     visible = visible_keys(S, causal, window, lengths, visibility)[:, None, None]
     # Not -inf: a row without a visible key would become NaN, and so would its gradient.
-    scores = jnp.where(visible, scores * H**-0.5, jnp.finfo(jnp.float32).min)
+    scores = soft_cap(scores * H**-0.5, softcap)
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     sinks_KG11 = None if sinks_N is None else sinks_N.reshape(K, N // K, 1, 1)
     weights = softmax_with_sinks(scores, sinks_KG11).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from jaxrl_llm.config.records import (
     Record,
     Text,
     UnknownKeyError,
+    classes_in,
     explain,
     fields_of,
     validate,
@@ -179,6 +179,8 @@ def apply_overrides(config: Config, overrides: Overrides) -> Config:
 
 def apply_override(config: Config, key: str, value: Any) -> Config:
     """`config` with the `value` at the dotted `key` (without "config."); text is read."""
+    if not isinstance(key, str):
+        raise ConfigError(f"the key of an override is {key!r}: give text such as 'rollout.n'")
     return _set(config, key.split("."), value, "config", config)
 
 
@@ -215,12 +217,14 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Config) -> Any:
 
 def _default(annotation: Any, key: str) -> Any:
     """The record that a key below None begins with: --config.warmup.steps=5 asks for a warm-up."""
-    for cls in (annotation, *typing.get_args(annotation)):
+    for cls in classes_in(annotation):
         if cls is GivenRows:
             raise ConfigError(f"{key} holds rows of a Python program; name files or tasks instead")
-        if isinstance(cls, type) and issubclass(cls, Record) and not issubclass(cls, Kind):
+        if issubclass(cls, Kind):
+            raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
+        if issubclass(cls, Record):
             return cls()
-    raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
+    raise ConfigError(f"{key} is a single value and has no keys below it")
 
 
 def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) -> ConfigError:

@@ -4,9 +4,12 @@ The functions of `rewards/`, `data/priority.py` and `data/tasks.py` have the sam
 parameters and defaults; a test compares them.
 """
 
+import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
+from pydantic import AfterValidator
 
 from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.records import (
@@ -41,6 +44,46 @@ JUDGE_PATTERN = r"[Ss]core\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 Digits = Annotated[int, Ge(1), Le(18)]
 
 
+def _address(text: str) -> str:
+    """The address of a server. ValueError for other text."""
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port beyond 65535, or half an IPv6 address
+        fits = False
+    if not fits or re.search(r"\s", text):
+        raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
+    return text
+
+
+def _pattern(text: str) -> str:
+    """A regular expression. ValueError for other text."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"expected a regular expression, and this is none: {error}; write \\ before a sign "
+            "that stands for itself"
+        ) from None
+    return text
+
+
+def _one_group(pattern: str) -> str:
+    if re.compile(pattern).groups != 1:
+        raise ValueError("the judge's pattern needs one group, which is the score: score: ([0-9]+)")
+    return pattern
+
+
+def _shows_the_answer(template: str) -> str:
+    if "{response}" not in template:
+        raise ValueError("the judge's template lacks {response}, so it would not see the answer")
+    return template
+
+
+Address = Annotated[str, AfterValidator(_address)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
 # ------------------------------------------------------------------------- graders
 
 
@@ -73,7 +116,7 @@ class MathAnswer(Grader, kind="math_answer"):
 class FormatMatch(Grader, kind="format_match"):
     """`reward` where a regular expression matches the completion."""
 
-    pattern: str
+    pattern: Pattern
     whole: bool = True
     reward: float = 1.0
     otherwise: float = 0.0
@@ -109,10 +152,13 @@ class Code(Grader, kind="code"):
 class Judge(Grader, kind="judge"):
     """The score that a language model behind an OpenAI-compatible server gives."""
 
-    url: str  # before /chat/completions: http://127.0.0.1:8000/v1
+    url: Address  # before /chat/completions: http://127.0.0.1:8000/v1
     model: str
-    template: str = JUDGE_TEMPLATE  # with {question}, {response} and {ground_truth}
-    pattern: str = JUDGE_PATTERN  # its one group is the score; the last match counts
+    # With {question}, {response} and {ground_truth}.
+    template: Annotated[str, AfterValidator(_shows_the_answer)] = JUDGE_TEMPLATE
+    pattern: Annotated[Pattern, AfterValidator(_one_group)] = (
+        JUDGE_PATTERN  # its one group is the score; the last match counts
+    )
     scale: Positive = 10.0  # the score that becomes a reward of 1
     temperature: NotNegative = 0.0
     max_tokens: Count = 512
@@ -128,7 +174,7 @@ class Judge(Grader, kind="judge"):
 class Remote(Grader, kind="remote"):
     """The scores that a server of yours answers for rows in JSON."""
 
-    url: str  # the whole address: http://127.0.0.1:8001/grade
+    url: Address  # the whole address: http://127.0.0.1:8001/grade
     batch_size: Count = 32  # rows of a request
     concurrency: Count = 8  # requests at a time
     retries: Whole = 4  # after a first failure, with a growing pause

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.algorithms import GDPO, Shared
 from jaxrl_llm.config.functions import Code, Judge, Remote, Spread
 from jaxrl_llm.config.given import Given, GivenRows
 from jaxrl_llm.config.records import ConfigError, Custom, Kind
@@ -33,6 +34,8 @@ from jaxrl_llm.config.size_rules import (
     splits,
     trainings,
 )
+from jaxrl_llm.config.thresholds import RULES as RULE_NAMES
+from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
 from jaxrl_llm.config.times import end_time
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_hub_name, nearest, nearest_file
@@ -81,7 +84,7 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, int | str) else ""
 
 
-def _fault(test: Callable[[str], object], value: str) -> str:
+def _fault(test: Callable[[Any], object], value: Any) -> str:
     """What a test that raises ValueError says."""
     try:
         test(value)
@@ -184,9 +187,10 @@ def phases(c: Config) -> Faults:
 def run(c: Config) -> Faults:
     """Times, steps and names of the run."""
     if any(step > c.total_steps for step in c.profile.steps):
+        works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
         yield (
-            "<profile.steps>: <total_steps> is the last step; give steps up to that, such as "
-            f"[{min(3, c.total_steps)}]"
+            "<profile.steps>: <total_steps> is the last step, and none is traced after it; "
+            f"config.profile.steps={works} works"
         )
     if c.checkpoint.save_by:
         end_time(c.checkpoint.save_by, started=0.0)
@@ -231,6 +235,7 @@ def rewards(c: Config) -> Faults:
                 f"<reward.weights>: {len(reward.weights)} weights for {len(reward.functions)} "
                 f"functions; [{ones}] works"
             )
+        yield from _parts(c)
         for i, extra in enumerate(c.models):
             if extra.weight and extra.kind != "scalar":
                 yield (
@@ -246,6 +251,32 @@ def rewards(c: Config) -> Faults:
                     f"counts as a failed call: --config.reward.timeout_s={grader.total_s + 5:g} "
                     "works"
                 )
+
+
+def _parts(c: Config) -> Faults:
+    """GDPO has a weight for each reward function."""
+    for key, algorithm in every(c, GDPO):
+        given, parts = len(algorithm.reward_weights), len(c.reward.functions)
+        if given and given != parts:
+            ones = ",".join(["1"] * parts)
+            yield (
+                f"<{key}.reward_weights>: {given} weights for {parts} functions of "
+                f"config.reward.functions; [{ones}] works"
+            )
+
+
+def correction(c: Config) -> Faults:
+    """Thresholds of the rollout correction can be read, also where nothing uses them."""
+    for key, s in every(c, Shared):
+        if s.rollout_is_threshold is not None:
+            if fault := _fault(parse_threshold, s.rollout_is_threshold):
+                yield f"<{key}.rollout_is_threshold>: {fault}"
+        if s.rollout_rs is None and s.rollout_rs_threshold is None:
+            continue
+        if fault := _fault(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
+            named = [name.strip() for name in (s.rollout_rs or "").split(",")]
+            which = "rollout_rs_threshold" if set(named) <= set(RULE_NAMES) else "rollout_rs"
+            yield f"<{key}.{which}>: {fault}"
 
 
 def _origin(key: str, model: Any) -> Faults:
@@ -418,6 +449,6 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    pipeline, placement, batches, rewards, phases_of_mesh, trainings, teacher, phases, strict,
-    data, order, functions, models, run,
+    pipeline, placement, batches, rewards, correction, phases_of_mesh, trainings, teacher, phases,
+    strict, data, order, functions, models, run,
 )  # fmt: skip

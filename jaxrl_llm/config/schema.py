@@ -10,9 +10,9 @@ from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Len
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from jaxrl_llm.config.alarms import AlarmsConfig
+from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
 from jaxrl_llm.config.functions import (
     ExactAnswer,
@@ -35,6 +35,7 @@ from jaxrl_llm.config.records import (
     Positive,
     Probability,
     Record,
+    Unbounded,
     Whole,
     fields_of,
     guess,
@@ -145,7 +146,7 @@ class DataConfig(Record):
     val_rows: Rows = None
     tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
     # Our names of columns and the files': {prompt: question, ground_truth: answer}.
-    columns: FreeDict = field(default_factory=dict)
+    columns: Annotated[dict[str, str], BeforeValidator(guess)] = field(default_factory=dict)
     # "chat": a prompt that is a text becomes a user's message; tasks ask in a sentence.
     prompt_style: Literal["plain", "chat"] = "plain"
     system_prompt: str = ""  # before conversations that have none of their own
@@ -191,7 +192,7 @@ class OptimizerConfig(Record):
     b2: BelowOne = 0.999
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
-    max_grad_norm: Positive = 1.0  # 1e9 never clips
+    max_grad_norm: Unbounded = 1.0  # inf never clips
     # bfloat16 halves the optimizer state. Updates are stochastically rounded; otherwise the second
     # moment's small changes would round to zero.
     moment_dtype: DType = "float32"
@@ -320,13 +321,19 @@ class TeacherConfig(ModelSettings):
     top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
 
 
+def _identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("expected a name of letters, digits and _, such as cost_model")
+    return name
+
+
 class ExtraModelConfig(ModelSettings):
     """A frozen model of yours: a second reward model, a cost model, another reference.
 
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_identifier)]
     kind: Literal["scalar", "causal_lm"] = "scalar"
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
@@ -444,7 +451,7 @@ class CheckpointConfig(Record):
     best_metric: str = ""
     asynchronous: bool = True
     # Weights are not saved once their norm is so many times that of the start.
-    max_growth: Positive = 100.0
+    max_growth: Unbounded = 100.0
     # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
     # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
     save_by: str = ""
@@ -515,7 +522,7 @@ class Config(Record):
     validation: ValidationConfig = ValidationConfig()
     warmup: Maybe[SupervisedConfig] = None  # supervised training of the actor before RL
     log: LogConfig = LogConfig()
-    alarms: AlarmsConfig = AlarmsConfig()  # what is watched; "off" switches all off
+    alarms: AlarmSettings = AlarmsConfig()  # what is watched; "off" switches all off
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

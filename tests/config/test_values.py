@@ -1,0 +1,154 @@
+"""Values that no run can have are refused by the config alone, with a remedy that works."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jaxrl_llm.config import (
+    GRPO,
+    Alarm,
+    AlarmsConfig,
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    load_config,
+)
+from jaxrl_llm.config.records import Kind, Record, fields_of, validate
+from jaxrl_llm.config.schema import CheckpointConfig
+
+# The numbers that may be infinite: a bound that infinity switches off.
+UNBOUNDED = {"OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth", "PPO.cliprange_value"}
+
+
+def records(cls: type = Record) -> set[type]:
+    return {cls}.union(*(records(child) for child in cls.__subclasses__()))
+
+
+def accepts(cls: Any, name: str, value: Any) -> bool:
+    """Whether the field alone takes the value."""
+    try:
+        validate(cls, {name: value})
+    except ValidationError as error:
+        return not any(found["loc"][:1] == (name,) for found in error.errors())
+    return True
+
+
+def test_no_number_is_nan_and_few_may_be_infinite():
+    ours = [cls for cls in records() if cls.__module__.startswith("jaxrl_llm.config.")]
+    of_lists = {"reward.weights": [math.nan], "algorithm.reward_weights": [math.inf]}
+    infinite = set()
+    for cls in ours:
+        for name in fields_of(cls) if cls not in (Record, Kind) else ():
+            if fields_of(cls)[name].annotation is float:
+                assert not accepts(cls, name, math.nan), f"{cls.__name__}.{name}"
+                infinite |= {f"{cls.__name__}.{name}"} if accepts(cls, name, math.inf) else set()
+    assert infinite == UNBOUNDED
+    for key, value in of_lists.items():
+        with pytest.raises(ConfigError, match=rf"config.{key}.0=.*: must be a finite number"):
+            load_config("grpo", {"algorithm": "gdpo", key: value})
+    assert OptimizerConfig(max_grad_norm=math.inf).max_grad_norm == math.inf
+    assert CheckpointConfig(max_growth=math.inf).max_growth == math.inf
+
+
+REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
+    "a seed beyond int32": ({"seed": 2**31}, "config.seed=2147483648: must be at most 2147483647"),
+    "steps": ({"total_steps": "99999999999999999999"}, "must be at most 2147483647; 200 works"),
+    "many digits": ({"total_steps": 10**5000}, "config.total_steps=an integer of many digits"),
+    "true": ({"rollout.n": True}, "config.rollout.n=True: expected an integer"),
+    "trues": ({"reward.weights": [True]}, "config.reward.weights=[True]: expected a number"),
+    "format": (
+        {"reward.functions": [{"kind": "format_match", "pattern": "("}]},
+        "functions.0.pattern='(': expected a regular expression, and this is none: missing )",
+    ),
+    "port": (
+        {"reward.functions": [{"kind": "remote", "url": "http://a:70000"}]},
+        "functions.0.url='http://a:70000': expected an address such as http://",
+    ),
+    "name": ({"models": [{"name": "a.b"}]}, "models.0.name='a.b': expected a name of letters"),
+    "unused threshold": (
+        {"algorithm.rollout_is_threshold": "abc"},
+        "config.algorithm.rollout_is_threshold=abc: an importance threshold",
+    ),
+    "nan": ({"algorithm.rollout_is_threshold": math.nan}, "expected a positive number such as"),
+    "rule": (
+        {"algorithm.rollout_rs": "seq_mean", "algorithm.rollout_rs_threshold": 2},
+        "config.algorithm.rollout_rs=seq_mean: no rejection rule 'seq_mean'; did you mean",
+    ),
+    "threshold of a rule": (
+        {"algorithm.rollout_rs": "token_k2", "algorithm.rollout_rs_threshold": "x"},
+        "config.algorithm.rollout_rs_threshold=x: the threshold 'x' of the rejection rule token_k2",
+    ),
+    "weights of gdpo": (
+        {"algorithm": "gdpo", "algorithm.reward_weights": [1, 2]},
+        "config.algorithm.reward_weights=[1,2]: 2 weights for 1 functions",
+    ),
+    "columns": ({"data.columns": {"prompt": 3}}, "config.data.columns.prompt=3: expected text"),
+    "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
+    "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),
+    "second row": ({"data.train_rows": [{"a": 1}, {2: 3}]}, "row 1 is no dict with names of"),
+    "key": ({3: 3}, "the key of an override is 3: give text"),
+    "no kind": (
+        {"models": [{"kind": "scalar"}]},
+        "models.0.name is missing: it has no default; write {name: ",
+    ),
+    "a kind": (
+        {"algorithm": "dro"},
+        "beta is missing: it has no default; write {kind: dro, beta: ",
+    ),
+    "path": ({"stages": [{"path": "f.py:g"}]}, "write {kind: custom, path: f.py:g, "),
+    "single value": ({"algorithm.loss_scale.x": 3}, "loss_scale is a single value and has no keys"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_cannot_work_is_refused(name):
+    overrides, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("grpo", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        (
+            {"algorithm": {"kind": "dpo", "label_smoothing": 0.7}},
+            r"label_smoothing=0.7: .*; (\S+) ",
+        ),
+        ({"algorithm": {"kind": "grpo", "clip_c": 1.0}}, r"clip_c=1.0: must be above 1; (\S+) "),
+        ({"actor.optimizer.learning_rate": math.inf}, r"must be a finite number; (\S+) works"),
+    ],
+)
+def test_the_value_of_a_remedy_works(overrides, works):
+    with pytest.raises(ConfigError, match=works) as refused:
+        load_config("grpo", overrides)
+    found = re.search(works, str(refused.value))
+    assert found is not None
+    ((key, value),) = overrides.items()
+    fixed = value | {list(value)[-1]: found[1]} if isinstance(value, dict) else found[1]
+    load_config("grpo", {"warmup": None, key: fixed})
+
+
+def test_no_step_can_be_traced_where_there_is_none():
+    with pytest.raises(ConfigError, match=r"config.profile.steps=\[\] works"):
+        load_config("grpo", {"total_steps": 0, "profile.steps": [3]})
+    load_config("grpo", {"total_steps": 0, "profile.steps": []})
+
+
+def test_python_sets_an_alarm_by_its_action():
+    stop: Any = "stop"
+    assert AlarmsConfig(kl=stop).kl.threshold == AlarmsConfig().kl.threshold
+    given: Any = Alarm(action="stop")
+    assert AlarmsConfig(kl=given) == AlarmsConfig(kl=stop)
+    off: Any = "off"
+    assert Config(alarms=off).alarms.ratio.action == "off"
+    with pytest.raises(ConfigError, match=r"config\.alarms\.kl\.action='stpo': expected one of"):
+        load_config("grpo", {"alarms": {"kl": "stpo"}})
+
+
+def test_a_column_of_thresholds_is_kept():
+    assert GRPO(rollout_is_threshold="0.5_2").rollout_is_threshold == "0.5_2"
+    threshold: Any = 3
+    assert type(GRPO(rollout_is_threshold=threshold).rollout_is_threshold) is float

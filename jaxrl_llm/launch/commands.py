@@ -525,6 +525,9 @@ def plan(argv: list[str]) -> int:
     unread = (("data.train_files", "[]"), ("data.val_files", "[]"))
     unread += (("data.train_tasks", "[chain_sum]"),)
     config = load_config(config_path, (*overrides, *unread))
+    from jaxrl_llm.launch.described_models import check_models
+
+    check_models(config)
     from jaxrl_llm.planner.lengths import lengths_in
     from jaxrl_llm.planner.rates import CPU, rates_of
     from jaxrl_llm.planner.topology import check_compiler

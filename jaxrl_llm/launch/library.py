@@ -154,6 +154,9 @@ def evaluate(
     if grader is not None:
         changes["validation.grader"] = grader
     config = load_config(opened, changes)
+    from jaxrl_llm.launch.described_models import check_models
+
+    check_models(config)
     data = config.data
     if not (data.val_files or data.val_tasks or data.val_rows):
         raise ConfigError(

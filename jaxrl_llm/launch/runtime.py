@@ -170,7 +170,11 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     device put every device on the `data` axis.
 
     Requires: nothing has touched jax's devices yet.
+    Raises: ConfigError, for a model that cannot be built before jax is imported.
     """
+    from jaxrl_llm.launch.described_models import check_models
+
+    check_models(config)
     check_links = _check_links(os.environ)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks

@@ -34,7 +34,8 @@ def _with_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     found = {"original_max_position_embeddings": 4096, **hf}
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf.get(key)
-        if isinstance(rope, Mapping) and {rope.get("type"), rope.get("rope_type")} & {"su", "yarn"}:
+        names = (rope.get("type"), rope.get("rope_type")) if isinstance(rope, Mapping) else ()
+        if any(name in ("su", "yarn") for name in names):
             found[key] = {**rope, "type": "longrope", "rope_type": "longrope"}
     return found
 

@@ -131,6 +131,7 @@ def import_params(
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = spec.params
 
     def place(path: tuple[str, ...], value: np.ndarray) -> None:
         def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
@@ -138,7 +139,7 @@ def import_params(
 
         own = names[path].parts[0].dtype
         kernel = _place(value, at(path), float_dtype(own) if own else target)
-        module = _get(spec.params, path[:-1])
+        module = _get(abstract, path[:-1])
         if is_frozen(module) and path[-1] == KERNEL:
             scale = (*path[:-1], SCALE)
             frozen = freeze(kernel, inputs_of(module), at(path), at(scale))

@@ -35,7 +35,7 @@ def check_path(path: str) -> None:
     module, _ = split_path(path)
     if module.endswith(".py"):
         file = Path(module).expanduser()
-        if not file.is_file():
+        if not (exists(file) and file.is_file()):
             raise ValueError(f"there is no file {module}{nearest_file(file)}")
     elif importlib.util.find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"there is no module {module.partition('.')[0]!r}: {HOW}")
@@ -122,9 +122,22 @@ def check_settings(path: str, function: Callable[..., Any], settings: Mapping[st
             raise ValueError(f"{path} needs the setting {name!r}: give it in settings={{…}}")
 
 
+def exists(path: str | Path) -> bool:
+    """Whether a file or folder is there; False also for a name that no file system takes."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder is there; False also for a name that no file system takes."""
+    return exists(path) and Path(path).is_dir()
+
+
 def is_hub_name(path: str) -> bool:
     """Whether `path` can only be a model on a hub: owner/name, and there is no folder owner."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not Path(path).parent.is_dir()
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not is_folder(Path(path).parent)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -137,9 +150,12 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 def nearest_file(path: Path) -> str:
     """What exists instead of `path`: the nearest name in the deepest folder that exists."""
     folder, missing = path.parent, path.name
-    while not folder.is_dir() and folder != folder.parent:
+    while not is_folder(folder) and folder != folder.parent:
         folder, missing = folder.parent, folder.name
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:  # it may not be read
+        names = []
     found = difflib.get_close_matches(missing, names, n=1, cutoff=0.5)
     if found:
         return f"; did you mean {str(folder / found[0])!r}?"

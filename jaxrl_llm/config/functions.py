@@ -18,6 +18,8 @@ from jaxrl_llm.config.records import (
     Kind,
     NotNegative,
     Positive,
+    Processes,
+    Seconds,
     Whole,
     field_names,
     kinds_of,
@@ -143,8 +145,8 @@ class Code(Grader, kind="code"):
     """1 where a Python program or function passes the tests of its row, run in a sandbox."""
 
     scoring: Literal["all", "share"] = "all"  # share: the part of the tests that pass
-    case_s: Positive = 10.0  # seconds of a test
-    total_s: Positive = 25.0  # of all tests of a row; below reward.timeout_s
+    case_s: Seconds = 10.0  # seconds of a test
+    total_s: Seconds = 25.0  # of all tests of a row; below reward.timeout_s
     memory_mb: Count = 1024
     limits_only: bool = False  # without namespaces: for machines that forbid them
 
@@ -162,10 +164,10 @@ class Judge(Grader, kind="judge"):
     scale: Positive = 10.0  # the score that becomes a reward of 1
     temperature: NotNegative = 0.0
     max_tokens: Count = 512
-    concurrency: Count = 32  # requests at a time, of each worker
+    concurrency: Processes = 32  # requests at a time, of each worker
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Positive = 60.0  # of one request; total_s ends it sooner
-    total_s: Positive = 25.0  # of all requests of a step; below reward.timeout_s
+    request_s: Seconds = 60.0  # of one request; total_s ends it sooner
+    total_s: Seconds = 25.0  # of all requests of a step; below reward.timeout_s
     requests_per_minute: Whole = 0  # of each worker; 0 has no limit
     cache_file: str = ""  # JSON lines that later runs reuse; empty keeps answers in memory
     key_variable: str = "OPENAI_API_KEY"  # name it in reward.environment too
@@ -176,10 +178,10 @@ class Remote(Grader, kind="remote"):
 
     url: Address  # the whole address: http://127.0.0.1:8001/grade
     batch_size: Count = 32  # rows of a request
-    concurrency: Count = 8  # requests at a time
+    concurrency: Processes = 8  # requests at a time
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Positive = 60.0  # of one request
-    total_s: Positive = 25.0  # of all rows of a step; below reward.timeout_s
+    request_s: Seconds = 60.0  # of one request
+    total_s: Seconds = 25.0  # of all rows of a step; below reward.timeout_s
     key_variable: str = "REWARD_SERVER_KEY"  # a bearer token; name it in reward.environment too
 
 

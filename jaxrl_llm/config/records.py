@@ -4,6 +4,7 @@ Values given in Python are checked strictly. Text of a command line is read by t
 """
 
 import ast
+import math
 import sys
 import typing
 from collections.abc import Mapping
@@ -74,7 +75,10 @@ def guess(value: Any) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """Text without brackets is the only entry of a list."""
+    """Text without brackets is the only entry of a list; null is the empty one."""
+    value = none_word(value)
+    if value is None:
+        return ()
     if isinstance(value, str):
         return (value,) if value else ()
     return value
@@ -85,6 +89,7 @@ def none_word(value: Any) -> Any:
     return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
 
 
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of float32
 MOST = 2**31 - 1  # of an integer: arrays on the devices count in int32
 Count = Annotated[int, Ge(1), Le(MOST)]
 Whole = Annotated[int, Ge(0), Le(MOST)]
@@ -95,6 +100,9 @@ BelowOne = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Gt(0), Le(1)]
 # A bound that infinity switches off. Every other number of a record is finite.
 Unbounded = Annotated[float, Gt(0), AllowInfNan(True)]
+Seconds = Annotated[float, Gt(0), Le(1e9)]  # timers of Python take no more
+Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
+Processes = Annotated[int, Ge(1), Le(1024)]
 Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
 Maybe = Annotated[T | None, BeforeValidator(none_word)]
 FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
@@ -126,7 +134,7 @@ class Record:
     def _known_keys(cls, given: Any) -> Any:
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
         known = field_names(cls)
-        for name in values if isinstance(values, dict) else ():
+        for name in map(str, values) if isinstance(values, dict) else ():
             if name not in known:
                 context = {"name": name, "hint": nearest(name, known), "known": ", ".join(known)}
                 raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {known}", context)
@@ -142,6 +150,15 @@ class Record:
             if kinds and kinds <= {int, float}:
                 raise ValueError(f"expected {_EXPECTED[kinds.pop().__name__]}")
         return given
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        """Devices compute in float32, where larger numbers are infinite and smaller ones 0."""
+        if isinstance(value, float) and value and math.isfinite(value):
+            if not SMALLEST <= abs(value) <= LARGEST:
+                raise ValueError(f"beyond float32: give 0, or from {SMALLEST:g} to {LARGEST:g}")
+        return value
 
 
 def classes_in(annotation: Any) -> list[type]:
@@ -218,7 +235,7 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
         if not isinstance(value, Mapping):
             raise ValueError(f"expected one of {known}")
-        kind = str(value.get("kind", ""))
+        kind = str(value.get("kind", ""))[:MOST_SHOWN]
         # Older forms named a function of ours by its path.
         old = (kind or str(value.get("path", value.get("name", "")))).rpartition(":")[2]
         if not kind:
@@ -254,7 +271,10 @@ def _of_kind(cls: type[Kind], values: Any) -> Kind:
 
 def validate(cls: type[C], values: Any) -> C:
     """A record of a dict of values, which may be text. Raises pydantic's ValidationError."""
-    return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
+    try:
+        return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
+    except UnicodeEncodeError as error:  # of bytes on a command line that are no UTF-8
+        raise ConfigError(f"{error.object!r}: this text is no UTF-8; write it again") from None
 
 
 def fields_of(record: Any) -> dict[str, FieldInfo]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import Len
+from annotated_types import Ge, Gt, Le, Len
 from pydantic import AfterValidator, BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
@@ -28,13 +28,16 @@ from jaxrl_llm.config.records import (
     Custom,
     Fraction,
     FreeDict,
+    Gigabytes,
     Kind,
     Many,
     Maybe,
     NotNegative,
     Positive,
     Probability,
+    Processes,
     Record,
+    Seconds,
     Unbounded,
     Whole,
     fields_of,
@@ -166,8 +169,8 @@ class DataConfig(Record):
     # through the prompts from its lowest value to its highest; shuffled epochs follow.
     curriculum: str = ""
     curriculum_steps: Whole = 0  # batches of that; 0 takes each prompt once
-    num_workers: Whole = 0  # reader processes; 0 reads in a thread
-    prefetch: Count = 2  # batches
+    num_workers: Annotated[int, Ge(0), Le(1024)] = 0  # reader processes; 0 reads in a thread
+    prefetch: Annotated[int, Ge(1), Le(10_000)] = 2  # batches
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
     # Read training rows when a batch needs them, for files larger than memory: docs/data.md. Only
     # the first 1,000 rows of each source are checked before the first step.
@@ -359,7 +362,7 @@ class RolloutConfig(Record):
     num_slots: Whole = 0
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
     cache_tokens: Whole = 0
-    stop_token_ids: Many[int] = ()  # in addition to the tokenizer's own
+    stop_token_ids: Many[Whole] = ()  # in addition to the tokenizer's own
     # Strings that end a response once its text has one; they stay in it. At most 16, each of at
     # most 32 characters. Of held-out answers too.
     stop: StopTexts = ()
@@ -397,13 +400,13 @@ class RewardConfig(Record):
 
     functions: Many[RewardFunction] = ()
     weights: Many[float] = ()  # empty is 1 each
-    num_workers: Count = 2  # processes for user functions
-    timeout_s: Positive = 30.0  # a call
+    num_workers: Processes = 2  # processes for user functions
+    timeout_s: Seconds = 30.0  # a call
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
     # Functions may score the steps of a response, each at its last token: docs/write-a-reward.md.
     process_rewards: bool = False
-    memory_gb: Positive = 16.0  # of a process for user functions, with all that it starts
-    file_gb: Positive = 4.0  # of a file that a user function writes
+    memory_gb: Gigabytes = 16.0  # of a process for user functions, with all that it starts
+    file_gb: Gigabytes = 4.0  # of a file that a user function writes
     # Variables, such as OPENAI_API_KEY, that user functions get although they look secret.
     environment: Many[str] = ()
     model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
@@ -462,8 +465,8 @@ class WatchdogConfig(Record):
 
     # A stage may take ten times its longest so far, within these two. One that was not seen twice,
     # and so may compile, has the ceiling. A ceiling of 0 turns the watchdog off.
-    floor_minutes: Positive = 1.5
-    ceiling_minutes: NotNegative = 60.0
+    floor_minutes: Annotated[float, Gt(0), Le(1e6)] = 1.5
+    ceiling_minutes: Annotated[float, Ge(0), Le(1e6)] = 60.0
 
 
 class NodeGroup(Record):

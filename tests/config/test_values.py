@@ -1,5 +1,6 @@
 """Values that no run can have are refused by the config alone, with a remedy that works."""
 
+import itertools
 import math
 import re
 from typing import Any
@@ -18,6 +19,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.records import Kind, Record, fields_of, validate
 from jaxrl_llm.config.schema import CheckpointConfig
+from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
 
 # The numbers that may be infinite: a bound that infinity switches off.
 UNBOUNDED = {"OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth", "PPO.cliprange_value"}
@@ -89,6 +91,46 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
     "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),
     "second row": ({"data.train_rows": [{"a": 1}, {2: 3}]}, "row 1 is no dict with names of"),
+    "beyond float32": (
+        {"actor.optimizer.eps": 1e-50},
+        "eps=1e-50: beyond float32: give 0, or",
+    ),
+    "timer": (
+        {"reward.timeout_s": 1e30},
+        "timeout_s=1e+30: must be at most 1e+09; 30 works",
+    ),
+    "token": ({"rollout.stop_token_ids": [-1]}, "stop_token_ids.0=-1: must be 0 or more; 0 works"),
+    "long name": ({"resume": "x" * 5000}, "expected auto, never, or the folder of a checkpoint"),
+    "long file": ({"data.train_files": "x" * 5000}, "no file or folder 'xxx"),
+    "bytes": ({"data.train_tasks": "\udcff"}, "this text is no UTF-8"),
+    "devices": ({"mesh.data": 2**31 - 1}, "config.mesh: its axes have 2147483647 devices in all"),
+    "samples": (
+        {"data.train_batch_size": 2**31 - 1},
+        "config.data.train_batch_size=2147483647: with config.rollout.n=8 it is above",
+    ),
+    "row": ({"data.max_response_length": 2**31 - 1}, "a row has more than 2147483647 tokens"),
+    "batch": (
+        {"data.train_batch_size": 268435399, "actor.ppo_mini_batch_size": 3, "warmup": None},
+        "must divide config.data.train_batch_size=268435399; 1 works",
+    ),
+    "buffer": (
+        {"reward.functions": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]},
+        "functions.0.buffer=5: it is above config.reward.functions.0.max_length=4; 4 works",
+    ),
+    "length": (
+        {"reward.functions": [{"kind": "length_range", "maximum": 4, "minimum": 5}]},
+        "functions.0.minimum=5: it is above config.reward.functions.0.maximum=4; 4 works",
+    ),
+    "scores": ({"data.priority": {"kind": "learnability", "low": 1}}, "low=1: it is not below"),
+    "covariance": ({"algorithm": {"kind": "clip_cov", "clip_cov_lb": 6}}, "clip_cov_ub=5; 4 works"),
+    "warm-up": (
+        {
+            "actor.optimizer.schedule": "cosine",
+            "actor.optimizer.total_steps": 5,
+            "actor.optimizer.warmup_steps": 5,
+        },
+        "leaves no step for config.actor.optimizer.schedule=cosine; 6 works",
+    ),
     "key": ({3: 3}, "the key of an override is 3: give text"),
     "no kind": (
         {"models": [{"kind": "scalar"}]},
@@ -135,6 +177,18 @@ def test_no_step_can_be_traced_where_there_is_none():
     with pytest.raises(ConfigError, match=r"config.profile.steps=\[\] works"):
         load_config("grpo", {"total_steps": 0, "profile.steps": [3]})
     load_config("grpo", {"total_steps": 0, "profile.steps": []})
+
+
+def test_the_nearest_batch_is_that_of_a_search():
+    for prompts, n, replicas in itertools.product((1, 5, 8, 12), (1, 2, 3), (1, 4, 6)):
+        fitting = [p for p in range(1, 99) if p * n % replicas == 0]
+        assert closest_batch(prompts, n, replicas) == closest(fitting, prompts)
+    assert [divisors(n) for n in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
+
+
+def test_null_is_the_empty_list():
+    config = load_config("grpo", [("rollout.stop", "null"), ("reward.environment", "['null']")])
+    assert (config.rollout.stop, config.reward.environment) == ((), ("null",))
 
 
 def test_python_sets_an_alarm_by_its_action():

@@ -35,7 +35,7 @@ def check_path(path: str) -> None:
     module, _ = split_path(path)
     if module.endswith(".py"):
         file = Path(module).expanduser()
-        if not (exists(file) and file.is_file()):
+        if not is_file(file):
             raise ValueError(f"there is no file {module}{nearest_file(file)}")
     elif importlib.util.find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"there is no module {module.partition('.')[0]!r}: {HOW}")
@@ -92,7 +92,7 @@ def load_file(file: Path, *, again: bool = False) -> ModuleType:
 def where(file: Path, error: BaseException) -> str:
     """`file`, and the last line of it that led to `error`."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}"
+        return f"{error.filename}, line {error.lineno}" if error.lineno else str(file)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
     return f"{file}, line {lines[-1]}" if lines else str(file)
@@ -135,6 +135,11 @@ def is_folder(path: str | Path) -> bool:
     return exists(path) and Path(path).is_dir()
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether a file is there; False also for a name that no file system takes."""
+    return exists(path) and Path(path).is_file()
+
+
 def is_hub_name(path: str) -> bool:
     """Whether `path` can only be a model on a hub: owner/name, and there is no folder owner."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not is_folder(Path(path).parent)
@@ -149,6 +154,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 def nearest_file(path: Path) -> str:
     """What exists instead of `path`: the nearest name in the deepest folder that exists."""
+    if exists(path):
+        return f"; {str(path)!r} is a {'folder' if path.is_dir() else 'file'}"
     folder, missing = path.parent, path.name
     while not is_folder(folder) and folder != folder.parent:
         folder, missing = folder.parent, folder.name

@@ -124,7 +124,13 @@ def open_config(path: str) -> Config:
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
         raise ConfigError(f"the config file {path} does not exist{hint}{known}")
     if file.suffix == ".json":
-        return from_json(file.read_text(encoding="utf-8"))
+        try:
+            return from_json(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{file} is no JSON text: {error}; give a Python file with get_config(), or the "
+                "folder of another run"
+            ) from None
     return _run(file, path)
 
 

@@ -37,7 +37,8 @@ def closest_batch(prompts: int, n: int, replicas: int) -> int:
     """The number of prompts nearest to `prompts` whose samples, n each, the replicas divide."""
     step = replicas // math.gcd(n, replicas)
     below = prompts // step * step
-    return closest([below, below + step] if below else [step], prompts)
+    fitting = [size for size in (below, below + step) if 0 < size <= MOST]
+    return closest(fitting, prompts)
 
 
 def mesh_at(c: Config, key: str) -> MeshConfig:
@@ -128,7 +129,7 @@ def _ahead(c: Config, apart: bool) -> Faults:
     if c.partial_rollouts >= longest:
         yield (
             "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
-            f"would be cut; {max(longest // 2, 1)} works, 0 is off"
+            f"would be cut; {longest // 2} works, 0 is off"
         )
     if c.partial_rollouts and filtered:
         yield (
@@ -245,7 +246,9 @@ def trainings(c: Config) -> Faults:
 
 def _whole(key: str, size: int, replicas: int, split: str) -> Faults:
     if size % replicas:
-        yield f"<{key}>: {split} do not divide it; {-(-size // replicas) * replicas} works"
+        above = -(-size // replicas) * replicas
+        works = above if above <= MOST else above - replicas
+        yield f"<{key}>: {split} do not divide it; {works} works"
 
 
 def _passes(

@@ -61,9 +61,10 @@ def train(argv: list[str]) -> int:
     parser.add_argument("--dry_run", action="store_true")
     config, flags = read_config(argv, parser)
     if flags.dry_run:
+        config = start(config, num_cpu_devices=flags.devices)
         from jaxrl_llm.launch.dry_run import dry_run
 
-        found = dry_run(start(config, num_cpu_devices=flags.devices))
+        found = dry_run(config)
         from jaxrl_llm.distributed.multihost import is_main
 
         if is_main():

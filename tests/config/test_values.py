@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import (
     GRPO,
     Alarm,
@@ -15,11 +16,15 @@ from jaxrl_llm.config import (
     Config,
     ConfigError,
     OptimizerConfig,
+    apply_overrides,
     load_config,
 )
+from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.config.records import Kind, Record, fields_of, validate
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
+from jaxrl_llm.planner.lengths import lengths_in
+from jaxrl_llm.references import is_file, is_folder, nearest_file
 
 # The numbers that may be infinite: a bound that infinity switches off.
 UNBOUNDED = {"OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth", "PPO.cliprange_value"}
@@ -184,6 +189,39 @@ def test_the_nearest_batch_is_that_of_a_search():
         fitting = [p for p in range(1, 99) if p * n % replicas == 0]
         assert closest_batch(prompts, n, replicas) == closest(fitting, prompts)
     assert [divisors(n) for n in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
+
+
+@pytest.mark.parametrize("content", [b"\xff", b'{"a"', b"[" * 99999])
+def test_a_config_that_is_no_json_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.json is no JSON text: .*give a Python file"):
+        load_config(str(tmp_path))
+
+
+def test_what_is_there_instead_of_a_file(tmp_path):
+    (tmp_path / "run").touch()
+    assert nearest_file(tmp_path / "run") == f"; {str(tmp_path / 'run')!r} is a file"
+    assert nearest_file(tmp_path / "runn") == f"; did you mean {str(tmp_path / 'run')!r}?"
+    assert not is_folder("x" * 5000) and not is_file("x" * 5000) and is_file(tmp_path / "run")
+    with pytest.raises(ConfigError, match="the path of the model is empty"):
+        find_model_path("")
+
+
+def test_lengths_of_a_file_are_not_empty(tmp_path):
+    file = tmp_path / "lengths.csv"
+    for content, message in ((b"[1]", "no line PROMPT,RESPONSE"), (b"\xff", "is no text")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            lengths_in(file)
+
+
+def test_another_mesh_has_the_devices_of_the_placement():
+    """The remedy counts all axes."""
+    mesh = {"mesh.expert": 2, "mesh.fsdp": 2, "actor.hf_config": {}, "actor.path": ""}
+    for devices, works in (("0-7", "--config.mesh.fsdp=4"), ("0-2", "--config.mesh={fsdp: 3}")):
+        config = apply_overrides(Config(), {**mesh, "placement": {"actor": devices}})
+        with pytest.raises(ConfigError, match=re.escape(works)):
+            devices_of_roles(config)
 
 
 def test_null_is_the_empty_list():

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from jaxrl_llm.config.records import (
 )
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.schema import Config, as_dict
-from jaxrl_llm.references import load_file, nearest, nearest_file, reason, where
+from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, where
 
 __all__ = [
     "Overrides", "Parser", "apply_override", "apply_overrides", "from_json", "load_config",
@@ -106,20 +106,26 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
 
     Raises: ConfigError, with a value or key that works.
     """
-    found = config if isinstance(config, Config) else open_config(str(config))
+    found = config if isinstance(config, Config) else open_config(config)
     found = apply_overrides(found, overrides)
     check(found)
     return found
 
 
-def open_config(path: str) -> Config:
+def open_config(path: str | Path) -> Config:
     """The Config of a Python file, a packaged config's name, a run's folder or its config.json."""
+    if not isinstance(path, str | Path) or "\0" in str(path):
+        raise ConfigError(
+            f"config={path!r}: expected a Config, a file with get_config(), the name of a packaged "
+            "config such as grpo, or a run's folder"
+        )
+    path = str(path)
     file = Path(path).expanduser()
     if path in packaged_configs():
         return importlib.import_module(f"{CONFIGS}.{path}").get_config()
-    if (file / "config.json").is_file():
+    if is_file(file / "config.json"):
         file /= "config.json"
-    if not file.is_file():
+    if not is_file(file):
         known = f"\npackaged configs: {', '.join(packaged_configs())}"
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
         raise ConfigError(f"the config file {path} does not exist{hint}{known}")
@@ -178,9 +184,22 @@ def from_json(text: str) -> Config:
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
     """`config` with each override in order; rules that span fields are not checked."""
-    for key, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
+    for key, value in _pairs(overrides):
         config = apply_override(config, key, value)
     return config
+
+
+def _pairs(overrides: Any) -> list[tuple[Any, Any]]:
+    """The overrides in order. ConfigError for anything else than a dict or pairs."""
+    given = overrides.items() if isinstance(overrides, Mapping) else overrides
+    pairs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(
+                f"the overrides {repr(overrides)[:80]} are no dict and no list of pairs: write "
+                "{'rollout.n': 8}"
+            )
+    return [(key, value) for key, value in pairs]
 
 
 def apply_override(config: Config, key: str, value: Any) -> Config:

@@ -107,8 +107,10 @@ def reason(error: BaseException) -> str:
 def check_settings(path: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
     """Settings must be keyword-only parameters; those without a default must be given.
 
-    Raises ValueError with the nearest name.
+    Raises ValueError with the nearest name, and for what is no function or class.
     """
+    if not callable(function):
+        raise ValueError(f"{path} is of type {type(function).__name__}, not a function or class")
     parameters = inspect.signature(function).parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name in settings:
@@ -133,6 +135,18 @@ def exists(path: str | Path) -> bool:
 def is_folder(path: str | Path) -> bool:
     """Whether a folder is there; False also for a name that no file system takes."""
     return exists(path) and Path(path).is_dir()
+
+
+def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    """What the user's function at `path` returns. ValueError, with its line, if it fails."""
+    try:
+        return function(*arguments, **settings)
+    except Exception as error:  # user code may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        last = frames[-1]
+        raise ValueError(
+            f"{path} failed in {last.filename}, line {last.lineno}: {reason(error)}"
+        ) from error
 
 
 def is_file(path: str | Path) -> bool:

@@ -209,9 +209,12 @@ def run(c: Config) -> Faults:
             "<profile.steps>: <total_steps> is the last step, and none is traced after it; "
             f"config.profile.steps={works} works"
         )
+    for key in ("name", "run_dir", "compile_cache"):
+        if "\0" in getattr(c, key):
+            yield f"config.{key}: it has a null character, which no path has; write it again"
     if c.checkpoint.save_by:
         end_time(c.checkpoint.save_by, started=0.0)
-    if c.resume not in ("auto", "never") and not exists(c.resume):
+    if c.resume not in ("auto", "never") and (not c.resume or not exists(c.resume)):
         hint = nearest_file(Path(c.resume))
         yield f"<resume>: expected auto, never, or the folder of a checkpoint{hint}"
     for i, name in enumerate(c.log.trackers):
@@ -273,6 +276,11 @@ def rewards(c: Config) -> Faults:
 def _parts(c: Config) -> Faults:
     """GDPO has a weight for each reward function."""
     for key, algorithm in every(c, GDPO):
+        if not c.reward.functions:
+            yield (
+                f"<{key}>: it standardises the reward functions one by one, and there is none; set "
+                "--config.reward.functions=[exact_answer]"
+            )
         given, parts = len(algorithm.reward_weights), len(c.reward.functions)
         if given and given != parts:
             ones = ",".join(["1"] * parts)
@@ -451,7 +459,8 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
     if lora.path and not exists(Path(lora.path) / "adapter_config.json"):
         yield (
             f"<{name}>: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
-            f"--adapter` write it{nearest_file(Path(lora.path))}"
+            f"--adapter` write it"
+            f"{nearest_file(Path(lora.path) / 'adapter_config.json')}"
         )
     if lora.dropout and lora.dora:
         yield f"<{key}.lora.dropout>: it does not work with lora.dora; set it to 0"

@@ -77,6 +77,13 @@ def counts(c: Config) -> Faults:
         if prompts * n > MOST:
             of = "validation.n" if "val" in key else "rollout.n"
             yield f"<{key}>: with <{of}> it is above {MOST} samples; {max(MOST // n, 1)} works"
+    parts = 1 if is_offline(c) else -(-c.data.train_batch_size // c.actor.ppo_mini_batch_size)
+    for key, epochs in (("actor", c.actor.ppo_epochs), ("critic", c.critic.ppo_epochs)):
+        if c.total_steps * parts * epochs > MOST:
+            yield (
+                f"<total_steps>: with {parts} mini-batches and <{key}.ppo_epochs>, more than "
+                f"{MOST} optimizer steps; {max(MOST // (parts * epochs), 1)} works"
+            )
     if c.data.max_row_length > MOST:
         yield (
             "<data.max_response_length>: with <data.max_prompt_length> a row has more than "

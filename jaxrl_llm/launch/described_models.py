@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoint.layout import find_model_path
+from jaxrl_llm.checkpoint.layout import find_model_path, is_complete
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.config.schema import every
 from jaxrl_llm.models.config import ModelConfig
@@ -17,12 +17,17 @@ from jaxrl_llm.models.lora_targets import chosen_modules
 
 
 def check_models(config: Config) -> None:
-    """Build the description of every model, and find the modules of its adapters.
+    """Build the description of every model, find its adapters' modules, and what `resume` names.
 
     Models of a hub are not asked for.
 
     Raises: ConfigError that names the key, for a value that no model can have.
     """
+    if config.resume not in ("auto", "never") and not is_complete(Path(config.resume)):
+        raise ConfigError(
+            f"config.resume={config.resume}: no checkpoint that was written to its end; give a "
+            "folder such as RUN_DIR/checkpoints/global_step_100"
+        )
     described: dict[str, ModelConfig | None] = {}
     for key, settings in every(config, ModelSettings):
         described[key] = _described(f"config.{key}", settings)

@@ -92,6 +92,16 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         {"algorithm": "gdpo", "algorithm.reward_weights": [1, 2]},
         "config.algorithm.reward_weights=[1,2]: 2 weights for 1 functions",
     ),
+    "no parts": (
+        {"algorithm": "gdpo", "reward.functions": [], "reward.model": {"training": {}}},
+        "config.algorithm=gdpo: it standardises the reward functions one by one, and there is none",
+    ),
+    "empty": ({"resume": ""}, "expected auto, never, or the folder of a checkpoint"),
+    "null": ({"run_dir": "a\0b"}, "config.run_dir: it has a null character"),
+    "optimizer steps": (
+        {"total_steps": 2**31 - 1},
+        "config.total_steps=2147483647: with 2 mini-batches and config.actor.ppo_epochs=1, more",
+    ),
     "columns": ({"data.columns": {"prompt": 3}}, "config.data.columns.prompt=3: expected text"),
     "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
     "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),
@@ -115,7 +125,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "row": ({"data.max_response_length": 2**31 - 1}, "a row has more than 2147483647 tokens"),
     "batch": (
-        {"data.train_batch_size": 268435399, "actor.ppo_mini_batch_size": 3, "warmup": None},
+        {"data.train_batch_size": 268435399, "actor.ppo_mini_batch_size": 3, "total_steps": 1},
         "must divide config.data.train_batch_size=268435399; 1 works",
     ),
     "buffer": (

@@ -44,6 +44,12 @@ def test_a_folder_is_named_with_its_file(tmp_path):
         check_models(config)
 
 
+def test_a_run_goes_on_from_a_checkpoint_alone(tmp_path):
+    config = load_config("grpo", {"resume": str(tmp_path)})
+    with pytest.raises(ConfigError, match="no checkpoint that was written to its end; give a"):
+        check_models(config)
+
+
 def test_a_model_is_checked_without_jax():
     code = (
         "import sys\n"

@@ -73,7 +73,8 @@ class ModelSpec:
     form: Form  # see `merge_projections` and `quantize_projections`
     lora: Lora | None  # then `dtype` is that of the base
     graphdef: Any = field(compare=False, repr=False)
-    trees: tuple[Params, Params, Params] = field(compare=False, repr=False)  # the three below
+    # The three below; all specs of this model share them, so they are only read.
+    trees: tuple[Params, Params, Params] = field(compare=False, repr=False)
 
     @property
     def params(self) -> Params:

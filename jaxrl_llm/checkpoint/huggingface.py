@@ -131,7 +131,7 @@ def import_params(
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = spec.params
+    abstract = spec.trees[0]  # read, not copied
 
     def place(path: tuple[str, ...], value: np.ndarray) -> None:
         def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
@@ -168,7 +168,7 @@ def import_params(
         if tensor.name not in wanted:
             place(path, np.zeros(tensor.our_shape, target))
     # The order of `spec.params`, so that the two trees print and iterate in the same order.
-    return jax.tree.map(lambda _, value: value, spec.params, params)
+    return jax.tree.map(lambda _, value: value, abstract, params)
 
 
 def export(

@@ -5,12 +5,13 @@ This file imports neither jax nor a data library, so a config can be checked wit
 
 import glob
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxrl_llm.references import nearest_file
+from jaxrl_llm.references import exists, nearest_file
 
 KINDS = {
     ".parquet": "parquet",
@@ -20,6 +21,7 @@ KINDS = {
     ".csv": "csv",
 }
 HUB = "hf://"
+MOST_FILES = 100_000  # in a folder of data
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -95,9 +97,9 @@ def resolve_files(pattern: str) -> list[DataFile]:
             "the package datasets, load_dataset(...).save_to_disk(FOLDER), and give that folder"
         )
     base, _, split = pattern.partition("#")
-    if Path(pattern).exists():  # a name may contain "#"
+    if exists(pattern):  # a name may contain "#"
         base, split = pattern, ""
-    matches = [base] if Path(base).exists() else sorted(glob.glob(base, recursive=True))
+    matches = [base] if exists(base) else sorted(glob.glob(base, recursive=True))
     if not matches:
         raise ValueError(f"no file or folder {pattern!r}{nearest_file(Path(base))}")
     return [file for match in matches for file in _files_at(Path(match), split)]
@@ -128,11 +130,7 @@ def _folder_files(folder: Path, split: str) -> list[DataFile]:
         if split:
             raise ValueError(f"{str(folder)!r} is one split: leave out '#{split}'")
         return _saved_files(folder)
-    visible = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not any(part[0] == "." for part in path.relative_to(folder).parts)
-    ]
+    visible = _visible_files(folder)
     # Only the first kind that is there: next to parquet files, a .json file describes the data.
     kinds = [[path for path in visible if path.suffix == suffix] for suffix in KINDS]
     files = next((paths for paths in kinds if paths), None)
@@ -143,6 +141,20 @@ def _folder_files(folder: Path, split: str) -> list[DataFile]:
         by_split.setdefault(_split_of(path.relative_to(folder)), []).append(path)
     chosen = _pick(folder, list(by_split), split) if split or len(by_split) > 1 else ""
     return [_file(path) for path in (by_split[chosen] if chosen else files)]
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """The files below a folder, in order; without hidden ones. ValueError for too many."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "."]
+        found += [Path(place, name) for name in names if name[0] != "."]
+        if len(found) > MOST_FILES:
+            raise ValueError(
+                f"the folder {str(folder)!r} holds more than {MOST_FILES:,} files: give the folder "
+                "of the data set in it"
+            )
+    return sorted(path for path in found if path.is_file())
 
 
 def _saved_files(folder: Path) -> list[DataFile]:

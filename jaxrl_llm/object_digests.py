@@ -13,11 +13,14 @@ MOST_DIGESTED = 100_000  # rows; of more, so many at equal distances
 
 
 def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
-    """8 hex digits of the rows and their order."""
+    """8 hex digits of the rows and their order. ValueError for what is no row."""
     found = hashlib.blake2b(str(len(rows)).encode(), digest_size=4)
     step = -(-len(rows) // MOST_DIGESTED)
     for place in range(0, len(rows), step):
-        text = json.dumps(dict(rows[place]), sort_keys=True, default=_typed)
+        row = rows[place]
+        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+            raise ValueError(f"row {place} is no dict with names of columns: {repr(row)[:80]}")
+        text = json.dumps(dict(row), sort_keys=True, default=_typed)
         found.update(text.encode(errors="surrogatepass"))
     return found.hexdigest()
 

@@ -35,7 +35,7 @@ def check_path(path: str) -> None:
     module, _ = split_path(path)
     if module.endswith(".py"):
         file = Path(module).expanduser()
-        if not file.is_file():
+        if not is_file(file):
             raise ValueError(f"there is no file {module}{nearest_file(file)}")
     elif importlib.util.find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"there is no module {module.partition('.')[0]!r}: {HOW}")
@@ -92,7 +92,7 @@ def load_file(file: Path, *, again: bool = False) -> ModuleType:
 def where(file: Path, error: BaseException) -> str:
     """`file`, and the last line of it that led to `error`."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}"
+        return f"{error.filename}, line {error.lineno}" if error.lineno else str(file)
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
     return f"{file}, line {lines[-1]}" if lines else str(file)
@@ -107,8 +107,10 @@ def reason(error: BaseException) -> str:
 def check_settings(path: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
     """Settings must be keyword-only parameters; those without a default must be given.
 
-    Raises ValueError with the nearest name.
+    Raises ValueError with the nearest name, and for what is no function or class.
     """
+    if not callable(function):
+        raise ValueError(f"{path} is of type {type(function).__name__}, not a function or class")
     parameters = inspect.signature(function).parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     for name in settings:
@@ -122,9 +124,39 @@ def check_settings(path: str, function: Callable[..., Any], settings: Mapping[st
             raise ValueError(f"{path} needs the setting {name!r}: give it in settings={{…}}")
 
 
+def exists(path: str | Path) -> bool:
+    """Whether a file or folder is there; False also for a name that no file system takes."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder is there; False also for a name that no file system takes."""
+    return exists(path) and Path(path).is_dir()
+
+
+def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    """What the user's function at `path` returns. ValueError, with its line, if it fails."""
+    try:
+        return function(*arguments, **settings)
+    except Exception as error:  # user code may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        last = frames[-1]
+        raise ValueError(
+            f"{path} failed in {last.filename}, line {last.lineno}: {reason(error)}"
+        ) from error
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a file is there; False also for a name that no file system takes."""
+    return exists(path) and Path(path).is_file()
+
+
 def is_hub_name(path: str) -> bool:
     """Whether `path` can only be a model on a hub: owner/name, and there is no folder owner."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not Path(path).parent.is_dir()
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not is_folder(Path(path).parent)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
@@ -136,10 +168,15 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 def nearest_file(path: Path) -> str:
     """What exists instead of `path`: the nearest name in the deepest folder that exists."""
+    if exists(path):
+        return f"; {str(path)!r} is a {'folder' if path.is_dir() else 'file'}"
     folder, missing = path.parent, path.name
-    while not folder.is_dir() and folder != folder.parent:
+    while not is_folder(folder) and folder != folder.parent:
         folder, missing = folder.parent, folder.name
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except OSError:  # it may not be read
+        names = []
     found = difflib.get_close_matches(missing, names, n=1, cutoff=0.5)
     if found:
         return f"; did you mean {str(folder / found[0])!r}?"

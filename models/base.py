@@ -61,8 +61,9 @@ class ModelSpec:
     """A model without its values; may be a static argument of `jax.jit`.
 
     Equality and hash use the first five fields. `params`, `axes` and `init` have the same
-    structure. A leaf of `axes` is a tuple of logical axes, one a dim; a leaf of `init` is "normal",
-    "ones", "zeros", "uniform", "uniform_each" or "unit_normal".
+    structure. Each is a copy of its own, as equal models share one spec.
+    A leaf of `axes` is a tuple of logical axes, one a dim; a leaf of `init` is "normal", "ones",
+    "zeros", "uniform", "uniform_each" or "unit_normal".
     """
 
     config: ModelConfig
@@ -71,9 +72,23 @@ class ModelSpec:
     form: Form  # see `merge_projections` and `quantize_projections`
     lora: Lora | None  # then `dtype` is that of the base
     graphdef: Any = field(compare=False, repr=False)
-    params: Params = field(compare=False, repr=False)  # leaves jax.ShapeDtypeStruct
-    axes: Params = field(compare=False, repr=False)
-    init: Params = field(compare=False, repr=False)
+    # The three below; all specs of this model share them, so they are only read.
+    trees: tuple[Params, Params, Params] = field(compare=False, repr=False)
+
+    @property
+    def params(self) -> Params:
+        """The shapes and dtypes: leaves are jax.ShapeDtypeStruct."""
+        return _copy(self.trees[0])
+
+    @property
+    def axes(self) -> Params:
+        """The logical axes."""
+        return _copy(self.trees[1])
+
+    @property
+    def init(self) -> Params:
+        """How each parameter begins."""
+        return _copy(self.trees[2])
 
     @property
     def num_params(self) -> int:
@@ -89,6 +104,10 @@ class ModelSpec:
     def learned(self) -> Params:
         """The parameters that a training changes: all, or those that are not the base's."""
         return self.params if self.lora is None else split(self.params)[1]
+
+
+def _copy(tree: Params) -> Params:
+    return {name: _copy(x) if isinstance(x, dict) else x for name, x in tree.items()}
 
 
 def model_spec(
@@ -147,9 +166,7 @@ def _model_spec(
         form=form,
         lora=lora,
         graphdef=graphdef,
-        params=params,
-        axes=metadata("axes"),
-        init=metadata("init"),
+        trees=(params, metadata("axes"), metadata("init")),
     )
 
 
@@ -342,7 +359,7 @@ class _Drawing:
 def _drawing(spec: ModelSpec, path: tuple[Any, ...]) -> tuple[tuple[str, ...], _Drawing]:
     """How a parameter is drawn, and the path of its key: the kernel's for a kernel's scale."""
     *parents, name = (entry.key for entry in path)
-    module, init = _at(spec.params, parents), _at(spec.init, parents)
+    module, init = _at(spec.trees[0], parents), _at(spec.trees[2], parents)  # read, not copied
     std = spec.config.initializer_range
     if is_frozen(module) and name in (KERNEL, SCALE):
         shape, inputs = module[KERNEL].shape, inputs_of(module)

@@ -34,7 +34,9 @@ def _with_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     found = {"original_max_position_embeddings": 4096, **hf}
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf.get(key)
-        if isinstance(rope, Mapping) and {rope.get("type"), rope.get("rope_type")} & {"su", "yarn"}:
+        if not isinstance(rope, Mapping):
+            continue
+        if any(rope.get(name) in ("su", "yarn") for name in ("type", "rope_type")):
             found[key] = {**rope, "type": "longrope", "rope_type": "longrope"}
     return found
 

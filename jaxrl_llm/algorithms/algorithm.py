@@ -13,7 +13,6 @@ from jaxrl_llm.algorithms.fields import check_fields, field_names, with_renamed_
 from jaxrl_llm.algorithms.importance import (
     corrected_in_the_update,
     importance_weighted,
-    parse_threshold,
     sequence_weights,
     token_weights,
 )
@@ -24,8 +23,9 @@ from jaxrl_llm.algorithms.kl import (
     kl_penalty,
     make_kl_controller,
 )
-from jaxrl_llm.algorithms.rejection import parse_rules, reject
+from jaxrl_llm.algorithms.rejection import reject
 from jaxrl_llm.config import Composed
+from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
 
 # Bypass mode: the field that replaces each one, since the sampler's policy is the old one.
 TWO_POLICIES = {"old_logprobs": "rollout_logprobs"}

@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, compose
 from jaxrl_llm.algorithms.kl import kl_penalty
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
-from jaxrl_llm.references import check_settings, load
+from jaxrl_llm.references import call, check_settings, load
 
 
 def build_algorithm(settings: c.AlgorithmSettings) -> Algorithm | OfflineAlgorithm:
@@ -55,7 +55,7 @@ def build_offline(settings: c.AlgorithmSettings) -> OfflineAlgorithm:
 def _custom(settings: c.Custom) -> Algorithm | OfflineAlgorithm:
     function = load(settings.path)
     check_settings(settings.path, function, settings.settings)
-    algorithm = function(**settings.settings)
+    algorithm = call(settings.path, function, **settings.settings)
     expected = OfflineAlgorithm if settings.offline else Algorithm
     if not isinstance(algorithm, expected):
         hint = f"; set offline={not settings.offline}" * isinstance(

@@ -37,25 +37,6 @@ def weights_of_stale_samples(
     return ("sequence" if max_response_length <= SHORT_RESPONSE else "token"), 10.0
 
 
-def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
-    """(lower, upper) of a threshold as in verl: a number has no lower bound, "0.5_2.0" is a band.
-
-    Raises ValueError unless 0 < lower <= upper.
-    """
-    lower_text, _, upper_text = str(threshold).rpartition("_")
-    try:
-        upper = float(upper_text)
-        lower = float(lower_text) if lower_text else None
-    except ValueError:
-        upper, lower = 0.0, None
-    if upper <= 0 or (lower is not None and not 0 < lower <= upper):
-        raise ValueError(
-            f"an importance threshold of {threshold!r}: expected a positive number such as "
-            '2.0, which truncates weights, or a band such as "0.5_2.0", outside of which they are 0'
-        )
-    return lower, upper
-
-
 def token_weights(
     old_logprobs: Float[Array, "B R"],
     rollout_logprobs: Float[Array, "B R"],

@@ -5,72 +5,14 @@ maximum), by an estimator of KL(sampler || trainer). With d = old_logprobs - rol
 k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. Schulman, http://joschu.net/blog/kl-approx.html
 """
 
-import math
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.config.thresholds import Rule
 from jaxrl_llm.numerics import masked_mean, masked_sum
-from jaxrl_llm.references import nearest
 
 MAX_LOG_RATIO = 20.0
-RULES = (
-    *(f"token_k{i}" for i in (1, 2, 3)),
-    *(f"seq_sum_k{i}" for i in (1, 2, 3)),
-    *(f"seq_mean_k{i}" for i in (1, 2, 3)),
-    *(f"seq_max_k{i}" for i in (2, 3)),  # k1 has a sign: its maximum means nothing
-)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Keeps what has lower <= distance <= upper."""
-
-    name: str
-    lower: float
-    upper: float
-
-
-def parse_rules(names: str | None, thresholds: float | str | None) -> tuple[Rule, ...]:
-    """The rules of verl's `rollout_rs` and `rollout_rs_threshold`.
-
-    `names` are separated by commas; there is one threshold for all of them or one each. The
-    threshold of a k1 rule is a band "0.5_2.0" of exp(k1), the ratio of sampler to trainer; a
-    number u means "1/u_u". All others have the largest distance. Raises ValueError for other text.
-    """
-    chosen = list(dict.fromkeys(name.strip() for name in (names or "").split(",") if name.strip()))
-    given = [part.strip() for part in str(thresholds).split(",")] if thresholds is not None else []
-    for name in chosen:
-        if name not in RULES:
-            raise ValueError(
-                f"no rejection rule {name!r}{nearest(name, RULES)}\nThe rules are: "
-                f"{', '.join(RULES)}"
-            )
-    if not chosen or len(given) not in (1, len(chosen)):
-        raise ValueError(
-            f"rollout_rs={names!r} with rollout_rs_threshold={thresholds!r}: give rules, and one "
-            'threshold for all or one each, such as "token_k1,seq_mean_k3" with "0.5_2.0,0.01"'
-        )
-    given = given * len(chosen) if len(given) == 1 else given
-    return tuple(_rule(name, text) for name, text in zip(chosen, given, strict=True))
-
-
-def _rule(name: str, text: str) -> Rule:
-    lower_text, band, upper_text = text.rpartition("_")
-    ratio = name.endswith("k1")
-    try:
-        upper = float(upper_text)
-        lower = float(lower_text) if band else 1.0 / upper
-    except (ValueError, ZeroDivisionError):
-        upper = lower = 0.0
-    if upper <= 0 or (ratio and not 0 < lower <= upper) or (band and not ratio):
-        wanted = 'a band of the ratio such as "0.5_2.0"' if ratio else "a number over 0"
-        raise ValueError(f"the threshold {text!r} of the rejection rule {name}: expected {wanted}")
-    if ratio:
-        return Rule(name, math.log(lower), math.log(upper))
-    return Rule(name, -math.inf, upper)
 
 
 def reject(

@@ -8,7 +8,6 @@ of each family in `models/` has the names of its tensors.
 import functools
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from jaxrl_llm.checkpoint.safetensors_files import (
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.models.base import ModelSpec, Params
 from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.config_json import read_config_json
 from jaxrl_llm.models.families import (
     config_from_hf,
     find_architecture,
@@ -56,26 +56,6 @@ TOKENIZER_FILES = (
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 _READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
-# Numbers of config.json that must be finite and positive, also within the rope settings.
-# Keys, their type, what to call it, and the largest value: above it, memory is taken before
-# anything is compared.
-_TYPES: tuple[tuple[tuple[str, ...], Any, str, float], ...] = (
-    (
-        ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings", "sliding_window", "max_window_layers",
-         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-         "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace",
-         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        int, "a whole number below 2**31", 2**31,
-    ),
-    (("num_hidden_layers",), int, "a whole number up to 10,000", 10_000),
-    (("rope_theta", "rms_norm_eps", "initializer_range"), int | float, "a number", math.inf),
-    (("architectures", "layer_types"), list, "a list of text", 0),
-    (("model_type", "hidden_act"), str, "text", 0),
-    (("rope_scaling", "rope_parameters"), dict, "a map", 0),
-)  # fmt: skip
-_POSITIVE = ("rope_theta", "rms_norm_eps", "initializer_range")
-_POSITIVE_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
 
 
 def model_directory(path: str | Path) -> Path:
@@ -110,12 +90,12 @@ def load_model_config(directory: str | Path) -> ModelConfig:
         ValueError: config.json is missing, names an architecture or a feature that is not
             supported, or has a NaN, infinite or non-positive number where none can be.
     """
-    return config_from_hf(_read_hf_config(Path(directory)))
+    return config_from_hf(read_config_json(Path(directory)))
 
 
 def load_model_kind(directory: str | Path) -> Kind:
     """Whether a Hugging Face directory holds a language model or a scalar model."""
-    return find_architecture(_read_hf_config(Path(directory)))[1]
+    return find_architecture(read_config_json(Path(directory)))[1]
 
 
 def import_params(
@@ -151,6 +131,7 @@ def import_params(
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = spec.trees[0]  # read, not copied
 
     def place(path: tuple[str, ...], value: np.ndarray) -> None:
         def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
@@ -158,7 +139,7 @@ def import_params(
 
         own = names[path].parts[0].dtype
         kernel = _place(value, at(path), float_dtype(own) if own else target)
-        module = _get(spec.params, path[:-1])
+        module = _get(abstract, path[:-1])
         if is_frozen(module) and path[-1] == KERNEL:
             scale = (*path[:-1], SCALE)
             frozen = freeze(kernel, inputs_of(module), at(path), at(scale))
@@ -187,7 +168,7 @@ def import_params(
         if tensor.name not in wanted:
             place(path, np.zeros(tensor.our_shape, target))
     # The order of `spec.params`, so that the two trees print and iterate in the same order.
-    return jax.tree.map(lambda _, value: value, spec.params, params)
+    return jax.tree.map(lambda _, value: value, abstract, params)
 
 
 def export(
@@ -272,68 +253,9 @@ def default_model_card(
     return "\n".join(lines) + "\n"
 
 
-def _read_hf_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; a model directory has config.json and weights (an export "
-            f"without it was interrupted: export again)"
-        )
-    try:
-        hf = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
-    _check_types(path, hf)
-    _check_numbers(path, hf, _POSITIVE)
-    for rope in ("rope_parameters", "rope_scaling"):
-        _check_numbers(path, hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
-    return hf
-
-
-def _check_types(path: Path, hf: Any) -> None:
-    """ValueError naming the file and the key of a value of another type, or of a size too large."""
-    if not isinstance(hf, dict):
-        raise ValueError(f"{path} holds a {type(hf).__name__}, not a JSON object; fetch it again")
-    for keys, kind, name, most in _TYPES:
-        for key in keys:
-            value = hf.get(key)
-            if value is not None and not _is_of_type(value, kind, most):
-                raise ValueError(
-                    f"{path} has {key}={_short(value)}, which must be {name}; fetch it "
-                    "again or correct it"
-                )
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of 5,000 digits
-        text = "an integer of many digits"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _is_of_type(value: Any, kind: Any, most: float) -> bool:
-    if not isinstance(value, kind):
-        return False
-    if isinstance(value, list):
-        return all(isinstance(entry, str) for entry in value)
-    return not isinstance(value, int | float) or (type(value) is not bool and not value > most)
-
-
-def _check_numbers(path: Path, values: Any, keys: Sequence[str], prefix: str = "") -> None:
-    """ValueError naming the file and the key of a number that is not finite and positive."""
-    for key in keys if isinstance(values, dict) else ():
-        value = values.get(key)
-        if isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
-            raise ValueError(
-                f"{path} has {prefix}{key}={value}, which must be a positive number; fetch it "
-                "again or correct it"
-            )
-
-
 def _check_kind(directory: Path, spec: ModelSpec) -> bool:
     """Whether the score head must be made. ValueError if the directory holds another model."""
-    family, kind = find_architecture(_read_hf_config(directory))
+    family, kind = find_architecture(read_config_json(directory))
     if family != spec.config.family:
         raise ValueError(
             f"{directory} holds a {family} model and the spec is a {spec.config.family}; make the "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.references import is_hub_name, nearest_file
+from jaxrl_llm.references import exists, is_folder, is_hub_name, nearest_file
 
 STEP_PREFIX = "global_step"
 CHECKPOINTS = "checkpoints"
@@ -56,7 +56,7 @@ def find_checkpoint(path: str) -> Path:
     ConfigError, naming what is there instead, if there is none.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(f"there is no checkpoint {path}{nearest_file(folder)}")
     for parent in (folder, folder / CHECKPOINTS):
         found = [p for p in parent.glob(f"{STEP_PREFIX}_*") if step_of(p) is not None]
@@ -84,10 +84,12 @@ def find_model_path(path: str) -> ModelPath:
     Raises:
         ConfigError: what is there instead, or the nearest folder.
     """
+    if not path:
+        raise ConfigError("the path of the model is empty; give a folder, such as runs/ppo")
     folder = Path(path)
-    if not folder.exists() and is_hub_name(path):
+    if not exists(folder) and is_hub_name(path):
         return ModelPath(path=path)
-    if not folder.exists():
+    if not exists(folder):
         raise ConfigError(f"there is no model {path}{nearest_file(folder)}")
     if not folder.is_dir():
         raise ConfigError(f"{path} is a file, and a model is a folder; give {folder.parent}")

@@ -26,7 +26,8 @@ from jaxrl_llm.models.base import ModelSpec, Params
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.hf import HFStack, HFTensor, Names, StoredPart, stored_parts, whole_tensor
-from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora, is_stack
+from jaxrl_llm.models.lora import ADAPTER, HEAD, MAGNITUDE, Lora
+from jaxrl_llm.models.lora_targets import is_stack
 
 __all__ = [
     "CONFIG",

@@ -1,15 +1,15 @@
 """The settings of the alarms: for each watcher, when it fires and what happens then.
 
 A watcher is set by its keys (`alarms.kl.action=stop`) or by its action alone (`alarms.kl=off`).
-`alarms=off` sets all of them.
+`alarms=off` sets all of them. So it is in Python: `AlarmsConfig(kl="stop")`.
 """
 
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Gt, Lt
-from pydantic import model_validator
+from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from jaxrl_llm.config.records import Fraction, NotNegative, Record, field_names
+from jaxrl_llm.config.records import Fraction, NotNegative, Record, field_names, validate
 from jaxrl_llm.references import nearest
 
 __all__ = ["Alarm", "AlarmsConfig"]
@@ -49,7 +49,7 @@ class Spike(Times):
     least: NotNegative
 
 
-class BelowOne(Alarm):
+class AnyLevel(Alarm):
     """An alarm at a level that may be negative."""
 
     threshold: Annotated[float, Lt(1)]
@@ -75,27 +75,33 @@ class AlarmsConfig(Record):
     repetition: Share = Share(threshold=0.3)  # 4-grams of a response that repeat: mean of 10 steps
     # Three held-out scores in a row are below the best by this share, and the reward rose.
     reward_hacking: Share = Share(threshold=0.2)
-    explained_variance: BelowOne = BelowOne(threshold=-0.5)  # the critic's: mean of 10 steps below
+    explained_variance: AnyLevel = AnyLevel(threshold=-0.5)  # the critic's: mean of 10 steps below
     host_memory: Level = Level(threshold=0.5)  # grew by this share since the first 20 steps
     device_memory: Level = Level(threshold=0.5)
     # The median time of 5 steps over that of the 50 before, and a second longer.
     step_time: Times = Times(threshold=2.0)
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def _complete(cls, given: Any) -> Any:
-        """An action alone sets all watchers, or one; what is not given is the watcher's default."""
-        if isinstance(given, str):
-            if given not in ACTIONS:
-                raise ValueError(f"expected one of {', '.join(ACTIONS)}{nearest(given, ACTIONS)}")
-            given = dict.fromkeys(field_names(cls), str(given))
+    def _complete(cls, given: Any, field: ValidationInfo) -> Any:
+        """An action alone, or some keys, set those; the others are the watcher's own."""
+        default = getattr(cls, str(field.field_name))
+        if type(given) is Alarm:
+            given = given.action
+        given = {"action": given} if isinstance(given, str) else given
         if not isinstance(given, dict):
             return given
-        return {name: _whole(given[name], getattr(cls, name, None)) for name in given}
+        return validate(type(default), vars(default) | given)
 
 
-def _whole(given: Any, default: Any) -> Any:
-    given = {"action": given} if isinstance(given, str) else given
-    if default is None or not isinstance(given, dict):
+def _all_of_one_action(given: Any) -> Any:
+    """An action alone sets all watchers."""
+    if not isinstance(given, str):
         return given
-    return {name: getattr(default, name) for name in field_names(default)} | given
+    if given not in ACTIONS:
+        raise ValueError(f"expected one of {', '.join(ACTIONS)}{nearest(given, ACTIONS)}")
+    every: dict[str, Any] = dict.fromkeys(field_names(AlarmsConfig), str(given))
+    return AlarmsConfig(**every)
+
+
+AlarmSettings = Annotated[AlarmsConfig, BeforeValidator(_all_of_one_action)]

@@ -7,7 +7,7 @@ Names and defaults are verl's online, and those of the papers and TRL offline.
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Lt
-from pydantic import BeforeValidator
+from pydantic import PlainValidator
 
 from jaxrl_llm.config.records import (
     Count,
@@ -19,6 +19,7 @@ from jaxrl_llm.config.records import (
     NotNegative,
     Positive,
     Text,
+    Unbounded,
     guess,
     kinds_of,
     one_of,
@@ -42,10 +43,13 @@ KLType = Literal[
 
 def _threshold(value: Any) -> Any:
     """Text of a command line: "0.5_2" is a band, which Python would read as the number 0.52."""
-    return guess(value) if isinstance(value, Text) and "_" not in value else value
+    value = guess(value) if isinstance(value, Text) and "_" not in value else value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("expected a number, or text such as 0.5_2.0")
+    return str(value) if isinstance(value, str) else float(value)
 
 
-Threshold = Annotated[float | str, BeforeValidator(_threshold)]
+Threshold = Annotated[float | str, PlainValidator(_threshold)]
 DualClip = Annotated[float, Gt(1)]  # the bound on the ratio where the advantage is negative
 Smoothing = Annotated[NotNegative, Lt(0.5)]  # the share of labels taken to be wrong
 
@@ -111,7 +115,7 @@ class PPO(Clipped, kind="ppo"):
 
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
-    cliprange_value: Positive = 0.5
+    cliprange_value: Unbounded = 0.5
 
 
 class GRPO(Clipped, kind="grpo"):

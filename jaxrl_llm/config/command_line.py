@@ -4,8 +4,7 @@ import argparse
 import importlib
 import json
 import re
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +18,14 @@ from jaxrl_llm.config.records import (
     Record,
     Text,
     UnknownKeyError,
+    classes_in,
     explain,
     fields_of,
     validate,
 )
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.schema import Config, as_dict
-from jaxrl_llm.references import load_file, nearest, nearest_file, reason, where
+from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, where
 
 __all__ = [
     "Overrides", "Parser", "apply_override", "apply_overrides", "from_json", "load_config",
@@ -106,25 +106,37 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
 
     Raises: ConfigError, with a value or key that works.
     """
-    found = config if isinstance(config, Config) else open_config(str(config))
+    found = config if isinstance(config, Config) else open_config(config)
     found = apply_overrides(found, overrides)
     check(found)
     return found
 
 
-def open_config(path: str) -> Config:
+def open_config(path: str | Path) -> Config:
     """The Config of a Python file, a packaged config's name, a run's folder or its config.json."""
+    if not isinstance(path, str | Path) or "\0" in str(path):
+        raise ConfigError(
+            f"config={path!r}: expected a Config, a file with get_config(), the name of a packaged "
+            "config such as grpo, or a run's folder"
+        )
+    path = str(path)
     file = Path(path).expanduser()
     if path in packaged_configs():
         return importlib.import_module(f"{CONFIGS}.{path}").get_config()
-    if (file / "config.json").is_file():
+    if is_file(file / "config.json"):
         file /= "config.json"
-    if not file.is_file():
+    if not is_file(file):
         known = f"\npackaged configs: {', '.join(packaged_configs())}"
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
         raise ConfigError(f"the config file {path} does not exist{hint}{known}")
     if file.suffix == ".json":
-        return from_json(file.read_text(encoding="utf-8"))
+        try:
+            return from_json(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{file} is no JSON text: {error}; give a Python file with get_config(), or the "
+                "folder of another run"
+            ) from None
     return _run(file, path)
 
 
@@ -172,13 +184,28 @@ def from_json(text: str) -> Config:
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
     """`config` with each override in order; rules that span fields are not checked."""
-    for key, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
+    for key, value in _pairs(overrides):
         config = apply_override(config, key, value)
     return config
 
 
+def _pairs(overrides: Any) -> list[tuple[Any, Any]]:
+    """The overrides in order. ConfigError for anything else than a dict or pairs."""
+    given = overrides.items() if isinstance(overrides, Mapping) else overrides
+    pairs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(
+                f"the overrides {repr(overrides)[:80]} are no dict and no list of pairs: write "
+                "{'rollout.n': 8}"
+            )
+    return [(key, value) for key, value in pairs]
+
+
 def apply_override(config: Config, key: str, value: Any) -> Config:
     """`config` with the `value` at the dotted `key` (without "config."); text is read."""
+    if not isinstance(key, str):
+        raise ConfigError(f"the key of an override is {key!r}: give text such as 'rollout.n'")
     return _set(config, key.split("."), value, "config", config)
 
 
@@ -215,12 +242,14 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Config) -> Any:
 
 def _default(annotation: Any, key: str) -> Any:
     """The record that a key below None begins with: --config.warmup.steps=5 asks for a warm-up."""
-    for cls in (annotation, *typing.get_args(annotation)):
+    for cls in classes_in(annotation):
         if cls is GivenRows:
             raise ConfigError(f"{key} holds rows of a Python program; name files or tasks instead")
-        if isinstance(cls, type) and issubclass(cls, Record) and not issubclass(cls, Kind):
+        if issubclass(cls, Kind):
+            raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
+        if issubclass(cls, Record):
             return cls()
-    raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
+    raise ConfigError(f"{key} is a single value and has no keys below it")
 
 
 def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) -> ConfigError:

@@ -4,9 +4,12 @@ The functions of `rewards/`, `data/priority.py` and `data/tasks.py` have the sam
 parameters and defaults; a test compares them.
 """
 
+import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
+from pydantic import AfterValidator
 
 from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.records import (
@@ -15,6 +18,8 @@ from jaxrl_llm.config.records import (
     Kind,
     NotNegative,
     Positive,
+    Processes,
+    Seconds,
     Whole,
     field_names,
     kinds_of,
@@ -39,6 +44,46 @@ Think briefly, then end with one line: Score: N, where N goes from 0 (wrong) to 
 JUDGE_PATTERN = r"[Ss]core\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 
 Digits = Annotated[int, Ge(1), Le(18)]
+
+
+def _address(text: str) -> str:
+    """The address of a server. ValueError for other text."""
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port beyond 65535, or half an IPv6 address
+        fits = False
+    if not fits or re.search(r"\s", text):
+        raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
+    return text
+
+
+def _pattern(text: str) -> str:
+    """A regular expression. ValueError for other text."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"expected a regular expression, and this is none: {error}; write \\ before a sign "
+            "that stands for itself"
+        ) from None
+    return text
+
+
+def _one_group(pattern: str) -> str:
+    if re.compile(pattern).groups != 1:
+        raise ValueError("the judge's pattern needs one group, which is the score: score: ([0-9]+)")
+    return pattern
+
+
+def _shows_the_answer(template: str) -> str:
+    if "{response}" not in template:
+        raise ValueError("the judge's template lacks {response}, so it would not see the answer")
+    return template
+
+
+Address = Annotated[str, AfterValidator(_address)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 # ------------------------------------------------------------------------- graders
@@ -73,7 +118,7 @@ class MathAnswer(Grader, kind="math_answer"):
 class FormatMatch(Grader, kind="format_match"):
     """`reward` where a regular expression matches the completion."""
 
-    pattern: str
+    pattern: Pattern
     whole: bool = True
     reward: float = 1.0
     otherwise: float = 0.0
@@ -100,8 +145,8 @@ class Code(Grader, kind="code"):
     """1 where a Python program or function passes the tests of its row, run in a sandbox."""
 
     scoring: Literal["all", "share"] = "all"  # share: the part of the tests that pass
-    case_s: Positive = 10.0  # seconds of a test
-    total_s: Positive = 25.0  # of all tests of a row; below reward.timeout_s
+    case_s: Seconds = 10.0  # seconds of a test
+    total_s: Seconds = 25.0  # of all tests of a row; below reward.timeout_s
     memory_mb: Count = 1024
     limits_only: bool = False  # without namespaces: for machines that forbid them
 
@@ -109,17 +154,20 @@ class Code(Grader, kind="code"):
 class Judge(Grader, kind="judge"):
     """The score that a language model behind an OpenAI-compatible server gives."""
 
-    url: str  # before /chat/completions: http://127.0.0.1:8000/v1
+    url: Address  # before /chat/completions: http://127.0.0.1:8000/v1
     model: str
-    template: str = JUDGE_TEMPLATE  # with {question}, {response} and {ground_truth}
-    pattern: str = JUDGE_PATTERN  # its one group is the score; the last match counts
+    # With {question}, {response} and {ground_truth}.
+    template: Annotated[str, AfterValidator(_shows_the_answer)] = JUDGE_TEMPLATE
+    pattern: Annotated[Pattern, AfterValidator(_one_group)] = (
+        JUDGE_PATTERN  # its one group is the score; the last match counts
+    )
     scale: Positive = 10.0  # the score that becomes a reward of 1
     temperature: NotNegative = 0.0
     max_tokens: Count = 512
-    concurrency: Count = 32  # requests at a time, of each worker
+    concurrency: Processes = 32  # requests at a time, of each worker
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Positive = 60.0  # of one request; total_s ends it sooner
-    total_s: Positive = 25.0  # of all requests of a step; below reward.timeout_s
+    request_s: Seconds = 60.0  # of one request; total_s ends it sooner
+    total_s: Seconds = 25.0  # of all requests of a step; below reward.timeout_s
     requests_per_minute: Whole = 0  # of each worker; 0 has no limit
     cache_file: str = ""  # JSON lines that later runs reuse; empty keeps answers in memory
     key_variable: str = "OPENAI_API_KEY"  # name it in reward.environment too
@@ -128,12 +176,12 @@ class Judge(Grader, kind="judge"):
 class Remote(Grader, kind="remote"):
     """The scores that a server of yours answers for rows in JSON."""
 
-    url: str  # the whole address: http://127.0.0.1:8001/grade
+    url: Address  # the whole address: http://127.0.0.1:8001/grade
     batch_size: Count = 32  # rows of a request
-    concurrency: Count = 8  # requests at a time
+    concurrency: Processes = 8  # requests at a time
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Positive = 60.0  # of one request
-    total_s: Positive = 25.0  # of all rows of a step; below reward.timeout_s
+    request_s: Seconds = 60.0  # of one request
+    total_s: Seconds = 25.0  # of all rows of a step; below reward.timeout_s
     key_variable: str = "REWARD_SERVER_KEY"  # a bearer token; name it in reward.environment too
 
 

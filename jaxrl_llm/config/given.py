@@ -6,7 +6,7 @@ the same object. Both records are made by the field that takes them.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -15,6 +15,8 @@ from jaxrl_llm.config.records import Count, Custom, Record, none_word
 from jaxrl_llm.object_digests import function_digest, rows_digest
 
 __all__ = ["Given", "GivenRows"]
+
+WANTED = "expected a list of dicts, one a row, or a datasets.Dataset"
 
 
 class Given(Custom, kind="given"):
@@ -47,14 +49,19 @@ def _as_rows(value: Any) -> Any:
     value = none_word(value)
     if isinstance(value, GivenRows | Mapping | str) or value is None:
         return value
-    if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
-        value = list(value)
-    if not len(value):
+    if not isinstance(value, Iterable):
+        raise ValueError(WANTED)
+    is_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    rows: Any = value if is_list else list(value)
+    if not len(rows):
         raise ValueError("the rows are empty; give one dict a row")
-    if not isinstance(value[0], Mapping):
-        name = type(value[0]).__name__
-        raise ValueError(f"the first row is of type {name}; give one dict a row")
-    return GivenRows(num_rows=len(value), digest=rows_digest(value), rows=value)
+    try:
+        first = rows[0]
+    except LookupError:  # a table by its columns
+        raise ValueError(WANTED) from None
+    if not isinstance(first, Mapping):
+        raise ValueError(f"the first row is of type {type(first).__name__}; give one dict a row")
+    return GivenRows(num_rows=len(rows), digest=rows_digest(rows), rows=rows)
 
 
 Rows = Annotated[GivenRows | None, BeforeValidator(_as_rows)]

@@ -17,10 +17,11 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.functions import GRADERS, PRIORITIES, TASKS
-from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
+from jaxrl_llm.config.records import MOST, Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
     Config,
     ExtraModelConfig,
@@ -55,7 +56,8 @@ Every key with its type, its default and its meaning. This page is generated: \
 `python -m jaxrl_llm.config.listing > docs/config.md`.
 `jaxrl train --help` prints the same. A key is set with `--config.KEY=VALUE`, in a file with \
 `get_config()`,
-or from Python: `rl.load_config("grpo", {KEY: VALUE})`."""
+or from Python: `rl.load_config("grpo", {KEY: VALUE})`.
+Integers are below 2³¹. Numbers are finite, but for those that say `or inf`."""
 ELSEWHERE = {SupervisedConfig: "a training, see warmup", RewardModelConfig: "a reward model"}
 
 
@@ -130,9 +132,10 @@ def _bounds(metadata: Any) -> str:
     found = [
         f"{signs[type(bound)]} {dataclasses.astuple(bound)[0]:g}"
         for bound in metadata
-        if type(bound) in signs
+        if type(bound) in signs and bound != Le(MOST)
     ]
-    return f" {', '.join(found)}" if found else ""
+    infinite = " or inf" if AllowInfNan(True) in metadata else ""
+    return (f" {', '.join(found)}" if found else "") + infinite
 
 
 # ------------------------------------------------------------------------- comments

@@ -36,10 +36,12 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
     given = {} if config.placement == AUTO else _given(config, known)  # auto: not chosen yet
     found = {ACTOR: _devices(config, ACTOR, given[ACTOR]) if ACTOR in given else tuple(range(size))}
     if len(found[ACTOR]) != size:
+        number = len(found[ACTOR])
+        fsdp, odd = divmod(number, size // config.mesh.fsdp)
+        works = f"--config.mesh={{fsdp: {number}}}" if odd else f"--config.mesh.fsdp={fsdp}"
         raise ConfigError(
-            f"config.placement.actor={given[ACTOR]} has {len(found[ACTOR])} devices, and "
-            f"config.mesh has {size}: make their numbers the same, for example with "
-            f"--config.mesh.fsdp={len(found[ACTOR])}"
+            f"config.placement.actor={given[ACTOR]} has {number} devices, and config.mesh has "
+            f"{size}: make their numbers the same, for example with {works}"
         )
     for role, text in given.items():
         owner = text if text in known else role  # "reference": "critic"

@@ -4,19 +4,25 @@ Values given in Python are checked strictly. Text of a command line is read by t
 """
 
 import ast
+import math
 import sys
+import typing
 from collections.abc import Mapping
 from dataclasses import field
+from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
+    AllowInfNan,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
     Strict,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
@@ -69,7 +75,10 @@ def guess(value: Any) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """Text without brackets is the only entry of a list."""
+    """Text without brackets is the only entry of a list; null is the empty one."""
+    value = none_word(value)
+    if value is None:
+        return ()
     if isinstance(value, str):
         return (value,) if value else ()
     return value
@@ -80,13 +89,20 @@ def none_word(value: Any) -> Any:
     return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
 
 
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of float32
+MOST = 2**31 - 1  # of an integer: arrays on the devices count in int32
+Count = Annotated[int, Ge(1), Le(MOST)]
+Whole = Annotated[int, Ge(0), Le(MOST)]
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Gt(0), Le(1)]
+# A bound that infinity switches off. Every other number of a record is finite.
+Unbounded = Annotated[float, Gt(0), AllowInfNan(True)]
+Seconds = Annotated[float, Gt(0), Le(1e9)]  # timers of Python take no more
+Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
+Processes = Annotated[int, Ge(1), Le(1024)]
 Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
 Maybe = Annotated[T | None, BeforeValidator(none_word)]
 FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
@@ -94,12 +110,12 @@ FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
 
 # ------------------------------------------------------------------------- records
 
-UNKNOWN = "unknown_key"
+UNKNOWN, LACKS = "unknown_key", "lacks_key"  # types of our own errors
 
 
 def _checked(cls: type[C]) -> type[C]:
     """A frozen dataclass with keyword arguments, built when first used: a run needs few of them."""
-    rules = ConfigDict(extra="forbid", strict=True, defer_build=True)
+    rules = ConfigDict(extra="forbid", strict=True, defer_build=True, allow_inf_nan=False)
     made: Any = dataclass(frozen=True, kw_only=True, config=rules)(cls)
     return made
 
@@ -118,11 +134,38 @@ class Record:
     def _known_keys(cls, given: Any) -> Any:
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
         known = field_names(cls)
-        for name in values if isinstance(values, dict) else ():
+        for name in map(str, values) if isinstance(values, dict) else ():
             if name not in known:
                 context = {"name": name, "hint": nearest(name, known), "known": ", ".join(known)}
                 raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {known}", context)
         return given
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, given: Any, field: ValidationInfo) -> Any:
+        """Pydantic reads True as 1 where it reads text."""
+        entries = given if isinstance(given, list | tuple) else (given,)
+        if any(isinstance(entry, bool) for entry in entries):
+            kinds = set(classes_in(fields_of(cls)[str(field.field_name)].annotation)) - {NoneType}
+            if kinds and kinds <= {int, float}:
+                raise ValueError(f"expected {_EXPECTED[kinds.pop().__name__]}")
+        return given
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        """Devices compute in float32, where larger numbers are infinite and smaller ones 0."""
+        if isinstance(value, float) and value and math.isfinite(value):
+            if not SMALLEST <= abs(value) <= LARGEST:
+                raise ValueError(f"beyond float32: give 0, or from {SMALLEST:g} to {LARGEST:g}")
+        return value
+
+
+def classes_in(annotation: Any) -> list[type]:
+    """The classes that a field's type names."""
+    if isinstance(annotation, type):
+        return [annotation]
+    return [cls for part in typing.get_args(annotation) for cls in classes_in(part)]
 
 
 _KINDS: list[type["Kind"]] = []  # in the order of the source
@@ -192,23 +235,46 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
         if not isinstance(value, Mapping):
             raise ValueError(f"expected one of {known}")
-        kind = str(value.get("kind", ""))
+        kind = str(value.get("kind", ""))[:MOST_SHOWN]
         # Older forms named a function of ours by its path.
         old = (kind or str(value.get("path", value.get("name", "")))).rpartition(":")[2]
         if not kind:
-            form = f"{{kind: {old or 'NAME'}, …}}"
+            form = f"{{kind: {_kind_for(value, old, table)}, …}}"
             raise ValueError(f"expected a record with the key kind: write {form}")
         if kind not in table:
             hint = f": write {old}" if old in table else nearest(kind, table)
             raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
-        return validate(table[kind], {name: value[name] for name in value if name != "kind"})
+        return _of_kind(table[kind], {name: value[name] for name in value if name != "kind"})
 
     return PlainValidator(read)
 
 
+def _kind_for(value: Mapping[str, Any], old: str, table: Mapping[str, Any]) -> str:
+    """What a record that lacks the key kind can have there, as far as its other keys say."""
+    if old in table:
+        return old
+    is_path = Custom.kind in table and ("path" in value or len(table) == 1)
+    return f"{Custom.kind}, path: {value.get('path', 'FILE.py:NAME')}" if is_path else "NAME"
+
+
+def _of_kind(cls: type[Kind], values: Any) -> Kind:
+    """The record of one kind. A key that is missing is reported with the kind."""
+    try:
+        return validate(cls, values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if not first["type"].startswith("missing") or len(first["loc"]) != 1:
+            raise
+        context = {"name": first["loc"][0], "kind": cls.kind}
+        raise PydanticCustomError(LACKS, "{name} is missing", context) from None
+
+
 def validate(cls: type[C], values: Any) -> C:
     """A record of a dict of values, which may be text. Raises pydantic's ValidationError."""
-    return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
+    try:
+        return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
+    except UnicodeEncodeError as error:  # of bytes on a command line that are no UTF-8
+        raise ConfigError(f"{error.object!r}: this text is no UTF-8; write it again") from None
 
 
 def fields_of(record: Any) -> dict[str, FieldInfo]:
@@ -232,8 +298,8 @@ _EXPECTED = {
     "string": "text",
     "tuple": "a list [a,b,…]",
 }
-# A bound -> its words, and the step from it to a value that works.
-_BOUNDS = {"ge": ("", 0), "le": ("at most ", 0), "gt": ("above ", 1), "lt": ("below ", -1)}
+# A bound -> its words.
+_BOUNDS = {"ge": "", "le": "at most ", "gt": "above ", "lt": "below "}
 MOST_SHOWN = 200  # characters of a value in a message
 
 
@@ -247,15 +313,28 @@ def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
         return ConfigError(
             f"unknown key {here}.{context['name']}{hint}\nkeys of {here}: {context['known']}"
         )
+    if kind == LACKS:
+        form = f"{{kind: {context['kind']}, {context['name']}: …}}"
+        return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")
     if kind.startswith("missing"):
-        return ConfigError(
-            f"{here} is missing: it has no default; write {{kind: …, {place[-1]}: …}}"
-        )
-    shown = first["input"] if isinstance(first["input"], Text) else repr(first["input"])
-    if len(shown) > MOST_SHOWN:
-        shown = f"{shown[:MOST_SHOWN]}..."
+        return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
+    shown = first["input"] if isinstance(first["input"], Text) else _short(first["input"])
     works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
-    return ConfigError(f"{here}={shown}: {_remedy(first, context, works)}")
+    return ConfigError(f"{here}={shown[:MOST_SHOWN]}: {_remedy(first, context, works)}")
+
+
+def _short(value: Any) -> str:
+    """A value in a message."""
+    try:
+        shown = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        shown = "an integer of many digits"
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+
+
+def number_text(value: float) -> str:
+    """A number in a message: integers with all digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
@@ -264,12 +343,22 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
         choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
         words = [str(choice) for choice in choices]
         return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
-    for name, (words, step) in _BOUNDS.items():
+    for name, words in _BOUNDS.items():
         if name in context:
             bound = context[name]
-            value = bound if not step else bound + step if works is None else works
-            return f"must be {words}{bound:g}{' or more' if name == 'ge' else ''}; {value:g} works"
+            works = _within(name, bound) if works is None else works
+            end = " or more" if name == "ge" else ""
+            return f"must be {words}{number_text(bound)}{end}; {number_text(works)} works"
+    if kind == "finite_number":
+        return "must be a finite number" + (f"; {works:g} works" if works is not None else "")
     if "min_length" in context or "max_length" in context:
         return error["msg"].replace("String should", "must").replace("Tuple should", "must")
     expected = _EXPECTED.get(kind.partition("_")[0])
     return f"expected {expected}" if expected else error["msg"].removeprefix("Value error, ")
+
+
+def _within(name: str, bound: float) -> float:
+    """A value on the right side of a bound. Other bounds of the same field are on its far side."""
+    if name == "gt":
+        return bound + 1
+    return bound if name != "lt" else bound / 2 if bound > 0 else bound - 1

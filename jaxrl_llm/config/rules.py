@@ -11,13 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.functions import Code, Judge, Remote, Spread
+from jaxrl_llm.config.algorithms import GDPO, ClipCov, Shared
+from jaxrl_llm.config.functions import (
+    Code,
+    FailureRate,
+    Judge,
+    LengthRange,
+    OverlongPenalty,
+    Remote,
+    Spread,
+)
 from jaxrl_llm.config.given import Given, GivenRows
-from jaxrl_llm.config.records import ConfigError, Custom, Kind
+from jaxrl_llm.config.records import MOST_SHOWN, ConfigError, Custom, Kind
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
     ModelSettings,
+    OptimizerConfig,
     SupervisedConfig,
     entries,
     every,
@@ -27,15 +37,25 @@ from jaxrl_llm.config.schema import (
 from jaxrl_llm.config.size_rules import (
     Faults,
     batches,
+    counts,
     phases_of_mesh,
     pipeline,
     placement,
     splits,
     trainings,
 )
+from jaxrl_llm.config.thresholds import RULES as RULE_NAMES
+from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
 from jaxrl_llm.config.times import end_time
 from jaxrl_llm.data_files import check_files
-from jaxrl_llm.references import check_path, is_hub_name, nearest, nearest_file
+from jaxrl_llm.references import (
+    check_path,
+    exists,
+    is_folder,
+    is_hub_name,
+    nearest,
+    nearest_file,
+)
 
 __all__ = ["check"]
 
@@ -78,10 +98,10 @@ def _shown(value: Any) -> str:
         return value.label
     if isinstance(value, bool | float):
         return f"{value:g}" if isinstance(value, float) else str(value).lower()
-    return str(value) if isinstance(value, int | str) else ""
+    return str(value)[:MOST_SHOWN] if isinstance(value, int | str) else ""
 
 
-def _fault(test: Callable[[str], object], value: str) -> str:
+def _fault(test: Callable[[Any], object], value: Any) -> str:
     """What a test that raises ValueError says."""
     try:
         test(value)
@@ -115,7 +135,7 @@ def data(c: Config) -> Faults:
                 yield f"<{key}.{i}>: {fault}"
     tokenizer = c.data.tokenizer
     known = tokenizer in ("", "char") or is_hub_name(tokenizer)
-    if not known and not Path(tokenizer).exists():
+    if not known and not exists(tokenizer):
         hint = nearest_file(Path(tokenizer))
         yield f"<data.tokenizer>: expected char or a Hugging Face folder{hint}"
     if not c.actor.path and not c.actor.hf_config:
@@ -184,13 +204,17 @@ def phases(c: Config) -> Faults:
 def run(c: Config) -> Faults:
     """Times, steps and names of the run."""
     if any(step > c.total_steps for step in c.profile.steps):
+        works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
         yield (
-            "<profile.steps>: <total_steps> is the last step; give steps up to that, such as "
-            f"[{min(3, c.total_steps)}]"
+            "<profile.steps>: <total_steps> is the last step, and none is traced after it; "
+            f"config.profile.steps={works} works"
         )
+    for key in ("name", "run_dir", "compile_cache"):
+        if "\0" in getattr(c, key):
+            yield f"config.{key}: it has a null character, which no path has; write it again"
     if c.checkpoint.save_by:
         end_time(c.checkpoint.save_by, started=0.0)
-    if c.resume not in ("auto", "never") and not Path(c.resume).exists():
+    if c.resume not in ("auto", "never") and (not c.resume or not exists(c.resume)):
         hint = nearest_file(Path(c.resume))
         yield f"<resume>: expected auto, never, or the folder of a checkpoint{hint}"
     for i, name in enumerate(c.log.trackers):
@@ -231,6 +255,7 @@ def rewards(c: Config) -> Faults:
                 f"<reward.weights>: {len(reward.weights)} weights for {len(reward.functions)} "
                 f"functions; [{ones}] works"
             )
+        yield from _parts(c)
         for i, extra in enumerate(c.models):
             if extra.weight and extra.kind != "scalar":
                 yield (
@@ -246,6 +271,66 @@ def rewards(c: Config) -> Faults:
                     f"counts as a failed call: --config.reward.timeout_s={grader.total_s + 5:g} "
                     "works"
                 )
+
+
+def _parts(c: Config) -> Faults:
+    """GDPO has a weight for each reward function."""
+    for key, algorithm in every(c, GDPO):
+        if not c.reward.functions:
+            yield (
+                f"<{key}>: it standardises the reward functions one by one, and there is none; set "
+                "--config.reward.functions=[exact_answer]"
+            )
+        given, parts = len(algorithm.reward_weights), len(c.reward.functions)
+        if given and given != parts:
+            ones = ",".join(["1"] * parts)
+            yield (
+                f"<{key}.reward_weights>: {given} weights for {parts} functions of "
+                f"config.reward.functions; [{ones}] works"
+            )
+
+
+def graders(c: Config) -> Faults:
+    """Bounds of a grader, a priority and a loss that the other one of two contradicts."""
+    for key, grader in every(c, OverlongPenalty):
+        if grader.buffer > grader.max_length:
+            yield f"<{key}.buffer>: it is above <{key}.max_length>; {grader.max_length} works"
+    for key, grader in every(c, LengthRange):
+        if grader.minimum > grader.maximum:
+            yield f"<{key}.minimum>: it is above <{key}.maximum>; {grader.maximum} works"
+    for key, priority in every(c, FailureRate):
+        if not priority.low < priority.high:
+            yield f"<{key}.low>: it is not below <{key}.high>; {priority.high - 1:g} works"
+    for key, loss in every(c, ClipCov):
+        if not loss.clip_cov_lb < loss.clip_cov_ub:
+            yield (
+                f"<{key}.clip_cov_lb>: it is not below <{key}.clip_cov_ub>; "
+                f"{loss.clip_cov_ub - 1:g} works"
+            )
+    for key, judge in every(c, Judge):
+        if is_folder(judge.cache_file) and judge.cache_file:
+            yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
+    for key, optimizer in every(c, OptimizerConfig):
+        warmup, last = optimizer.warmup_steps, optimizer.total_steps
+        if optimizer.schedule != "constant" and 0 < last <= warmup:
+            yield (
+                f"<{key}.total_steps>: the warm-up of <{key}.warmup_steps> leaves no step for "
+                f"<{key}.schedule>; {warmup + 1} works, 0 takes the run's number"
+            )
+
+
+def correction(c: Config) -> Faults:
+    """Thresholds of the rollout correction can be read, also where nothing uses them."""
+    for key, s in every(c, Shared):
+        if s.rollout_is_threshold is not None:
+            if fault := _fault(parse_threshold, s.rollout_is_threshold):
+                yield f"<{key}.rollout_is_threshold>: {fault}"
+        if s.rollout_rs is None and s.rollout_rs_threshold is None:
+            continue
+        if fault := _fault(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
+            named = [name.strip() for name in (s.rollout_rs or "").split(",")]
+            which = "rollout_rs_threshold" if set(named) <= set(RULE_NAMES) else "rollout_rs"
+            yield f"<{key}.{which}>: {fault}"
 
 
 def _origin(key: str, model: Any) -> Faults:
@@ -305,7 +390,7 @@ def _weights(key: str, model: ModelSettings) -> Faults:
             f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
             f"config.{key}.{training}optimizer.moment_dtype=bfloat16 or .offload=true saves memory"
         )
-    if model.path and not Path(model.path).is_dir() and not is_hub_name(model.path):
+    if model.path and not is_folder(model.path) and not is_hub_name(model.path):
         yield (
             f"<{key}.path>: no such folder{nearest_file(Path(model.path))}\n"
             f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
@@ -371,10 +456,11 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
             )
         return
     name = f"{key}.lora.{'path' if lora.path else 'rank'}"
-    if lora.path and not (Path(lora.path) / "adapter_config.json").is_file():
+    if lora.path and not exists(Path(lora.path) / "adapter_config.json"):
         yield (
             f"<{name}>: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
-            f"--adapter` write it{nearest_file(Path(lora.path))}"
+            f"--adapter` write it"
+            f"{nearest_file(Path(lora.path) / 'adapter_config.json')}"
         )
     if lora.dropout and lora.dora:
         yield f"<{key}.lora.dropout>: it does not work with lora.dora; set it to 0"
@@ -418,6 +504,6 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    pipeline, placement, batches, rewards, phases_of_mesh, trainings, teacher, phases, strict,
-    data, order, functions, models, run,
+    counts, pipeline, placement, batches, rewards, graders, correction, phases_of_mesh, trainings,
+    teacher, phases, strict, data, order, functions, models, run,
 )  # fmt: skip

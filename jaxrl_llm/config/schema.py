@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar
 
-from annotated_types import Len
-from pydantic import BeforeValidator
+from annotated_types import Ge, Gt, Le, Len
+from pydantic import AfterValidator, BeforeValidator
 
-from jaxrl_llm.config.alarms import AlarmsConfig
+from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
 from jaxrl_llm.config.functions import (
     ExactAnswer,
@@ -28,13 +28,17 @@ from jaxrl_llm.config.records import (
     Custom,
     Fraction,
     FreeDict,
+    Gigabytes,
     Kind,
     Many,
     Maybe,
     NotNegative,
     Positive,
     Probability,
+    Processes,
     Record,
+    Seconds,
+    Unbounded,
     Whole,
     fields_of,
     guess,
@@ -145,7 +149,7 @@ class DataConfig(Record):
     val_rows: Rows = None
     tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
     # Our names of columns and the files': {prompt: question, ground_truth: answer}.
-    columns: FreeDict = field(default_factory=dict)
+    columns: Annotated[dict[str, str], BeforeValidator(guess)] = field(default_factory=dict)
     # "chat": a prompt that is a text becomes a user's message; tasks ask in a sentence.
     prompt_style: Literal["plain", "chat"] = "plain"
     system_prompt: str = ""  # before conversations that have none of their own
@@ -165,8 +169,8 @@ class DataConfig(Record):
     # through the prompts from its lowest value to its highest; shuffled epochs follow.
     curriculum: str = ""
     curriculum_steps: Whole = 0  # batches of that; 0 takes each prompt once
-    num_workers: Whole = 0  # reader processes; 0 reads in a thread
-    prefetch: Count = 2  # batches
+    num_workers: Annotated[int, Ge(0), Le(1024)] = 0  # reader processes; 0 reads in a thread
+    prefetch: Annotated[int, Ge(1), Le(10_000)] = 2  # batches
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
     # Read training rows when a batch needs them, for files larger than memory: docs/data.md. Only
     # the first 1,000 rows of each source are checked before the first step.
@@ -191,7 +195,7 @@ class OptimizerConfig(Record):
     b2: BelowOne = 0.999
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
-    max_grad_norm: Positive = 1.0  # 1e9 never clips
+    max_grad_norm: Unbounded = 1.0  # inf never clips
     # bfloat16 halves the optimizer state. Updates are stochastically rounded; otherwise the second
     # moment's small changes would round to zero.
     moment_dtype: DType = "float32"
@@ -320,13 +324,19 @@ class TeacherConfig(ModelSettings):
     top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
 
 
+def _identifier(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("expected a name of letters, digits and _, such as cost_model")
+    return name
+
+
 class ExtraModelConfig(ModelSettings):
     """A frozen model of yours: a second reward model, a cost model, another reference.
 
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_identifier)]
     kind: Literal["scalar", "causal_lm"] = "scalar"
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
@@ -352,7 +362,7 @@ class RolloutConfig(Record):
     num_slots: Whole = 0
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
     cache_tokens: Whole = 0
-    stop_token_ids: Many[int] = ()  # in addition to the tokenizer's own
+    stop_token_ids: Many[Whole] = ()  # in addition to the tokenizer's own
     # Strings that end a response once its text has one; they stay in it. At most 16, each of at
     # most 32 characters. Of held-out answers too.
     stop: StopTexts = ()
@@ -390,13 +400,13 @@ class RewardConfig(Record):
 
     functions: Many[RewardFunction] = ()
     weights: Many[float] = ()  # empty is 1 each
-    num_workers: Count = 2  # processes for user functions
-    timeout_s: Positive = 30.0  # a call
+    num_workers: Processes = 2  # processes for user functions
+    timeout_s: Seconds = 30.0  # a call
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
     # Functions may score the steps of a response, each at its last token: docs/write-a-reward.md.
     process_rewards: bool = False
-    memory_gb: Positive = 16.0  # of a process for user functions, with all that it starts
-    file_gb: Positive = 4.0  # of a file that a user function writes
+    memory_gb: Gigabytes = 16.0  # of a process for user functions, with all that it starts
+    file_gb: Gigabytes = 4.0  # of a file that a user function writes
     # Variables, such as OPENAI_API_KEY, that user functions get although they look secret.
     environment: Many[str] = ()
     model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
@@ -444,7 +454,7 @@ class CheckpointConfig(Record):
     best_metric: str = ""
     asynchronous: bool = True
     # Weights are not saved once their norm is so many times that of the start.
-    max_growth: Positive = 100.0
+    max_growth: Unbounded = 100.0
     # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
     # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
     save_by: str = ""
@@ -455,8 +465,8 @@ class WatchdogConfig(Record):
 
     # A stage may take ten times its longest so far, within these two. One that was not seen twice,
     # and so may compile, has the ceiling. A ceiling of 0 turns the watchdog off.
-    floor_minutes: Positive = 1.5
-    ceiling_minutes: NotNegative = 60.0
+    floor_minutes: Annotated[float, Gt(0), Le(1e6)] = 1.5
+    ceiling_minutes: Annotated[float, Ge(0), Le(1e6)] = 60.0
 
 
 class NodeGroup(Record):
@@ -515,7 +525,7 @@ class Config(Record):
     validation: ValidationConfig = ValidationConfig()
     warmup: Maybe[SupervisedConfig] = None  # supervised training of the actor before RL
     log: LogConfig = LogConfig()
-    alarms: AlarmsConfig = AlarmsConfig()  # what is watched; "off" switches all off
+    alarms: AlarmSettings = AlarmsConfig()  # what is watched; "off" switches all off
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

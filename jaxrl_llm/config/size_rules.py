@@ -1,11 +1,13 @@
 """Rules of sizes: what the mesh, the batches and the models must divide. See rules.py."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.records import MOST
 from jaxrl_llm.config.schema import (
     AUTO,
     Config,
@@ -16,17 +18,27 @@ from jaxrl_llm.config.schema import (
     is_offline,
 )
 
+MOST_DEVICES = 2**20
 Faults = Iterator[str]  # "<KEY>: why its value cannot work, and one that does"; see rules.py
 
 
 def divisors(number: int) -> list[int]:
     """In ascending order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def closest(choices: Sequence[int], value: int) -> int:
     """The choice nearest to `value`, and the larger one of two."""
     return min(choices, key=lambda choice: (abs(choice - value), -choice))
+
+
+def closest_batch(prompts: int, n: int, replicas: int) -> int:
+    """The number of prompts nearest to `prompts` whose samples, n each, the replicas divide."""
+    step = replicas // math.gcd(n, replicas)
+    below = prompts // step * step
+    fitting = [size for size in (below, below + step) if 0 < size <= MOST]
+    return closest(fitting, prompts)
 
 
 def mesh_at(c: Config, key: str) -> MeshConfig:
@@ -49,6 +61,34 @@ def _replicas(c: Config) -> str:
 
 
 # ------------------------------------------------------------------------- placement and phases
+
+
+def counts(c: Config) -> Faults:
+    """Products of keys that are counted one by one, or in int32."""
+    if c.mesh.num_devices > MOST_DEVICES:
+        yield (
+            f"<mesh>: its axes have {c.mesh.num_devices} devices in all, and at most "
+            f"{MOST_DEVICES:,} work; config.mesh.fsdp=8 uses those of one node"
+        )
+    for key, prompts, n in (
+        ("data.train_batch_size", c.data.train_batch_size, c.rollout.n),
+        ("data.val_batch_size", c.data.val_batch_size, c.validation.n),
+    ):
+        if prompts * n > MOST:
+            of = "validation.n" if "val" in key else "rollout.n"
+            yield f"<{key}>: with <{of}> it is above {MOST} samples; {max(MOST // n, 1)} works"
+    parts = 1 if is_offline(c) else -(-c.data.train_batch_size // c.actor.ppo_mini_batch_size)
+    for key, epochs in (("actor", c.actor.ppo_epochs), ("critic", c.critic.ppo_epochs)):
+        if c.total_steps * parts * epochs > MOST:
+            yield (
+                f"<total_steps>: with {parts} mini-batches and <{key}.ppo_epochs>, more than "
+                f"{MOST} optimizer steps; {max(MOST // (parts * epochs), 1)} works"
+            )
+    if c.data.max_row_length > MOST:
+        yield (
+            "<data.max_response_length>: with <data.max_prompt_length> a row has more than "
+            f"{MOST} tokens; 1024 is usual"
+        )
 
 
 def pipeline(c: Config) -> Faults:
@@ -96,7 +136,7 @@ def _ahead(c: Config, apart: bool) -> Faults:
     if c.partial_rollouts >= longest:
         yield (
             "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
-            f"would be cut; {max(longest // 2, 1)} works, 0 is off"
+            f"would be cut; {longest // 2} works, 0 is off"
         )
     if c.partial_rollouts and filtered:
         yield (
@@ -134,12 +174,11 @@ def phases_of_mesh(c: Config) -> Faults:
     if prompts * n % replicas and not is_offline(c):
         tensor = [d for d in _group_sizes(of_rollout) if prompts * n % (devices // d) == 0]
         other = f", or config.mesh.generation.tensor={tensor[0]}" if tensor else ""
-        better = [p for p in range(1, 2 * prompts * n + replicas) if p * n % replicas == 0]
         yield (
             f"<data.train_batch_size>: generation has {replicas} replicas (all {devices} devices "
             "in groups of config.mesh.generation.tensor or config.mesh.tensor), which do not "
             f"divide the {prompts * n} samples of an iteration; "
-            f"config.data.train_batch_size={closest(better, prompts)} works{other}"
+            f"config.data.train_batch_size={closest_batch(prompts, n, replicas)} works{other}"
         )
 
 
@@ -165,10 +204,9 @@ def batches(c: Config) -> Faults:
     replicas, split = c.mesh.num_replicas, _replicas(c)
     prompts, n, mini = c.data.train_batch_size, c.rollout.n, c.actor.ppo_mini_batch_size
     if prompts * n % replicas:
-        fitting = [p for p in range(1, 2 * prompts + replicas) if p * n % replicas == 0]
         yield (
             f"<data.train_batch_size>: with <rollout.n> that is {prompts * n} samples, which "
-            f"{split} do not divide; {closest(fitting, prompts)} works"
+            f"{split} do not divide; {closest_batch(prompts, n, replicas)} works"
         )
     if prompts % mini or mini * n % replicas:
         why = f"with <rollout.n> that is {mini * n} samples, which {split} do not divide"
@@ -215,7 +253,9 @@ def trainings(c: Config) -> Faults:
 
 def _whole(key: str, size: int, replicas: int, split: str) -> Faults:
     if size % replicas:
-        yield f"<{key}>: {split} do not divide it; {-(-size // replicas) * replicas} works"
+        above = -(-size // replicas) * replicas
+        works = above if above <= MOST else above - replicas
+        yield f"<{key}>: {split} do not divide it; {works} works"
 
 
 def _passes(

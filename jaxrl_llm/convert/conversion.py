@@ -17,7 +17,7 @@ from jaxrl_llm.config.rules import tracker_fault
 from jaxrl_llm.config.schema import as_dict
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
 from jaxrl_llm.data_files import HUB, check_files
-from jaxrl_llm.references import check_path, is_hub_name
+from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name
 
 ALGORITHM = "algorithm."
 
@@ -242,7 +242,7 @@ def _missing(config: Config) -> list[str]:
 
 
 def _is_here(path: str) -> bool:
-    return Path(path).is_dir() or is_hub_name(path)
+    return is_folder(path) or is_hub_name(path)
 
 
 def _function_is_here(path: str) -> bool:
@@ -285,7 +285,7 @@ def _elsewhere(config: Config) -> Config:
         reward = replace(reward, functions=(*kept, *(plain for _ in gone)))
     validation = replace(here.validation, grader=Config().validation.grader)
     adapter = here.actor.lora
-    if adapter.path and not Path(adapter.path).is_dir():
+    if adapter.path and not is_folder(adapter.path):
         here = replace(here, actor=replace(here.actor, lora=replace(adapter, path="", rank=1)))
     return replace(here, data=tasks, reward=reward, validation=validation, log=_quiet(here))
 
@@ -311,7 +311,7 @@ def rows_of(files: Iterable[str]) -> int:
     total = 0
     for file in files:
         path = Path(file).expanduser()
-        if not path.is_file():
+        if not is_file(path):
             return 0
         if path.suffix == ".parquet":
             from pyarrow.parquet import ParquetFile

@@ -8,6 +8,7 @@ from jaxrl_llm.convert.conversion import Dialect
 from jaxrl_llm.convert.rules import Source, many
 from jaxrl_llm.convert.trl_keys import TABLE
 from jaxrl_llm.convert.trl_sizes import ONLINE, set_sizes, set_steps
+from jaxrl_llm.references import is_file, is_folder
 
 THINK = r"(?s)<think>(?!.*<think>).*</think>.*"
 REWARDS: dict[str, dict[str, Any]] = {
@@ -117,10 +118,10 @@ def _set_data(source: Source, values: dict[str, Any], notes: list[str]) -> None:
     config = source.get("dataset_config")
     path = f"{name}/{config}" if config else str(name)
     here = Path(str(name)).expanduser()
-    if here.is_file():
+    if is_file(here):
         values["data.train_files"] = [str(here)]
         return
-    place = str(here) if here.is_dir() else f"hf://{path}"
+    place = str(here) if is_folder(here) else f"hf://{path}"
     values["data.train_files"] = [f"{place}#{source.get('dataset_train_split')}"]
     if source.get("eval_strategy") != "no":
         values["data.val_files"] = [f"{place}#{source.get('dataset_test_split')}"]
@@ -135,6 +136,8 @@ def _set_lengths(source: Source, values: dict[str, Any], notes: list[str]) -> No
         return
     longest = source.whole("max_seq_length", "max_length")
     response = values.get("data.max_response_length") or longest - longest // 2
+    if not isinstance(response, int):
+        raise ConfigError(f"response_length={response}: expected a number of tokens")
     values["data.max_response_length"] = response
     values.setdefault("data.max_prompt_length", max(longest - response, 1))  # the sum counts
     if source.trainer == "sft":

@@ -1,6 +1,7 @@
 """The data that a config names: prompts, examples and pairs, and the loaders of their batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import Config, ConfigError, GivenRows, SupervisedConfig
+from jaxrl_llm.config import Config, ConfigError, GivenRows, SupervisedConfig, Task
 from jaxrl_llm.data.curriculum import ascending_batches, column_values
 from jaxrl_llm.data.dataset import (
     RowRules,
@@ -41,33 +42,33 @@ LOADERS = {
 
 def train_sources(config: Config) -> Sources:
     """The run's training data."""
-    return Sources(
-        rows=_rows_of(config.data.train_rows),
-        files=config.data.train_files,
-        tasks=config.data.train_tasks,
-        split="train",
-        prompt_style=config.data.prompt_style,
-        shape=_shape(config),
-        dataset_class=config.data.dataset_class,
-    )
+    data = config.data
+    return _run_sources(config, "train", data.train_rows, data.train_files, data.train_tasks)
 
 
 def held_out_sources(config: Config) -> Sources:
     """The run's validation data; tasks give the problems that training never sees."""
+    data = config.data
+    own = _run_sources(config, "held_out", data.val_rows, data.val_files, data.val_tasks)
+    return replace(own, train_files=data.train_files)
+
+
+def _run_sources(
+    config: Config,
+    split: str,
+    rows: GivenRows | None,
+    files: tuple[str, ...],
+    tasks: tuple[Task, ...],
+) -> Sources:
     return Sources(
-        rows=_rows_of(config.data.val_rows),
-        files=config.data.val_files,
-        tasks=config.data.val_tasks,
-        split="held_out",
+        rows=None if rows is None else rows.rows,
+        files=files,
+        tasks=tasks,
+        split=split,
         prompt_style=config.data.prompt_style,
         shape=_shape(config),
         dataset_class=config.data.dataset_class,
-        train_files=config.data.train_files,
     )
-
-
-def _rows_of(given: GivenRows | None) -> Sequence[Mapping[str, Any]] | None:
-    return None if given is None else given.rows
 
 
 def _shape(config: Config) -> Shape:

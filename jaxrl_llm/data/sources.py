@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.data_files import DataFile
+from jaxrl_llm.references import call
 
 BATCH_ROWS = 1024
 ROW_GROUPS = 8  # of a parquet file, that stay in memory
@@ -125,6 +126,10 @@ def parse_json(text: str) -> Any:
 
 def takes_split(dataset_class: Callable[..., Any]) -> bool:
     """Whether the class (or function) has a parameter `split`, so that it can give two splits."""
+    if not callable(dataset_class):
+        raise ValueError(
+            f"config.data.dataset_class names {dataset_class!r}: give a class or a function"
+        )
     try:
         parameters = inspect.signature(dataset_class).parameters
     except ValueError:  # some classes written in C have no signature
@@ -140,11 +145,12 @@ def custom_rows(
     A row that is not a dict is a bad row. `name` stands for the class in messages.
     """
     named = {"split": split} if takes_split(dataset_class) else {}
+    rows = call(name, lambda: list(dataset_class(tuple(files), **named)))
     return [
         RawRow(name, i, row)
         if isinstance(row, dict)
         else BadRow(name, i, f"expected a dict, got {type(row).__name__}")
-        for i, row in enumerate(dataset_class(tuple(files), **named))
+        for i, row in enumerate(rows)
     ]
 
 

@@ -2,13 +2,20 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 
 from jaxrl_llm.checkpoint.layout import ModelPath
-from jaxrl_llm.config import DType, ModelSettings
+from jaxrl_llm.config import ConfigError, DType, ModelSettings
+from jaxrl_llm.config.answering import (
+    AnswerKeys,
+    AnswerSettings,
+    StreamKeys,
+    StreamSettings,
+    read_settings,
+)
 from jaxrl_llm.data.formats import prompt_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.generation.completions import completions_of
@@ -53,70 +60,41 @@ class OpenModel:
     programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # compiled, by their sizes
 
     def generate(
-        self,
-        prompts: str | Iterable[str | Messages],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: str | Sequence[str] = (),
-        n: int = 1,
-        seed: int = 0,
-        chat: bool | None = None,
-        batch_size: int = 64,
+        self, prompts: str | Iterable[str | Messages], **settings: Unpack[AnswerKeys]
     ) -> list[Answer]:
-        """Answer every prompt `n` times, with the log-prob of each token.
+        """Answer every prompt, with the log-prob of each token.
 
-        A prompt is a text, or a conversation: a list of {"role": ..., "content": ...}. A text is a
-        user's message where the model has a chat template; `chat` says so or denies it.
-        `temperature` 0 is greedy. Log-probs are those of the full softmax at the temperature.
-        `batch_size` prompts are answered at once. An answer ends with the token that completes one
-        of `stop`, which stays in its text.
+        A prompt is a text, or a conversation: a list of {"role": ..., "content": ...}.
 
-        Guarantees: the same prompts, `n` and `seed` give the same samples.
-        Raises: ValueError for a prompt that leaves no position of the model, and for stop strings
-            that the tokenizer cannot have, before any is answered.
+        Args:
+            n: answers of each prompt; 1.
+            seed: the same prompts, `n` and `seed` give the same samples; 0.
+            max_new_tokens: most tokens of an answer; 256.
+            temperature: 0 is greedy; 1. Log-probs are those of the full softmax at it.
+            top_p, top_k: nucleus and top-k sampling; 1.0 and 0 are off.
+            stop: one text or several. An answer ends with the token that completes one of them,
+                which stays in it.
+            chat: whether a text is a user's message; None is yes where there is a chat template.
+            batch_size: prompts that are answered at once; 64.
+
+        Raises: ConfigError for a setting out of bounds; ValueError for a prompt that leaves no
+            position of the model, and for stop strings that the tokenizer cannot have. Both come
+            before any is answered.
         """
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
-        read = [read_prompt(prompt, self.tokenizer, chat=chat) for prompt in given]
-        sampling = sampling_params(
-            self,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=stop,
-        )
-        batches = complete(self, read, sampling, n=n, seed=seed, batch_size=batch_size)
-        return [answer for batch in batches for answer in batch]
+        how = read_settings(AnswerSettings, settings, "generate")
+        given = [prompts] if isinstance(prompts, str) else prompts_in(prompts)
+        read = [read_prompt(prompt, self.tokenizer, chat=how.chat) for prompt in given]
+        return [answer for batch in complete(self, read, how) for answer in batch]
 
-    def stream(
-        self,
-        prompt: str | Messages,
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
-        chat: bool | None = None,
-    ) -> Iterator[str]:
+    def stream(self, prompt: str | Messages, **settings: Unpack[StreamKeys]) -> Iterator[str]:
         """The answer to one prompt in pieces, while it is made; together they are its text.
 
-        Guarantees: the text that `generate` gives. Raises what `generate` raises.
+        Guarantees: the text that `generate` gives. Takes its settings, without `n` and
+            `batch_size`, and raises what it raises.
         """
-        read = read_prompt(prompt, self.tokenizer, chat=chat)
-        sampling = sampling_params(
-            self,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=stop,
-        )
-        yield from _stream(self, read, sampling, seed)
+        how = read_settings(StreamSettings, settings, "stream")
+        read = read_prompt(prompt, self.tokenizer, chat=how.chat)
+        yield from _stream(self, read, sampling_params(self, how), how.seed)
 
 
 def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
@@ -132,15 +110,28 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
     )
 
 
-def sampling_params(
-    model: OpenModel, *, stop: str | Sequence[str] = (), **values: Any
-) -> SamplingParams:
-    """How a model answers; an answer ends with the token that completes a string of `stop`.
+def sampling_params(model: OpenModel, how: StreamSettings) -> SamplingParams:
+    """How a model samples; an answer ends with the token that completes a stop string.
 
-    ValueError for a value out of bounds, and a string that the tokenizer cannot have.
+    ValueError for a stop string that the tokenizer cannot have.
     """
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    return SamplingParams(stop_strings=stop_strings(texts, model.tokenizer), **values)
+    return SamplingParams(
+        max_new_tokens=how.max_new_tokens,
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        stop_strings=stop_strings(how.stop, model.tokenizer),
+    )
+
+
+def prompts_in(given: Any) -> list[Any]:
+    """The prompts of a list of texts or conversations. ConfigError for anything else."""
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
+        raise ConfigError(f"the prompts are {given!r}: give a text, or a list of them")
+    prompts = list(given)
+    if prompts and all(isinstance(prompt, Mapping) for prompt in prompts):
+        raise ConfigError("one conversation is given as all prompts: give a list of it, [messages]")
+    return prompts
 
 
 def read_prompt(
@@ -148,8 +139,14 @@ def read_prompt(
 ) -> Prompt:
     """A conversation, or a text as a plain string or as a user's message.
 
-    `chat` None makes a text a message where the tokenizer has a template.
+    `chat` None makes a text a message where the tokenizer has a template. ConfigError for others.
     """
+    messages = prompt if isinstance(prompt, list | tuple) else ()
+    if not isinstance(prompt, str) and not (messages and all(map(_is_message, messages))):
+        raise ConfigError(
+            f"the prompt {repr(prompt)[:80]} is neither a text nor a list of "
+            '{"role": ..., "content": ...}'
+        )
     if isinstance(prompt, str):
         chat = tokenizer.has_chat_template if chat is None else chat
         content: Any = [{"role": "user", "content": prompt}] if chat else prompt
@@ -158,32 +155,30 @@ def read_prompt(
     return prompt_of({"prompt": content}, "prompt", tokenizer, data_source="prompt", index=0)
 
 
-def complete(
-    model: OpenModel,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    *,
-    n: int = 1,
-    seed: int = 0,
-    batch_size: int = 64,
-) -> Iterator[list[Answer]]:
-    """`n` completions of each prompt, a batch at a time.
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= set(value)
 
-    `sampling` gets the tokenizer's stop ids, and no more tokens than the model has positions for.
+
+def complete(
+    model: OpenModel, prompts: Sequence[Prompt], how: AnswerSettings
+) -> Iterator[list[Answer]]:
+    """`how.n` completions of each prompt, a batch at a time.
+
+    An answer also ends with the tokenizer's stop ids, and where the model has no more positions.
     Sample i of the first prompt is the same whatever `n` is.
     ValueError for a prompt that leaves no position.
     """
-    sampling = _for_model(model, prompts, sampling)
-    rows = min(batch_size, len(prompts))
-    for first in range(0, len(prompts), batch_size):
+    sampling = _for_model(model, prompts, sampling_params(model, how))
+    rows = min(how.batch_size, len(prompts))
+    for first in range(0, len(prompts), how.batch_size):
         yield _answer_batch(
             model,
             _Batch(
-                prompts=prompts[first : first + batch_size],
+                prompts=prompts[first : first + how.batch_size],
                 sampling=sampling,
-                n=n,
-                seed=seed,
-                first=first * n,
+                n=how.n,
+                seed=how.seed,
+                first=first * how.n,
                 rows=rows,
             ),
         )

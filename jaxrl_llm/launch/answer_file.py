@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.answering import AnswerSettings
 from jaxrl_llm.data.sources import BadRow, read_rows
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answering import Answer, OpenModel, complete, read_prompt
-from jaxrl_llm.generation.sampler import SamplingParams
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
 
@@ -19,15 +19,11 @@ def answer_file(
     model: OpenModel,
     prompts: str,
     output: Path,
-    sampling: SamplingParams,
+    how: AnswerSettings,
     *,
-    n: int = 1,
-    seed: int = 0,
-    chat: bool | None = None,
-    batch_size: int = 64,
     logprobs: bool = False,
 ) -> int:
-    """Answer every row of a data file, `n` times; write a JSON line for each. Their number.
+    """Answer every row of a data file, `how.n` times; write a JSON line for each. Their number.
 
     A row has the column prompt, messages or question. Its line has all of its columns, and
     `responses` and `finished`; with `logprobs` also the tokens and log-probs of each response.
@@ -36,10 +32,10 @@ def answer_file(
     Raises: ConfigError for a row without a prompt, before any is answered.
     """
     rows = list(prompt_rows(prompts))
-    read = [read_prompt(prompt, model.tokenizer, chat=chat) for _, prompt in rows]
+    read = [read_prompt(prompt, model.tokenizer, chat=how.chat) for _, prompt in rows]
     done = 0
     with open(output, "x", encoding="utf-8") as file:
-        for batch in complete(model, read, sampling, n=n, seed=seed, batch_size=batch_size):
+        for batch in complete(model, read, how):
             for (row, _), answer in zip(rows[done:], batch, strict=False):
                 _write(file, row, answer, logprobs)
             file.flush()

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO
+from dataclasses import replace
+from typing import TextIO
 
+from jaxrl_llm.config.answering import StreamSettings
 from jaxrl_llm.evaluation.answering import OpenModel
 from jaxrl_llm.observability.console import printable
 
@@ -11,16 +13,14 @@ HELP = "/reset begins a new conversation, /exit ends; Ctrl-C ends an answer"
 
 
 def chat(
-    model: OpenModel, lines: Iterable[str], out: TextIO, *, system: str = "", **sampling: Any
+    model: OpenModel, lines: Iterable[str], out: TextIO, how: StreamSettings, *, system: str = ""
 ) -> None:
     """Answer each line, and show the answer while it is made. All turns stay in the conversation.
 
-    `sampling` is what `OpenModel.stream` takes. A conversation that is too long for the model is
-    said so, and goes on without the last line.
+    A conversation that is too long for the model is said so, and goes on without the last line.
     """
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
-    seed = sampling.pop("seed", 0)
     for line in lines:
         text = line.strip()
         if text == "/exit":
@@ -33,12 +33,12 @@ def chat(
         elif text:
             asked = [*messages, {"role": "user", "content": text}]
             try:
-                answer = _show(model.stream(asked, seed=seed, **sampling), out)
+                answer = _show(model.stream(asked, **vars(how)), out)
             except ValueError as error:
                 print(f"{error}, or begin again with /reset", file=out, flush=True)
                 continue
             messages = [*asked, {"role": "assistant", "content": answer}]
-            seed += 1
+            how = replace(how, seed=how.seed + 1)
 
 
 def _show(pieces: Iterator[str], out: TextIO) -> str:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint
 from jaxrl_llm.config import ConfigError, Parser, UnknownKeyError, load_config, read_config
+from jaxrl_llm.config.answering import AnswerSettings, StreamSettings, read_settings
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.launch import library
 from jaxrl_llm.launch.convert_config import convert_config
@@ -60,9 +61,10 @@ def train(argv: list[str]) -> int:
     parser.add_argument("--dry_run", action="store_true")
     config, flags = read_config(argv, parser)
     if flags.dry_run:
+        config = start(config, num_cpu_devices=flags.devices)
         from jaxrl_llm.launch.dry_run import dry_run
 
-        found = dry_run(start(config, num_cpu_devices=flags.devices))
+        found = dry_run(config)
         from jaxrl_llm.distributed.multihost import is_main
 
         if is_main():
@@ -117,28 +119,15 @@ def generate(argv: list[str]) -> int:
         _check_parent("--output", flags.output)
         if flags.output.exists():
             raise ConfigError(f"--output={flags.output} exists; give a new file")
-    chat = {"auto": None, "true": True, "false": False}[flags.chat]
+    how = read_settings(AnswerSettings, _sampling(flags, "n", "batch_size"), "--")
     model = library.open_model(flags.model, dtype=flags.dtype)
     if flags.prompts is not None:
-        from jaxrl_llm.evaluation.answering import sampling_params
         from jaxrl_llm.launch.answer_file import answer_file
 
-        done = answer_file(
-            model,
-            flags.prompts,
-            flags.output,
-            sampling_params(model, **_sampling(flags)),
-            n=flags.n,
-            seed=flags.seed,
-            chat=chat,
-            batch_size=flags.batch_size,
-            logprobs=flags.logprobs,
-        )
+        done = answer_file(model, flags.prompts, flags.output, how, logprobs=flags.logprobs)
         print(f"wrote the answers to {done} prompts: {flags.output}")
         return 0
-    (answer,) = model.generate(
-        flags.prompt, n=flags.n, seed=flags.seed, chat=chat, **_sampling(flags)
-    )
+    (answer,) = model.generate(flags.prompt, **vars(how))
     for completion in answer.completions:
         print(completion.text)
         if not completion.finished:
@@ -165,6 +154,7 @@ def chat(argv: list[str]) -> int:
     parser = _sampling_parser(temperature=0.7, max_new_tokens=512)
     parser.add_argument("--system", default="")
     flags = parser.read(argv)
+    how = read_settings(StreamSettings, _sampling(flags), "--")
     model = library.open_model(flags.model, dtype=flags.dtype)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
@@ -173,9 +163,8 @@ def chat(argv: list[str]) -> int:
     from jaxrl_llm.evaluation.answering import sampling_params
     from jaxrl_llm.launch.chat import chat, typed_lines
 
-    sampling_params(model, **_sampling(flags))  # refuse what cannot work before the first line
-    sampling = _sampling(flags) | {"seed": flags.seed}
-    chat(model, typed_lines(), sys.stdout, system=flags.system, **sampling)
+    sampling_params(model, how)  # refuse stop strings before the first line
+    chat(model, typed_lines(), sys.stdout, how, system=flags.system)
     return 0
 
 
@@ -193,9 +182,11 @@ def _sampling_parser(*, temperature: float = 1.0, max_new_tokens: int = 256) -> 
     return parser
 
 
-def _sampling(flags: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop")
-    return {name: getattr(flags, name) for name in names}
+def _sampling(flags: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """The flags that are settings of answers, by name."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed", *others)
+    chat = {"auto": None, "true": True, "false": False}[getattr(flags, "chat", "auto")]
+    return {"chat": chat} | {name: getattr(flags, name) for name in names}
 
 
 def evaluate(argv: list[str]) -> int:
@@ -525,6 +516,9 @@ def plan(argv: list[str]) -> int:
     unread = (("data.train_files", "[]"), ("data.val_files", "[]"))
     unread += (("data.train_tasks", "[chain_sum]"),)
     config = load_config(config_path, (*overrides, *unread))
+    from jaxrl_llm.launch.described_models import check_models
+
+    check_models(config)
     from jaxrl_llm.planner.lengths import lengths_in
     from jaxrl_llm.planner.rates import CPU, rates_of
     from jaxrl_llm.planner.topology import check_compiler

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import (
@@ -24,9 +24,11 @@ from jaxrl_llm.config import (
     open_config,
 )
 from jaxrl_llm.config.placement import on_one_group
+from jaxrl_llm.launch import arguments
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
+from jaxrl_llm.references import is_file, is_folder
 
 if TYPE_CHECKING:  # these import jax
     from jaxrl_llm.evaluation.answering import OpenModel
@@ -65,7 +67,11 @@ def train(
     Guarantees: on Ctrl-C, and when a callback stops it, the run saves a checkpoint and returns.
     Raises: ConfigError for settings that cannot work, before a device is touched.
     """
-    config = load_config(config) if isinstance(config, str) else config
+    arguments.a_whole_number("num_cpu_devices", num_cpu_devices)
+    callbacks = arguments.functions("callbacks", callbacks, "[my_callback]")
+    if end_process is not None and not callable(end_process):
+        raise ConfigError(f"end_process={end_process!r}: expected os._exit or None")
+    config = config if isinstance(config, Config) else load_config(config)
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
     STATUS.begin()
     COLLECTOR.begin_start()
@@ -91,7 +97,9 @@ def _with_objects(
     """The config with what a program gave as objects, checked."""
     changes: dict[str, Any] = {}
     if rewards is not None:
-        changes |= {"reward.functions": list(rewards), "reward.weights": list(reward_weights)}
+        functions = arguments.a_list("rewards", rewards, "[my_function]")
+        weights = arguments.a_list("reward_weights", reward_weights, "[1.0]")
+        changes |= {"reward.functions": functions, "reward.weights": weights}
     elif reward_weights:
         raise ConfigError("reward_weights are those of `rewards`, which are not given")
     others = {"files": [], "tasks": []}
@@ -112,7 +120,8 @@ def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
 
     Raises: ConfigError when there is no model, ValueError when it cannot be opened.
     """
-    path = find_model_path(str(model))
+    arguments.one_of("dtype", dtype, *get_args(DType))
+    path = find_model_path(str(arguments.a_path("model", model)))
     prepare()
     from jaxrl_llm.evaluation.answering import open_model
 
@@ -139,7 +148,8 @@ def evaluate(
 
     Raises: ConfigError without validation data, or for settings that cannot work.
     """
-    found = find_model_path(str(model))
+    arguments.a_whole_number("num_cpu_devices", num_cpu_devices)
+    found = find_model_path(str(arguments.a_path("model", model)))
     # The model replaces the config's own, whose folder need not exist here.
     opened = config if isinstance(config, Config) else open_config(config)
     own = {"actor.path": found.path, "data.tokenizer": ""}
@@ -154,6 +164,9 @@ def evaluate(
     if grader is not None:
         changes["validation.grader"] = grader
     config = load_config(opened, changes)
+    from jaxrl_llm.launch.described_models import check_models
+
+    check_models(config)
     data = config.data
     if not (data.val_files or data.val_tasks or data.val_rows):
         raise ConfigError(
@@ -162,7 +175,7 @@ def evaluate(
         )
     for name, file in (("output", output), ("answers", answers)):
         if file is not None:
-            _check_writable(f"--{name}={file}", Path(file))
+            _check_writable(f"--{name}={file}", arguments.a_path(name, file))
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
     config = on_one_group(config, fit_mesh(config.mesh))
@@ -182,7 +195,7 @@ def evaluate(
 
 def _check_writable(what: str, file: Path) -> None:
     """Make the folder of `file`. ConfigError where it cannot be written, before it is needed."""
-    if file.is_dir():
+    if is_folder(file):
         raise ConfigError(f"{what} is a folder; give a file in it")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +203,7 @@ def _check_writable(what: str, file: Path) -> None:
         raise ConfigError(
             f"{what}: the folder {file.parent} cannot be made ({error.strerror}); give another"
         ) from None
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
+    if not os.access(file if is_file(file) else file.parent, os.W_OK):
         raise ConfigError(f"{what} cannot be written; give another file")
 
 
@@ -216,8 +229,13 @@ def export(
 
     Raises: ConfigError when there is no such checkpoint or role, or `output` is a file.
     """
-    checkpoint, output = find_checkpoint(str(model)), Path(output)
-    if output.exists() and not output.is_dir():
+    arguments.one_of("dtype", dtype, None, "float32", "bfloat16", "float16")
+    arguments.one_of("adapter", adapter, False, True)
+    if max_shard_bytes is not None:
+        arguments.a_whole_number("max_shard_bytes", max_shard_bytes, least=1)
+    output = arguments.a_path("output", output)
+    checkpoint = find_checkpoint(str(arguments.a_path("model", model)))
+    if is_file(output):
         raise ConfigError(f"--output={output} is a file; give a directory to write")
     # An export only copies, and CPU memory is larger.
     prepare(num_cpu_devices=0 if devices_are_used() else 1)

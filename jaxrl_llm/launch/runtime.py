@@ -24,6 +24,7 @@ from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles, numbers_of_rol
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
 INTERRUPTED = 128 + signal.SIGINT
+MOST_CPU_DEVICES = 4096
 TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
 
 # Set by launch/local.py and launch/ray.py, or by hand where neither these nor Slurm start it.
@@ -170,7 +171,11 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     device put every device on the `data` axis.
 
     Requires: nothing has touched jax's devices yet.
+    Raises: ConfigError, for a model that cannot be built before jax is imported.
     """
+    from jaxrl_llm.launch.described_models import check_models
+
+    check_models(config)
     check_links = _check_links(os.environ)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
@@ -268,9 +273,10 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
     Raises: ConfigError when that program's devices are others than those asked for, or a number
         of devices is negative.
     """
-    if num_cpu_devices < 0:
+    if not 0 <= num_cpu_devices <= MOST_CPU_DEVICES:
         raise ConfigError(
-            f"--devices={num_cpu_devices}: must be 1 or more; without it the CPU is one device"
+            f"--devices={num_cpu_devices}: must be 1 or more, and at most {MOST_CPU_DEVICES}; "
+            "without it the CPU is one device"
         )
     if devices_are_used():
         _check_used_devices(num_cpu_devices, exact)

@@ -21,7 +21,8 @@ from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
-from jaxrl_llm.models.lora import Lora, chosen_modules
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 
 CHAR = "char"  # name of the built-in character tokenizer

@@ -30,7 +30,7 @@ from jaxrl_llm.plan.scores import (
     score_stages,
 )
 from jaxrl_llm.plan.stages import correction
-from jaxrl_llm.references import check_settings, load
+from jaxrl_llm.references import call, check_settings, load
 from jaxrl_llm.types import INPUT_FIELDS
 
 SCORE = "score"  # by which groups are filtered where no part of the reward is named
@@ -42,7 +42,7 @@ def own_stages(config: Config) -> tuple[Stage, ...]:
     for entry in config.stages:
         make = load(entry.path)
         check_settings(entry.path, make, entry.settings)
-        stage = make(**entry.settings)
+        stage = call(entry.path, make, **entry.settings)
         if not isinstance(stage, Stage):
             raise ConfigError(
                 f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "

@@ -15,7 +15,11 @@ def lengths_in(file: Path) -> tuple[tuple[int, int], ...]:
     if not file.is_file():
         raise ConfigError(f"--lengths={file}: no such file; write PROMPT,RESPONSE on each line")
     lengths = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--lengths={file} is no text; write PROMPT,RESPONSE lines") from None
+    for number, line in enumerate(text.splitlines(), 1):
         words = [word.strip() for word in line.split(",")]
         if words == [""] or (number == 1 and not any(word.isdecimal() for word in words)):
             continue  # an empty line, or the header
@@ -24,4 +28,6 @@ def lengths_in(file: Path) -> tuple[tuple[int, int], ...]:
                 f"{file}:{number}: {line!r} is not PROMPT,RESPONSE in tokens, e.g. 512,300"
             )
         lengths.append((int(words[0]), int(words[1])))
+    if not lengths:
+        raise ConfigError(f"--lengths={file} has no line PROMPT,RESPONSE, such as 512,300")
     return tuple(lengths)

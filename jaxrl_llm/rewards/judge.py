@@ -104,16 +104,6 @@ def _answer_text(answer: Any) -> str:
     return text
 
 
-def prepare(*, url: str, template: str = TEMPLATE, pattern: str = PATTERN, **_: Any) -> None:
-    """Before a run: whether the settings make sense. Raises ValueError."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"judge url={url!r}: give a server such as http://127.0.0.1:8000/v1")
-    if "{response}" not in template:
-        raise ValueError("the judge's template lacks {response}, so it would not see the answer")
-    if re.compile(pattern).groups != 1:
-        raise ValueError(f"the judge's pattern {pattern!r} needs one group: the number")
-
-
 def filled(template: str, texts: Sequence[str]) -> str:
     """The template with its fields; what stands in a text is not filled again."""
     values: dict[str, str] = dict(zip(FIELDS, texts, strict=True))

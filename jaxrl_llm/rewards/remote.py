@@ -81,12 +81,6 @@ class _Answer:
     error: str = ""
 
 
-def prepare(*, url: str, **_: Any) -> None:
-    """Before a run: whether the settings make sense. Raises ValueError."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"remote url={url!r}: give an address such as http://127.0.0.1:8001/grade")
-
-
 def _text(completion: Any) -> str:
     """A text, or the content of the one message of a conversational completion."""
     return completion if isinstance(completion, str) else str(completion[-1].get("content", ""))

@@ -37,9 +37,10 @@ from jaxrl_llm.algorithms.preference_losses import (
     orpo,
     rating_error,
 )
-from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
+from jaxrl_llm.algorithms.rejection import reject
 from jaxrl_llm.algorithms.sequence_losses import geo_mean, gspo
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
+from jaxrl_llm.config.thresholds import RULES, parse_rules
 from jaxrl_llm.numerics import absolute, clip
 
 LOGPROBS = np.float32([[-0.5, -1.25], [-2.0, -0.75], [-1.0, -3.0]])

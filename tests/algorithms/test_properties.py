@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms.build import build_algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import ESTIMATORS, masked_kl
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
-from jaxrl_llm.algorithms.rejection import RULES
+from jaxrl_llm.config.thresholds import RULES
 
 ROWS, LENGTH, CANDIDATES = 8, 5, 3
 LENGTHS = np.array([5, 3, 0, 1, 4, 5, 2, 3])

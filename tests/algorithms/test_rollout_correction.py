@@ -13,13 +13,13 @@ from jaxrl_llm.algorithms.algorithm import corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import (
-    parse_threshold,
     sequence_weights,
     token_weights,
     weights_of_stale_samples,
 )
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
-from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
+from jaxrl_llm.algorithms.rejection import reject
+from jaxrl_llm.config.thresholds import RULES, parse_rules, parse_threshold
 
 # Ratios of trainer to sampler, a row each; the third row has no token.
 RATIO = np.array([[1.25, 0.5, 9.0], [0.8, 7.0, 7.0], [3.0, 3.0, 3.0]])

@@ -10,7 +10,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.models.lora import Lora, chosen_modules
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.lora_targets import chosen_modules
 
 MIXTURE = Mixture(num_experts=4, experts_per_token=2, expert_size=8, normalized=True)
 

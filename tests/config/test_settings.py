@@ -129,6 +129,13 @@ def offline():
 
 def neither():
     return 3
+
+
+def fails():
+    return 1 / 0
+
+
+number = 3
 """
 
 
@@ -147,6 +154,8 @@ def test_a_users_algorithm_is_checked_when_it_is_built(tmp_path):
         ("online", {"clip_hihg": 1}, "did you mean 'clip_high'"),
         ("offline", {}, "set offline=True"),
         ("neither", {}, "returned int"),
+        ("fails", {}, r"mine.py:fails failed in .*mine.py, line 19: ZeroDivisionError: division"),
+        ("number", {}, "is of type int, not a function or class"),
     ):
         with pytest.raises(ValueError, match=message):
             build(name, **settings)

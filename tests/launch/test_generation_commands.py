@@ -12,6 +12,7 @@ from pyarrow import parquet
 from tiny_models import tiny_config, write_directory
 
 import jaxrl_llm as rl
+from jaxrl_llm.config.answering import StreamSettings
 from jaxrl_llm.launch import commands
 from jaxrl_llm.launch.chat import chat
 
@@ -79,6 +80,11 @@ def test_parquet_and_no_logprobs(folder, tmp_path):
     [
         (["--prompt=a", "--prompts=b"], "required: --prompt=TEXT, or --prompts=FILE"),
         (["--prompts={rows}"], "belong together"),
+        (
+            ["--prompt=a", "--temperature=nan"],
+            "--temperature=nan: must be a finite number",
+        ),
+        (["--prompt=a", "--seed=4294967296"], "--seed=4294967296: must be at most 2147483647"),
         (["--prompts={rows}x", "--output={new}"], "no file or folder .*did you mean"),
         (["--prompts={rows}", "--output={rows}"], "exists; give a new file"),
         (
@@ -101,7 +107,7 @@ def test_mistakes_are_named(folder, tmp_path, flags, message):
 def test_a_conversation_keeps_its_turns_until_it_is_reset(model):
     out = io.StringIO()
     lines = ["hi\n", "\n", "ho\n", "/reset\n", "ho\n", "/what\n", "/exit\n", "never\n"]
-    chat(model, lines, out, max_new_tokens=6, temperature=0.0)
+    chat(model, lines, out, StreamSettings(max_new_tokens=6, temperature=0.0))
 
     def answer(*turns: str) -> str:
         roles = ("user", "assistant", "user")
@@ -118,7 +124,8 @@ def test_a_conversation_keeps_its_turns_until_it_is_reset(model):
 
 def test_a_conversation_that_is_too_long_goes_on(model):
     out = io.StringIO()
-    chat(model, ["x" * 5000, "/reset", "hi"], out, max_new_tokens=2, temperature=0.0)
+    how = StreamSettings(max_new_tokens=2, temperature=0.0)
+    chat(model, ["x" * 5000, "/reset", "hi"], out, how)
     long, reset, answer = out.getvalue().split("\n", 2)
     assert "give a shorter prompt, or begin again with /reset" in long and answer
 
@@ -136,7 +143,7 @@ def test_an_answer_keeps_its_tabs_and_controls_no_terminal():
             yield from ("if x:\n\t", "y\x1b[31m")
 
     out = io.StringIO()
-    chat(Spoken(), ["hi"], out)  # pyright: ignore[reportArgumentType]
+    chat(Spoken(), ["hi"], out, StreamSettings())  # pyright: ignore[reportArgumentType]
     assert out.getvalue() == "if x:\n\ty\\x1b[31m\n"
 
 

@@ -21,7 +21,8 @@ from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.models.experts import Experts, Routed, Routing
 from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.flops import forward_flops
-from jaxrl_llm.models.lora import Lora, attach, chosen_modules, join, merged_ahead, split
+from jaxrl_llm.models.lora import Lora, attach, join, merged_ahead, split
+from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.models.shapes import SHAPES, active_parameters, num_parameters
 
 MIXTURE = Mixture(num_experts=4, experts_per_token=2, expert_size=5, normalized=True)

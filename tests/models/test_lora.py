@@ -12,7 +12,8 @@ from tiny_models import CONFIGS
 from jaxrl_llm.models.base import bind, merge_adapters, model_spec
 from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.layers import Projection
-from jaxrl_llm.models.lora import Lora, chosen_modules, join, merged_ahead, split
+from jaxrl_llm.models.lora import Lora, join, merged_ahead, split
+from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.models.weight import Weight
 
 NAMES = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qo"]

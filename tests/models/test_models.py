@@ -154,6 +154,14 @@ def test_specs_are_equal_and_hash_by_what_they_describe():
     assert model_spec(TINY) != model_spec(TINY, dtype="bfloat16")
 
 
+def test_a_caller_cannot_change_the_spec_of_others():
+    spec, structure = model_spec(TINY), jax.tree.structure(model_spec(TINY).params)
+    for tree in (spec.params, spec.axes, spec.init):
+        del tree["decoder"]["layers"]["0"]
+    assert jax.tree.structure(model_spec(TINY).params) == structure
+    assert set(spec.axes["decoder"]["layers"]) == set(spec.init["decoder"]["layers"]) == {"0", "1"}
+
+
 def test_init_is_a_pure_function_of_the_key():
     spec = model_spec(TINY)
     init = jax.jit(lambda key: init_params(spec, key))

@@ -14,7 +14,8 @@ from jaxrl_llm.checkpoint.peft import adapter_tensors, export_adapter, import_ad
 from jaxrl_llm.kernels.flash_attention import attention
 from jaxrl_llm.models.base import bind, draw_params, merge_adapters, model_spec
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.models.lora import Lora, chosen_modules, first_magnitudes, join, merged_ahead, split
+from jaxrl_llm.models.lora import Lora, first_magnitudes, join, merged_ahead, split
+from jaxrl_llm.models.lora_targets import chosen_modules
 
 REASON = "pip install -e '.[parity]'"
 torch = pytest.importorskip("torch", reason=REASON)

@@ -23,7 +23,8 @@ from jaxrl_llm.learner.router_losses import load_balance
 from jaxrl_llm.learner.rows import rows_of, sample_fields
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import hf_names
-from jaxrl_llm.models.lora import Lora, chosen_modules, join, merged_ahead
+from jaxrl_llm.models.lora import Lora, join, merged_ahead
+from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.tokenizer import CharTokenizer
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")

@@ -13,12 +13,13 @@ from test_verl_losses import ALWAYS, CASES, LENGTH, ROWS, batch, config, ours_an
 from verl_side import agrees, verl
 
 from jaxrl_llm.algorithms.aggregation import aggregation, global_counts
-from jaxrl_llm.algorithms.importance import parse_threshold, sequence_weights, token_weights
+from jaxrl_llm.algorithms.importance import sequence_weights, token_weights
 from jaxrl_llm.algorithms.kl import ESTIMATORS, kl_penalty
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.algorithms.preference_losses import cpo, dpo
-from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
+from jaxrl_llm.algorithms.rejection import reject
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
+from jaxrl_llm.config.thresholds import RULES, parse_rules, parse_threshold
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch

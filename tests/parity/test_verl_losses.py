@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.algorithm import compose
 from jaxrl_llm.algorithms.covariance_losses import clip_cov, kl_cov
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.group_advantages import grpo
-from jaxrl_llm.algorithms.importance import parse_threshold, sequence_weights, token_weights
+from jaxrl_llm.algorithms.importance import sequence_weights, token_weights
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.algorithms.policy_losses import (
     cispo,
@@ -24,9 +24,10 @@ from jaxrl_llm.algorithms.policy_losses import (
     ppo_clip,
     sapo,
 )
-from jaxrl_llm.algorithms.rejection import RULES, parse_rules, reject
+from jaxrl_llm.algorithms.rejection import reject
 from jaxrl_llm.algorithms.sequence_losses import geo_mean, gspo
 from jaxrl_llm.config import Composed
+from jaxrl_llm.config.thresholds import RULES, parse_rules, parse_threshold
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from recording import RecordingServer, running_server
 
-from jaxrl_llm.config import Judge
+from jaxrl_llm.config import ConfigError, Judge, load_config
 from jaxrl_llm.rewards import http_client
 from jaxrl_llm.rewards import judge as module
 from jaxrl_llm.rewards.http_client import RequestError
-from jaxrl_llm.rewards.judge import Answers, filled, judge, prepare, read_score
+from jaxrl_llm.rewards.judge import Answers, filled, judge, read_score
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.rewards.pool import WorkerLimits
 from jaxrl_llm.types import Completion, Prompt
@@ -157,8 +157,10 @@ def test_it_runs_in_the_pool(server):
         ({"url": "127.0.0.1:8000"}, "http://"),
         ({"url": "http://x", "template": "{question}"}, "lacks {response}"),
         ({"url": "http://x", "pattern": "x"}, "one group"),
+        ({"url": "http://x", "pattern": "("}, "pattern.*: expected a regular expression"),
     ],
 )
 def test_wrong_settings_are_refused_before_the_run(settings, message):
-    with pytest.raises(ValueError, match=message):
-        prepare(**settings)
+    function = {"kind": "judge", "model": "m", **settings}
+    with pytest.raises(ConfigError, match=message):
+        load_config("grpo", {"reward.functions": [function]})

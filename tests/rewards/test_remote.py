@@ -11,7 +11,7 @@ from recording import RecordingServer, running_server
 from jaxrl_llm.config import ConfigError, Remote, load_config
 from jaxrl_llm.rewards import http_client
 from jaxrl_llm.rewards.manager import RewardManager
-from jaxrl_llm.rewards.remote import prepare, remote
+from jaxrl_llm.rewards.remote import remote
 from jaxrl_llm.types import Completion, Prompt
 
 
@@ -118,8 +118,8 @@ def test_it_runs_in_the_pool_and_may_score_steps(server):
 
 
 def test_wrong_settings_are_refused_before_the_run():
-    with pytest.raises(ValueError, match="http://"):
-        prepare(url="127.0.0.1:8001")
+    with pytest.raises(ConfigError, match=r"functions\.0\.url=.*http://"):
+        load_config("grpo", {"reward.functions": [{"kind": "remote", "url": "127.0.0.1:8001"}]})
     function = {"kind": "remote", "url": "http://x", "total_s": 40.0}
     with pytest.raises(ConfigError, match="total_s=40: it does not end before"):
         load_config("grpo", {"reward.functions": [function]})

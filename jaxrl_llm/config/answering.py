@@ -1,0 +1,72 @@
+"""How a trained model answers outside of a run: what `generate`, `stream` and their commands take.
+
+Imports no jax, so that a command refuses a flag before the model is opened.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from pydantic import ValidationError
+
+from jaxrl_llm.config.records import (
+    ConfigError,
+    Count,
+    NotNegative,
+    Probability,
+    Record,
+    Whole,
+    explain,
+    validate,
+)
+from jaxrl_llm.config.schema import StopTexts
+
+S = TypeVar("S", bound=Record)
+
+
+class StreamSettings(Record):
+    """Of one answer."""
+
+    max_new_tokens: Count = 256
+    temperature: NotNegative = 1.0  # 0 is greedy
+    top_p: Probability = 1.0
+    top_k: Whole = 0  # 0 is off
+    stop: StopTexts = ()
+    seed: Whole = 0
+    chat: bool | None = None  # whether a text is a user's message; None: with a chat template
+
+
+class AnswerSettings(StreamSettings):
+    """Of many answers."""
+
+    n: Count = 1  # of each prompt
+    batch_size: Count = 64  # prompts at once
+
+
+class StreamKeys(TypedDict, total=False):
+    """The keyword arguments that make `StreamSettings`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: str | Sequence[str]
+    seed: int
+    chat: bool | None
+
+
+class AnswerKeys(StreamKeys, total=False):
+    """The keyword arguments that make `AnswerSettings`."""
+
+    n: int
+    batch_size: int
+
+
+def read_settings(cls: type[S], given: Mapping[str, Any], key: str) -> S:
+    """The settings of keyword arguments; messages call them `key`.NAME, and --NAME for "--".
+
+    Raises: ConfigError for an unknown one, and for a value of another type or out of bounds.
+    """
+    try:
+        return validate(cls, dict(given))
+    except ValidationError as error:
+        raise ConfigError(str(explain(error, cls, key)).replace("--.", "--")) from None

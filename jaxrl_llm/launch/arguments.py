@@ -1,0 +1,58 @@
+"""Arguments of the library's functions: their types, before jax is imported.
+
+Each function returns its argument, or raises a ConfigError that says what it must be.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxrl_llm.config import ConfigError
+
+SHOWN = 80  # characters of a value in a message
+
+
+def a_path(name: str, value: Any) -> Path:
+    """A path, as text or a Path, that a file system takes."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
+        _refuse(name, value, "a path")
+    try:
+        Path(value).exists()
+    except (OSError, ValueError) as error:
+        _refuse(name, value, f"a path ({error.args[-1]})")
+    return Path(value)
+
+
+def a_list(name: str, value: Any, example: str) -> list[Any]:
+    """The entries of a list, a tuple or another iterable, but not of a text or a dict."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        _refuse(name, value, f"a list such as {example}")
+    return list(value)
+
+
+def functions(name: str, value: Any, example: str) -> list[Callable[..., Any]]:
+    """A list of what can be called."""
+    found = a_list(name, value, example)
+    for i, function in enumerate(found):
+        if not callable(function):
+            _refuse(f"{name}[{i}]", function, "a function")
+    return found
+
+
+def a_whole_number(name: str, value: Any, *, least: int = 0) -> int:
+    """An integer from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        _refuse(name, value, f"a whole number, {least} or more")
+    return value
+
+
+def one_of(name: str, value: Any, *choices: Any) -> Any:
+    """One of a few values."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        _refuse(name, value, f"one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _refuse(name: str, value: Any, wanted: str) -> NoReturn:
+    raise ConfigError(f"{name}={repr(value)[:SHOWN]}: expected {wanted}")

@@ -1,0 +1,123 @@
+"""config.json of a Hugging Face folder: its text, and the types and bounds of its values.
+
+`families.config_from_hf` makes a ModelConfig of it. Imports no jax.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MOST = 2**31 - 1
+_SIZE = "a whole number from 1 to 2**31 - 1"
+_COUNT = "a whole number from 0 to 2**31 - 1"
+
+
+class _Wanted(NamedTuple):
+    """What the values of some keys must be."""
+
+    keys: tuple[str, ...]
+    kind: Any
+    name: str
+    least: float = -math.inf
+    most: float = math.inf
+
+
+# Above the largest values memory is taken before anything is compared.
+_TYPES = (
+    _Wanted(
+        ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
+         "num_key_value_heads", "max_position_embeddings", "num_experts", "num_local_experts",
+         "num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_group",
+         "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+         "v_head_dim", "no_rope_layer_interval", "sliding_window_pattern"),
+        int, _SIZE, 1, _MOST,
+    ),
+    _Wanted(
+        ("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"),
+        int, _COUNT, 0, _MOST,
+    ),
+    _Wanted(("num_hidden_layers",), int, "a whole number of 1 up to 10,000", 1, 10_000),
+    _Wanted(("rope_theta", "rms_norm_eps", "initializer_range"), int | float, "a number"),
+    _Wanted(("architectures", "layer_types", "mlp_layer_types"), list, "a list of text"),
+    _Wanted(("model_type", "hidden_act"), str, "text"),
+    _Wanted(("rope_scaling", "rope_parameters"), dict, "a map"),
+    _Wanted(
+        ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "rope_interleave"),
+        bool, "true or false",
+    ),
+)  # fmt: skip
+# Numbers that must be finite and positive, also within the rope settings.
+_POSITIVE = ("rope_theta", "rms_norm_eps", "initializer_range")
+_POSITIVE_ROPE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+
+
+class BadValue(NamedTuple):
+    """A value that no model can have."""
+
+    key: str
+    shown: str
+    wanted: str
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """The content of config.json. ValueError that names the file, and the key of a bad value."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; a model directory has config.json and weights (an export "
+            f"without it was interrupted: export again)"
+        )
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(hf, dict):
+        raise ValueError(f"{path} holds a {type(hf).__name__}, not a JSON object; fetch it again")
+    if bad := bad_value(hf):
+        raise ValueError(
+            f"{path} has {bad.key}={bad.shown}, which must be {bad.wanted}; fetch it again or "
+            "correct it"
+        )
+    return hf
+
+
+def bad_value(hf: Mapping[str, Any]) -> BadValue | None:
+    """The first value of another type or out of bounds. A null value counts as absent."""
+    for wanted in _TYPES:
+        for key in wanted.keys:
+            value = hf.get(key)
+            if value is not None and not _fits(value, wanted):
+                return BadValue(key, _short(value), wanted.name)
+    found = _not_positive(hf, _POSITIVE, "")
+    for rope in ("rope_parameters", "rope_scaling"):
+        found = found or _not_positive(hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
+    return found
+
+
+def _fits(value: Any, wanted: _Wanted) -> bool:
+    if not isinstance(value, wanted.kind):
+        return False
+    if isinstance(value, list):
+        return all(isinstance(entry, str) for entry in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return isinstance(value, bool) == (wanted.kind is bool)
+    return not (value < wanted.least or value > wanted.most)
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of 5,000 digits
+        text = "an integer of many digits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _not_positive(values: Mapping[str, Any], keys: Sequence[str], prefix: str) -> BadValue | None:
+    """The first number that is not finite and positive."""
+    for key in keys:
+        value = values.get(key)
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            return BadValue(f"{prefix}{key}", _short(value), "a positive number")
+    return None

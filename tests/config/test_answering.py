@@ -1,0 +1,42 @@
+"""Settings of answers: their names, bounds and messages."""
+
+import pytest
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.answering import (
+    AnswerKeys,
+    AnswerSettings,
+    StreamKeys,
+    StreamSettings,
+    read_settings,
+)
+from jaxrl_llm.config.records import field_names
+
+
+def test_keyword_arguments_are_the_settings():
+    assert set(field_names(AnswerSettings)) == set(AnswerKeys.__annotations__)
+    assert set(field_names(StreamSettings)) == set(StreamKeys.__annotations__)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temprature": 1}, "unknown key generate.temprature; did you mean 'generate.temperature'"),
+        ({"temperature": -1}, "generate.temperature=-1: must be 0 or more; 1 works"),
+        ({"temperature": "warm"}, "generate.temperature='warm': expected a number"),
+        ({"n": True}, "generate.n=True: expected an integer"),
+        ({"top_p": 0}, "generate.top_p=0: must be above 0; 1 works"),
+        ({"stop": [""]}, "generate.stop.0='': must have at least 1 character"),
+        ({"chat": 3}, "generate.chat=3: expected true or false"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        read_settings(AnswerSettings, given, "generate")
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    given = {"seed": numpy.int64(3), "temperature": numpy.float32(0.5), "stop": "x"}
+    found = read_settings(AnswerSettings, given, "generate")
+    assert (found.seed, found.temperature, found.stop) == (3, 0.5, ("x",))

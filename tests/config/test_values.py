@@ -1,0 +1,256 @@
+"""Values that no run can have are refused by the config alone, with a remedy that works."""
+
+import itertools
+import math
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jaxrl_llm.checkpoint.layout import find_model_path
+from jaxrl_llm.config import (
+    GRPO,
+    Alarm,
+    AlarmsConfig,
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    apply_overrides,
+    load_config,
+)
+from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.config.records import Kind, Record, fields_of, validate
+from jaxrl_llm.config.schema import CheckpointConfig
+from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
+from jaxrl_llm.planner.lengths import lengths_in
+from jaxrl_llm.references import is_file, is_folder, nearest_file
+
+# The numbers that may be infinite: a bound that infinity switches off.
+UNBOUNDED = {"OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth", "PPO.cliprange_value"}
+
+
+def records(cls: type = Record) -> set[type]:
+    return {cls}.union(*(records(child) for child in cls.__subclasses__()))
+
+
+def accepts(cls: Any, name: str, value: Any) -> bool:
+    """Whether the field alone takes the value."""
+    try:
+        validate(cls, {name: value})
+    except ValidationError as error:
+        return not any(found["loc"][:1] == (name,) for found in error.errors())
+    return True
+
+
+def test_no_number_is_nan_and_few_may_be_infinite():
+    ours = [cls for cls in records() if cls.__module__.startswith("jaxrl_llm.config.")]
+    of_lists = {"reward.weights": [math.nan], "algorithm.reward_weights": [math.inf]}
+    infinite = set()
+    for cls in ours:
+        for name in fields_of(cls) if cls not in (Record, Kind) else ():
+            if fields_of(cls)[name].annotation is float:
+                assert not accepts(cls, name, math.nan), f"{cls.__name__}.{name}"
+                infinite |= {f"{cls.__name__}.{name}"} if accepts(cls, name, math.inf) else set()
+    assert infinite == UNBOUNDED
+    for key, value in of_lists.items():
+        with pytest.raises(ConfigError, match=rf"config.{key}.0=.*: must be a finite number"):
+            load_config("grpo", {"algorithm": "gdpo", key: value})
+    assert OptimizerConfig(max_grad_norm=math.inf).max_grad_norm == math.inf
+    assert CheckpointConfig(max_growth=math.inf).max_growth == math.inf
+
+
+REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
+    "a seed beyond int32": ({"seed": 2**31}, "config.seed=2147483648: must be at most 2147483647"),
+    "steps": ({"total_steps": "99999999999999999999"}, "must be at most 2147483647; 200 works"),
+    "many digits": ({"total_steps": 10**5000}, "config.total_steps=an integer of many digits"),
+    "true": ({"rollout.n": True}, "config.rollout.n=True: expected an integer"),
+    "trues": ({"reward.weights": [True]}, "config.reward.weights=[True]: expected a number"),
+    "format": (
+        {"reward.functions": [{"kind": "format_match", "pattern": "("}]},
+        "functions.0.pattern='(': expected a regular expression, and this is none: missing )",
+    ),
+    "port": (
+        {"reward.functions": [{"kind": "remote", "url": "http://a:70000"}]},
+        "functions.0.url='http://a:70000': expected an address such as http://",
+    ),
+    "name": ({"models": [{"name": "a.b"}]}, "models.0.name='a.b': expected a name of letters"),
+    "unused threshold": (
+        {"algorithm.rollout_is_threshold": "abc"},
+        "config.algorithm.rollout_is_threshold=abc: an importance threshold",
+    ),
+    "nan": ({"algorithm.rollout_is_threshold": math.nan}, "expected a positive number such as"),
+    "rule": (
+        {"algorithm.rollout_rs": "seq_mean", "algorithm.rollout_rs_threshold": 2},
+        "config.algorithm.rollout_rs=seq_mean: no rejection rule 'seq_mean'; did you mean",
+    ),
+    "threshold of a rule": (
+        {"algorithm.rollout_rs": "token_k2", "algorithm.rollout_rs_threshold": "x"},
+        "config.algorithm.rollout_rs_threshold=x: the threshold 'x' of the rejection rule token_k2",
+    ),
+    "weights of gdpo": (
+        {"algorithm": "gdpo", "algorithm.reward_weights": [1, 2]},
+        "config.algorithm.reward_weights=[1,2]: 2 weights for 1 functions",
+    ),
+    "no parts": (
+        {"algorithm": "gdpo", "reward.functions": [], "reward.model": {"training": {}}},
+        "config.algorithm=gdpo: it standardises the reward functions one by one, and there is none",
+    ),
+    "empty": ({"resume": ""}, "expected auto, never, or the folder of a checkpoint"),
+    "null": ({"run_dir": "a\0b"}, "config.run_dir: it has a null character"),
+    "optimizer steps": (
+        {"total_steps": 2**31 - 1},
+        "config.total_steps=2147483647: with 2 mini-batches and config.actor.ppo_epochs=1, more",
+    ),
+    "columns": ({"data.columns": {"prompt": 3}}, "config.data.columns.prompt=3: expected text"),
+    "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
+    "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),
+    "second row": ({"data.train_rows": [{"a": 1}, {2: 3}]}, "row 1 is no dict with names of"),
+    "beyond float32": (
+        {"actor.optimizer.eps": 1e-50},
+        "eps=1e-50: beyond float32: give 0, or",
+    ),
+    "timer": (
+        {"reward.timeout_s": 1e30},
+        "timeout_s=1e+30: must be at most 1e+09; 30 works",
+    ),
+    "token": ({"rollout.stop_token_ids": [-1]}, "stop_token_ids.0=-1: must be 0 or more; 0 works"),
+    "long name": ({"resume": "x" * 5000}, "expected auto, never, or the folder of a checkpoint"),
+    "long file": ({"data.train_files": "x" * 5000}, "no file or folder 'xxx"),
+    "bytes": ({"data.train_tasks": "\udcff"}, "this text is no UTF-8"),
+    "devices": ({"mesh.data": 2**31 - 1}, "config.mesh: its axes have 2147483647 devices in all"),
+    "samples": (
+        {"data.train_batch_size": 2**31 - 1},
+        "config.data.train_batch_size=2147483647: with config.rollout.n=8 it is above",
+    ),
+    "row": ({"data.max_response_length": 2**31 - 1}, "a row has more than 2147483647 tokens"),
+    "batch": (
+        {"data.train_batch_size": 268435399, "actor.ppo_mini_batch_size": 3, "total_steps": 1},
+        "must divide config.data.train_batch_size=268435399; 1 works",
+    ),
+    "buffer": (
+        {"reward.functions": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]},
+        "functions.0.buffer=5: it is above config.reward.functions.0.max_length=4; 4 works",
+    ),
+    "length": (
+        {"reward.functions": [{"kind": "length_range", "maximum": 4, "minimum": 5}]},
+        "functions.0.minimum=5: it is above config.reward.functions.0.maximum=4; 4 works",
+    ),
+    "scores": ({"data.priority": {"kind": "learnability", "low": 1}}, "low=1: it is not below"),
+    "covariance": ({"algorithm": {"kind": "clip_cov", "clip_cov_lb": 6}}, "clip_cov_ub=5; 4 works"),
+    "warm-up": (
+        {
+            "actor.optimizer.schedule": "cosine",
+            "actor.optimizer.total_steps": 5,
+            "actor.optimizer.warmup_steps": 5,
+        },
+        "leaves no step for config.actor.optimizer.schedule=cosine; 6 works",
+    ),
+    "key": ({3: 3}, "the key of an override is 3: give text"),
+    "no kind": (
+        {"models": [{"kind": "scalar"}]},
+        "models.0.name is missing: it has no default; write {name: ",
+    ),
+    "a kind": (
+        {"algorithm": "dro"},
+        "beta is missing: it has no default; write {kind: dro, beta: ",
+    ),
+    "path": ({"stages": [{"path": "f.py:g"}]}, "write {kind: custom, path: f.py:g, "),
+    "single value": ({"algorithm.loss_scale.x": 3}, "loss_scale is a single value and has no keys"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_cannot_work_is_refused(name):
+    overrides, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config("grpo", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        (
+            {"algorithm": {"kind": "dpo", "label_smoothing": 0.7}},
+            r"label_smoothing=0.7: .*; (\S+) ",
+        ),
+        ({"algorithm": {"kind": "grpo", "clip_c": 1.0}}, r"clip_c=1.0: must be above 1; (\S+) "),
+        ({"actor.optimizer.learning_rate": math.inf}, r"must be a finite number; (\S+) works"),
+    ],
+)
+def test_the_value_of_a_remedy_works(overrides, works):
+    with pytest.raises(ConfigError, match=works) as refused:
+        load_config("grpo", overrides)
+    found = re.search(works, str(refused.value))
+    assert found is not None
+    ((key, value),) = overrides.items()
+    fixed = value | {list(value)[-1]: found[1]} if isinstance(value, dict) else found[1]
+    load_config("grpo", {"warmup": None, key: fixed})
+
+
+def test_no_step_can_be_traced_where_there_is_none():
+    with pytest.raises(ConfigError, match=r"config.profile.steps=\[\] works"):
+        load_config("grpo", {"total_steps": 0, "profile.steps": [3]})
+    load_config("grpo", {"total_steps": 0, "profile.steps": []})
+
+
+def test_the_nearest_batch_is_that_of_a_search():
+    for prompts, n, replicas in itertools.product((1, 5, 8, 12), (1, 2, 3), (1, 4, 6)):
+        fitting = [p for p in range(1, 99) if p * n % replicas == 0]
+        assert closest_batch(prompts, n, replicas) == closest(fitting, prompts)
+    assert [divisors(n) for n in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
+
+
+@pytest.mark.parametrize("content", [b"\xff", b'{"a"', b"[" * 99999])
+def test_a_config_that_is_no_json_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.json is no JSON text: .*give a Python file"):
+        load_config(str(tmp_path))
+
+
+def test_what_is_there_instead_of_a_file(tmp_path):
+    (tmp_path / "run").touch()
+    assert nearest_file(tmp_path / "run") == f"; {str(tmp_path / 'run')!r} is a file"
+    assert nearest_file(tmp_path / "runn") == f"; did you mean {str(tmp_path / 'run')!r}?"
+    assert not is_folder("x" * 5000) and not is_file("x" * 5000) and is_file(tmp_path / "run")
+    with pytest.raises(ConfigError, match="the path of the model is empty"):
+        find_model_path("")
+
+
+def test_lengths_of_a_file_are_not_empty(tmp_path):
+    file = tmp_path / "lengths.csv"
+    for content, message in ((b"[1]", "no line PROMPT,RESPONSE"), (b"\xff", "is no text")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            lengths_in(file)
+
+
+def test_another_mesh_has_the_devices_of_the_placement():
+    """The remedy counts all axes."""
+    mesh = {"mesh.expert": 2, "mesh.fsdp": 2, "actor.hf_config": {}, "actor.path": ""}
+    for devices, works in (("0-7", "--config.mesh.fsdp=4"), ("0-2", "--config.mesh={fsdp: 3}")):
+        config = apply_overrides(Config(), {**mesh, "placement": {"actor": devices}})
+        with pytest.raises(ConfigError, match=re.escape(works)):
+            devices_of_roles(config)
+
+
+def test_null_is_the_empty_list():
+    config = load_config("grpo", [("rollout.stop", "null"), ("reward.environment", "['null']")])
+    assert (config.rollout.stop, config.reward.environment) == ((), ("null",))
+
+
+def test_python_sets_an_alarm_by_its_action():
+    stop: Any = "stop"
+    assert AlarmsConfig(kl=stop).kl.threshold == AlarmsConfig().kl.threshold
+    given: Any = Alarm(action="stop")
+    assert AlarmsConfig(kl=given) == AlarmsConfig(kl=stop)
+    off: Any = "off"
+    assert Config(alarms=off).alarms.ratio.action == "off"
+    with pytest.raises(ConfigError, match=r"config\.alarms\.kl\.action='stpo': expected one of"):
+        load_config("grpo", {"alarms": {"kl": "stpo"}})
+
+
+def test_a_column_of_thresholds_is_kept():
+    assert GRPO(rollout_is_threshold="0.5_2").rollout_is_threshold == "0.5_2"
+    threshold: Any = 3
+    assert type(GRPO(rollout_is_threshold=threshold).rollout_is_threshold) is float

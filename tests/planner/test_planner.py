@@ -341,8 +341,20 @@ def test_auto_gives_a_config_that_uses_all_devices_and_says_why(capsys):
     chosen, lines = automatic(tiny(c.PPO(), placement="auto"))
     assert chosen.mesh.num_devices == 8 and chosen.placement == {}
     assert "chosen" in lines[1] and "next" in lines[2] and "why" in lines[-1]
-    ahead, _ = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
-    assert list(ahead.placement) == ["rollout"]
+
+
+@pytest.mark.parametrize(("prompts", "placement"), [(1, ["rollout"]), (64, [])])
+def test_auto_compares_one_group_with_a_rollout_apart(monkeypatch, prompts, placement):
+    """Few long answers leave devices idle, which can learn meanwhile; many do not."""
+    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    config = large(4, placement="auto", max_staleness=1)
+    data = replace(config.data, train_batch_size=16 * prompts)
+    actor = replace(config.actor, ppo_mini_batch_size=16 * prompts)
+    chosen, lines = automatic(replace(config, data=data, actor=actor))
+    assert list(chosen.placement) == placement
+    other = "one group" if placement else "rollout apart"
+    assert any(f"why not {other}" in line and "update_actor takes" in line for line in lines)
+    assert any("placement.rollout" in line for line in lines[1:])
 
 
 def test_auto_searches_what_is_kept_for_the_backward_pass(monkeypatch):
@@ -368,7 +380,7 @@ def test_roles_apart_have_whole_hosts_over_several_processes(
     monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
     monkeypatch.setattr(planner, "gather_objects", lambda value, name: hosts)
     monkeypatch.setattr(planner, "devices_of_nodes", lambda: [list(node) for node in nodes])
-    chosen, lines = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
+    chosen, lines = automatic(large(4, placement="auto", max_staleness=1))
     assert chosen.placement == placement and chosen.mesh.num_devices == (4 if placement else 8)
     assert why_not in lines[-2] and ("was considered" in lines[-2]) == bool(why_not)
 

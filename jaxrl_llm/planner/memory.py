@@ -9,6 +9,7 @@ from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import (
     Rows,
+    gathered_weights,
     head_weights,
     layer_outputs,
     layer_weights,
@@ -98,7 +99,7 @@ def _forward(model: Model, rows: Rows, devices: Devices) -> float:
     config, tensor = model.config, devices.tensor("pass")
     tokens = rows.row_tokens / (devices.mesh.sequence * tensor)
     widest = max(2 * config.active_size, 4 * config.hidden_size) + _copies(config)
-    gathered = 2 * layer_weights(config) * model.itemsize / tensor
+    gathered = 2 * gathered_weights(config, devices.mesh.expert) * model.itemsize / tensor
     cast = 0 if devices.shards > 1 else _cast(model)
     return (
         tokens * widest * model.itemsize
@@ -120,8 +121,8 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     if mesh.pipeline > 1:
         saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
-    in_flight = BUFFERS + GATHERED_LAYERS * GATHERED * layer_weights(config) / mesh.tensor
-    working = in_flight if devices.shards > 1 else 0.0
+    in_flight = GATHERED_LAYERS * GATHERED * gathered_weights(config, mesh.expert) / mesh.tensor
+    working = BUFFERS + in_flight if devices.shards > 1 else 0.0
     return (
         gradients
         + _cast(model) / devices.shards

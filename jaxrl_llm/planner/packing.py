@@ -82,6 +82,18 @@ def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
     return (every + config.num_expert_layers * chosen) / config.num_layers
 
 
+def copied_elements(config: ModelConfig) -> int:
+    """Numbers of a token's copies, one for each of its experts."""
+    mixture = config.mixture
+    return 0 if mixture is None else mixture.experts_per_token * config.hidden_size
+
+
+def expert_rows(config: ModelConfig, tokens: float) -> float:
+    """Rows of each expert in a grouped matmul over so many tokens, with even loads."""
+    mixture = config.mixture
+    return tokens * mixture.experts_per_token / mixture.num_experts if mixture else 0.0
+
+
 def gathered_weights(config: ModelConfig, experts: int) -> float:
     """`layer_weights` that a device gathers where `experts` devices share the experts."""
     shared = layer_weights(config, 0)

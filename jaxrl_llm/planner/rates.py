@@ -32,7 +32,7 @@ HOST_SHARE = 0.9  # copies of offloaded moments
 LINK_SHARE = 0.5  # 220 of 450 GB/s into each of four devices in a layout switch
 EXCHANGE_SHARE = 0.33  # of the data sheet's link, in all-to-all: 148 of 450 GB/s on two devices
 NETWORK_SHARE = 0.7  # assumed: no measurement over a network exists
-HIDDEN = 0.3  # share of the weights' collectives that runs behind matmuls
+HIDDEN = 0.2  # share of the weights' collectives that runs behind matmuls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,9 +71,9 @@ def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
     config, mesh = model.config, devices.mesh
     learned = learned_parameters(model)
     experts = expert_weights(config)
-    # Weights twice a micro-batch, in the dtype of matmuls; their gradients once, in float32. Those
-    # of a mixture are in the dtype of matmuls, as compiled programs have them.
-    twice, gradient = 2 * model.itemsize, 4 if config.mixture is None else model.itemsize
+    # Weights twice a micro-batch and their gradients once, in the dtype of matmuls: so it is in
+    # programs that were compiled for H200s.
+    twice, gradient = 2 * model.itemsize, model.itemsize
     received = _weights(
         devices,
         mesh.tensor,

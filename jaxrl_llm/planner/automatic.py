@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -21,6 +21,16 @@ from jaxrl_llm.planner.work import Work, work_of
 UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
 SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the devices, for roles of their own
 NEXT = 3  # layouts that are shown besides the chosen one
+CLOSE = 0.02  # of a step: stages that differ by less are not named as a reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A config that a run may take, its estimate, and the flags that ask for it."""
+
+    config: Config
+    planned: Estimate
+    flags: tuple[str, ...]
 
 
 def automatic(config: Config) -> tuple[Config, list[str]]:
@@ -37,20 +47,14 @@ def automatic(config: Config) -> tuple[Config, list[str]]:
     rates, known = _rates_here()
     work = work_of(replace(config, placement={}))
     choices = best_placements(work, jax.device_count(), hosts, rates, own=own)
-    kept: list[tuple[Config, Estimate, tuple[str, ...]]] = []
-    for planned, flags in choices:
-        found = _settled(config, planned)
-        if found is not None:
-            kept.append((found, planned, flags))
-        if len(kept) > NEXT:
-            break
+    kept = _best_of_each_form(config, choices)
     if not kept:
         raise ConfigError(
             f"config.placement=auto: no layout of {jax.device_count()} devices holds this run, by "
             "the planner. `jaxrl plan --quick` shows what each stage needs; more devices, or "
             "smaller --config.rollout.num_slots need less"
         )
-    return kept[0][0], _lines(kept, rates, known, refused)
+    return kept[0].config, _lines(kept, rates, known, refused)
 
 
 def shares(count: int, unit: int = 1) -> tuple[int, ...]:
@@ -102,14 +106,13 @@ def best_placements(
     """Layouts of one group, and of roles with `own` devices, or another of these numbers.
 
     The fastest first, each with its flags. With `keep_settings` remat and packed rows stay those of
-    the config. Where generation is ahead, one group is for want of roles apart only.
+    the config.
     """
     one = best_layouts(work, count, hosts, rates, settings=[work] if keep_settings else None)
     settings = [work] if keep_settings else few_settings(work, one)
-    found = list(_apart(work, count, hosts, rates, own, settings))
-    if not (work.config.max_staleness and found):
-        found += [(choice.estimate, choice.flags) for choice in one]
-    return sorted(found, key=lambda each: each[0].seconds)
+    found = [(choice.estimate, choice.flags) for choice in one]
+    found += _apart(work, count, hosts, rates, own, settings)
+    return sorted(found, key=lambda each: each[0].seconds)  # one group first of equals
 
 
 def _apart(
@@ -151,6 +154,20 @@ def _placements(work: Work, names: str) -> Iterator[dict[str, str]]:
             yield {"critic": names, "reference": "critic"}
 
 
+def _best_of_each_form(
+    config: Config, choices: Sequence[tuple[Estimate, tuple[str, ...]]]
+) -> list[Choice]:
+    """The fastest choices that a run of `config` may have, and the fastest of each other form."""
+    kept: list[Choice] = []
+    for planned, flags in choices:
+        if len(kept) > NEXT and _form(planned) in {_form(each.planned) for each in kept}:
+            continue
+        found = _settled(config, planned)
+        if found is not None:
+            kept.append(Choice(config=found, planned=planned, flags=flags))
+    return kept
+
+
 def _settled(config: Config, planned: Estimate) -> Config | None:
     """`config` with this layout; None where a rule refuses it."""
     mesh, placement = planned.devices.mesh, planned.placement
@@ -183,25 +200,51 @@ def _least_device() -> tuple[str | None, int | None]:
     return next((name for name in MEMORY if name in words), None), min(limits) or None
 
 
-def _lines(
-    kept: list[tuple[Config, Estimate, tuple[str, ...]]], rates: Rates, known: bool, refused: str
-) -> list[str]:
-    """The choice, the next best, why no role is apart where none may be, and the reason."""
+def _lines(kept: Sequence[Choice], rates: Rates, known: bool, refused: str) -> list[str]:
+    """The choice, the next best, why no role is apart where none may be, and the reasons."""
     whose = rates.name if known else f"{rates.name}, as this device has no data sheet here"
     lines = [f"placement=auto, by the planner with the rates of {whose}:"]
-    for i, (_, planned, flags) in enumerate(kept):
+    for i, each in enumerate(kept):
         word = "chosen" if i == 0 else "next  "
         lines.append(
-            f"  {word} {number(planned.seconds)} s a step, {number(planned.peak / GB)} GB a "
-            f"device: {' '.join(flags) or 'one device'}"
+            f"  {word} {number(each.planned.seconds)} s a step, {number(each.planned.peak / GB)} "
+            f"GB a device: {' '.join(each.flags) or 'one device'}"
         )
     if refused:
         lines.append(f"  no role with devices of its own was considered: {refused}")
-    lines.append(f"  {_why(kept[0][1])}")
+    best, forms = kept[0].planned, {_form(kept[0].planned)}
+    lines.append(f"  {_why(best)}")
+    for each in kept[1:]:
+        if _form(each.planned) not in forms:
+            forms.add(_form(each.planned))
+            lines.append(f"  {_why_not(each.planned, best)}")
     return lines
+
+
+def _form(planned: Estimate) -> str:
+    """One group, or which roles have devices of their own."""
+    if not planned.placement:
+        return "one group"
+    return f"{' and '.join(planned.placement)} apart"
 
 
 def _why(planned: Estimate) -> str:
     """What the chosen layout's step is made of."""
     stages = ", ".join(f"{s.stage} {number(s.seconds)}" for s in planned.stages)
     return f"why: the stages take {stages} s, and it is the fastest of those that fit"
+
+
+def _why_not(planned: Estimate, best: Estimate) -> str:
+    """What the fastest layout of another form loses against the chosen one."""
+    here = {s.stage: s.seconds for s in planned.stages}
+    there = {s.stage: s.seconds for s in best.stages}
+    differ = [name for name in here if abs(here[name] - there[name]) > CLOSE * best.seconds]
+    parts = [
+        f"{name} takes {number(here[name])} instead of {number(there[name])} s" for name in differ
+    ]
+    if planned.generates_ahead:
+        parts.append("generation runs while the step learns")
+    elif best.generates_ahead:
+        parts.append("generation and learning take turns")
+    reasons = f": {', '.join(parts)}" if parts else ""
+    return f"why not {_form(planned)}: {number(planned.seconds)} s a step{reasons}"

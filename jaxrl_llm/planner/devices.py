@@ -66,6 +66,17 @@ class Devices:
             return 0.0
         return received / self.rates.bandwidth(self.size(axes), self.on_host(axes))
 
+    def exchange_seconds(self, received: float, axes: Sequence[str]) -> float:
+        """Seconds of an all-to-all: as much comes from each other device of the group.
+
+        What comes from other hosts has the network card of one device only.
+        """
+        others, near = self.size(axes) - 1, self.on_host(axes) - 1
+        if received == 0.0 or others == 0:
+            return 0.0
+        inside = received * near / others
+        return max(inside / self.rates.exchange, (received - inside) / self.rates.network)
+
     def neighbours(self, group: int) -> float:
         """Bytes a second between `group` neighbouring devices."""
         return self.rates.bandwidth(group, min(group, self.per_host))

@@ -72,6 +72,11 @@ class Estimate:
     def fits(self) -> bool:
         return self.peak <= self.devices.rates.capacity
 
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether samples are generated while the step learns, on devices of their own."""
+        return ROLLOUT in self.apart and self.work.config.max_staleness > 0
+
     @cached_property
     def seconds(self) -> float:
         """Seconds of a step. Stages of different groups run at the same time where they can.
@@ -79,7 +84,7 @@ class Estimate:
         Passes wait for the samples and updates for all passes. Samples of an older policy are
         generated while the step learns.
         """
-        ahead = ROLLOUT in self.apart and self.work.config.max_staleness > 0
+        ahead = self.generates_ahead
         free: dict[Devices, float] = {}
         ended = {"generate": 0.0, "pass": 0.0, "update": 0.0}
         generating = self.moving

@@ -9,6 +9,8 @@ from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import (
     Rows,
+    copied_elements,
+    gathered_weights,
     head_weights,
     layer_outputs,
     layer_weights,
@@ -97,8 +99,8 @@ def _kv_parts(config: ModelConfig, tensor: int) -> int:
 def _forward(model: Model, rows: Rows, devices: Devices) -> float:
     config, tensor = model.config, devices.tensor("pass")
     tokens = rows.row_tokens / (devices.mesh.sequence * tensor)
-    widest = max(2 * config.active_size, 4 * config.hidden_size) + _copies(config)
-    gathered = 2 * layer_weights(config) * model.itemsize / tensor
+    widest = max(2 * config.active_size, 4 * config.hidden_size) + copied_elements(config)
+    gathered = 2 * gathered_weights(config, devices.mesh.expert) * model.itemsize / tensor
     cast = 0 if devices.shards > 1 else _cast(model)
     return (
         tokens * widest * model.itemsize
@@ -115,16 +117,19 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     adds_up = rows.micro_batches > 1
     # One micro-batch needs no sum of gradients; XLA then keeps them in the dtype of the matmuls.
     gradients = learned * (4 if adds_up else model.itemsize) / devices.shards
+    # Cast once where a loop takes them several times, and kept where nothing is computed again.
+    keeps = adds_up or model.adapters or model.settings.remat == "none"
+    cast = _cast(model) if keeps else 0.0
     tokens = rows.row_tokens / (mesh.sequence * mesh.tensor)
     saved = tokens * config.num_layers * saved_bytes(model)
     if mesh.pipeline > 1:
         saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
-    in_flight = BUFFERS + GATHERED_LAYERS * GATHERED * layer_weights(config) / mesh.tensor
-    working = in_flight if devices.shards > 1 else 0.0
+    in_flight = GATHERED_LAYERS * GATHERED * gathered_weights(config, mesh.expert) / mesh.tensor
+    working = BUFFERS + in_flight if devices.shards > 1 else 0.0
     return (
         gradients
-        + _cast(model) / devices.shards
+        + cast / devices.shards
         + saved
         + scanned
         + tokens * _layer_bytes(model)
@@ -159,7 +164,7 @@ def saved_bytes(model: Model) -> float:
     # A norm behind the MLP reads what its last projection wrote. One behind attention reads what is
     # kept for the residual sum in any case, unless everything is kept: then the sum is.
     behind = 0 if config.norms == "before" else D
-    projections = (queries + kv + 2 * F + _copies(config) + behind) * size
+    projections = (queries + kv + 2 * F + copied_elements(config) + behind) * size
     normed = queries + kv / 2 if config.qk_norm else 0  # heads before their norm, and after
     return (
         residual
@@ -175,10 +180,4 @@ def saved_bytes(model: Model) -> float:
 def _layer_bytes(model: Model) -> float:
     """Bytes of one token while the backward pass is in a layer."""
     config, size = model.config, model.itemsize
-    return (4 * config.hidden_size + 3 * config.active_size + 2 * _copies(config)) * size
-
-
-def _copies(config: ModelConfig) -> int:
-    """Numbers of a token's copies, one for each of its experts."""
-    mixture = config.mixture
-    return 0 if mixture is None else mixture.experts_per_token * config.hidden_size
+    return (4 * config.hidden_size + 3 * config.active_size + 2 * copied_elements(config)) * size

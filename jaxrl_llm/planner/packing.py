@@ -82,6 +82,24 @@ def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
     return (every + config.num_expert_layers * chosen) / config.num_layers
 
 
+def copied_elements(config: ModelConfig) -> int:
+    """Numbers of a token's copies, one for each of its experts."""
+    mixture = config.mixture
+    return 0 if mixture is None else mixture.experts_per_token * config.hidden_size
+
+
+def expert_rows(config: ModelConfig, tokens: float) -> float:
+    """Rows of each expert in a grouped matmul over so many tokens, with even loads."""
+    mixture = config.mixture
+    return tokens * mixture.experts_per_token / mixture.num_experts if mixture else 0.0
+
+
+def gathered_weights(config: ModelConfig, experts: int) -> float:
+    """`layer_weights` that a device gathers where `experts` devices share the experts."""
+    shared = layer_weights(config, 0)
+    return shared + (layer_weights(config) - shared) / experts
+
+
 def layer_outputs(config: ModelConfig) -> float:
     """Features that the projections of one layer without experts have as outputs."""
     heads = config.num_heads + 2 * config.num_kv_heads
@@ -94,7 +112,7 @@ def expert_weights(config: ModelConfig) -> float:
     if mixture is None:
         return 0.0
     size = 3.0 * config.hidden_size * mixture.expert_size
-    return config.num_layers * mixture.num_experts * size
+    return config.num_expert_layers * mixture.num_experts * size
 
 
 def active_weights(config: ModelConfig) -> float:

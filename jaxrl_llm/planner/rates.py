@@ -30,8 +30,9 @@ MEMORY_SHARE = 0.93  # 4.46 of 4.8 TB/s
 CACHE_SHARE = 0.8  # of that, reading the KV cache in decode attention
 HOST_SHARE = 0.9  # copies of offloaded moments
 LINK_SHARE = 0.5  # 220 of 450 GB/s into each of four devices in a layout switch
+EXCHANGE_SHARE = 0.33  # of the data sheet's link, in all-to-all: 148 of 450 GB/s on two devices
 NETWORK_SHARE = 0.7  # assumed: no measurement over a network exists
-HIDDEN = 0.3  # share of the weights' collectives that runs behind matmuls
+HIDDEN = 0.2  # share of the weights' collectives that runs behind matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Rates:
     cache: float
     host: float
     link: float  # from other devices of the host
+    exchange: float  # from those of the host, each sending something else
     network: float  # from other hosts, each device by its own card
     hidden: float = HIDDEN
 
@@ -86,5 +88,6 @@ def _measured(name: str, sheet: Hardware, memory: float) -> Rates:
         cache=bandwidth * CACHE_SHARE,
         host=sheet.host_bandwidth * HOST_SHARE,
         link=link * LINK_SHARE,
+        exchange=link * EXCHANGE_SHARE,
         network=network * NETWORK_SHARE,
     )

@@ -1,6 +1,7 @@
 """The layouts that a config can have on some devices, and the fastest that fit."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,8 @@ from jaxrl_llm.planner.estimate import Estimate, estimate
 from jaxrl_llm.planner.rates import Rates
 from jaxrl_llm.planner.work import Model, Work
 
-PIPELINES = (1, 2, 4, 8)
+PIPELINES = SEQUENCES = (1, 2, 4, 8)
+WIDE = 8  # hosts of a group that generates, where the weights fit on no single host
 REMATS = ("none", "projections", "full")
 ROLES = {"actor", "critic"}  # whose settings are searched
 ROW_TOKENS = (4096, 8192, 16384)  # of packed rows, where a sample fits
@@ -38,15 +40,30 @@ def best_layouts(
     Remat and the rows of packed passes vary with the mesh, unless `settings` has `work` in the
     forms that are compared.
     """
+    forms = list(_settings(work)) if settings is None else settings
+    per_host = max(1, count // hosts)
+    meshes = list(_meshes(work, count, per_host))
+    narrow = [own for mesh in meshes for own in _generating(work, mesh, 1, per_host)]
+    found = _fitting(work, [*meshes, *narrow], forms, hosts, rates)
+    if not found and hosts > 1:  # the weights of generation may need several hosts
+        most = min(count, WIDE * per_host)
+        wide = [own for mesh in meshes for own in _generating(work, mesh, 2 * per_host, most)]
+        found = _fitting(work, wide, forms, hosts, rates)
+    return _distinct(found)
+
+
+def _fitting(
+    work: Work, meshes: Sequence[MeshConfig], forms: Sequence[Work], hosts: int, rates: Rates
+) -> list[Choice]:
+    """Those of the meshes and forms that fit."""
     found = []
-    settings = list(_settings(work)) if settings is None else settings
-    for mesh in _meshes(work, count, hosts):
+    for mesh in meshes:
         devices = Devices(mesh=mesh, hosts=hosts, rates=rates)
-        for each in settings:
+        for each in forms:
             planned = estimate(each, devices)
             if planned.fits:
                 found.append(Choice(estimate=planned, flags=_flags(work, planned)))
-    return _distinct(found)
+    return found
 
 
 def _distinct(choices: list[Choice]) -> list[Choice]:
@@ -74,23 +91,38 @@ def smallest_count(work: Work, most: int, per_host: int, rates: Rates) -> Choice
     return None
 
 
-def _meshes(work: Work, count: int, hosts: int) -> Iterator[MeshConfig]:
-    """Every mesh of `count` devices that the config's sizes allow."""
-    per_host = max(1, count // hosts)
-    for tensor, pipeline, sequence in itertools.product(_powers(per_host), PIPELINES, (1, 2, 4, 8)):
-        rest, left = divmod(count, tensor * pipeline * sequence)
+def _meshes(work: Work, count: int, per_host: int) -> Iterator[MeshConfig]:
+    """Every mesh of `count` devices that the config's sizes allow, generation laid out alike."""
+    sizes = itertools.product(_powers(per_host), PIPELINES, SEQUENCES, _expert_sizes(work, count))
+    for tensor, pipeline, sequence, expert in sizes:
+        rest, left = divmod(count, tensor * pipeline * sequence * expert)
         if left or not rest:
             continue
         for fsdp in _powers(rest):
             mesh = MeshConfig(
-                data=rest // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor, pipeline=pipeline
+                data=rest // fsdp,
+                fsdp=fsdp,
+                expert=expert,
+                sequence=sequence,
+                tensor=tensor,
+                pipeline=pipeline,
             )
-            if rest % fsdp or not _allowed(work, mesh, per_host):
-                continue
-            yield mesh
-            for own in _powers(per_host):
-                if work.online and own > tensor and _divides(work.actor, own):
-                    yield replace(mesh, generation=PhaseMeshConfig(tensor=own))
+            if rest % fsdp == 0 and _allowed(work, mesh, per_host):
+                yield mesh
+
+
+def _expert_sizes(work: Work, count: int) -> list[int]:
+    """Sizes of the axis `expert`: those that divide the experts of every mixture."""
+    mixtures = [model.config.mixture for model in work.models.values() if model.config.mixture]
+    experts = math.gcd(*(mixture.num_experts for mixture in mixtures)) if mixtures else 1
+    return [size for size in _powers(min(experts, count)) if experts % size == 0]
+
+
+def _generating(work: Work, mesh: MeshConfig, least: int, most: int) -> Iterator[MeshConfig]:
+    """`mesh` with each larger `tensor` size of generation, from `least` to `most`."""
+    for own in _powers(most):
+        if work.online and own >= max(least, mesh.tensor + 1) and _divides(work.actor, own):
+            yield replace(mesh, generation=PhaseMeshConfig(tensor=own))
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -107,6 +139,8 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
     for model in work.models.values():
         if not _divides(model, mesh.tensor) or model.config.num_layers % mesh.pipeline:
             return False
+        if _stored_size(model) % (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence):
+            return False
         if (model.adapters or model.config.mixture) and mesh.pipeline > 1:
             return False
         if model.config.mixture and mesh.sequence > 1:
@@ -114,6 +148,14 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
     rows = work.samples.count
     mini = min((rows // job.mini_batches for job in work.jobs), default=rows)
     return mini % mesh.num_replicas == 0
+
+
+def _stored_size(model: Model) -> int:
+    """What the shards of stored weights must divide."""
+    config = model.config
+    latent = config.latent
+    ranks = [] if latent is None else [latent.query_rank, latent.kv_rank]
+    return math.gcd(config.hidden_size, *(rank for rank in ranks if rank))
 
 
 def _divides(model: Model, tensor: int) -> bool:

@@ -177,9 +177,10 @@ class AheadBatches(PromptBatches):
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         started = time.perf_counter()
-        # Responses that go on share the call of the next batch, so that one begins now too.
-        more = 1 if self.plan.config.partial_rollouts else 0
-        self._fill(step, step + self.plan.config.max_staleness + more, states, self._saving)
+        if step == 0:
+            self._fill(0, self.plan.config.max_staleness, states, self._saving)
+        # Later the next step lets this policy do its part, here or in a run that goes on: what it
+        # would generate now is of no use to a run that ends.
         self._take_over(self._saving)
         ahead = tuple(self._ahead) if self._settled() else ()
         self.saving_s = max(self.saving_s, time.perf_counter() - started)

@@ -1,12 +1,14 @@
 """Tables of docs/planner.md and docs/scaling.md: python scripts/benchmarks/planned_scaling.py
 
+Names of tables print those alone: dense, mixtures, weak, ahead.
+
 The layouts that the planner chooses for published models on 1 to 1,024 H200s, and weak scaling.
 Nothing is compiled.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import jax  # noqa: E402
 from benchmarks.planned_steps import ROOT, shape_of  # noqa: E402
 from benchmarks.workloads import mix_limits  # noqa: E402
 from jaxrl_llm import config as c  # noqa: E402
+from jaxrl_llm.models.config import Mixture  # noqa: E402
 from jaxrl_llm.models.families import to_hf_config  # noqa: E402
 from jaxrl_llm.planner.automatic import best_placements, shares  # noqa: E402
 from jaxrl_llm.planner.rates import GB, rates_of  # noqa: E402
@@ -40,16 +43,34 @@ MODELS: dict[str, dict[str, Any]] = {
     "32B": scale_config("grpo_32b_64").actor.hf_config,
     "72B": scale_config("ppo_72b_1024").actor.hf_config,
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "30B-A3B": to_hf_config(shape_of("qwen3-30b-a3b")),
+    "235B-A22B": to_hf_config(
+        replace(
+            shape_of("qwen3-30b-a3b"),
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_layers=94,
+            sliding_window=(),
+            num_heads=64,
+            mixture=Mixture(
+                num_experts=128, experts_per_token=8, expert_size=1536, normalized=True
+            ),
+        )
+    ),
+    "671B": to_hf_config(shape_of("deepseek-v3")),
+}
 ALGORITHMS: dict[str, tuple[Any, int]] = {
     "PPO": (c.PPO(use_kl_loss=True), 1),
     "GRPO": (c.GRPO(use_kl_loss=True), 8),
 }
 LONGEST = 4096  # tokens of a response, for generating ahead
+SLOTS = 256  # of a replica that generates, for mixtures
 SAMPLES = 64  # a device; 1,024 + 1,024 tokens each
 
 
-def run_of(hf: dict[str, Any], algorithm: str, devices: int) -> c.Config:
-    """A run with SAMPLES samples a device in one update."""
+def run_of(hf: dict[str, Any], algorithm: str, devices: int, slots: int = 0) -> c.Config:
+    """A run with SAMPLES samples a device in one update; `slots` decode at once, 0 takes all."""
     settings, n = ALGORITHMS[algorithm]
     prompts = max(devices * SAMPLES // n, 8)
     model: dict[str, Any] = {"dtype": "bfloat16", "micro_batch_tokens": 8192}
@@ -63,20 +84,25 @@ def run_of(hf: dict[str, Any], algorithm: str, devices: int) -> c.Config:
         ),
         actor=c.ActorConfig(hf_config=hf, ppo_mini_batch_size=prompts, **model),
         critic=c.CriticConfig(**model),
-        rollout=c.RolloutConfig(n=n),
+        rollout=c.RolloutConfig(n=n, num_slots=slots),
         algorithm=settings,
         reward=c.RewardConfig(functions=(c.ExactAnswer(),)),
     )
 
 
-def choices() -> Iterator[str]:
+def choices(
+    models: dict[str, dict[str, Any]],
+    algorithms: Iterable[str],
+    counts: Iterable[int],
+    slots: int = 0,
+) -> Iterator[str]:
     """The fastest layout of each model, algorithm and number of devices, as rows of a table."""
     yield "| model | GPUs | step, s | tokens/s a GPU | GB | search, s | layout |"
     yield "|---|---|---|---|---|---|---|"
-    for name, hf in MODELS.items():
-        for algorithm in ALGORITHMS:
-            for count in COUNTS:
-                work = work_of(run_of(hf, algorithm, count))
+    for name, hf in models.items():
+        for algorithm in algorithms:
+            for count in counts:
+                work = work_of(run_of(hf, algorithm, count, slots))
                 start = time.monotonic()
                 found = best_layouts(work, count, -(-count // PER_HOST), rates_of("h200"))
                 spent = time.monotonic() - start
@@ -157,8 +183,14 @@ def _short(flags: tuple[str, ...]) -> str:
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
-    for lines in (choices(), weak_scaling(), asynchrony()):
-        for line in lines:
+    tables = {
+        "dense": lambda: choices(MODELS, ALGORITHMS, COUNTS),
+        "mixtures": lambda: choices(MIXTURES, ALGORITHMS, (8, 64, 1024), SLOTS),
+        "weak": weak_scaling,
+        "ahead": asynchrony,
+    }
+    for name in sys.argv[1:] or tables:
+        for line in tables[name]():
             print(line, flush=True)
         print()
 

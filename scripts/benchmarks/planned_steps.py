@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.placed_run import get_config  # noqa: E402
 from benchmarks.run_config import run_config  # noqa: E402
 from jaxrl_llm.config import apply_override  # noqa: E402
-from jaxrl_llm.models.config import ModelConfig  # noqa: E402
+from jaxrl_llm.models.config import Latent, ModelConfig  # noqa: E402
 from jaxrl_llm.models.shapes import SHAPES  # noqa: E402
 from jaxrl_llm.planner.devices import Devices  # noqa: E402
 from jaxrl_llm.planner.estimate import Estimate, placed  # noqa: E402
@@ -89,9 +89,11 @@ def work_of_row(row: dict[str, Any]) -> Work:
 
 
 def shape_of(name: str) -> ModelConfig:
-    """A named shape, or Qwen2.5-3B, which has no benchmarks of its own."""
+    """A named shape, Qwen2.5-3B, which has no benchmarks of its own, or layers of a mixture."""
     if name in SHAPES:
         return SHAPES[name]
+    if name in CUT:
+        return CUT[name]()
     assert name == "qwen2.5-3b"
     small = SHAPES["qwen2.5-1.5b"]
     return replace(
@@ -102,6 +104,50 @@ def shape_of(name: str) -> ModelConfig:
         num_heads=16,
         sliding_window=(),
     )
+
+
+def _few_layers(name: str, mixture: dict[str, int], **sizes: Any) -> ModelConfig:
+    """Four layers of a published shape with these sizes."""
+    whole = SHAPES[name]
+    assert whole.mixture is not None
+    sizes = {
+        "vocab_size": 32_768,
+        "num_layers": 4,
+        "sliding_window": whole.sliding_window[:4],
+        **sizes,
+    }
+    return replace(whole, mixture=replace(whole.mixture, **mixture), **sizes)
+
+
+# Rows of docs/results.jsonl name the experts and the hidden size. What they do not name is that of
+# the published model here, but for a vocabulary of 32,768 where its own would not fit the card.
+CUT = {
+    "qwen3moe-4layers": lambda: _few_layers("qwen3-30b-a3b", {"num_experts": 64}),
+    "gptoss-4layers": lambda: _few_layers(
+        "gpt-oss-20b",
+        {"num_experts": 16, "expert_size": 2048},
+        hidden_size=2048,
+        intermediate_size=2048,
+    ),
+    "deepseek-4layers": lambda: _few_layers(
+        "deepseek-v3",
+        {
+            "num_experts": 64,
+            "experts_per_token": 6,
+            "expert_size": 1408,
+            "shared_size": 2816,
+            "dense_layers": 1,
+            "num_groups": 1,
+            "groups_per_token": 1,
+        },
+        hidden_size=2048,
+        intermediate_size=11_264,
+        num_heads=16,
+        num_kv_heads=16,
+        vocab_size=163_840,
+        latent=Latent(kv_rank=512, query_rank=None, rope_dim=64, value_dim=128),
+    ),
+}
 
 
 def table_lines() -> list[str]:

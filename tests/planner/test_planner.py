@@ -15,8 +15,10 @@ from tiny import MODEL
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.layout import train_layout
+from jaxrl_llm.distributed.layout import generation_layout, mesh_of, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.reshard import switch_bytes as real_switch_bytes
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.generation.engine import begin
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -27,7 +29,7 @@ from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
 from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.models.layers import rope_tables
-from jaxrl_llm.models.shapes import num_parameters
+from jaxrl_llm.models.shapes import SHAPES, num_parameters
 from jaxrl_llm.planner import automatic as planner
 from jaxrl_llm.planner.automatic import automatic, best_placements, shares
 from jaxrl_llm.planner.compiled import RealPrograms, with_compiled
@@ -36,9 +38,9 @@ from jaxrl_llm.planner.estimate import estimate, placed
 from jaxrl_llm.planner.memory import cache_tokens, saved_bytes
 from jaxrl_llm.planner.packing import Rows, rows_of
 from jaxrl_llm.planner.rates import rates_of
-from jaxrl_llm.planner.search import best_layouts
+from jaxrl_llm.planner.search import _meshes, best_layouts
 from jaxrl_llm.planner.seconds import _decoding
-from jaxrl_llm.planner.traffic import of_update
+from jaxrl_llm.planner.traffic import of_switch, of_update, switch_bytes
 from jaxrl_llm.planner.work import Samples, work_of
 
 H200 = rates_of("h200")
@@ -296,6 +298,75 @@ def test_layouts_fit_divide_the_work_and_are_sorted():
         assert flags.get("mesh.fsdp", "1") == str(mesh.fsdp)
 
 
+EXPERTS = WIDE | {
+    **{"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "norm_topk_prob": True},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("hf", "axes"),
+    [
+        (WIDE, {"data", "fsdp", "tensor", "sequence", "pipeline"}),
+        (EXPERTS, {"data", "fsdp", "tensor", "expert"}),
+    ],
+    ids=["dense", "experts"],
+)
+def test_the_search_tries_every_axis_that_a_run_takes(hf, axes):
+    config = tiny(c.GRPO())
+    config = replace(config, actor=replace(config.actor, hf_config=hf))
+    meshes = list(_meshes(work_of(config), 8, 4))
+    assert {axis for mesh in meshes for axis, size in mesh.sizes.items() if size > 1} == axes
+    for mesh in meshes:
+        c.check(replace(config, mesh=mesh))  # refuses what does not divide
+
+
+@pytest.mark.parametrize(
+    ("sizes", "own"),
+    [
+        ({"fsdp": 4}, 0),
+        ({"fsdp": 4}, 2),
+        ({"fsdp": 2, "tensor": 2}, 4),
+        ({"data": 2, "fsdp": 2}, 0),
+    ],
+    ids=str,
+)
+def test_a_layout_switch_moves_what_devices_lack(sizes, own):
+    mesh = c.MeshConfig(**sizes, generation=c.PhaseMeshConfig(tensor=own))
+    config = tiny(c.GRPO(), mesh)
+    work, heads = work_of(config), 2
+    spec, real = model_spec(work.actor.config), mesh_of(mesh, [heads])
+    layouts = train_layout(real, heads), generation_layout(real, heads, tensor=own)
+    before, after = (shardings(spec.axes, spec.params, real, each.rules) for each in layouts)
+    planned = switch_bytes(work.actor, work, Devices(mesh=mesh, hosts=1, rates=H200))
+    assert planned == pytest.approx(real_switch_bytes(spec.params, before, after), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "own", "milliseconds"),
+    [
+        ("qwen2.5-1.5b", 0, 16.71),
+        ("qwen2.5-1.5b", 2, 15.45),
+        ("llama-3.1-8b", 0, 51.11),
+        ("llama-3.1-8b", 2, 34.98),
+    ],
+)
+def test_the_time_of_a_layout_switch_is_near_the_measured_one(shape, own, milliseconds):
+    """Two H100, bfloat16: docs/results.jsonl, 2026-11-24."""
+    mesh = c.MeshConfig(fsdp=2, generation=c.PhaseMeshConfig(tensor=own))
+    work = work_of(tiny(c.GRPO(), rollout=c.RolloutConfig(n=4, dtype="bfloat16")))
+    actor = replace(work.actor, config=SHAPES[shape])
+    devices = Devices(mesh=mesh, hosts=1, rates=rates_of("h100"))
+    assert of_switch(actor, work, devices).latency == pytest.approx(milliseconds / 1e3, rel=0.2)
+
+
+def test_an_all_to_all_over_hosts_has_one_network_card_a_device():
+    devices = Devices(mesh=c.MeshConfig(expert=8), hosts=2, rates=H200)
+    inside, outside = 3e9 / 7 / H200.exchange, 4e9 / 7 / H200.network
+    assert devices.exchange_seconds(1e9, ("expert",)) == pytest.approx(max(inside, outside))
+    assert devices.seconds(1e9, ("expert",)) < devices.exchange_seconds(1e9, ("expert",))
+
+
 def test_a_group_over_hosts_is_as_fast_as_its_network():
     devices = Devices(mesh=c.MeshConfig(fsdp=8, tensor=2), hosts=2, rates=H200)
     assert devices.on_host(("tensor",)) == 2 and devices.on_host(("fsdp",)) == 4
@@ -341,8 +412,20 @@ def test_auto_gives_a_config_that_uses_all_devices_and_says_why(capsys):
     chosen, lines = automatic(tiny(c.PPO(), placement="auto"))
     assert chosen.mesh.num_devices == 8 and chosen.placement == {}
     assert "chosen" in lines[1] and "next" in lines[2] and "why" in lines[-1]
-    ahead, _ = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
-    assert list(ahead.placement) == ["rollout"]
+
+
+@pytest.mark.parametrize(("prompts", "placement"), [(1, ["rollout"]), (64, [])])
+def test_auto_compares_one_group_with_a_rollout_apart(monkeypatch, prompts, placement):
+    """Few long answers leave devices idle, which can learn meanwhile; many do not."""
+    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    config = large(4, placement="auto", max_staleness=1)
+    data = replace(config.data, train_batch_size=16 * prompts)
+    actor = replace(config.actor, ppo_mini_batch_size=16 * prompts)
+    chosen, lines = automatic(replace(config, data=data, actor=actor))
+    assert list(chosen.placement) == placement
+    other = "one group" if placement else "rollout apart"
+    assert any(f"why not {other}" in line and "update_actor takes" in line for line in lines)
+    assert any("placement.rollout" in line for line in lines[1:])
 
 
 def test_auto_searches_what_is_kept_for_the_backward_pass(monkeypatch):
@@ -368,7 +451,7 @@ def test_roles_apart_have_whole_hosts_over_several_processes(
     monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
     monkeypatch.setattr(planner, "gather_objects", lambda value, name: hosts)
     monkeypatch.setattr(planner, "devices_of_nodes", lambda: [list(node) for node in nodes])
-    chosen, lines = automatic(tiny(c.GRPO(), placement="auto", max_staleness=1))
+    chosen, lines = automatic(large(4, placement="auto", max_staleness=1))
     assert chosen.placement == placement and chosen.mesh.num_devices == (4 if placement else 8)
     assert why_not in lines[-2] and ("was considered" in lines[-2]) == bool(why_not)
 

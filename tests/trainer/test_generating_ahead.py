@@ -274,6 +274,19 @@ def test_what_is_generated_at_a_checkpoint_counts_for_the_next_step(in_parts):
     assert later and all(row["timing_s/gen_continue"] > 0 for row in later)
 
 
+def test_a_run_that_ends_generates_nothing_at_its_save_and_goes_on_to_more_steps(
+    tmp_path, in_parts
+):
+    """Older policies are gone after the save. So what they answered is there, and no more."""
+    short = begin(tmp_path, **(LEARNING_IN_PARTS | {"total_steps": "2"}))
+    _, state = manager.restore(short.step_path(2), {})
+    newest = [batch["rounds"][0]["policy_version"] for batch in state["ahead"]["batches"]]
+    assert newest == [0, 1] and [batch["version"] for batch in state["ahead"]["batches"]] == [1, 1]
+    longer = begin(tmp_path, **LEARNING_IN_PARTS)
+    assert longer.samples("train") == in_parts.samples("train")
+    assert_same_bits(longer.weights(STEPS), in_parts.weights(STEPS))
+
+
 def test_a_batch_that_fails_ahead_does_not_take_the_steps_before_it(tmp_path, monkeypatch):
     score = RewardFunctions.score
 

@@ -143,12 +143,12 @@ class Block(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = by_rows(strict, before, state, x_BTD, *rope)
         window = self.attention.window
         out_BTNH, new_cache = attend(q_BTNH, k_BTKH, v_BTKH, layer_cache, window=window)
-        experts = self.mlp if isinstance(self.mlp, Experts) else None
-        if experts is not None:
-            routing = (routing or Routing()).whole(x_BTD, experts.mixture)
-        x_BTD, choice = by_rows(strict, after, state, x_BTD, out_BTNH, routing)
-        routed = None if experts is None else experts.router.routed(choice, routing)
-        return x_BTD, new_cache, routed
+        if not isinstance(self.mlp, Experts):
+            x_BTD, _ = by_rows(strict, after, state, x_BTD, out_BTNH, None)
+            return x_BTD, new_cache, None
+        whole = (routing or Routing()).whole(x_BTD, self.mlp.mixture)
+        x_BTD, choice = by_rows(strict, after, state, x_BTD, out_BTNH, whole)
+        return x_BTD, new_cache, self.mlp.router.routed(choice, whole)
 
 
 # Runs layers, in their order, on the residual stream [B, T, D]; what their routers did comes too.

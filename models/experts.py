@@ -109,13 +109,7 @@ class Router(nnx.Module):
         if mixture.scores == "sigmoid":
             setattr(self, BALANCE, parameter(shape[1:], ("norm",), "zeros", jnp.float32))
 
-    def __call__(self, x_BTD: jax.Array, routing: Routing | None) -> tuple[jax.Array, Routed]:
-        """The weights [B, T, K] of the chosen experts, and the choice."""
-        routing = routing or Routing()
-        choice = self.choice(x_BTD, routing)
-        return choice.weights_BTK, self.routed(choice, routing)
-
-    def choice(self, x_BTD: jax.Array, routing: Routing) -> Choice:
+    def __call__(self, x_BTD: jax.Array, routing: Routing) -> Choice:
         """What the router says of each token. Any dims may be in place of B and T."""
         E, K = self.mixture.num_experts, self.mixture.experts_per_token
         logits_BTE = jnp.einsum(
@@ -216,18 +210,20 @@ class Experts(nnx.Module):
         self, x_BTD: jax.Array, routing: Routing | None = None
     ) -> tuple[jax.Array, Routed]:
         """The layer's output [B, T, D], and what its router did."""
-        weights_BTK, routed = self.router(x_BTD, routing)
+        routing = routing or Routing()
+        choice = self.router(x_BTD, routing)
+        weights_BTK, chosen_BTK = choice.weights_BTK, choice.chosen_BTK
         kernels, bias_ED = self._kernels(x_BTD.dtype)
-        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
+        y_BTD = experts_of_tokens(x_BTD, weights_BTK, chosen_BTK, kernels)
         if bias_ED is not None:
-            y_BTD += _weighted_rows(weights_BTK, routed.chosen_BTK, bias_ED).astype(y_BTD.dtype)
+            y_BTD += _weighted_rows(weights_BTK, chosen_BTK, bias_ED).astype(y_BTD.dtype)
         if self.mixture.shared_size:
             y_BTD += self.shared(x_BTD)
-        return y_BTD, routed
+        return y_BTD, self.router.routed(choice, routing)
 
     def strictly(self, x_CD: jax.Array, routing: Routing) -> tuple[jax.Array, Choice]:
         """The output of a chunk of rows, whose bits depend on each row alone; see strict.py."""
-        choice = self.router.choice(x_CD, routing)
+        choice = self.router(x_CD, routing)
         kernels, bias_ED = self._kernels(x_CD.dtype)
         assert bias_ED is None and not self.mixture.shared_size, "refused: see `strict_of`"
         # Sums over experts must not be joined with what the router computes.

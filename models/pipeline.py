@@ -338,7 +338,9 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
     dims = variables[0].get_metadata()["axes"]
     stacked = jnp.stack([variable.get_value() for variable in variables])
     used = layout.of_stage.spec(*dims)
-    for embed in {"embed", "expert_embed"}.intersection(dims):  # one at most
+    for embed in ("embed", "expert_embed"):  # a weight has one at most
+        if embed not in dims:
+            continue
         stored = layout.axes(embed)
         rest = tuple(axis for axis in stored[len(axes) :] if layout.mesh.shape[axis] > 1)
         assert stored[: len(axes)] == axes, (stored, axes)

@@ -27,7 +27,7 @@ MODELS = {
     "qwen3_moe": EXPERTS | {"num_hidden_layers": L},
     "deepseek_v3": DEEPSEEK | {"num_hidden_layers": 1 + L, "n_shared_experts": 1},
 }
-ROUTER = RouterLoss(aux_coef=0.5, by_layer=True, z_coef=0.25, bias_rate=0.0)
+ROUTER = RouterLoss(aux_coef=0.5, by_layer=True, z_coef=0.25)
 ROUTINGS = ("own", "balanced", "all to one device", "partly given")
 WITH_ALL = {
     "pipeline": 2,
@@ -74,6 +74,7 @@ def program(family: str, sizes: tuple[tuple[str, int], ...], packed: bool, scan:
     def loss(params: Any, fields: Any) -> Any:
         part = parts.split(fields).at(0)
         statistics = response_statistics(params, rows_of(part), spec=spec, settings=role.forward)
+        assert statistics.routed is not None
         added, metrics = ROUTER(statistics.routed, jnp.float32(1.0))
         logprobs = statistics.logprobs * fields["mask"]
         value = (logprobs * fields["weights"]).sum() + added

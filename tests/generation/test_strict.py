@@ -75,7 +75,7 @@ def samples(params, prompts):
     return sampled(params, prompts, STRICT, np.arange(N), group=GROUP)
 
 
-def scored(params, rows, strict, spec=SPEC):
+def scored(params, rows, strict: Strict | None, spec=SPEC):
     settings = ForwardSettings(strict=strict)
     found = response_statistics(
         params, rows, spec=spec, settings=settings, temperature=TEMPERATURE, with_entropy=True

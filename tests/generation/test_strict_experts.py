@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_strict import GROUP, MODEL, STRICT, N, P, R, compiled, generated, prompts, scored
 
+from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.rows import ROUTES, rows_of, sample_fields
 from jaxrl_llm.models.base import init_params, model_spec
@@ -37,7 +38,7 @@ def fields_of(prompts, samples):
     return sample_fields(*arrays)
 
 
-def of_parts(params, fields, micro_batches, strict=STRICT):
+def of_parts(params, fields, micro_batches, strict: Strict | None = STRICT):
     """Log-probs of all samples, and the gradient of their sum."""
     align = None if strict is None else strict.align
 

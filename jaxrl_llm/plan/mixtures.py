@@ -30,13 +30,6 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
             "works"
         )
     actor = roles.get("actor")
-    replayed = actor is not None and replays_routes(config, actor)
-    if replayed and config.partial_rollouts:
-        raise ConfigError(
-            f"config.partial_rollouts={config.partial_rollouts} does not work with "
-            "config.rollout.routing_replay: the experts of a response that was cut are not kept; "
-            "--config.rollout.routing_replay=False works"
-        )
     _check_router_keys(config, actor)
 
 

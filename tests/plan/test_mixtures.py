@@ -66,7 +66,6 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         ({"vocab_size": 96}, {"actor": {"router_aux_loss_by_layer": True}}, "by_layer=False works"),
         ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
         (EXPERTS, {"actor": {"router_aux_loss_by_layer": True}}, "router_aux_loss_coef=0.01 works"),
-        (EXPERTS, {"partial_rollouts": 2, "max_staleness": 1}, "routing_replay=False works"),
         (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
         (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (

@@ -429,8 +429,10 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
     else:
         micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
         of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
-        update = Padded(num=mini_batch // micro_batch, shard=shard_stacked(layout))
-        forward = Padded(num=samples // of_pass, shard=shard_stacked(of_passes))
+        update = Padded(
+            num=mini_batch // micro_batch, align=role.forward.align, shard=shard_stacked(layout)
+        )
+        forward = replace(update, num=samples // of_pass, shard=shard_stacked(of_passes))
     return UpdateSizes(
         num_mini_batches=samples // mini_batch,
         num_epochs=settings.ppo_epochs,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import DEEPSEEK, EXPERTS, MODEL
+from tiny import DEEPSEEK, EXPERTS, GPT_OSS, MODEL
 from tiny_iteration import random_params
 
 from jaxrl_llm.config import MeshConfig, ModelSettings
@@ -25,6 +25,7 @@ from jaxrl_llm.plan.roles import make_role
 L, E, K, N, P, R = 4, 4, 2, 16, 5, 6  # layers of experts, experts, of a token; the batch
 MODELS = {
     "qwen3_moe": EXPERTS | {"num_hidden_layers": L},
+    "gpt_oss": GPT_OSS | {"num_hidden_layers": L},
     "deepseek_v3": DEEPSEEK | {"num_hidden_layers": 1 + L, "n_shared_experts": 1},
 }
 ROUTER = RouterLoss(aux_coef=0.5, by_layer=True, z_coef=0.25)
@@ -105,6 +106,8 @@ def program(family: str, sizes: tuple[tuple[str, int], ...], packed: bool, scan:
                 ("qwen3_moe", {"sequence": 4, "expert": 2}, True, False),
                 ("qwen3_moe", {"sequence": 2, "expert": 2, "tensor": 2}, False, False),
                 ("qwen3_moe", {"fsdp": 2, "sequence": 4}, True, True),
+                ("gpt_oss", {"pipeline": 2, "expert": 2, "tensor": 2}, True, False),
+                ("gpt_oss", {"pipeline": 2, "expert": 2, "sequence": 2}, False, False),
                 ("deepseek_v3", WITH_ALL, True, False),
                 ("deepseek_v3", {"sequence": 2, "expert": 2, "tensor": 2}, True, False),
             )

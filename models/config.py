@@ -226,6 +226,11 @@ class ModelConfig:
             return self.intermediate_size
         return mixture.experts_per_token * mixture.expert_size + mixture.shared_size
 
+    @property
+    def num_leading_layers(self) -> int:
+        """Dense layers before those of experts; 0 in a dense model."""
+        return 0 if self.mixture is None else self.mixture.dense_layers
+
     def mixture_of(self, layer: int) -> Mixture | None:
         """The experts of a layer; None where it has an MLP."""
         mixture = self.mixture

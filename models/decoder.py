@@ -90,7 +90,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Any, Routed | None]:
         strict = strict_in_scope()
         if strict is not None and not strict.kernels:
-            return *self._strictly(strict, x_BTD, rope, layer_cache, attend), None
+            return self._strictly(strict, x_BTD, rope, layer_cache, attend, routing)
         read_BTD = self._read(x_BTD, self.attention_norm)
         mixed_BTD, new_cache = self.attention(read_BTD, rope, layer_cache, attend)
         x_BTD = x_BTD + self._addend(scattered(mixed_BTD), self.attention_out_norm)
@@ -120,7 +120,8 @@ class Block(nnx.Module):
         rope: tuple[jax.Array, ...],
         layer_cache: Any,
         attend: Attend,
-    ) -> tuple[jax.Array, Any]:
+        routing: Routing | None,
+    ) -> tuple[jax.Array, Any, Routed | None]:
         """The layer in chunks of rows before and after the attention."""
         graphdef, state = nnx.split(self)
 
@@ -129,21 +130,29 @@ class Block(nnx.Module):
             assert isinstance(layer.attention, Attention)
             return layer.attention.inputs(layer._read(x_CD, layer.attention_norm), rope)
 
-        def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array) -> jax.Array:
+        def after(state: Any, x_CD: jax.Array, out_CNH: jax.Array, routing: Any) -> Any:
             layer = nnx.merge(graphdef, state)
-            assert isinstance(layer.mlp, MLP)
             x_CD = x_CD + layer._addend(layer.attention.o(out_CNH), layer.attention_out_norm)
-            mixed_CD = layer.mlp(layer._read(x_CD, layer.mlp_norm))
-            return x_CD + layer._addend(mixed_CD, layer.mlp_out_norm)
+            read_CD = layer._read(x_CD, layer.mlp_norm)
+            if isinstance(layer.mlp, Experts):
+                mixed_CD, choice = layer.mlp.strictly(read_CD, routing)
+            else:
+                mixed_CD, choice = layer.mlp(read_CD), None
+            return x_CD + layer._addend(mixed_CD, layer.mlp_out_norm), choice
 
         q_BTNH, k_BTKH, v_BTKH = by_rows(strict, before, state, x_BTD, *rope)
         window = self.attention.window
         out_BTNH, new_cache = attend(q_BTNH, k_BTKH, v_BTKH, layer_cache, window=window)
-        return by_rows(strict, after, state, x_BTD, out_BTNH), new_cache
+        if not isinstance(self.mlp, Experts):
+            x_BTD, _ = by_rows(strict, after, state, x_BTD, out_BTNH, None)
+            return x_BTD, new_cache, None
+        whole = (routing or Routing()).whole(x_BTD, self.mlp.mixture)
+        x_BTD, choice = by_rows(strict, after, state, x_BTD, out_BTNH, whole)
+        return x_BTD, new_cache, self.mlp.router.routed(choice, whole)
 
 
-# Runs layers, in their order, on the residual stream [B, T, D].
-RunLayers = Callable[[list[Block], jax.Array], jax.Array]
+# Runs layers, in their order, on the residual stream [B, T, D]; what their routers did comes too.
+RunLayers = Callable[[list[Block], jax.Array], tuple[jax.Array, Routed | None]]
 
 
 class Decoder(nnx.Module):
@@ -190,8 +199,8 @@ class Decoder(nnx.Module):
         in a loop over stacked weights: the program is smaller, but the weights are copied. The
         layers after the last whole period run one by one. `residual_dtype` is the dtype of the
         residual stream; None takes that of the parameters. `run_layers` computes the layers in
-        another way. `routing` is for layers of experts; what their routers did has these layers as
-        its first dim.
+        another way, but for leading dense ones. `routing` is for layers of experts; what their
+        routers did has these layers as its first dim.
 
         Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers that repeat no pattern.
@@ -203,15 +212,32 @@ class Decoder(nnx.Module):
         if residual_dtype is not None:
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
+        of_layers = (rope, attend, remat, routing)
         if run_layers is not None:
             assert cache is None
-            return norm(run_layers(layers, x_BTD)), (), None
+            first = self.config.num_leading_layers
+            x_BTD, _, _ = self._in_turn(layers[:first], x_BTD, None, *of_layers)
+            x_BTD, routed = run_layers(layers[first:], x_BTD)
+            return norm(x_BTD), (), routed
         if scan:
             assert cache is None
-            x_BTD, routed = _scanned(layers, x_BTD, rope, attend, remat, routing)
+            x_BTD, routed = _scanned(layers, x_BTD, *of_layers)
             return norm(x_BTD), (), routed
+        x_BTD, new_cache, routed = self._in_turn(layers, x_BTD, cache, *of_layers)
+        return norm(x_BTD), new_cache, routed
+
+    def _in_turn(
+        self,
+        layers: list[Block],
+        x_BTD: jax.Array,
+        cache: tuple[Any, ...] | None,
+        rope: tuple[jax.Array, ...],
+        attend: Attend,
+        remat: Remat,
+        routing: Routing | None,
+    ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
+        """The first `layers` of the model one after the other."""
         new_cache, routed = [], []
-        first = self.config.num_layers - self.config.num_expert_layers
         runs: dict[Any, Callable[..., Any]] = {}
         for i, layer in enumerate(layers):
             graphdef, state = nnx.split(layer)
@@ -220,7 +246,9 @@ class Decoder(nnx.Module):
                 # Equal layers share one jitted function, which is traced, differentiated and
                 # lowered once. XLA inlines it, so the program is the same.
                 runs[graphdef] = jax.jit(_block_fn(graphdef, attend, remat))
-            of_layer = None if routing is None else routing.of_layer(i - first)
+            of_layer = None
+            if routing is not None:
+                of_layer = routing.of_layer(i - self.config.num_leading_layers)
             x_BTD, new_layer_cache, layer_routed = runs[graphdef](
                 state, x_BTD, rope, layer_cache, of_layer
             )
@@ -228,7 +256,7 @@ class Decoder(nnx.Module):
             if layer_routed is not None:
                 routed.append(layer_routed)
         every = jax.tree.map(lambda *layers: jnp.stack(layers), *routed) if routed else None
-        return norm(x_BTD), tuple(new_cache), every
+        return x_BTD, tuple(new_cache), every
 
     def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
         def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, ...]:

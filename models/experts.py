@@ -9,7 +9,7 @@ token, N tokens of a device, M rows of the grouped matmuls.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,15 @@ class Routing:
             return Routing(real_BT=self.real_BT)
         return Routing(real_BT=self.real_BT, chosen_BTLK=self.chosen_BTLK[:, :, layer])
 
+    def whole(self, x_BTD: jax.Array, mixture: Mixture) -> "Routing":
+        """The routing of one layer with both arrays, which say nothing where none was given."""
+        real_BT, chosen_BTK = self.real_BT, self.chosen_BTLK
+        if real_BT is None:
+            real_BT = jnp.ones(x_BTD.shape[:2], bool)
+        if chosen_BTK is None:
+            chosen_BTK = jnp.full((*x_BTD.shape[:2], mixture.experts_per_token), -1, jnp.int8)
+        return Routing(real_BT=real_BT, chosen_BTLK=chosen_BTK)
+
 
 class Routed(NamedTuple):
     """What the router of a layer did; sums over real tokens, float32."""
@@ -56,10 +65,32 @@ class Routed(NamedTuple):
     probs_E: jax.Array  # probabilities of the expert
     squares: jax.Array  # of the log of the sum of exp(logits)
     tokens: jax.Array
-    chosen_BTK: jax.Array  # int32; E for padding
+    chosen_BTK: jax.Array | None  # int32; E for padding. None in a pipeline, which keeps sums alone
     # Tokens that the router would send to the expert, also where other experts were given. None
     # without a balance bias, which is all that reads it.
     own_counts_E: jax.Array | None = None
+
+    @property
+    def sums(self) -> "Routed":
+        """Without what has an entry a token."""
+        return self._replace(chosen_BTK=None)
+
+
+class Choice(NamedTuple):
+    """What a router says of each token; experts are int32, E for padding."""
+
+    weights_BTK: jax.Array
+    chosen_BTK: jax.Array
+    own_BTK: jax.Array  # those of its own, where others were given
+    logits_BTE: jax.Array
+
+
+def nothing_routed(mixture: Mixture, *lead: int) -> Routed:
+    """The sums of no tokens, with these leading dims."""
+    of_experts = jnp.zeros((*lead, mixture.num_experts), jnp.float32)
+    of_all = jnp.zeros(lead, jnp.float32)
+    own = of_experts if mixture.scores == "sigmoid" else None
+    return Routed(of_experts, of_experts, of_all, of_all, None, own)
 
 
 class Router(nnx.Module):
@@ -78,12 +109,11 @@ class Router(nnx.Module):
         if mixture.scores == "sigmoid":
             setattr(self, BALANCE, parameter(shape[1:], ("norm",), "zeros", jnp.float32))
 
-    def __call__(self, x_BTD: jax.Array, routing: Routing | None) -> tuple[jax.Array, Routed]:
-        """The weights [B, T, K] of the chosen experts, and the choice."""
-        routing = routing or Routing()
+    def __call__(self, x_BTD: jax.Array, routing: Routing) -> Choice:
+        """What the router says of each token. Any dims may be in place of B and T."""
         E, K = self.mixture.num_experts, self.mixture.experts_per_token
         logits_BTE = jnp.einsum(
-            "BTD,DE->BTE",
+            "...D,DE->...E",
             x_BTD,
             self.kernel[...].astype(x_BTD.dtype),
             precision=jax.lax.Precision.HIGHEST,
@@ -91,7 +121,7 @@ class Router(nnx.Module):
         )
         if self.bias is not None:
             logits_BTE += self.bias[...].astype(jnp.float32)
-        scores_BTE, probs_BTE = self._scores(logits_BTE)
+        scores_BTE, _ = self._scores(logits_BTE)
         _, own_BTK = jax.lax.top_k(jax.lax.stop_gradient(self._for_choice(scores_BTE)), K)
         chosen_BTK = own_BTK
         if routing.chosen_BTLK is not None:
@@ -103,21 +133,30 @@ class Router(nnx.Module):
             weights_BTK /= weights_BTK.sum(axis=-1, keepdims=True)
         if (scaling := self.mixture.scaling) != 1.0:
             weights_BTK *= scaling
+        if (real_BT := routing.real_BT) is not None:
+            own_BTK, chosen_BTK = (
+                jnp.where(real_BT[..., None], x, E) for x in (own_BTK, chosen_BTK)
+            )
+        return Choice(weights_BTK, chosen_BTK, own_BTK, logits_BTE)
+
+    def routed(self, choice: Choice, routing: Routing) -> Routed:
+        """Sums over real tokens of what the router said."""
+        E, logits_BTE = self.mixture.num_experts, choice.logits_BTE
         real_BT = routing.real_BT
         if real_BT is None:
-            real_BT = jnp.ones(x_BTD.shape[:2], bool)
-        own_BTK, chosen_BTK = (jnp.where(real_BT[..., None], x, E) for x in (own_BTK, chosen_BTK))
+            real_BT = jnp.ones(logits_BTE.shape[:2], bool)
         of_real_BT = real_BT.astype(jnp.float32)
+        _, probs_BTE = self._scores(logits_BTE)
         squares_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
-        routed = Routed(
-            counts_E=_counts(chosen_BTK, E),
+        biased = self.mixture.scores == "sigmoid"
+        return Routed(
+            counts_E=_counts(choice.chosen_BTK, E),
             probs_E=(probs_BTE * of_real_BT[..., None]).sum(axis=(0, 1)),
             squares=(squares_BT * of_real_BT).sum(),
             tokens=of_real_BT.sum(),
-            chosen_BTK=chosen_BTK,
-            own_counts_E=_counts(own_BTK, E) if self.mixture.scores == "sigmoid" else None,
+            chosen_BTK=choice.chosen_BTK,
+            own_counts_E=_counts(choice.own_BTK, E) if biased else None,
         )
-        return weights_BTK, routed
 
     def _scores(self, logits_BTE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts' scores, and their probabilities, which add up to 1."""
@@ -135,12 +174,12 @@ class Router(nnx.Module):
         groups, open_groups = self.mixture.num_groups, self.mixture.groups_per_token
         if groups == open_groups:
             return scores_BTE
-        B, T, E = scores_BTE.shape
-        scores_BTGX = scores_BTE.reshape(B, T, groups, E // groups)
+        shape = scores_BTE.shape
+        scores_BTGX = scores_BTE.reshape(*shape[:-1], groups, shape[-1] // groups)
         best_BTG = jax.lax.top_k(scores_BTGX, 2)[0].sum(axis=-1)
         _, open_BTX = jax.lax.top_k(best_BTG, open_groups)
         is_open_BTG = jax.nn.one_hot(open_BTX, groups, dtype=bool).any(axis=-2)
-        return jnp.where(is_open_BTG[..., None], scores_BTGX, -jnp.inf).reshape(B, T, E)
+        return jnp.where(is_open_BTG[..., None], scores_BTGX, -jnp.inf).reshape(shape)
 
 
 def _counts(chosen_BTK: jax.Array, num: int) -> jax.Array:
@@ -171,16 +210,31 @@ class Experts(nnx.Module):
         self, x_BTD: jax.Array, routing: Routing | None = None
     ) -> tuple[jax.Array, Routed]:
         """The layer's output [B, T, D], and what its router did."""
-        weights_BTK, routed = self.router(x_BTD, routing)
-        gate, up, down = (each.weights(x_BTD.dtype) for each in (self.gate, self.up, self.down))
-        gate, bias_ED = replace(gate, limit=self.limit), down.bias
-        kernels = (gate, up, replace(down, bias=None))
-        y_BTD = experts_of_tokens(x_BTD, weights_BTK, routed.chosen_BTK, kernels)
+        routing = routing or Routing()
+        choice = self.router(x_BTD, routing)
+        weights_BTK, chosen_BTK = choice.weights_BTK, choice.chosen_BTK
+        kernels, bias_ED = self._kernels(x_BTD.dtype)
+        y_BTD = experts_of_tokens(x_BTD, weights_BTK, chosen_BTK, kernels)
         if bias_ED is not None:
-            y_BTD += _weighted_rows(weights_BTK, routed.chosen_BTK, bias_ED).astype(y_BTD.dtype)
+            y_BTD += _weighted_rows(weights_BTK, chosen_BTK, bias_ED).astype(y_BTD.dtype)
         if self.mixture.shared_size:
             y_BTD += self.shared(x_BTD)
-        return y_BTD, routed
+        return y_BTD, self.router.routed(choice, routing)
+
+    def strictly(self, x_CD: jax.Array, routing: Routing) -> tuple[jax.Array, Choice]:
+        """The output of a chunk of rows, whose bits depend on each row alone; see strict.py."""
+        choice = self.router(x_CD, routing)
+        kernels, bias_ED = self._kernels(x_CD.dtype)
+        assert bias_ED is None and not self.mixture.shared_size, "refused: see `strict_of`"
+        # Sums over experts must not be joined with what the router computes.
+        weights_CK, chosen_CK = jax.lax.optimization_barrier(choice[:2])
+        y_CD = _one_by_one(x_CD, weights_CK, chosen_CK, kernels)
+        return y_CD.astype(x_CD.dtype), choice
+
+    def _kernels(self, dtype: DTypeLike) -> tuple[Kernels, jax.Array | None]:
+        """The weights that a pass in `dtype` computes with, and the biases of `down`."""
+        gate, up, down = (each.weights(dtype) for each in (self.gate, self.up, self.down))
+        return (replace(gate, limit=self.limit), up, replace(down, bias=None)), down.bias
 
 
 def _weighted_rows(weights_BTK: jax.Array, chosen_BTK: jax.Array, bias_ED: jax.Array) -> jax.Array:
@@ -223,13 +277,16 @@ def _split_experts(
     chosen_BTK: jax.Array,
     kernels: Kernels,
 ) -> jax.Array:
-    """`experts_of_tokens` on the devices of a layout, each with its own rows."""
-    rows = () if x_BTD.shape[0] % layout.num_replicas else layout.axes("batch")
+    """`experts_of_tokens` on the devices of a layout, each with its own tokens."""
+    B, T, _ = x_BTD.shape
+    rows = () if B % layout.num_replicas else layout.axes("batch")
+    tokens = () if T % layout.size("tokens") else layout.axes("tokens")
     experts, heads = layout.axes("expert"), layout.axes("mlp")
     # Devices along these axes have the same tokens and parts of the sum.
     parts = (*(axis for axis in experts if axis not in rows), *heads)
     group = tuple(axis for axis in experts if axis in rows)
-    apart = tuple(axis for axis in rows if axis not in experts)  # they have the same weights
+    # Devices along these axes have other tokens and the same weights.
+    apart = tuple(axis for axis in (*rows, *tokens) if axis not in experts)
     size = axis_size(layout.mesh, *experts)
 
     def local(
@@ -258,7 +315,7 @@ def _split_experts(
     x_BTD, weights_BTK, chosen_BTK = (
         layout.constrain(x, "batch", "tokens", None) for x in (x_BTD, weights_BTK, chosen_BTK)
     )
-    token = P(parts, rows)
+    token = P(parts, rows, tokens)
     placed = (_copied(layout, w, inner, apart) for w, inner in zip(kernels, (2, 2, 1), strict=True))
     copies, specs = zip(*placed, strict=True)
     # All axes are manual: the partitioner cannot split a sort, nor a grouped matmul.
@@ -270,9 +327,9 @@ def _split_experts(
     y_SBTD = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(token, token, P(rows), specs),
+        in_specs=(token, token, P(rows, tokens), specs),
         out_specs=token,
-        axis_names={*rows, *experts, *heads, *others},
+        axis_names={*rows, *tokens, *experts, *heads, *others},
         check_vma=False,
     )(
         _copies(layout, parts, x_BTD),
@@ -379,3 +436,39 @@ def _weighted_sum(y_PD: jax.Array, weights_NK: jax.Array) -> jax.Array:
     """The sum over the experts of a token, float32."""
     y_NKD = y_PD.reshape(*weights_NK.shape, -1)
     return jnp.einsum("NKD,NK->ND", y_NKD.astype(jnp.float32), weights_NK)
+
+
+@jax.custom_vjp
+def _one_by_one(
+    x_CD: jax.Array, weights_CK: jax.Array, chosen_CK: jax.Array, kernels: Kernels
+) -> jax.Array:
+    """The weighted sum over the chosen experts, float32: each computes all rows, in their order.
+
+    The gradient is that of `_own_experts`, which computes the rows of each expert alone.
+    """
+
+    def add(y_CD: jax.Array, expert: Any) -> tuple[jax.Array, None]:
+        number, one = expert
+        chose_CK = chosen_CK == number
+        weight_C1 = jnp.where(chose_CK, weights_CK, 0).sum(axis=1, keepdims=True)
+        found_CD = computed_experts(x_CD, one, jnp.full(1, len(x_CD), jnp.int32))
+        given, found_CD = jax.lax.optimization_barrier((y_CD, found_CD.astype(jnp.float32)))
+        return jnp.where(chose_CK.any(axis=1)[:, None], given + found_CD * weight_C1, given), None
+
+    # A dim of one expert, of which a grouped matmul makes a plain one.
+    each = jax.tree.map(lambda w: w[:, None], kernels)
+    number = jnp.arange(kernels[0].kernel.shape[0])
+    return jax.lax.scan(add, jnp.zeros(x_CD.shape, jnp.float32), (number, each))[0]
+
+
+def _one_by_one_backward(residuals: Any, gradient_CD: jax.Array) -> Any:
+    x_CD, weights_CK, chosen_CK, kernels = residuals
+
+    def own(x_CD: jax.Array, weights_CK: jax.Array, kernels: Kernels) -> jax.Array:
+        return _own_experts(x_CD, weights_CK, chosen_CK, kernels, first=0)
+
+    of_x, of_weights, of_kernels = jax.vjp(own, x_CD, weights_CK, kernels)[1](gradient_CD)
+    return of_x, of_weights, None, of_kernels
+
+
+_one_by_one.defvjp(lambda *operands: (_one_by_one(*operands), operands), _one_by_one_backward)

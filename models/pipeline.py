@@ -7,7 +7,8 @@ result to the next stage. P micro-batches travel together, a convoy: they go v t
 ring, then the next convoy follows without a gap. So M micro-batches take M * v + P - 1 ticks, in
 which each stage idles P - 1 times.
 
-Outside of the layers, rows are spread over the stages as over replicas. A conveyor moves against
+Outside of the layers, rows are spread over the stages as over replicas. Dense layers before those
+of experts are outside too. A conveyor moves against
 the ring: it brings each micro-batch of a convoy from its owner to the first stage, and its result
 from the last stage back.
 
@@ -18,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Block, Remat, rematerialised
+from jaxrl_llm.models.experts import Routed, Routing, nothing_routed
 from jaxrl_llm.models.layers import over_sequence, rope_tables
 from jaxrl_llm.models.weight import Weight
 
@@ -57,22 +59,19 @@ class Pipeline:
         return (self.stages - 1) / self.ticks
 
     def check(self, config: ModelConfig) -> None:
-        """Raises: ValueError for layers that the stages cannot share evenly, and for experts."""
-        if config.mixture is not None:
-            raise ValueError(
-                f"config.mesh.pipeline={self.stages} does not work with a mixture of experts: set "
-                "mesh.pipeline to 1, and config.mesh.fsdp to the number of devices"
-            )
-        layers, groups = config.num_layers, self.stages * self.rounds
+        """Raises: ValueError for layers that the stages cannot share evenly."""
+        first, groups = config.num_leading_layers, self.stages * self.rounds
+        layers = config.num_layers - first
+        which = f" {layers} layers of experts" if first else f" {layers}"
         if layers % groups:
             fits = [n for n in range(1, groups + 1) if layers % n == 0]
             raise ValueError(
                 f"config.mesh.pipeline={self.stages} with config.mesh.pipeline_rounds="
-                f"{self.rounds} makes {groups} groups of layers, which do not divide the model's "
-                f"{layers}; a product of {fits[-1]} works"
+                f"{self.rounds} makes {groups} groups of layers, which do not divide the model's"
+                f"{which}; a product of {fits[-1]} works"
             )
         size = layers // groups
-        kinds = config.layer_kinds
+        kinds = config.layer_kinds[first:]
         if any(kind != kinds[i % size] for i, kind in enumerate(kinds)):
             raise ValueError(
                 f"config.mesh.pipeline={self.stages}: stages compute the same windows and rope "
@@ -91,11 +90,14 @@ class PipelinedLayers:
     attend_in: Callable[[Any], Attend]  # attention in rows, of the arrays that describe them
     rows: Any  # those arrays, each [B, ...]
     positions_BT: jax.Array
+    routing: Routing | None
     remat: Remat
     scan: bool
 
-    def __call__(self, layers: Sequence[Block], x_BTD: jax.Array) -> jax.Array:
-        """The residual stream after all layers.
+    def __call__(
+        self, layers: Sequence[Block], x_BTD: jax.Array
+    ) -> tuple[jax.Array, Routed | None]:
+        """The residual stream after all layers, and sums of what the routers of each layer did.
 
         Requires: the replicas of the layout divide the rows.
         """
@@ -112,14 +114,15 @@ class PipelinedLayers:
             lambda x: _constrained(
                 cut(x).swapaxes(0, 1), layout, None, None, layout.of_stage.axes("batch")
             ),
-            (self.positions_BT, self.rows),
+            (self.positions_BT, self.rows, self._routing(x_BTD)),
         )
 
-        def run(stage_1: jax.Array, slots: Any, x_1CbTD: jax.Array, of_rows: Any) -> jax.Array:
-            def compute(turn: jax.Array, number: jax.Array, x_bTD: jax.Array) -> jax.Array:
-                positions_bT, described = jax.tree.map(
-                    lambda x: _nth(x.reshape(-1, *x.shape[2:]), number), of_rows
+        def run(stage_1: jax.Array, slots: Any, x_1CbTD: jax.Array, of_rows: Any) -> Any:
+            def compute(item: _Item, x_bTD: jax.Array) -> tuple[jax.Array, Routed | None]:
+                positions_bT, described, routing = jax.tree.map(
+                    lambda x: _nth(x.reshape(-1, *x.shape[2:]), item.number), of_rows
                 )
+                routing = _routing_of_group(routing, item, pipeline)
                 of_tick = jax.tree.map(_of_tick, slots, is_leaf=_is_weight)
                 rope = rope_tables(self.config, positions_bT)
                 attend = self.attend_in(described)
@@ -127,18 +130,20 @@ class PipelinedLayers:
                     return _group(
                         of_tick,
                         graphdefs,
-                        turn,
+                        item.turn,
                         over_sequence(x_bTD),
                         rope,
                         attend,
+                        routing,
                         remat=self.remat,
                         scan=self.scan,
                     )
 
-            return _schedule(compute, stage_1[0], x_1CbTD[0], pipeline, axes)[None]
+            found = _schedule(compute, stage_1[0], x_1CbTD[0], self._nothing(), pipeline, axes)
+            return jax.tree.map(lambda x: x[None], found)
 
         by_stage = PartitionSpec(axes)
-        y_PCbTD = jax.shard_map(
+        y_PCbTD, routed = jax.shard_map(
             run,
             mesh=layout.mesh.abstract_mesh,
             in_specs=(by_stage, by_stage, by_stage, PartitionSpec()),
@@ -146,21 +151,64 @@ class PipelinedLayers:
             axis_names=set(axes),
             check_vma=False,
         )(jnp.arange(stages), slots, x_PCbTD, of_rows)
-        return _by_row(y_PCbTD, layout)
+        # [stages, rounds, layers of a group, ...] -> [layers, ...]
+        routed = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[3:]), routed)
+        return _by_row(y_PCbTD, layout), routed
+
+    def _routing(self, x_BTD: jax.Array) -> Routing | None:
+        """What is said to the routers, with a flag of every token."""
+        if self.config.mixture is None:
+            return None
+        routing = self.routing or Routing()
+        if routing.real_BT is not None:
+            return routing
+        return replace(routing, real_BT=jnp.ones(x_BTD.shape[:2], bool))
+
+    def _nothing(self) -> Routed | None:
+        """The sums of a stage before its first tick, [rounds, layers of a group, ...]."""
+        if self.config.mixture is None:
+            return None
+        groups = self.pipeline.stages * self.pipeline.rounds
+        size = self.config.num_expert_layers // groups
+        return nothing_routed(self.config.mixture, self.pipeline.rounds, size)
+
+
+class _Item(NamedTuple):
+    """What a stage computes in a tick: one of its groups of layers on one micro-batch."""
+
+    turn: jax.Array  # round, which is the group among those of the stage
+    stage: jax.Array
+    number: jax.Array  # of the micro-batch
+    busy: jax.Array  # bool; False: the stage idles, and computes zeros
+
+
+def _routing_of_group(routing: Routing | None, item: _Item, pipeline: Pipeline) -> Routing | None:
+    """The routing [b, T, layers of the group, K] of an item. An idle stage has no real token."""
+    if routing is None:
+        return None
+    assert routing.real_BT is not None
+    real_bT, chosen = routing.real_BT & item.busy, routing.chosen_BTLK
+    if chosen is not None:
+        groups = pipeline.stages * pipeline.rounds
+        by_group = chosen.reshape(*chosen.shape[:2], groups, -1, chosen.shape[-1])
+        group = item.turn * pipeline.stages + item.stage
+        chosen = _nth(jnp.moveaxis(by_group, 2, 0), group)
+    return Routing(real_BT=real_bT, chosen_BTLK=chosen)
 
 
 def _schedule(
-    compute: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    compute: Callable[[_Item, jax.Array], tuple[jax.Array, Routed | None]],
     stage: jax.Array,
     x_CbTD: jax.Array,
+    routed: Routed | None,
     pipeline: Pipeline,
     axes: tuple[str, ...],
-) -> jax.Array:
-    """What `compute(round, micro-batch, x)` makes of each micro-batch in all groups of layers.
+) -> tuple[jax.Array, Routed | None]:
+    """What `compute(item, x)` makes of each micro-batch in all groups of layers.
 
     The arguments and the result are those of one stage: micro-batch c of stage p has the number
     c * P + p. Item i = t - s is what stage s does in tick t: the convoy i // (P * v), in it the
-    round i % (P * v) // P and the micro-batch i % P.
+    round i % (P * v) // P and the micro-batch i % P. What routers did is added to `routed`.
     """
     P, v, C = pipeline.stages, pipeline.rounds, pipeline.micro_batches
     turn = P * v  # ticks between two convoys
@@ -177,7 +225,8 @@ def _schedule(
         return x, conveyor, results
 
     def tick(carry: Any, t: jax.Array) -> tuple[Any, None]:
-        x, conveyor, results = advance(t, carry)
+        moving, routed = carry
+        x, conveyor, results = advance(t, moving)
         if C > 1:
             # A convoy of results is complete at its owners P - 1 ticks after the next one begins.
             # Until then the slot C takes what comes.
@@ -193,14 +242,16 @@ def _schedule(
         # gradient of zero is NaN.
         x = jax.lax.select(busy, x, jnp.zeros_like(x))
         item = jnp.clip(item, 0, turn * C - 1)
-        made = compute(item % turn // P, item // turn * P + item % P, x)
-        return (made, conveyor, results), None
+        round_ = item % turn // P
+        made, more = compute(_Item(round_, stage, item // turn * P + item % P, busy), x)
+        routed = jax.tree.map(lambda x, new: x.at[round_].add(new), routed, more)
+        return ((made, conveyor, results), routed), None
 
     empty = jnp.zeros((C + 1 if C > 1 else 0, *x_CbTD.shape[1:]), x_CbTD.dtype)
     first = (jnp.zeros_like(x_CbTD[0]), x_CbTD[0], empty)
-    carry, _ = jax.lax.scan(tick, first, jnp.arange(pipeline.ticks))
-    _, last, results = advance(pipeline.ticks, carry)
-    return jnp.concatenate([results[: C - 1], last[None]])
+    (moving, routed), _ = jax.lax.scan(tick, (first, routed), jnp.arange(pipeline.ticks))
+    _, last, results = advance(pipeline.ticks, moving)
+    return jnp.concatenate([results[: C - 1], last[None]]), routed
 
 
 def _group(
@@ -210,21 +261,29 @@ def _group(
     x_bTD: jax.Array,
     rope: Any,
     attend: Attend,
+    routing: Routing | None,
     *,
     remat: Remat,
     scan: bool,
-) -> jax.Array:
-    """One group of layers, that of round `turn`; the weights of a slot are [v, ...] each."""
+) -> tuple[jax.Array, Routed | None]:
+    """One group of layers, that of round `turn`; the weights of a slot are [v, ...] each.
 
-    def layer(graphdef: Any) -> Callable[..., jax.Array]:
-        def run(slot: Any, turn: jax.Array, x_bTD: jax.Array, rope: Any) -> jax.Array:
+    What its routers did has the layers as its first dim.
+    """
+
+    def layer(graphdef: Any) -> Callable[..., Any]:
+        def run(
+            slot: Any, turn: jax.Array, x_bTD: jax.Array, rope: Any, routing: Routing | None
+        ) -> tuple[jax.Array, Routed | None]:
             # Taken in here: of what enters a checkpoint a scan keeps a copy for each tick, unless
             # it is the same in all of them.
             state, x_bTD = _of_turn(slot, turn, x_bTD)
-            return nnx.merge(graphdef, state)(x_bTD, rope, None, attend)[0]
+            x_bTD, _, routed = nnx.merge(graphdef, state)(x_bTD, rope, None, attend, routing)
+            return x_bTD, None if routed is None else routed.sums
 
         return rematerialised(run, remat, never_kept=WEIGHT)
 
+    each = [None if routing is None else routing.of_layer(j) for j in range(len(slots))]
     if scan:
         if any(graphdef != graphdefs[0] for graphdef in graphdefs):
             raise ValueError(
@@ -232,14 +291,20 @@ def _group(
                 "cannot be scanned: set scan_layers=false"
             )
         run = layer(graphdefs[0])
-        stacked = jax.tree.map(lambda *slots: jnp.stack(slots, axis=0), *slots)
-        return jax.lax.scan(lambda x, s: (run(s, turn, x, rope), None), x_bTD, stacked)[0]
-    runs: dict[Any, Callable[..., jax.Array]] = {}
-    for graphdef, slot in zip(graphdefs, slots, strict=True):
+        stacked = _stacked(list(zip(slots, each, strict=True)))
+        return jax.lax.scan(lambda x, s: run(s[0], turn, x, rope, s[1]), x_bTD, stacked)
+    runs: dict[Any, Callable[..., Any]] = {}
+    found = []
+    for graphdef, slot, of_layer in zip(graphdefs, slots, each, strict=True):
         if graphdef not in runs:
             runs[graphdef] = jax.jit(layer(graphdef))  # traced once, as in the decoder
-        x_bTD = runs[graphdef](slot, turn, x_bTD, rope)
-    return x_bTD
+        x_bTD, routed = runs[graphdef](slot, turn, x_bTD, rope, of_layer)
+        found.append(routed)
+    return x_bTD, _stacked(found)
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 # ------------------------------------------------------------------------- weights
@@ -272,14 +337,16 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
     axes = layout.axes("layers")
     dims = variables[0].get_metadata()["axes"]
     stacked = jnp.stack([variable.get_value() for variable in variables])
-    stored = layout.axes("embed")
-    rest = tuple(axis for axis in stored[len(axes) :] if layout.mesh.shape[axis] > 1)
-    assert stored[: len(axes)] == axes, (stored, axes)
-    used = Layout(layout.mesh, layout.rules.replace(embed=rest)).spec(*dims)
-    if "embed" in dims:
+    used = layout.of_stage.spec(*dims)
+    for embed in ("embed", "expert_embed"):  # a weight has one at most
+        if embed not in dims:
+            continue
+        stored = layout.axes(embed)
+        rest = tuple(axis for axis in stored[len(axes) :] if layout.mesh.shape[axis] > 1)
+        assert stored[: len(axes)] == axes, (stored, axes)
         split = [name for entry in used if entry for name in np.atleast_1d(entry)]
         move = partial(
-            _to_stages, axes=axes, rest=rest, sizes=layout.mesh.shape, dim=1 + dims.index("embed")
+            _to_stages, axes=axes, rest=rest, sizes=layout.mesh.shape, dim=1 + dims.index(embed)
         )
         stacked = jax.shard_map(
             move,

@@ -304,7 +304,9 @@ def splits(c: Config, key: str, model: ModelSettings) -> Faults:
     except ValueError as error:
         yield f"<{key}.path>: its config.json is not JSON: {error}"
         return
-    yield from _layers(mesh, key, sizes.get("num_hidden_layers"))
+    layers, leading = (sizes.get(n, 0) for n in ("num_hidden_layers", "first_k_dense_replace"))
+    if isinstance(layers, int) and isinstance(leading, int):
+        yield from _layers(mesh, key, layers, leading)
     axes = {
         "mesh.tensor": (mesh.tensor, _BY_HEADS),
         "mesh.generation.tensor": (mesh.generation.tensor or 1, _BY_HEADS),
@@ -337,10 +339,11 @@ def splits(c: Config, key: str, model: ModelSettings) -> Faults:
                 yield f"<{axis}>: does not divide {of_model}; config.{axis}={fits} works"
 
 
-def _layers(mesh: MeshConfig, key: str, layers: Any) -> Faults:
-    """The stages of a pipeline must share a model's layers evenly."""
-    groups = mesh.pipeline * mesh.pipeline_rounds
-    if mesh.pipeline > 1 and isinstance(layers, int) and layers > 0 and layers % groups:
+def _layers(mesh: MeshConfig, key: str, layers: int, leading: int) -> Faults:
+    """The stages of a pipeline must share a model's layers evenly, but for leading dense ones."""
+    groups, layers = mesh.pipeline * mesh.pipeline_rounds, layers - leading
+    counted = "num_hidden_layers - first_k_dense_replace" if leading else "num_hidden_layers"
+    if mesh.pipeline > 1 and layers > 0 and layers % groups:
         what, other, rounds = "pipeline_rounds", mesh.pipeline, ""
         if layers % mesh.pipeline:
             rounds = " and pipeline_rounds=1" if mesh.pipeline_rounds > 1 else ""
@@ -348,7 +351,7 @@ def _layers(mesh: MeshConfig, key: str, layers: Any) -> Faults:
         fits = [d for d in divisors(layers) if layers % (d * other) == 0]
         yield (
             f"<mesh.pipeline>: with pipeline_rounds={mesh.pipeline_rounds}, {groups} groups do not "
-            f"divide num_hidden_layers={layers} of the model config.{key}; "
+            f"divide {counted}={layers} of the model config.{key}; "
             f"config.mesh.{what}={closest(fits, getattr(mesh, what))}{rounds} works"
         )
 

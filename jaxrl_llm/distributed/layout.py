@@ -82,10 +82,22 @@ class Layout:
 
     @property
     def of_stage(self) -> "Layout":
-        """The layout of the layers of one pipeline stage, which has all rows of a micro-batch."""
+        """The layout of the layers of one pipeline stage, which has all rows of a micro-batch.
+
+        It has the weights of its layers: the stages share no storage of them.
+        """
         stages = self.axes("layers")
-        rows = tuple(axis for axis in self.axes("batch") if axis not in stages)
-        return Layout(self.mesh, self.rules.replace(batch=rows, layers=None))
+
+        def within(logical: LogicalAxis) -> tuple[str, ...]:
+            return tuple(axis for axis in self.axes(logical) if axis not in stages)
+
+        rules = self.rules.replace(
+            batch=within("batch"),
+            embed=within("embed"),
+            expert_embed=within("expert_embed"),
+            layers=None,
+        )
+        return Layout(self.mesh, rules)
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -53,11 +53,12 @@ FEWEST_WITHOUT_TRITON = 128
 
 
 class Answers(NamedTuple):
-    """Responses, [N, S, R] each, as in `GenerationOutput`."""
+    """Responses, [N, S, R] each, and experts, as in `GenerationOutput`."""
 
     tokens: jax.Array
     mask: jax.Array
     logprobs: jax.Array
+    routes: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -153,7 +154,7 @@ def generate(
     if prompts_NP.shape[0] > 0:
         with strict_scope(engine.strict):
             state = _run_loops(engine, state)
-    return _output(state, settings.sampling, settings.pad_id, engine.queue.lengths_N)
+    return _output(state, settings.sampling, settings.pad_id, engine.queue)
 
 
 def begin(*arguments: Any, **limits: Any) -> State:
@@ -220,8 +221,6 @@ def _engine(
         prefill_implementation(settings.attention, dtype, spec.config),
         alone,
     )
-    if alone and settings.record_routes:
-        raise ValueError("record_routes needs groups of equal size: set alone=0.")
     align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8
     pages = page_sizes(
@@ -379,9 +378,9 @@ def _parted(output: GenerationOutput, alone: Rows | None) -> GenerationOutput:
         return output
     shape = alone.lengths.shape
     number = shape[0] * shape[1]
-    every = Answers(output.tokens, output.mask, output.logprobs)
+    every = Answers(output.tokens, output.mask, output.logprobs, output.routes)
     before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
-    after = {name: x[number:] for name, x in every._asdict().items()}
+    after = jax.tree.map(lambda x: x[number:], every)._asdict()
     return replace(output, **after, finished=output.finished[number:], alone=before)
 
 
@@ -439,9 +438,7 @@ def _more_live(number: int, state: State) -> jax.Array:
     return state.slots.num_live > number
 
 
-def _output(
-    state: State, sampling: SamplingParams, pad_id: int, prompt_lengths_N: jax.Array
-) -> GenerationOutput:
+def _output(state: State, sampling: SamplingParams, pad_id: int, queue: Queue) -> GenerationOutput:
     written_NR = state.tokens_NR >= 0
     lengths_N = jnp.sum(written_NR, axis=1)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
@@ -459,5 +456,5 @@ def _output(
         slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
         stalled_slot_steps=state.stalled_slot_steps,
-        routes=None if state.routes is None else state.routes.of_samples(prompt_lengths_N),
+        routes=state.routes and state.routes.of_samples(queue.lengths_N, queue.group_N),
     )

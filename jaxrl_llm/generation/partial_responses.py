@@ -98,6 +98,39 @@ def append(responses: Responses, new: Responses) -> Responses:
     )
 
 
+def routes_in_place(
+    found_NSLK: jax.Array,
+    prompt_lengths_N: jax.Array,
+    begun_N: jax.Array,
+    *,
+    prompt: int,
+    response: int,
+) -> jax.Array:
+    """The experts of each sample's prompt and response, [N, P + R, L, K], P being `prompt`.
+
+    `found_NSLK` is the engine's record of a part. Its prompts end with the first `begun_N` tokens
+    of the response, and its new tokens are the last `response` places.
+    """
+    place_T, lengths_N1, begun_N1 = (
+        jnp.arange(prompt + response), prompt_lengths_N[:, None], begun_N[:, None]
+    )  # fmt: skip
+    column_T = place_T - prompt
+    new_N = found_NSLK.shape[1] - response + column_T - begun_N1
+    of_response_NT = jnp.where(column_T < begun_N1, lengths_N1 + column_T, new_N)
+    from_NT = jnp.where(column_T < 0, place_T, of_response_NT)
+    none_NT = (column_T < 0) & (place_T >= lengths_N1)
+    found = jnp.take_along_axis(found_NSLK, from_NT[..., None, None], axis=1)
+    return jnp.where(none_NT[..., None, None], -1, found)
+
+
+def join_routes(before: jax.Array, after: jax.Array) -> jax.Array:
+    """The experts that each token had when it was first read to choose the next one.
+
+    A part computes the tokens before it again, under newer weights: those experts do not count.
+    """
+    return jnp.where(before >= 0, before, after)
+
+
 def _moved(x_NR: jax.Array, by_N: jax.Array, width: int) -> jax.Array:
     """Each row moved to the right by its number of places; what comes before it is arbitrary."""
     from_NT = jnp.clip(jnp.arange(width) - by_N[:, None], 0, x_NR.shape[1] - 1)

@@ -36,13 +36,13 @@ class Routes(NamedTuple):
     # Of the token that a decode step reads: the prompt's last one, then those of the response.
     read_NR: jax.Array
 
-    def of_samples(self, lengths_N: jax.Array) -> jax.Array:
+    def of_samples(self, lengths_N: jax.Array, group_N: jax.Array) -> jax.Array:
         """The experts of each sample's prompt tokens, then of its response's: [N, P + R, L, K].
 
-        Nothing reads the last token of a response, so it has none.
+        `group_N` are the samples' groups. Nothing reads the last token of a response, so it has
+        none.
         """
-        group = self.read_NR.shape[0] // self.prompts_GP.shape[0]
-        prompts_NP = jnp.repeat(self.prompts_GP, group, axis=0)
+        prompts_NP = self.prompts_GP[group_N]
         rows_N = jnp.arange(lengths_N.shape[0])
         last_N = jnp.where(lengths_N > 0, lengths_N - 1, prompts_NP.shape[1])
         prompts_NP = prompts_NP.at[rows_N, last_N].set(self.read_NR[:, 0], mode="drop")
@@ -54,14 +54,19 @@ def empty_routes(
     config: ModelConfig, num_groups: int, num_samples: int, prompt: int, response: int
 ) -> Routes:
     """No token was computed."""
+    return Routes(
+        prompts_GP=no_routes(config, num_groups, prompt),
+        read_NR=no_routes(config, num_samples, response),
+    )
+
+
+def no_routes(config: ModelConfig, rows: int, tokens: int) -> jax.Array:
+    """The experts of tokens that were not computed, [rows, tokens, L, K]."""
     mixture = config.mixture
     assert mixture is not None
     each = (config.num_expert_layers, mixture.experts_per_token)
     dtype = jnp.int8 if mixture.num_experts <= 128 else jnp.int16
-    return Routes(
-        prompts_GP=jnp.full((num_groups, prompt, *each), -1, dtype),
-        read_NR=jnp.full((num_samples, response, *each), -1, dtype),
-    )
+    return jnp.full((rows, tokens, *each), -1, dtype)
 
 
 class State(NamedTuple):

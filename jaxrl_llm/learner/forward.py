@@ -105,19 +105,20 @@ def routed_states(
     model: Any, tokens: Int[Array, "B T"], settings: ForwardSettings, rows: Rows | None = None
 ) -> tuple[Array, Routed | None]:
     """`hidden_states`, and what the routers of a mixture of experts did."""
-    layout, split = settings.layout, None
+    layout = settings.layout
     if rows is None and layout is not None and layout.size("residual") > 1:
         rows = spread(whole_rows(tokens), layout)
         order = token_order(rows.tokens.shape[1], layout.size("tokens"))
         in_order = np.argsort(order)[: tokens.shape[1]]
         hidden, routed = routed_states(model, rows.tokens, settings, rows)
         return hidden[:, in_order], routed
-    if layout is not None:
-        of_layers = layout if settings.pipeline is None else layout.of_stage
-        rows_axes, tokens_axes, heads = map(of_layers.axes, ("batch", "tokens", "q_heads"))
-        split = AttentionSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
-    def attend_in(ranges: Ranges | None) -> Attend:
+    def attend_in(ranges: Ranges | None, layout: Layout | None) -> Attend:
+        split = None
+        if layout is not None:
+            rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
+            split = AttentionSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
+
         def attend(
             q: Array,
             k: Array,
@@ -148,27 +149,28 @@ def routed_states(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     positions = positions if rows is None else rows.positions
     ranges = None if rows is None else rows.ranges
-    run_layers, layout = None, settings.layout
+    routing = None
+    if rows is not None and model.decoder.config.mixture is not None:
+        routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
+    run_layers = None
     if settings.pipeline is not None and layout and tokens.shape[0] % layout.num_replicas == 0:
         run_layers = PipelinedLayers(
             pipeline=settings.pipeline,
             layout=layout,
             config=model.decoder.config,
-            attend_in=attend_in,
+            attend_in=partial(attend_in, layout=layout.of_stage),
             rows=ranges,
             positions_BT=positions,
+            routing=routing,
             remat=settings.remat,
             scan=settings.scan_layers,
         )
-    routing = None
-    if rows is not None and model.decoder.config.mixture is not None:
-        routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
     of_layout = contextlib.nullcontext() if layout is None else layout.scope()
     with of_layout, strict_scope(settings.strict):
         hidden, _, routed = model.routed(
             tokens,
             positions,
-            attend=attend_in(ranges),
+            attend=attend_in(ranges, layout),
             remat=settings.remat,
             scan=settings.scan_layers,
             residual_dtype=settings.residual_dtype,

@@ -106,6 +106,7 @@ class Padded(MicroBatches):
     """Equal parts of the samples. `shard` spreads each part over the mesh."""
 
     num: int = 1
+    align: int | None = None  # of strict rows
     shard: Shard = lambda tree: tree
 
     def split(self, fields: Fields) -> "_EqualParts":
@@ -120,8 +121,11 @@ class Padded(MicroBatches):
 
     def row_use(self, fields: Fields) -> Array:
         lengths = (fields["prompt_lengths"] + _response_lengths(fields)).astype(jnp.float32)
-        row = fields["prompts"].shape[-1] + fields["responses"].shape[-1]
-        return lengths.mean() / row
+        prompt, response = (fields[name].shape[-1] for name in ("prompts", "responses"))
+        if self.align is None:
+            return lengths.mean() / (prompt + response)
+        # A strict row has no last token of a response.
+        return jnp.maximum(lengths - 1, 0).mean() / strict_tokens(prompt, response, self.align)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -297,7 +297,7 @@ def padded_rows(
     rows are strict. Without `response_lengths` all tokens count as real.
     """
     if align is not None:
-        return _strict_rows(prompts, prompt_lengths, responses, align)
+        return _strict_rows(prompts, prompt_lengths, responses, align, response_lengths)
     num_prompt, num_response = prompts.shape[1], responses.shape[1]
     position = jnp.arange(num_prompt + num_response)
     from_prompt = jnp.broadcast_to(
@@ -325,7 +325,13 @@ def padded_rows(
     )
 
 
-def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align: int) -> Rows:
+def _strict_rows(
+    prompts: Array,
+    prompt_lengths: Array,
+    responses: Array,
+    align: int,
+    response_lengths: Array | None,
+) -> Rows:
     (B, P), R = prompts.shape, responses.shape[1]
     run = _rounded_up(P - 1, align)  # where the run of the response begins
     token_T = jnp.arange(run + R)
@@ -336,6 +342,10 @@ def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align:
     real_BT = in_run_T | (token_T < before_B1)
     positions_BT = jnp.where(in_run_T, before_B1 + offset_T, jnp.where(real_BT, token_T, 0))
     start_T = jnp.where(in_run_T, run, 0)
+    given_BT = None
+    if response_lengths is not None:
+        last_BT = (offset_T == 0) & (prompt_lengths > 0)[:, None]  # of the prompt
+        given_BT = real_BT & (~in_run_T | last_BT | (offset_T < response_lengths[:, None]))
     return Rows(
         tokens=jnp.where(
             token_T > run,
@@ -352,6 +362,8 @@ def _strict_rows(prompts: Array, prompt_lengths: Array, responses: Array, align:
             prefix_start=jnp.zeros_like(positions_BT),
             prefix_end=jnp.where(in_run_T, before_B1, 0),
         ),
+        real=given_BT,
+        place=jnp.where(token_T > run, P + of_response_BT, of_prompt_BT),
         response_length=R,
         shared=True,
     )

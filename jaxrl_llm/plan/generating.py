@@ -22,6 +22,8 @@ from jaxrl_llm.generation.partial_responses import (
     append,
     are_unfinished,
     join,
+    join_routes,
+    routes_in_place,
     versions_of,
 )
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -33,6 +35,7 @@ from jaxrl_llm.plan.stages import ModelStage
 
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 SAMPLED = ("responses", "mask", "rollout_logprobs")
+CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")  # of responses in parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +103,8 @@ class Generate(ModelStage):
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.how.settings.record_routes:
-            return (*SAMPLED, ROUTES)
-        return SAMPLED if self.parts is None else (*SAMPLED, "policy_versions")
+        writes = SAMPLED if self.parts is None else CONTINUED
+        return (*writes, ROUTES) if self.how.settings.record_routes else writes
 
     @property
     def loop_metrics(self) -> Mapping[str, str]:
@@ -119,14 +121,14 @@ class Generate(ModelStage):
             self.model, state, step, prompts, prompt_lengths, sample_ids, settings, limits=limits
         )
         metrics = loop_counts(out)
+        routes = () if out.routes is None else (out.routes,)
         if parts is None:
-            found = (out.tokens, out.mask, out.logprobs)
-            found += () if out.routes is None else (out.routes,)
+            found = (out.tokens, out.mask, out.logprobs, *routes)
             return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
         version = jnp.full(prompt_lengths.shape, parts.first_version(step))
         responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
         left = are_unfinished(responses, prompt_lengths, settings.sampling)
-        writes = dict(zip(self.writes, responses, strict=True))
+        writes = dict(zip(self.writes, (*responses, *routes), strict=True))
         return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
 
 
@@ -177,9 +179,8 @@ class GenerateGreedily(ModelStage):
 
 # Fields of the S batches whose responses go on, [N, S, ...]. Those of the new batch have no prefix.
 OLDER = "older_"
-CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")
-CONTINUING_READS = ("prompts", "prompt_lengths", "sample_ids", *CONTINUED)
-OLDER_READS = tuple(OLDER + n for n in ("prompts", "prompt_lengths", "sample_ids", "steps"))
+ASKED = ("prompts", "prompt_lengths", "sample_ids")
+OLDER_READS = tuple(OLDER + n for n in (*ASKED, "steps"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,7 +188,8 @@ class ContinueResponses(ModelStage):
     """The next part of each response that was cut, and the first part of a new batch.
 
     They share the engine's slots in one call. Prompt and response so far are prefilled again. It is
-    a program of its own: a plan has one writer of a field. A batch of `older_steps` 0 is none.
+    a program of its own: a plan has one writer of a field. A batch of `older_steps` 0 is none. With
+    routing replay the experts of each token go on too.
     """
 
     how: Generation
@@ -196,12 +198,18 @@ class ContinueResponses(ModelStage):
 
     generates = True
     name = "gen_continue"
-    writes = (*CONTINUED, *(OLDER + name for name in CONTINUED))
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return (*CONTINUED, ROUTES) if self.how.settings.record_routes else CONTINUED
+
+    @property
+    def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (*self._fields, *(OLDER + name for name in self._fields))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        older = tuple(OLDER + name for name in CONTINUED)
-        return ("prompts", "prompt_lengths", "sample_ids", *OLDER_READS, *older)
+        return (*ASKED, *OLDER_READS, *(OLDER + name for name in self._fields))
 
     def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
         sampling, parts = self.how.settings.sampling, self.parts
@@ -247,14 +255,32 @@ class ContinueResponses(ModelStage):
         writes: dict[str, Any] = dict(zip(CONTINUED, new, strict=True))
         for name, x in zip(CONTINUED, after, strict=True):
             writes[OLDER + name] = x.reshape(*shape, *x.shape[1:])
+        if out.routes is not None:
+            writes |= self._routes(out, fields)
         return StageOutput(writes, metrics)
+
+    def _routes(self, out: GenerationOutput, fields: dict[str, Any]) -> dict[str, Any]:
+        """The experts of the new responses, and of those that went on."""
+        assert out.routes is not None and out.alone is not None and out.alone.routes is not None
+        new_lengths, older = fields["prompt_lengths"], fields[OLDER + ROUTES]
+        sizes = {"prompt": fields["prompts"].shape[1], "response": out.tokens.shape[1]}
+        none = jnp.zeros_like(new_lengths)
+        begun = _rows(fields[OLDER + "mask"]).sum(axis=1).astype(jnp.int32)
+        lengths = _rows(fields[OLDER + "prompt_lengths"])
+        added = routes_in_place(_rows(out.alone.routes), lengths, begun, **sizes)
+        return {
+            ROUTES: routes_in_place(out.routes, new_lengths, none, **sizes),
+            OLDER + ROUTES: join_routes(_rows(older), added).reshape(older.shape),
+        }
 
 
 def older_fields(batches: Sequence[Any], steps: jax.Array) -> dict[str, Any]:
-    """What `ContinueResponses` reads of the batches of `steps`, int32 [S]. Call it inside jit."""
+    """What `ContinueResponses` reads of the batches of `steps`, int32 [S]. Call it inside jit.
+
+    Each batch has the fields ASKED and those of its responses.
+    """
     found = {
-        OLDER + name: jnp.stack([batch[name] for batch in batches], axis=1)
-        for name in CONTINUING_READS
+        OLDER + name: jnp.stack([batch[name] for batch in batches], axis=1) for name in batches[0]
     }
     shape = (batches[0]["prompts"].shape[0], len(batches))
     return found | {OLDER + "steps": jnp.broadcast_to(steps, shape)}

@@ -30,13 +30,6 @@ def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
             "works"
         )
     actor = roles.get("actor")
-    replayed = actor is not None and replays_routes(config, actor)
-    if replayed and config.partial_rollouts:
-        raise ConfigError(
-            f"config.partial_rollouts={config.partial_rollouts} does not work with "
-            "config.rollout.routing_replay: the experts of a response that was cut are not kept; "
-            "--config.rollout.routing_replay=False works"
-        )
     _check_router_keys(config, actor)
 
 
@@ -76,18 +69,11 @@ def _check_scores(config: Config, actor: Role | None) -> None:
 
 def _check_mixture(config: Config, name: str) -> None:
     """Raises: ConfigError for what is not done for a model with experts."""
-    works = {
-        "exact": (config.exact, "repeatable", "strict"),
-        "rollout.quantization": (config.rollout.quantization, "none", "float8"),
-        "mesh.sequence": (config.mesh.sequence, 1, None),
-        "mesh.pipeline": (config.mesh.pipeline, 1, None),
-    }
-    for key, (value, works_with, refused) in works.items():
-        if value == refused or (refused is None and value != works_with):
-            raise ConfigError(
-                f"config.{key}={value} does not work with a mixture of experts, which the model "
-                f"{name} is; --config.{key}={works_with} works"
-            )
+    if config.rollout.quantization == "float8":
+        raise ConfigError(
+            "config.rollout.quantization=float8 does not work with a mixture of experts, which the "
+            f"model {name} is; --config.rollout.quantization=none works"
+        )
 
 
 def _check_attention(role: Role) -> None:

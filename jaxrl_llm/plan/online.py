@@ -20,7 +20,7 @@ from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, segments
-from jaxrl_llm.plan.generating import CONTINUING_READS, older_fields
+from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.mixtures import check_mixtures
 from jaxrl_llm.plan.models import ModelSource, stops_of
 from jaxrl_llm.plan.online_stages import (
@@ -97,7 +97,9 @@ class Iteration:
         states = self.abstract_states()
         batch = self.program.trace(states, self.abstract_batch())
         if self.continuing is not None:
-            older = [{name: batch[name] for name in CONTINUING_READS}] * self.config.max_staleness
+            older = [
+                {name: batch[name] for name in self.continuing_reads}
+            ] * self.config.max_staleness
             steps = jax.ShapeDtypeStruct((len(older),), jnp.int32)
             found = jax.eval_shape(older_fields, older, steps)
             sharding = batch_sharding(self.mesh)
@@ -126,6 +128,11 @@ class Iteration:
     def generated(self) -> list[str]:
         """The fields that `generating` writes."""
         return [name for s in self.generating for stage in s.stages for name in stage.writes]
+
+    @property
+    def continuing_reads(self) -> tuple[str, ...]:
+        """The fields of a batch whose responses go on."""
+        return (*ASKED, *self.generated)
 
     def abstract_generated(self) -> dict[str, Any]:
         """Shapes of what a checkpoint keeps of a batch that was generated ahead."""

@@ -35,9 +35,11 @@ from jaxrl_llm.distributed import crossing
 from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.partial_responses import NO_VERSION
+from jaxrl_llm.generation.slots import no_routes
+from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.generating import CONTINUED, CONTINUING_READS, OLDER, UNFINISHED, older_fields
+from jaxrl_llm.plan.generating import ASKED, CONTINUED, OLDER, UNFINISHED, older_fields
 from jaxrl_llm.plan.online import AHEAD, Iteration
 from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE
@@ -111,7 +113,8 @@ def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int,
     kept = loop_state.get(AHEAD)
     if not isinstance(kept, dict):  # none, or of a version that kept less
         return []
-    if kept.get("settings") != _settings(config):
+    settings = kept.get("settings")
+    if not settings or {"routing_replay": True} | settings != _settings(config):
         return []
     return [(each["step"], len(each["rounds"])) for each in kept["batches"]]
 
@@ -124,6 +127,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "partial_rollouts": config.partial_rollouts,
         "filter_groups": asdict(groups) if groups.enable else None,
         "n": config.rollout.n,
+        "routing_replay": config.rollout.routing_replay,
         "max_response_length": config.data.max_response_length,
     }
 
@@ -251,7 +255,9 @@ class AheadBatches(PromptBatches):
             each = Ahead(step=step, version=version)
             only = self._draw(each, timer, version)
             blank = self._blanks(only.batch)
-            only.batch = only.batch.replace(**{name: blank[name] for name in CONTINUED})
+            only.batch = only.batch.replace(
+                **{name: x for name, x in blank.items() if name not in ASKED}
+            )
             late.append(each)
         return tuple(late)
 
@@ -369,7 +375,7 @@ class AheadBatches(PromptBatches):
         of_older = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
         together = only.batch.replace(**of_older)
         _, batch, found = program.run(weights, together, each.step, None, timer)
-        parts = self._apart({name: batch[OLDER + name] for name in CONTINUED})
+        parts = self._apart({name: batch[OLDER + name] for name in iteration.generated})
         counts = [found.pop(f"{UNFINISHED}_{i}") for i in range(len(parts))]
         left = {
             id(older): older.rounds[0].add(
@@ -386,16 +392,17 @@ class AheadBatches(PromptBatches):
                 for name, value in fetch(dict(found)).items()
                 if name != UNFINISHED
             }
-        new = only.batch.replace(**{name: batch[name] for name in CONTINUED})
+        new = only.batch.replace(**{name: batch[name] for name in iteration.generated})
         return [*(left.get(id(older), 0) for older in going), only.add(new, found)]
 
     def _older(self, batches: list[Any], ahead: list[Ahead], new: Any) -> dict[str, jax.Array]:
         """What the program reads of the batches before the new one; step 0 is none."""
         number = self.plan.config.max_staleness
         steps = [*(each.step for each in ahead), *[0] * (number - len(ahead))]
-        fill = batches[0] if batches else _blank(new, self.plan.config.data.max_response_length)
+        fill = batches[0] if batches else self._blanks(new)
         filled = [*batches, *[fill] * (number - len(batches))]
-        fields = [{name: batch[name] for name in CONTINUING_READS} for batch in filled]
+        reads = self.plan.at(1).continuing_reads
+        fields = [{name: batch[name] for name in reads} for batch in filled]
         return self._stacked(fields, np.array(steps, np.int32))
 
     def _run_part(
@@ -466,11 +473,18 @@ class AheadBatches(PromptBatches):
 
     @cached_property
     def _blanks(self) -> Callable[..., dict[str, jax.Array]]:
-        response = self.plan.config.data.max_response_length
-        return jax.jit(
-            partial(_blank, response=response),
-            out_shardings=batch_sharding(self.plan.learner.mesh),
-        )
+        return jax.jit(self._blank, out_shardings=batch_sharding(self.plan.learner.mesh))
+
+    def _blank(self, new: Any) -> dict[str, Any]:
+        """The fields of a batch that has no responses, with the prompts of `new`."""
+        iteration = self.plan.at(1)
+        (rows, prompt), response = new.prompts.shape, self.plan.config.data.max_response_length
+        none = jnp.zeros_like(new.prompts, shape=(rows, response))
+        empty = dict(zip(CONTINUED, (none, none * 0.0, none * 0.0, none + NO_VERSION), strict=True))
+        if ROUTES in iteration.generated:
+            actor = iteration.roles["actor"].spec.config
+            empty[ROUTES] = no_routes(actor, rows, prompt + response)
+        return {name: new[name] for name in ASKED} | empty
 
     @cached_property
     def _apart(self) -> Callable[..., list[dict[str, jax.Array]]]:
@@ -497,15 +511,6 @@ def token_staleness(newest: int, versions_NR: jax.Array) -> dict[str, jax.Array]
         "rollout/staleness": behind_NR.sum() / jnp.maximum(real_NR.sum(), 1),
         "rollout/staleness_max": behind_NR.max(),
         "rollout/continued": jnp.sum(versions_NR.max(axis=1) > versions_NR[:, 0]),
-    }
-
-
-def _blank(new: Any, response: int) -> dict[str, Any]:
-    """The fields of a batch that has no responses, with the prompts of `new`."""
-    none = jnp.zeros_like(new.prompts, shape=(new.prompts.shape[0], response))
-    return {
-        **{name: new[name] for name in CONTINUING_READS if name not in CONTINUED},
-        **dict(zip(CONTINUED, (none, none * 0.0, none * 0.0, none + NO_VERSION), strict=True)),
     }
 
 

@@ -185,6 +185,8 @@ LAYOUTS = {
         (Packed(row_tokens=12, group=2, align=1), 16 / 24),
         (Padded(), 24 / 32),
         (Padded(num=2), 24 / 32),
+        # Rows of 4 tokens for 2 of the prompt, and of 8 for the response without its last one.
+        (Padded(num=2, align=4), 20 / 48),
     ],
 )
 def test_row_use_by_hand(layout, expected):

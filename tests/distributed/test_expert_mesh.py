@@ -38,6 +38,8 @@ MESHES = [
     {"data": 2, "expert": 4},
     {"data": 2, "expert": 2, "fsdp": 2},
     {"fsdp": 4, "tensor": 2},
+    {"expert": 2, "sequence": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "sequence": 2},
 ]
 
 
@@ -80,7 +82,7 @@ def value_and_gradients(layout: Layout | None, limit: float | None = None):
     kernels = (into, into, layout.sharding("expert", "mlp", "expert_embed"))
     if limit is not None:  # with biases
         kernels += (layout.sharding("expert", "mlp"),) * 2
-    rows = layout.sharding("batch", None, None)
+    rows = layout.sharding("batch", "tokens", None)
     return jax.jit(run, in_shardings=(rows, rows, kernels, rows))
 
 
@@ -226,6 +228,8 @@ one_device = functools.cache(iterate)
         ("deepseek_v3", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("shared A", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("qwen3_moe", {"expert": 2, "sequence": 2, "tensor": 2}),
+        ("qwen3_moe", {"pipeline": 2, "expert": 2, "fsdp": 2}),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """A response that is cut and goes on, and which policy may add how many tokens to it."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxrl_llm.generation.partial_responses import (
     append,
     are_unfinished,
     join,
+    join_routes,
+    routes_in_place,
     versions_of,
 )
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -35,7 +38,8 @@ def test_a_response_in_parts_has_the_tokens_of_one_go(family):
     params = init_params(spec, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
     tokens, lengths, ids = prompts(5)
-    settings = GenerationSettings(sampling=SAMPLING, num_slots=3)
+    mixed = spec.config.mixture is not None
+    settings = GenerationSettings(sampling=SAMPLING, num_slots=3, record_routes=mixed)
 
     @jax.jit
     def both(params):
@@ -52,15 +56,39 @@ def test_a_response_in_parts_has_the_tokens_of_one_go(family):
             spec, params, rows, longer, ids, key, settings, limits_N=R - begun, begun_N=begun
         )
         new = Responses(rest.tokens, rest.mask, rest.logprobs, versions_of(rest.mask, zeros + 3))
-        return whole, first.mask, append(parts, new)
+        routes = None
+        if first.routes is not None:
+            place = partial(routes_in_place, prompt=P, response=R)
+            routes = join_routes(first.routes, place(rest.routes, lengths, begun))
+        return whole, first.mask, append(parts, new), routes
 
-    whole, first, joined = jax.tree.map(np.asarray, both(params))
+    whole, first, joined, routes = jax.tree.map(np.asarray, both(params))
     assert 0 < (whole.mask.sum(axis=1) > 4).sum() < 5  # some go on, some had ended
     np.testing.assert_array_equal(joined.mask_NR, whole.mask)
     np.testing.assert_array_equal(joined.tokens_NR * whole.mask, whole.tokens * whole.mask)
     np.testing.assert_allclose(joined.logprobs_NR, whole.logprobs, atol=1e-5)
     expected = np.where(whole.mask == 0, -1, np.where(first == 1, 0, 3))
     np.testing.assert_array_equal(joined.versions_NR, expected)
+    assert mixed == (routes is not None)
+    if mixed:
+        np.testing.assert_array_equal(routes, whole.routes)
+
+
+def test_experts_of_parts_come_to_their_places():
+    """One layer, one expert: numbers tell where each token's experts come from."""
+    # A prompt of 2 of 3 tokens and 4 new ones. Of the first part 2 tokens, the last of them unread.
+    before = jnp.array([[10, 11, -1, 12, -1, -1, -1], [10, 11, -1, 12, -1, -1, -1]])
+    # The second part's prompts have 3 + 4 tokens. The second row does not go on.
+    found = jnp.array([[20, 21, 22, 23, -1, -1, -1, 24, -1, -1, -1], [-1] * 11])
+    place = partial(routes_in_place, prompt=3, response=4)
+    after = place(found[..., None, None], jnp.array([2, 2]), jnp.array([2, 2]))
+    joined = join_routes(before[..., None, None], after)[..., 0, 0]
+    assert joined[0].tolist() == [10, 11, -1, 12, 23, 24, -1]
+    assert joined[1].tolist() == before[1].tolist()
+    # Of a new response, whose prompts the call made as wide.
+    new = jnp.array([[30, 31, -1, -1, -1, -1, -1, 32, 33, 34, -1]])
+    found = place(new[..., None, None], jnp.array([2]), jnp.array([0]))[..., 0, 0]
+    assert found.tolist() == [[30, 31, -1, 32, 33, 34, -1]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

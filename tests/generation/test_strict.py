@@ -53,15 +53,20 @@ def prompts():
     return tokens, np.array([21, 1, 8, 13]).repeat(GROUP)
 
 
-def sampled(params, prompts, strict, chosen, **how):
-    """Tokens, mask and log-probs of the chosen samples."""
+def generated(params, prompts, strict, chosen, spec=SPEC, **how):
+    """What the engine gives for the chosen samples."""
     sampling = SamplingParams(
         max_new_tokens=R, stop_token_ids=(1, 2, 3), temperature=TEMPERATURE, top_p=0.95
     )
     settings = GenerationSettings(sampling=sampling, strict=strict, **how)
     key = jax.random.key(3, impl="threefry2x32")
-    run = compiled(lambda params, *arrays: generate(SPEC, params, *arrays, key, settings))
-    found = run(params, *(x[chosen] for x in prompts), chosen)
+    run = compiled(lambda params, *arrays: generate(spec, params, *arrays, key, settings))
+    return run(params, *(x[chosen] for x in prompts), chosen)
+
+
+def sampled(params, prompts, strict, chosen, **how):
+    """Tokens, mask and log-probs of the chosen samples."""
+    found = generated(params, prompts, strict, chosen, **how)
     return tuple(np.asarray(x) for x in (found.tokens, found.mask, found.logprobs))
 
 
@@ -70,10 +75,10 @@ def samples(params, prompts):
     return sampled(params, prompts, STRICT, np.arange(N), group=GROUP)
 
 
-def scored(params, rows, strict):
+def scored(params, rows, strict: Strict | None, spec=SPEC):
     settings = ForwardSettings(strict=strict)
     found = response_statistics(
-        params, rows, spec=SPEC, settings=settings, temperature=TEMPERATURE, with_entropy=True
+        params, rows, spec=spec, settings=settings, temperature=TEMPERATURE, with_entropy=True
     )
     return found.logprobs
 

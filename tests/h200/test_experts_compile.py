@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
+from scale import ALGORITHMS, Scaled, Shape
 from target import needs_compiler
 
 from jaxrl_llm.distributed.communication import collectives
@@ -51,3 +53,25 @@ def test_gradients_of_weights_are_scattered_before_they_are_summed_over_data():
         ("reduce-scatter", "fsdp"): whole / 2,
         ("all-reduce", "data"): 2 * whole / 2 / 2,
     }
+
+
+@pytest.mark.slow
+def test_an_update_on_stages_of_split_experts_and_rows():
+    """A stage brings its tokens to the experts once a pass: a part of each row, in bf16."""
+    hidden, row, chosen = 1024, 2048, 8
+    shape = Shape(hidden, 256, 2, 8, 4, 8192, 16)
+    mesh = {"pipeline": 2, "expert": 2, "sequence": 2}
+    scaled = Scaled(shape, ALGORITHMS["GRPO"], mesh, row=row, prompts=2, scan_layers=False)
+    text = scaled.compiled("update_actor").as_text()
+    assert "grouped_matmul_rows" in text
+    axes = MeshAxes(names=tuple(mesh), sizes=tuple(mesh.values()))
+    moved: dict[tuple[str, str], float] = {}
+    for each in collectives(text, axes, ()):  # of one tick
+        key = each.kind, each.axis
+        moved[key] = moved.get(key, 0) + each.bytes
+    tokens = row // 2
+    # Forward, again in the backward pass, and the gradients of outputs.
+    there = 3 * tokens * hidden * 2 + 2 * tokens * chosen * 8
+    assert moved["all-gather", "expert"] == there
+    # Sums in float32; the gradients of tokens and of their weights.
+    assert moved["reduce-scatter", "expert"] == 2 * tokens * hidden * 4 + tokens * chosen * 4

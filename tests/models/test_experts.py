@@ -137,9 +137,9 @@ def test_gradients_are_those_of_computing_every_expert():
 
     def dense(state, x):
         layer = nnx.merge(graphdef, state)
-        weights, routed = layer.router(x, None)
-        chosen = jax.nn.one_hot(routed.chosen_BTK, 4)
-        share = jnp.einsum("BTKE,BTK->BTE", chosen, weights)
+        choice = layer.router(x, Routing())
+        chosen = jax.nn.one_hot(choice.chosen_BTK, 4)
+        share = jnp.einsum("BTKE,BTK->BTE", chosen, choice.weights_BTK)
         gate = jnp.einsum("BTD,EDF->BTEF", x, layer.gate.kernel[...])
         up = jnp.einsum("BTD,EDF->BTEF", x, layer.up.kernel[...])
         hidden = jax.nn.silu(gate) * up
@@ -347,6 +347,7 @@ def test_scanned_and_recomputed_layers_route_the_same():
         positions = jnp.broadcast_to(jnp.arange(5), tokens.shape)
         model = bind(spec, params)
         hidden, _, routed = model.routed(tokens, positions, attend=attend, routing=routing, **how)
+        assert routing.real_BT is not None
         return (hidden * routing.real_BT[..., None]).sum() + z_loss(routed), routed
 
     plain, again = (

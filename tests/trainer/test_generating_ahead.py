@@ -268,6 +268,26 @@ def test_batches_of_other_settings_are_not_taken_over(tmp_path, apart, changes):
     assert kept_sizes(state, config) == ([] if changes else [(STEPS + 1, 1)])
 
 
+@pytest.mark.slow
+def test_experts_of_responses_in_parts_are_replayed(tmp_path):
+    """A policy that never changes chooses the same experts, so that the ratio is 1."""
+    experts = {
+        "model_type": "qwen3_moe",
+        "head_dim": "8",
+        "num_experts": "5",
+        "num_experts_per_tok": "2",
+        "moe_intermediate_size": "16",
+    }
+    changes = {f"actor.hf_config.{name}": value for name, value in experts.items()} | PARTS
+    tiny = begin(tmp_path, **changes, **{"actor.optimizer.learning_rate": "0"})
+    metrics = tiny.metrics()
+    assert any(
+        row["rollout/continued"] > 0 for row in metrics.values() if "rollout/continued" in row
+    )
+    for step in range(1, STEPS + 1):
+        assert metrics[step]["token_mult_prob_error"] < 1 + 1e-5
+
+
 def test_what_is_generated_at_a_checkpoint_counts_for_the_next_step(in_parts):
     rows = read_jsonl(in_parts.run_dir / "metrics.jsonl")
     _, _, *later = rows  # of step 0, and of the first, before which no policy goes on

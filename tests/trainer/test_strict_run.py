@@ -18,6 +18,13 @@ FLAGS = {
     "checkpoint.best_metric": "",
     "log.tensorboard": "false",
 }
+EXPERTS = {
+    "actor.hf_config.model_type": "qwen3_moe",
+    "actor.hf_config.head_dim": "8",
+    "actor.hf_config.num_experts": "5",
+    "actor.hf_config.num_experts_per_tok": "2",
+    "actor.hf_config.moe_intermediate_size": "16",
+}
 EQUAL = {  # what a metric is where all bits are equal
     "training/rollout_probs_diff_max": 0.0,
     "rollout_corr/kl": 0.0,
@@ -28,11 +35,12 @@ EQUAL = {  # what a metric is where all bits are equal
 
 
 @pytest.mark.slow  # slow tests are compiled as users have it; see generation/test_strict.py
+@pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("exact", ["strict", "repeatable"])
-def test_sampler_and_trainer_agree_in_every_step(tmp_path, exact):
+def test_sampler_and_trainer_agree_in_every_step(tmp_path, exact, model):
     """With two mini-batches a step, a pass of its own computes the old log-probs."""
     run = TinyRun(tmp_path)
-    flags = FLAGS | {"run_dir": str(run.run_dir), "exact": exact}
+    flags = FLAGS | {"run_dir": str(run.run_dir), "exact": exact} | model
     train(load_config(str(tmp_path / "tiny.py"), list(flags.items())))
     metrics = run.metrics()
     found = [{name: metrics[step][name] for name in EQUAL} for step in (1, 2)]

@@ -478,7 +478,7 @@ def roles_of(
             source = sources[name] = find_model(settings, tokenizer, context=context)
         elif name == TEACHER:
             sources[name] = actor
-        _check_vocabulary(name, source, actor)
+        _check_vocabulary(name, source, actor, tokenizer)
         spec = learner_spec(source, kind, settings)
         role = _place_role(name, spec, settings, config, own_meshes.get(name), mesh)
         if spec.lora is not None:
@@ -523,9 +523,16 @@ def _place_role(
     )
 
 
-def _check_vocabulary(name: str, source: ModelSource, actor: ModelSource) -> None:
-    """ConfigError when a model's vocabulary is not the actor's: it would read other tokens."""
-    if source.config.vocab_size != actor.config.vocab_size and name not in ("critic", "reward"):
+def _check_vocabulary(
+    name: str, source: ModelSource, actor: ModelSource, tokenizer: Tokenizer
+) -> None:
+    """ConfigError when a model's vocabulary is not the actor's: it would read other tokens.
+
+    A critic or reward model may have another padding of its table, as sizes of one family do.
+    """
+    size, of_actor = source.config.vocab_size, actor.config.vocab_size
+    enough = name in ("critic", "reward") and size >= min(of_actor, tokenizer.vocab_size)
+    if size != of_actor and not enough:
         raise ConfigError(
             f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
             f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"

@@ -137,13 +137,12 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
     if mesh.sequence * mesh.tensor > per_host:
         return False
     for model in work.models.values():
-        if not _divides(model, mesh.tensor) or model.config.num_layers % mesh.pipeline:
+        layers = model.config.num_layers - model.config.num_leading_layers
+        if not _divides(model, mesh.tensor) or layers % mesh.pipeline:
             return False
         if _stored_size(model) % (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence):
             return False
-        if (model.adapters or model.config.mixture) and mesh.pipeline > 1:
-            return False
-        if model.config.mixture and mesh.sequence > 1:
+        if model.adapters and mesh.pipeline > 1:
             return False
     rows = work.samples.count
     mini = min((rows // job.mini_batches for job in work.jobs), default=rows)

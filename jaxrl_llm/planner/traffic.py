@@ -172,7 +172,8 @@ def _tokens(model: Model, rows: Rows, devices: Devices, *, update: bool) -> dict
     if mixture is None:
         return {}
     size, chosen = model.config.hidden_size, mixture.experts_per_token
-    tokens, layers = math.ceil(rows.tokens), model.config.num_expert_layers
+    tokens = math.ceil(rows.tokens / devices.mesh.sequence)
+    layers = model.config.num_expert_layers
     if exchanges_rows(tokens, chosen, others + 1, model.itemsize):
         of_round = round_rows(tokens * chosen, others + 1)
         forward = 2 * model.itemsize * size + 4
@@ -185,7 +186,7 @@ def _tokens(model: Model, rows: Rows, devices: Devices, *, update: bool) -> dict
     if update:
         again = there if model.settings.remat != "none" else 0
         each += again + 4 * (size + chosen) + back
-    return {EXPERT: each * rows.tokens * others * layers}
+    return {EXPERT: each * tokens * others * layers}
 
 
 def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> dict[str, float]:

@@ -168,6 +168,10 @@ def test_what_cannot_work_is_refused_with_the_remedy(own):
     small = replace(COST, hf_config=MODEL | {"vocab_size": 12})
     with pytest.raises(ConfigError, match="cost has a vocabulary of 12 tokens and the actor"):
         open_iteration(with_stage(f"{EXAMPLE}:cost_penalty", small))
+    config = with_stage(f"{own}:weights")
+    critic = replace(config.critic, hf_config=MODEL | {"vocab_size": 12})
+    with pytest.raises(ConfigError, match="critic has a vocabulary of 12 tokens and the actor"):
+        open_iteration(replace(config, critic=critic))
 
 
 def test_keys_that_are_not_those_of_writes_are_refused_when_the_plan_is_traced(own):

@@ -304,12 +304,12 @@ EXPERTS = WIDE | {
 }
 
 
+EVERY_AXIS = {"data", "fsdp", "tensor", "sequence", "pipeline"}
+
+
 @pytest.mark.parametrize(
     ("hf", "axes"),
-    [
-        (WIDE, {"data", "fsdp", "tensor", "sequence", "pipeline"}),
-        (EXPERTS, {"data", "fsdp", "tensor", "expert"}),
-    ],
+    [(WIDE, EVERY_AXIS), (EXPERTS, EVERY_AXIS | {"expert"})],
     ids=["dense", "experts"],
 )
 def test_the_search_tries_every_axis_that_a_run_takes(hf, axes):

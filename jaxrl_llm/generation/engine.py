@@ -8,6 +8,9 @@ queue in the same step. Two loops are nested:
     for each tail:                           the live slots are moved together
         while more are live than the next tail holds:  one decode step
 
+Where a caller asks for it, the loop of all slots and that of each tail are programs of their own
+(`GenerationInPieces`): they are compiled side by side, and compute the same.
+
 queue.py holds the prompts, slots.py the carried state, prefill.py and decode.py the two bodies,
 tail.py the end of a batch, pages.py the memory of the slots. The number of slots is bound by the
 tokens of live samples, not by the longest possible response.
@@ -15,10 +18,11 @@ tokens of live samples, not by the longest possible response.
 Shape letters: N samples, P prompt tokens, R response tokens.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -180,6 +184,90 @@ def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
         )
 
 
+class Formed(NamedTuple):
+    """A model in the form in which `generate` reads it."""
+
+    spec: ModelSpec
+    params: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewWeights:
+    """The weights of a `Formed` model that are no weights of the model that it was made of.
+
+    A program would copy the others, if it returned them.
+    """
+
+    spec: ModelSpec = field(metadata={"static": True})
+    params: Any  # None where a weight is not new
+
+    def model(self, given: Any) -> Formed:
+        """The model; `given` are the weights that it was made of."""
+
+        def one(path: Any, new: jax.Array | None) -> jax.Array:
+            if new is not None:
+                return new
+            return functools.reduce(lambda tree, key: tree[key.key], path, given)
+
+        params = jax.tree.map_with_path(one, self.params, is_leaf=lambda x: x is None)
+        return Formed(self.spec, params)
+
+
+def new_weights(model: Formed, given: Any) -> NewWeights:
+    """Those of `model`, which was made of the weights `given`."""
+    known = {id(x) for x in jax.tree.leaves(given)}
+    params = jax.tree.map(lambda x: None if id(x) in known else x, model.params)
+    return NewWeights(model.spec, params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInPieces:
+    """What `generate` does with these arguments, cut between its loops. Call it inside jit.
+
+    `begin`, then `tail` for each of the tails, then `end`.
+
+    Guarantees: the tokens and log-probs of `generate`.
+    """
+
+    prompts_NP: jax.Array
+    lengths_N: jax.Array
+    sample_ids_N: jax.Array
+    seed_key: jax.Array
+    settings: GenerationSettings
+    limits_N: jax.Array | None = None
+
+    def begin(self, spec: ModelSpec, params: Any) -> tuple[Formed, State]:
+        """The model that the tails read, and the state after the loops of all slots."""
+        engine = self._engine(spec, params)
+        with strict_scope(engine.strict):
+            return engine.model, _run_main_loops(engine, engine.empty())
+
+    def tail(self, model: Formed, state: State, number: int) -> State:
+        """The state after tail `number`, counted from 0."""
+        engine = self._engine(model.spec, model.params, formed=True)
+        with strict_scope(engine.strict):
+            return _run_tail(engine, state, number)
+
+    def end(self, state: State) -> GenerationOutput:
+        """The responses. Reads no cache."""
+        settings = self.settings
+        return _output(state, settings.sampling, settings.pad_id, self.lengths_N)
+
+    def _engine(self, spec: ModelSpec, params: Any, *, formed: bool = False) -> "_Engine":
+        return _engine(
+            spec,
+            params,
+            self.prompts_NP,
+            self.lengths_N,
+            self.sample_ids_N,
+            self.seed_key,
+            self.settings,
+            limits_N=self.limits_N,
+            formed=formed,
+        )
+
+
 class _Engine(NamedTuple):
     """The bodies of the loops for one queue of prompts."""
 
@@ -190,6 +278,7 @@ class _Engine(NamedTuple):
     queue: Queue
     sizes: EngineSizes
     strict: Strict | None
+    model: Formed
 
 
 def _engine(
@@ -205,8 +294,9 @@ def _engine(
     begun_N: jax.Array | None = None,
     alone: int = 0,
     heads: HeadAxes | None = None,
+    formed: bool = False,
 ) -> _Engine:
-    """What `generate` runs, for its arguments."""
+    """What `generate` runs, for its arguments. `formed`: the model is a `Formed` one already."""
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
@@ -251,7 +341,8 @@ def _engine(
     # The strict matmul gives an output the same bits in any kernel; XLA's chunks do not.
     in_chunks = settings.strict is not None and not settings.strict.kernels
     split = heads is not None or in_chunks
-    spec, params = _generation_form(spec, params, settings, split=split)
+    if not formed:
+        spec, params = _generation_form(spec, params, settings, split=split)
     how = {"attention": settings.attention, "heads": heads}
     sampling = settings.sampling
     return _Engine(
@@ -272,6 +363,7 @@ def _engine(
         queue=queue,
         sizes=sizes,
         strict=settings.strict,
+        model=Formed(spec, params),
     )
 
 
@@ -406,16 +498,29 @@ def _generation_form(
 
 def _run_loops(engine: _Engine, state: State) -> State:
     """The two nested loops, then one loop for each tail."""
-    _, prefill, decode, fill_slots, queue, sizes, _ = engine
+    state = _run_main_loops(engine, state)
+    for number in range(len(engine.sizes.tails)):
+        state = _run_tail(engine, state, number)
+    return state
+
+
+def _run_main_loops(engine: _Engine, state: State) -> State:
+    """Prefills, and decode steps in all slots until the first tail holds those that are live."""
+    prefill, decode, fill_slots, queue = (
+        engine.prefill,
+        engine.decode,
+        engine.fill_slots,
+        engine.queue,
+    )
     num_pending = queue.ready(queue.num_groups)
-    fewest = (*sizes.tails, 0)
+    fewest = (*engine.sizes.tails, 0)[0]
 
     def prefill_due(state: State) -> jax.Array:
         taken = state.head >= queue.ready(state.prefilled)
         return (state.prefilled < queue.num_groups) & taken & ~jnp.all(state.slots.live_B)
 
     def unfinished(state: State) -> jax.Array:
-        return (state.head < num_pending) | _more_live(fewest[0], state)
+        return (state.head < num_pending) | _more_live(fewest, state)
 
     def prefill_then_decode(state: State) -> State:
         state = fill_slots(prefill(state))
@@ -427,12 +532,15 @@ def _run_loops(engine: _Engine, state: State) -> State:
             )
 
     with jax.named_scope(PREFILLS):
-        state = lax.while_loop(unfinished, prefill_then_decode, state)
-    for num_slots, fewer in zip(sizes.tails, fewest[1:], strict=True):
-        state = compact(state, num_slots)
-        with jax.named_scope(TAIL_STEPS):
-            state = lax.while_loop(partial(_more_live, fewer), decode, state)
-    return state
+        return lax.while_loop(unfinished, prefill_then_decode, state)
+
+
+def _run_tail(engine: _Engine, state: State, number: int) -> State:
+    """Decode steps in the slots of a tail, until the next one holds those that are live."""
+    num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
+    state = compact(state, num_slots)
+    with jax.named_scope(TAIL_STEPS):
+        return lax.while_loop(partial(_more_live, fewer), engine.decode, state)
 
 
 def _more_live(number: int, state: State) -> jax.Array:

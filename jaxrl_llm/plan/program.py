@@ -30,6 +30,7 @@ from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.chain import Chain, Link, links_of
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
@@ -251,15 +252,21 @@ class Program:
         """
         if jax.process_count() > 1:
             return
-        threads = ThreadPoolExecutor(len(self._compiled) or 1, COMPILING)
-        lowering = threading.Lock()
+        links: list[Link] = []
         for segment in self.segments:
             if not segment.is_host:
                 arguments = self._arguments(segment, states, batch)
-                compiled = self._compiled[segment.name]
-                self._compiling.append(threads.submit(_compile, compiled, arguments, lowering))
+                found = links_of(self._compiled[segment.name], arguments)
+                # XLA takes longer for an update than for any other program.
+                links = [*found, *links] if segment.updated else [*links, *found]
             batch = self._traced_batch(segment, states, batch)
-        threads.shutdown(wait=False)
+        lowering = ThreadPoolExecutor(1, COMPILING)
+        threads = ThreadPoolExecutor(len(links) or 1, COMPILING)
+        for program, arguments in links:
+            lowered = lowering.submit(program.lower, *arguments)
+            self._compiling.append(threads.submit(_compile, lowered))
+        for pool in (lowering, threads):
+            pool.shutdown(wait=False)
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs: a compiler that times kernels must have the device to itself."""
@@ -342,12 +349,16 @@ class Program:
         mesh = self.mesh_of(segment)
         options, *others = (dict(stage.compiler_options) for stage in segment.stages)
         learning_shardings = {role: self._shardings[role] for role in segment.updated}
-        return jax.jit(
-            segment.supervised if self._supervised else segment.iteration,
-            donate_argnums=(0,),
-            out_shardings=(learning_shardings, batch_sharding(mesh), replicated(mesh)),
-            compiler_options=options if all(other == options for other in others) else None,
+        out_shardings = (learning_shardings, batch_sharding(mesh), replicated(mesh))
+        jit = partial(
+            jax.jit, compiler_options=options if all(other == options for other in others) else None
         )
+        # Several processes compile a segment together.
+        alone = mesh.size == 1 and jax.process_count() == 1
+        if alone and (pieces := segment.stages[0].pieces()) is not None:
+            return Chain(segment, pieces, jit, out_shardings, replicated(mesh))
+        run = segment.supervised if self._supervised else segment.iteration
+        return jit(run, donate_argnums=(0,), out_shardings=out_shardings)
 
 
 def compiles_ahead() -> bool:
@@ -440,15 +451,13 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
-def _compile(program: Any, arguments: tuple[Any, ...], lowering: threading.Lock) -> None:
-    """Compile a jitted function; jax finds the executable when it is called with such arguments.
+def _compile(lowered: "Future[jax.stages.Lowered]") -> None:
+    """Compile a program; jax finds the executable when it is called with such arguments.
 
     Programs are lowered one by one: Python runs one thread at a time, and the first of them is in
     XLA sooner.
     """
-    with lowering:
-        lowered = program.lower(*arguments)
-    lowered.compile()
+    lowered.result().compile()
 
 
 def _call(

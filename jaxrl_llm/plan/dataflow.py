@@ -186,14 +186,41 @@ class Segment:
         return tuple(reads)
 
     def iteration(
-        self, learning: States, fixed: States, fields: dict[str, Any], step: jax.Array
+        self,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
+        first: Callable[..., StageOutput] | None = None,
     ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
         """Every stage in turn. This is what `Program` compiles.
 
         `learning` are the states that the segment replaces, `fixed` those that it only reads.
+        `first` is called in place of the first stage, without a state: see `end`.
         Returns the new states, the fields that were written, and metrics by stage.
         """
-        return self._run(learning, fixed, fields, step)
+        fields, metrics, states = dict(fields), {}, fixed | learning
+        for number, stage in enumerate(self.stages):
+            given = {name: fields[name] for name in stage.reads}
+            with jax.named_scope(stage.name):
+                state = stage.state_of(states)
+                if first is not None and number == 0:
+                    output = first(step, **given)
+                elif stage.first_step == 1:
+                    output = stage(state, step, **given)
+                else:
+                    output = _from_its_first_step(stage, state, step, given)
+            stage.check(output)
+            fields |= output.writes
+            metrics[stage.name] = dict(output.metrics)
+            if stage.updates:
+                states = states | {stage.role: output.state}
+        writes = {name: fields[name] for stage in self.stages for name in stage.writes}
+        return {role: states[role] for role in learning}, writes, metrics
+
+    def supervised(self, *arguments: Any) -> Any:
+        """`iteration` of a training that a run begins with; compilations are counted by name."""
+        return self.iteration(*arguments)
 
     def begin(
         self, pieces: Pieces, learning: States, fixed: States, fields: dict[str, Any], step: Any
@@ -230,42 +257,10 @@ class Segment:
     ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
         """The last program of a chain; returns what `iteration` returns."""
         first = partial(pieces.end, passed=passed)
-        return self._run(learning, fixed, fields, step, first=first)
+        return self.iteration(learning, fixed, fields, step, first)
 
     def _of_first(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {name: fields[name] for name in self.stages[0].reads}
-
-    def _run(
-        self,
-        learning: States,
-        fixed: States,
-        fields: dict[str, Any],
-        step: Any,
-        first: Callable[..., StageOutput] | None = None,
-    ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
-        """Every stage in turn; `first` in place of the first one."""
-        fields, metrics, states = dict(fields), {}, fixed | learning
-        for number, stage in enumerate(self.stages):
-            given = {name: fields[name] for name in stage.reads}
-            with jax.named_scope(stage.name):
-                state = stage.state_of(states)
-                if first is not None and number == 0:
-                    output = first(step, **given)
-                elif stage.first_step == 1:
-                    output = stage(state, step, **given)
-                else:
-                    output = _from_its_first_step(stage, state, step, given)
-            stage.check(output)
-            fields |= output.writes
-            metrics[stage.name] = dict(output.metrics)
-            if stage.updates:
-                states = states | {stage.role: output.state}
-        writes = {name: fields[name] for stage in self.stages for name in stage.writes}
-        return {role: states[role] for role in learning}, writes, metrics
-
-    def supervised(self, *arguments: Any) -> Any:
-        """`iteration` of a training that a run begins with; compilations are counted by name."""
-        return self.iteration(*arguments)
 
 
 def _from_its_first_step(stage: Stage, state: Any, step: jax.Array, fields: Any) -> StageOutput:

@@ -260,13 +260,7 @@ class Program:
                 # XLA takes longer for an update than for any other program.
                 links = [*found, *links] if segment.updated else [*links, *found]
             batch = self._traced_batch(segment, states, batch)
-        lowering = ThreadPoolExecutor(1, COMPILING)
-        threads = ThreadPoolExecutor(len(links) or 1, COMPILING)
-        for program, arguments in links:
-            lowered = lowering.submit(program.lower, *arguments)
-            self._compiling.append(threads.submit(_compile, lowered))
-        for pool in (lowering, threads):
-            pool.shutdown(wait=False)
+        self._compiling += _compile_in_threads(links)
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs: a compiler that times kernels must have the device to itself."""
@@ -451,12 +445,22 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
-def _compile(lowered: "Future[jax.stages.Lowered]") -> None:
-    """Compile a program; jax finds the executable when it is called with such arguments.
+def _compile_in_threads(links: Sequence[Link]) -> list[Future[None]]:
+    """Begin to compile jitted functions; jax finds what is compiled when it calls them.
 
-    Programs are lowered one by one: Python runs one thread at a time, and the first of them is in
-    XLA sooner.
+    They are lowered one by one, in their order: Python runs one thread at a time, and the first of
+    them is in XLA sooner.
     """
+    lowering = ThreadPoolExecutor(1, COMPILING)
+    compiling = ThreadPoolExecutor(len(links) or 1, COMPILING)
+    lowered = [lowering.submit(program.lower, *arguments) for program, arguments in links]
+    compiled = [compiling.submit(_compile, each) for each in lowered]
+    for threads in (lowering, compiling):
+        threads.shutdown(wait=False)
+    return compiled
+
+
+def _compile(lowered: "Future[jax.stages.Lowered]") -> None:
     lowered.result().compile()
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -198,7 +197,7 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
 
 def test_programs_are_lowered_one_by_one_and_compiled_together():
     """Each compilation ends only when the other has begun too; no lowering sees another."""
-    lowering, busy, meet = threading.Lock(), [], threading.Barrier(2, timeout=20)
+    busy, meet = [], threading.Barrier(2, timeout=20)
 
     class Slow:
         def lower(self, name):
@@ -211,9 +210,8 @@ def test_programs_are_lowered_one_by_one_and_compiled_together():
         def compile(self):
             meet.wait()
 
-    with ThreadPoolExecutor(2) as threads:
-        tasks = [threads.submit(programs._compile, Slow(), (n,), lowering) for n in range(2)]
-        assert [task.result() for task in tasks] == [None, None]
+    tasks = programs._compile_in_threads([(Slow(), (n,)) for n in range(2)])
+    assert [task.result() for task in tasks] == [None, None]
 
 
 # A program that takes a minute to compile, and an error while its thread is at work.

@@ -1,7 +1,8 @@
 """Planned stages as compiled programs with donated state.
 
 Consecutive device stages are one `jax.jit`: with a model reward the whole iteration is one
-program. The states of roles that learn are donated, so an update needs no second copy.
+program. The states of roles that learn are donated, so an update needs no second copy. On one
+device generation is cut where that compiles sooner: see chain.py.
 """
 
 import threading

@@ -36,7 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
-from jaxrl_llm.generation.kv_cache import HeadAxes, page_entries
+from jaxrl_llm.generation.kv_cache import HeadAxes, LayerCache, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
@@ -214,7 +214,7 @@ class NewWeights:
         return Formed(self.spec, params)
 
 
-def new_weights(model: Formed, given: Any) -> NewWeights:
+def _new_weights(model: Formed, given: Any) -> NewWeights:
     """Those of `model`, which was made of the weights `given`."""
     known = {id(x) for x in jax.tree.leaves(given)}
     params = jax.tree.map(lambda x: None if id(x) in known else x, model.params)
@@ -225,7 +225,8 @@ def new_weights(model: Formed, given: Any) -> NewWeights:
 class GenerationInPieces:
     """What `generate` does with these arguments, cut between its loops. Call it inside jit.
 
-    `begin`, then `tail` for each of the tails, then `end`.
+    `begin`, then `tail` for each of the tails, then `end`; all of them for the same weights
+    `given`. The cache may be donated from one to the next.
 
     Guarantees: the tokens and log-probs of `generate`.
     """
@@ -237,20 +238,31 @@ class GenerationInPieces:
     settings: GenerationSettings
     limits_N: jax.Array | None = None
 
-    def begin(self, spec: ModelSpec, params: Any) -> tuple[Formed, State]:
-        """The model that the tails read, and the state after the loops of all slots."""
+    def begin(
+        self, spec: ModelSpec, params: Any, given: Any
+    ) -> tuple[NewWeights, State, tuple[LayerCache, ...]]:
+        """The loops of all slots; `params` are made of `given`. The state is without its cache."""
         engine = self._engine(spec, params)
         with strict_scope(engine.strict):
-            return engine.model, _run_main_loops(engine, engine.empty())
+            after = _run_main_loops(engine, engine.empty())
+        return _new_weights(engine.model, given), *_cut(after)
 
-    def tail(self, model: Formed, state: State, number: int) -> State:
-        """The state after tail `number`, counted from 0."""
+    def tail(
+        self,
+        number: int,
+        given: Any,
+        kept: NewWeights,
+        state: State,
+        cache: tuple[LayerCache, ...],
+    ) -> tuple[State, tuple[LayerCache, ...]]:
+        """Tail `number`, counted from 0."""
+        model = kept.model(given)
         engine = self._engine(model.spec, model.params, formed=True)
         with strict_scope(engine.strict):
-            return _run_tail(engine, state, number)
+            return _cut(_run_tail(engine, state._replace(cache=cache), number))
 
     def end(self, state: State) -> GenerationOutput:
-        """The responses. Reads no cache."""
+        """The responses."""
         settings = self.settings
         return _output(state, settings.sampling, settings.pad_id, self.lengths_N)
 
@@ -266,6 +278,11 @@ class GenerationInPieces:
             limits_N=self.limits_N,
             formed=formed,
         )
+
+
+def _cut(state: State) -> tuple[State, tuple[LayerCache, ...]]:
+    """A state without its cache, and the cache."""
+    return state._replace(cache=()), state.cache
 
 
 class _Engine(NamedTuple):

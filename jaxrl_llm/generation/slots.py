@@ -84,19 +84,6 @@ class State(NamedTuple):
     routes: Routes | None = None
 
 
-Cache = tuple[LayerCache, ...]
-
-
-def parted(state: State) -> tuple[State, Cache]:
-    """A state without its cache, and the cache."""
-    return state._replace(cache=()), state.cache
-
-
-def joined(state: State, cache: Cache) -> State:
-    """The inverse of `parted`."""
-    return state._replace(cache=cache)
-
-
 def empty_state(
     config: ModelConfig,
     queue: Queue,

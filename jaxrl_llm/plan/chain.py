@@ -1,11 +1,12 @@
-"""A segment as a chain of programs, which are compiled side by side and run one after the other.
+"""A function as a chain of programs, which are compiled side by side and run one after the other.
 
 XLA compiles one program on one core for most of the time. Generation has a decode step for each
 number of slots, and each of them is compiled as long as a program of its own. A chain makes them
 such programs. Nothing waits between them: the host dispatches all of them at once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -14,38 +15,41 @@ from jax.sharding import NamedSharding
 
 from jaxrl_llm.plan.dataflow import Pieces, Segment
 
+COMPILING = "compiling"  # begins the name of a thread of `compile_in_threads`
 Link = tuple[Any, tuple[Any, ...]]  # a jitted function and its arguments
-MOVED = 6  # the argument of a piece that is donated: see `Pieces`
+Run = Callable[..., Any]
 
 
 class Chain:
-    """What `jax.jit` of `segment.iteration` is, for a segment whose first stage has pieces."""
+    """What `jax.jit` of `whole` is, for a function that is cut: see `dataflow.Pieces`.
+
+    `begin`, those of `middle` and `end` take the arguments of `whole`; then `middle` also takes
+    what `Pieces` calls kept, passed and moved, and `end` what it calls passed.
+    """
 
     def __init__(
         self,
-        segment: Segment,
-        pieces: Pieces,
-        jit: Callable[..., Any],
-        ends_in: Any,
+        whole: Run,
+        begin: Run,
+        middle: Sequence[Run],
+        end: Run,
+        *,
+        num_arguments: int,
+        donated: tuple[int, ...] = (),
         place: NamedSharding,
+        out_shardings: Any,
+        compiler_options: dict[str, Any] | None,
     ) -> None:
-        """`jit` is `jax.jit` with the segment's options; `ends_in` the shardings of its results.
-
-        What one program hands to the next lies on `place`.
-        """
-        self._pieces, self._place = pieces, place
-        self._begin = jit(_named(segment, partial(segment.begin, pieces)), out_shardings=place)
+        """What one program hands to the next lies on `place`. The last one donates `donated`."""
+        jit = partial(jax.jit, compiler_options=compiler_options)
+        name, moved = whole.__name__, num_arguments + 2
+        self._place = place
+        self._begin = jit(_named(name, begin), out_shardings=place)
         self._middle = [
-            jit(
-                _named(segment, partial(segment.go_on, pieces, number)),
-                donate_argnums=(MOVED,),
-                out_shardings=place,
-            )
-            for number in range(pieces.count)
+            jit(_named(name, run), donate_argnums=(moved,), out_shardings=place) for run in middle
         ]
-        end = partial(segment.end, pieces)
-        self._end = jit(_named(segment, end), donate_argnums=(0,), out_shardings=ends_in)
-        self._whole = jit(segment.iteration, donate_argnums=(0,), out_shardings=ends_in)
+        ending = partial(jit, donate_argnums=donated, out_shardings=out_shardings)
+        self._end, self._whole = ending(_named(name, end)), ending(whole)
 
     def __call__(self, *arguments: Any) -> Any:
         """Dispatch every program."""
@@ -82,16 +86,56 @@ class Chain:
         return jax.tree.map(one, tree)
 
 
+def chain_of(
+    segment: Segment,
+    pieces: Pieces,
+    place: NamedSharding,
+    out_shardings: Any,
+    compiler_options: dict[str, Any] | None,
+) -> Chain:
+    """`segment.iteration` as a chain; `pieces` are those of its first stage."""
+    return Chain(
+        segment.iteration,
+        partial(segment.begin, pieces),
+        [partial(segment.go_on, pieces, number) for number in range(pieces.count)],
+        partial(segment.end, pieces),
+        num_arguments=4,
+        donated=(0,),
+        place=place,
+        out_shardings=out_shardings,
+        compiler_options=compiler_options,
+    )
+
+
 def links_of(program: Any, arguments: tuple[Any, ...]) -> list[Link]:
-    """The programs that are compiled for a segment, a chain or one jitted function."""
+    """The programs that are compiled for a function, a chain or one that is jitted."""
     return list(program.links(*arguments)) if isinstance(program, Chain) else [(program, arguments)]
 
 
-def _named(segment: Segment, run: Callable[..., Any]) -> Callable[..., Any]:
+def compile_in_threads(links: Sequence[Link]) -> list[Future[None]]:
+    """Begin to compile jitted functions; jax finds what is compiled when it calls them.
+
+    They are lowered one by one, in their order: Python runs one thread at a time, and the first of
+    them is in XLA sooner.
+    """
+    lowering = ThreadPoolExecutor(1, COMPILING)
+    compiling = ThreadPoolExecutor(len(links) or 1, COMPILING)
+    lowered = [lowering.submit(program.lower, *arguments) for program, arguments in links]
+    compiled = [compiling.submit(_compile, each) for each in lowered]
+    for threads in (lowering, compiling):
+        threads.shutdown(wait=False)
+    return compiled
+
+
+def _compile(lowered: "Future[jax.stages.Lowered]") -> None:
+    lowered.result().compile()
+
+
+def _named(name: str, run: Run) -> Run:
     """`run` under the name by which compilations are counted and traces are read."""
 
-    def iteration(*arguments: Any) -> Any:
+    def named(*arguments: Any) -> Any:
         return run(*arguments)
 
-    assert iteration.__name__ == segment.iteration.__name__
-    return iteration
+    named.__name__ = name
+    return named

@@ -65,9 +65,9 @@ class Pieces(Protocol):
         ...
 
     def go_on(
-        self, number: int, state: Any, step: Any, kept: Any, passed: Any, moved: Any, **fields: Any
+        self, number: int, state: Any, step: Any, *carried: Any, **fields: Any
     ) -> tuple[Any, Any]:
-        """The next `passed` and `moved`."""
+        """The next `passed` and `moved`; `carried` are `kept` and these."""
         ...
 
     def end(self, step: Any, passed: Any, **fields: Any) -> StageOutput:

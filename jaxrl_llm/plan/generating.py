@@ -12,11 +12,9 @@ from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
 from jaxrl_llm.generation.engine import (
     GenerationInPieces,
     GenerationOutput,
-    NewWeights,
     Rows,
     compiler_options,
     generate_on_mesh,
-    new_weights,
 )
 from jaxrl_llm.generation.partial_responses import (
     NO_VERSION,
@@ -29,7 +27,6 @@ from jaxrl_llm.generation.partial_responses import (
 )
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
-from jaxrl_llm.generation.slots import Cache, State, joined, parted
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.plan.dataflow import StageOutput
@@ -166,28 +163,19 @@ class GenerateInPieces:
     stage: Generate
     count: int
 
-    def begin(self, state: Any, step: Any, **fields: Any) -> tuple[NewWeights, State, Cache]:
-        """The weights that generation makes, and the engine's state before the first tail."""
+    def begin(self, state: Any, step: Any, **fields: Any) -> tuple[Any, Any, Any]:
+        """The loops of all slots."""
         how, given = self.stage.how, params_of(state)
         spec, params = sampling_model(self.stage.model.spec, given, how.dtype)
-        model, after = self._generation(step, **fields).begin(spec, params)
-        return new_weights(model, given), *parted(after)
+        return self._generation(step, **fields).begin(spec, params, given)
 
     def go_on(
-        self,
-        number: int,
-        state: Any,
-        step: Any,
-        kept: NewWeights,
-        passed: State,
-        moved: Cache,
-        **fields: Any,
-    ) -> tuple[State, Cache]:
+        self, number: int, state: Any, step: Any, *carried: Any, **fields: Any
+    ) -> tuple[Any, Any]:
         """One tail."""
-        model, before = kept.model(params_of(state)), joined(passed, moved)
-        return parted(self._generation(step, **fields).tail(model, before, number))
+        return self._generation(step, **fields).tail(number, params_of(state), *carried)
 
-    def end(self, step: Any, passed: State, **fields: Any) -> StageOutput:
+    def end(self, step: Any, passed: Any, **fields: Any) -> StageOutput:
         """The responses."""
         out = self._generation(step, **fields).end(passed)
         return self.stage.found(out, step, fields["prompt_lengths"])

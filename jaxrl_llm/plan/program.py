@@ -31,13 +31,12 @@ from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.chain import Chain, Link, links_of
+from jaxrl_llm.plan.chain import COMPILING, Link, chain_of, compile_in_threads, links_of
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
-COMPILING = "compiling"  # begins the name of a thread of `compile_ahead`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
@@ -261,7 +260,7 @@ class Program:
                 # XLA takes longer for an update than for any other program.
                 links = [*found, *links] if segment.updated else [*links, *found]
             batch = self._traced_batch(segment, states, batch)
-        self._compiling += _compile_in_threads(links)
+        self._compiling += compile_in_threads(links)
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs: a compiler that times kernels must have the device to itself."""
@@ -345,22 +344,25 @@ class Program:
         options, *others = (dict(stage.compiler_options) for stage in segment.stages)
         learning_shardings = {role: self._shardings[role] for role in segment.updated}
         out_shardings = (learning_shardings, batch_sharding(mesh), replicated(mesh))
-        jit = partial(
-            jax.jit, compiler_options=options if all(other == options for other in others) else None
-        )
+        if any(other != options for other in others):
+            options = None
         # Several processes compile a segment together.
         alone = mesh.size == 1 and jax.process_count() == 1
         if alone and (pieces := segment.stages[0].pieces()) is not None:
-            return Chain(segment, pieces, jit, out_shardings, replicated(mesh))
-        run = segment.supervised if self._supervised else segment.iteration
-        return jit(run, donate_argnums=(0,), out_shardings=out_shardings)
+            return chain_of(segment, pieces, replicated(mesh), out_shardings, options)
+        return jax.jit(
+            segment.supervised if self._supervised else segment.iteration,
+            donate_argnums=(0,),
+            out_shardings=out_shardings,
+            compiler_options=options,
+        )
 
 
 def compiles_ahead() -> bool:
-    """Whether a thread of `compile_ahead` is at work. Nothing ends it before its program is made.
+    """Whether a thread of `compile_in_threads` is at work.
 
-    Python waits for it at its exit. It is no daemon: one that comes back from XLA while Python
-    ends aborts the process.
+    Nothing ends it before its program is made, and Python waits for it at its exit. It is no
+    daemon: one that comes back from XLA while Python ends aborts the process.
     """
     return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
@@ -444,25 +446,6 @@ def _mesh_of(stage: Stage, own_meshes: Mapping[str, Mesh]) -> Mesh | None:
 def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     """Tells stages apart that one program cannot hold, for `segments`."""
     return partial(_mesh_of, own_meshes=own_meshes)
-
-
-def _compile_in_threads(links: Sequence[Link]) -> list[Future[None]]:
-    """Begin to compile jitted functions; jax finds what is compiled when it calls them.
-
-    They are lowered one by one, in their order: Python runs one thread at a time, and the first of
-    them is in XLA sooner.
-    """
-    lowering = ThreadPoolExecutor(1, COMPILING)
-    compiling = ThreadPoolExecutor(len(links) or 1, COMPILING)
-    lowered = [lowering.submit(program.lower, *arguments) for program, arguments in links]
-    compiled = [compiling.submit(_compile, each) for each in lowered]
-    for threads in (lowering, compiling):
-        threads.shutdown(wait=False)
-    return compiled
-
-
-def _compile(lowered: "Future[jax.stages.Lowered]") -> None:
-    lowered.result().compile()
 
 
 def _call(

@@ -18,12 +18,10 @@ from jaxrl_llm.generation.engine import (
     compiler_options,
     generate,
     generate_on_mesh,
-    new_weights,
 )
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import FEWEST_SLOTS
-from jaxrl_llm.generation.slots import joined, parted
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.layers import Projection
 from jaxrl_llm.models.lora import Lora
@@ -389,12 +387,10 @@ def test_a_tail_as_a_program_copies_neither_weights_nor_cache():
         )
 
     def begin(params, *inputs):
-        model, state = generation(*inputs).begin(spec, params)
-        return new_weights(model, params), *parted(state)
+        return generation(*inputs).begin(spec, params, params)
 
-    def go_on(params, kept, passed, cache, *inputs):
-        after = generation(*inputs).tail(kept.model(params), joined(passed, cache), 0)
-        return parted(after)
+    def go_on(params, kept, state, cache, *inputs):
+        return generation(*inputs).tail(0, params, kept, state, cache)
 
     params = abstract(spec.params)
     carried = abstract(jax.eval_shape(begin, params, *inputs))

@@ -1,20 +1,26 @@
 """Generation as a chain of programs: compiled ahead, with the bits of one program."""
 
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 
 import jax
 import numpy as np
-from tiny_iteration import first_states, open_iteration, prompts, tiny_config
+from tiny import MODEL
+from tiny_iteration import first_states, open_iteration, prompts, random_params, tiny_config
 
+from jaxrl_llm import config as c
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.evaluation import evaluate
+from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.generation import sizes
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.chain import Chain
 from jaxrl_llm.plan.generating import Generate
 from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.program import Program
+from jaxrl_llm.tokenizer import load_tokenizer
 
 TAILS = (2, 1)
 PIECES = len(TAILS) + 2  # the loop of all slots before them, and what is made of the last state
@@ -53,3 +59,27 @@ def test_a_chain_computes_the_bits_of_one_program(monkeypatch):
     assert metrics["rollout/decode_steps"] > 0
     for a, b in zip(*(jax.tree.leaves(x) for x in (chain, whole)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def held_out_answers(config, chained: bool, monkeypatch) -> list:
+    monkeypatch.setattr(sizes, "default_tails", lambda *_: TAILS)
+    if not chained:  # the engine has its tails all the same
+        monkeypatch.setattr(evaluate, "tails_of", lambda *_: ())
+    role = open_iteration(config).roles["actor"]
+    params = make_global(random_params(role.spec.params, 0), role.param_shardings)
+    with ExitStack() as stack, count_compilations() as counter:
+        validator = open_validator(config, role, load_tokenizer("char"), None, stack)
+        found = validator.run(params, 0)
+        assert counter.programs("answer") == (PIECES if chained else 1)
+    return found.completions
+
+
+def test_a_validation_is_a_chain_with_the_same_answers(monkeypatch):
+    config = tiny_config(model_reward=False)
+    data = replace(config.data, val_tasks=(c.ChainSum(size=4),), val_batch_size=4)
+    model = MODEL | {"vocab_size": 128}  # of all that the tokenizer writes
+    actor = replace(config.actor, hf_config=model)
+    config = replace(config, data=data, actor=actor)
+    chain, whole = (held_out_answers(config, chained, monkeypatch) for chained in (True, False))
+    assert len(chain) == 4 and chain == whole
+    assert all(np.isfinite(answer.logprobs).all() for answer in chain)

@@ -27,8 +27,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan import generating, stages
-from jaxrl_llm.plan import program as programs
+from jaxrl_llm.plan import chain, generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
@@ -210,7 +209,7 @@ def test_programs_are_lowered_one_by_one_and_compiled_together():
         def compile(self):
             meet.wait()
 
-    tasks = programs._compile_in_threads([(Slow(), (n,)) for n in range(2)])
+    tasks = chain.compile_in_threads([(Slow(), (n,)) for n in range(2)])
     assert [task.result() for task in tasks] == [None, None]
 
 
@@ -221,10 +220,10 @@ import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.plan import program
+from jaxrl_llm.plan import chain
 
 def main(_):
-    program._compile = lambda *_: time.sleep(60)
+    chain._compile = lambda *_: time.sleep(60)
     one = Program(
         segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
         mesh=make_mesh(devices=jax.devices()[:1]),

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,16 @@ from jaxrl_llm.distributed.multihost import (
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.evaluation.held_out_statistics import interval_metrics
 from jaxrl_llm.generation.completions import completions_of
-from jaxrl_llm.generation.engine import compiler_options, generate_on_mesh
+from jaxrl_llm.generation.engine import (
+    GenerationInPieces,
+    compiler_options,
+    generate_on_mesh,
+)
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.plan.chain import Chain, compile_in_threads, links_of
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.models import stops_of
@@ -117,28 +124,23 @@ class Validator:
         return other
 
     def _compile(self, role: Role) -> Callable[..., Any]:
-        dtype, seed = self._dtype, self._seed
         settings = replace(self._settings, attention=role.forward.attention)
-
-        def answer(params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any) -> Any:
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
-            spec, params = sampling_model(role.spec, params, dtype)
-            out = generate_on_mesh(
-                spec,
-                params,
-                prompts,
-                lengths,
-                sample_ids,
-                key,
-                settings,
-                layout=role.generation,
-                stored=role.layout,
-            )
-            return out.tokens, out.mask, out.logprobs
-
+        answering = _Answering(role=role, dtype=self._dtype, seed=self._seed, settings=settings)
         samples = self._batch_size * self._n // role.generation.num_replicas
         options = compiler_options(samples, settings.num_slots)
-        return jax.jit(answer, out_shardings=self._sharding, compiler_options=options)
+        tails = range(len(tails_of(settings, samples)))
+        if tails and role.mesh.size == 1 and jax.process_count() == 1:
+            return Chain(
+                answering.answer,
+                answering.begin,
+                [partial(answering.tail, number) for number in tails],
+                answering.end,
+                num_arguments=5,
+                place=replicated(self._mesh),
+                out_shardings=self._sharding,
+                compiler_options=options,
+            )
+        return jax.jit(answering.answer, out_shardings=self._sharding, compiler_options=options)
 
     def run(self, params: Params, step: int) -> Validation:
         """Evaluate `params` (in the training layout) after `step` iterations."""
@@ -162,6 +164,10 @@ class Validator:
                 if not self._compiled:
                     part = takes_part(self._mesh)
                     compile_together(self._answer, (params, *arguments), "validation", part)
+                    if isinstance(self._answer, Chain):
+                        links = links_of(self._answer, (params, *arguments))
+                        for compiled in compile_in_threads(links):
+                            compiled.result()
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)
                 tokens, mask, logprobs = fetch_rows(out, self._rows)
@@ -206,6 +212,63 @@ class Validator:
             list(column) for column in zip(*samples, strict=True)
         )
         return sources, np.array(grades, np.float32), answers, failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answering:
+    """The program that answers a batch of prompts, and the pieces of it: see `plan.chain.Chain`."""
+
+    role: Role
+    dtype: str
+    seed: int
+    settings: GenerationSettings
+
+    def answer(
+        self, params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tokens, mask and log-probs, [N, R] each."""
+        spec, sampled = sampling_model(self.role.spec, params, self.dtype)
+        out = generate_on_mesh(
+            spec,
+            sampled,
+            prompts,
+            lengths,
+            sample_ids,
+            self._key(step),
+            self.settings,
+            layout=self.role.generation,
+            stored=self.role.layout,
+        )
+        return out.tokens, out.mask, out.logprobs
+
+    def begin(self, params: Params, *inputs: Any) -> tuple[Any, Any, Any]:
+        spec, sampled = sampling_model(self.role.spec, params, self.dtype)
+        return self._generation(*inputs).begin(spec, sampled, params)
+
+    def tail(self, number: int, params: Params, *inputs_and_carried: Any) -> tuple[Any, Any]:
+        inputs, carried = inputs_and_carried[:4], inputs_and_carried[4:]
+        return self._generation(*inputs).tail(number, params, *carried)
+
+    def end(
+        self, params: Params, *inputs_and_passed: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *inputs, passed = inputs_and_passed
+        out = self._generation(*inputs).end(passed)
+        return out.tokens, out.mask, out.logprobs
+
+    def _generation(
+        self, prompts: Any, lengths: Any, sample_ids: Any, step: Any
+    ) -> GenerationInPieces:
+        return GenerationInPieces(
+            prompts_NP=prompts,
+            lengths_N=lengths,
+            sample_ids_N=sample_ids,
+            seed_key=self._key(step),
+            settings=self.settings,
+        )
+
+    def _key(self, step: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), SEED_STREAM), step)
 
 
 def open_validator(

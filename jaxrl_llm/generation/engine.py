@@ -8,6 +8,9 @@ queue in the same step. Two loops are nested:
     for each tail:                           the live slots are moved together
         while more are live than the next tail holds:  one decode step
 
+Where a caller asks for it, the loop of all slots and that of each tail are programs of their own
+(`GenerationInPieces`): they are compiled side by side, and compute the same.
+
 queue.py holds the prompts, slots.py the carried state, prefill.py and decode.py the two bodies,
 tail.py the end of a batch, pages.py the memory of the slots. The number of slots is bound by the
 tokens of live samples, not by the longest possible response.
@@ -15,10 +18,11 @@ tokens of live samples, not by the longest possible response.
 Shape letters: N samples, P prompt tokens, R response tokens.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
-from jaxrl_llm.generation.kv_cache import HeadAxes, page_entries
+from jaxrl_llm.generation.kv_cache import HeadAxes, LayerCache, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
@@ -154,7 +158,8 @@ def generate(
     if prompts_NP.shape[0] > 0:
         with strict_scope(engine.strict):
             state = _run_loops(engine, state)
-    return _output(state, settings.sampling, settings.pad_id, engine.queue)
+    queue = engine.queue
+    return _output(state, settings.sampling, settings.pad_id, queue.lengths_N, queue.group_N)
 
 
 def begin(*arguments: Any, **limits: Any) -> State:
@@ -181,6 +186,108 @@ def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
         )
 
 
+class Formed(NamedTuple):
+    """A model in the form in which `generate` reads it."""
+
+    spec: ModelSpec
+    params: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewWeights:
+    """The weights of a `Formed` model that are no weights of the model that it was made of.
+
+    A program would copy the others, if it returned them.
+    """
+
+    spec: ModelSpec = field(metadata={"static": True})
+    params: Any  # None where a weight is not new
+
+    def model(self, given: Any) -> Formed:
+        """The model; `given` are the weights that it was made of."""
+
+        def one(path: Any, new: jax.Array | None) -> jax.Array:
+            if new is not None:
+                return new
+            return functools.reduce(lambda tree, key: tree[key.key], path, given)
+
+        params = jax.tree.map_with_path(one, self.params, is_leaf=lambda x: x is None)
+        return Formed(self.spec, params)
+
+
+def _new_weights(model: Formed, given: Any) -> NewWeights:
+    """Those of `model`, which was made of the weights `given`."""
+    known = {id(x) for x in jax.tree.leaves(given)}
+    params = jax.tree.map(lambda x: None if id(x) in known else x, model.params)
+    return NewWeights(model.spec, params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInPieces:
+    """What `generate` does with these arguments, cut between its loops. Call it inside jit.
+
+    `begin`, then `tail` for each of the tails, then `end`; all of them for the same weights
+    `given`. The cache may be donated from one to the next.
+
+    Guarantees: the tokens and log-probs of `generate`.
+    """
+
+    prompts_NP: jax.Array
+    lengths_N: jax.Array
+    sample_ids_N: jax.Array
+    seed_key: jax.Array
+    settings: GenerationSettings
+    limits_N: jax.Array | None = None
+
+    def begin(
+        self, spec: ModelSpec, params: Any, given: Any
+    ) -> tuple[NewWeights, State, tuple[LayerCache, ...]]:
+        """The loops of all slots; `params` are made of `given`. The state is without its cache."""
+        engine = self._engine(spec, params)
+        with strict_scope(engine.strict):
+            after = _run_main_loops(engine, engine.empty())
+        return _new_weights(engine.model, given), *_cut(after)
+
+    def tail(
+        self,
+        number: int,
+        given: Any,
+        kept: NewWeights,
+        state: State,
+        cache: tuple[LayerCache, ...],
+    ) -> tuple[State, tuple[LayerCache, ...]]:
+        """Tail `number`, counted from 0."""
+        model = kept.model(given)
+        engine = self._engine(model.spec, model.params, formed=True)
+        with strict_scope(engine.strict):
+            return _cut(_run_tail(engine, state._replace(cache=cache), number))
+
+    def end(self, state: State) -> GenerationOutput:
+        """The responses."""
+        settings = self.settings
+        group_N = jnp.arange(self.lengths_N.shape[0]) // settings.group
+        return _output(state, settings.sampling, settings.pad_id, self.lengths_N, group_N)
+
+    def _engine(self, spec: ModelSpec, params: Any, *, formed: bool = False) -> "_Engine":
+        return _engine(
+            spec,
+            params,
+            self.prompts_NP,
+            self.lengths_N,
+            self.sample_ids_N,
+            self.seed_key,
+            self.settings,
+            limits_N=self.limits_N,
+            formed=formed,
+        )
+
+
+def _cut(state: State) -> tuple[State, tuple[LayerCache, ...]]:
+    """A state without its cache, and the cache."""
+    return state._replace(cache=()), state.cache
+
+
 class _Engine(NamedTuple):
     """The bodies of the loops for one queue of prompts."""
 
@@ -191,6 +298,7 @@ class _Engine(NamedTuple):
     queue: Queue
     sizes: EngineSizes
     strict: Strict | None
+    model: Formed
 
 
 def _engine(
@@ -206,8 +314,9 @@ def _engine(
     begun_N: jax.Array | None = None,
     alone: int = 0,
     heads: HeadAxes | None = None,
+    formed: bool = False,
 ) -> _Engine:
-    """What `generate` runs, for its arguments."""
+    """What `generate` runs, for its arguments. `formed`: the model is a `Formed` one already."""
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
@@ -250,7 +359,8 @@ def _engine(
     # The strict matmul gives an output the same bits in any kernel; XLA's chunks do not.
     in_chunks = settings.strict is not None and not settings.strict.kernels
     split = heads is not None or in_chunks
-    spec, params = _generation_form(spec, params, settings, split=split)
+    if not formed:
+        spec, params = _generation_form(spec, params, settings, split=split)
     how = {"attention": settings.attention, "heads": heads}
     sampling = settings.sampling
     return _Engine(
@@ -271,6 +381,7 @@ def _engine(
         queue=queue,
         sizes=sizes,
         strict=settings.strict,
+        model=Formed(spec, params),
     )
 
 
@@ -405,16 +516,29 @@ def _generation_form(
 
 def _run_loops(engine: _Engine, state: State) -> State:
     """The two nested loops, then one loop for each tail."""
-    _, prefill, decode, fill_slots, queue, sizes, _ = engine
+    state = _run_main_loops(engine, state)
+    for number in range(len(engine.sizes.tails)):
+        state = _run_tail(engine, state, number)
+    return state
+
+
+def _run_main_loops(engine: _Engine, state: State) -> State:
+    """Prefills, and decode steps in all slots until the first tail holds those that are live."""
+    prefill, decode, fill_slots, queue = (
+        engine.prefill,
+        engine.decode,
+        engine.fill_slots,
+        engine.queue,
+    )
     num_pending = queue.ready(queue.num_groups)
-    fewest = (*sizes.tails, 0)
+    fewest = (*engine.sizes.tails, 0)[0]
 
     def prefill_due(state: State) -> jax.Array:
         taken = state.head >= queue.ready(state.prefilled)
         return (state.prefilled < queue.num_groups) & taken & ~jnp.all(state.slots.live_B)
 
     def unfinished(state: State) -> jax.Array:
-        return (state.head < num_pending) | _more_live(fewest[0], state)
+        return (state.head < num_pending) | _more_live(fewest, state)
 
     def prefill_then_decode(state: State) -> State:
         state = fill_slots(prefill(state))
@@ -426,19 +550,28 @@ def _run_loops(engine: _Engine, state: State) -> State:
             )
 
     with jax.named_scope(PREFILLS):
-        state = lax.while_loop(unfinished, prefill_then_decode, state)
-    for num_slots, fewer in zip(sizes.tails, fewest[1:], strict=True):
-        state = compact(state, num_slots)
-        with jax.named_scope(TAIL_STEPS):
-            state = lax.while_loop(partial(_more_live, fewer), decode, state)
-    return state
+        return lax.while_loop(unfinished, prefill_then_decode, state)
+
+
+def _run_tail(engine: _Engine, state: State, number: int) -> State:
+    """Decode steps in the slots of a tail, until the next one holds those that are live."""
+    num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
+    state = compact(state, num_slots)
+    with jax.named_scope(TAIL_STEPS):
+        return lax.while_loop(partial(_more_live, fewer), engine.decode, state)
 
 
 def _more_live(number: int, state: State) -> jax.Array:
     return state.slots.num_live > number
 
 
-def _output(state: State, sampling: SamplingParams, pad_id: int, queue: Queue) -> GenerationOutput:
+def _output(
+    state: State,
+    sampling: SamplingParams,
+    pad_id: int,
+    prompt_lengths_N: jax.Array,
+    group_N: jax.Array,
+) -> GenerationOutput:
     written_NR = state.tokens_NR >= 0
     lengths_N = jnp.sum(written_NR, axis=1)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
@@ -456,5 +589,5 @@ def _output(state: State, sampling: SamplingParams, pad_id: int, queue: Queue) -
         slot_steps=state.slot_steps,
         live_slot_steps=state.live_slot_steps,
         stalled_slot_steps=state.stalled_slot_steps,
-        routes=state.routes and state.routes.of_samples(queue.lengths_N, queue.group_N),
+        routes=state.routes and state.routes.of_samples(prompt_lengths_N, group_N),
     )

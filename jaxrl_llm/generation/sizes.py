@@ -39,7 +39,7 @@ def engine_sizes(
     Raises: ValueError for shapes and settings that contradict each other.
     """
     num_samples, width = prompts_NP.shape
-    group, num_slots, prefill = settings.group, settings.num_slots, settings.prefill
+    group, prefill = settings.group, settings.prefill
     if lengths_N.shape != (num_samples,):
         raise ValueError(f"{num_samples} prompts but prompt lengths of shape {lengths_N.shape}.")
     if width == 0 and num_samples > 0:
@@ -51,8 +51,7 @@ def engine_sizes(
             f"{num_samples - alone} prompts are not groups of {group}: give a divisor."
         )
     num_groups = alone + (num_samples - alone) // group
-    fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
-    slots = min(num_slots or max(num_samples, fewest), max(num_samples, fewest))
+    slots = slots_of(settings, num_samples)
     if settings.strict is not None:
         width = -(-width // settings.strict.align) * settings.strict.align
     # Room for as many prompts of full width as all slots can take at once. More of the shorter ones
@@ -63,9 +62,7 @@ def engine_sizes(
         most=num_groups if num_groups <= slots else slots // 4,
         attention=prefill_attention,
     )
-    tails = settings.tail_slots
-    if tails is None:
-        tails = default_tails(slots, settings.sampling.max_new_tokens)
+    tails = tails_of(settings, num_samples)
     if any(a <= b for a, b in zip((slots, *tails), (*tails, 0), strict=True)):
         raise ValueError(f"tail_slots={tails} must fall, from less than {slots} slots.")
     # Live slots read at most `slots` prompts, so rows are free whenever a prefill is due.
@@ -77,6 +74,20 @@ def engine_sizes(
         prompt_rows=max(1, min(num_groups, slots + most)),
         tails=tails,
     )
+
+
+def slots_of(settings: GenerationSettings, num_samples: int) -> int:
+    """Sequences that are decoded at once."""
+    fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
+    most = max(num_samples, fewest)
+    return min(settings.num_slots or most, most)
+
+
+def tails_of(settings: GenerationSettings, num_samples: int) -> tuple[int, ...]:
+    """Slots of each tail, falling."""
+    if settings.tail_slots is not None:
+        return settings.tail_slots
+    return default_tails(slots_of(settings, num_samples), settings.sampling.max_new_tokens)
 
 
 def prefill_implementation(

@@ -10,7 +10,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,34 @@ class StageOutput:
     writes: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     state: Any = None  # for a stage that updates
+
+
+class Pieces(Protocol):
+    """A device stage without updates that is cut into programs. Each method is traced.
+
+    `begin`, then `go_on` with the numbers below `count`, then `end` do what the stage does. `kept`
+    is what each `go_on` reads. `passed` and `moved` are what each of them replaces: the arrays of
+    `moved` are donated, so their shapes stay. `fields` are those that the stage reads.
+    """
+
+    @property
+    def count(self) -> int:
+        """How often `go_on` is called."""
+        ...
+
+    def begin(self, state: Any, step: Any, **fields: Any) -> tuple[Any, Any, Any]:
+        """`kept`, `passed` and `moved` of the first program."""
+        ...
+
+    def go_on(
+        self, number: int, state: Any, step: Any, *carried: Any, **fields: Any
+    ) -> tuple[Any, Any]:
+        """The next `passed` and `moved`; `carried` are `kept` and these."""
+        ...
+
+    def end(self, step: Any, passed: Any, **fields: Any) -> StageOutput:
+        """What the stage returns."""
+        ...
 
 
 class Stage:
@@ -94,6 +123,10 @@ class Stage:
     def state_of(self, states: States) -> Any:
         """What the stage gets as its state."""
         return states.get(self.role)
+
+    def pieces(self) -> Pieces | None:
+        """The stage as programs that run one after the other, where that compiles sooner."""
+        return None
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Of a host stage, which is not traced: the shapes of what it writes for so many rows."""
@@ -153,19 +186,27 @@ class Segment:
         return tuple(reads)
 
     def iteration(
-        self, learning: States, fixed: States, fields: dict[str, Any], step: jax.Array
+        self,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
+        first: Callable[..., StageOutput] | None = None,
     ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
         """Every stage in turn. This is what `Program` compiles.
 
         `learning` are the states that the segment replaces, `fixed` those that it only reads.
+        `first` is called in place of the first stage, without a state: see `end`.
         Returns the new states, the fields that were written, and metrics by stage.
         """
         fields, metrics, states = dict(fields), {}, fixed | learning
-        for stage in self.stages:
+        for number, stage in enumerate(self.stages):
             given = {name: fields[name] for name in stage.reads}
             with jax.named_scope(stage.name):
                 state = stage.state_of(states)
-                if stage.first_step == 1:
+                if first is not None and number == 0:
+                    output = first(step, **given)
+                elif stage.first_step == 1:
                     output = stage(state, step, **given)
                 else:
                     output = _from_its_first_step(stage, state, step, given)
@@ -180,6 +221,46 @@ class Segment:
     def supervised(self, *arguments: Any) -> Any:
         """`iteration` of a training that a run begins with; compilations are counted by name."""
         return self.iteration(*arguments)
+
+    def begin(
+        self, pieces: Pieces, learning: States, fixed: States, fields: dict[str, Any], step: Any
+    ) -> tuple[Any, Any, Any]:
+        """The first program of a chain; `pieces` are those of the first stage."""
+        stage = self.stages[0]
+        with jax.named_scope(stage.name):
+            return pieces.begin(stage.state_of(fixed | learning), step, **self._of_first(fields))
+
+    def go_on(
+        self,
+        pieces: Pieces,
+        number: int,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: Any,
+        *carried: Any,
+    ) -> tuple[Any, Any]:
+        """A program in the middle of a chain; `carried` are what `Pieces` calls so."""
+        stage = self.stages[0]
+        with jax.named_scope(stage.name):
+            state = stage.state_of(fixed | learning)
+            return pieces.go_on(number, state, step, *carried, **self._of_first(fields))
+
+    def end(
+        self,
+        pieces: Pieces,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: Any,
+        passed: Any,
+    ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
+        """The last program of a chain; returns what `iteration` returns."""
+        first = partial(pieces.end, passed=passed)
+        return self.iteration(learning, fixed, fields, step, first)
+
+    def _of_first(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: fields[name] for name in self.stages[0].reads}
 
 
 def _from_its_first_step(stage: Stage, state: Any, step: jax.Array, fields: Any) -> StageOutput:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
 from jaxrl_llm.generation.engine import (
+    GenerationInPieces,
     GenerationOutput,
     Rows,
     compiler_options,
@@ -27,6 +28,7 @@ from jaxrl_llm.generation.partial_responses import (
     versions_of,
 )
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.plan.dataflow import StageOutput
@@ -76,6 +78,10 @@ class Generation:
             alone=alone,
         )
 
+    def tails(self, role: Role) -> int:
+        """How many tails a generation has on each replica."""
+        return len(tails_of(self.settings, self.samples // role.generation.num_replicas))
+
     def keys(self, steps: jax.Array) -> jax.Array:
         """The keys of steps, one or [N], from which those of their samples are made."""
         fold = partial(jax.random.fold_in, jax.random.key(self.seed))
@@ -113,23 +119,80 @@ class Generate(ModelStage):
     def __call__(
         self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
     ) -> StageOutput:
-        settings, parts, limits = self.how.settings, self.parts, None
-        if parts is not None:
-            limit = parts.limit(parts.first_version(step), step, settings.sampling.max_new_tokens)
-            limits = jnp.full(prompt_lengths.shape, limit)
         out = self.how.run(
-            self.model, state, step, prompts, prompt_lengths, sample_ids, settings, limits=limits
+            self.model,
+            state,
+            step,
+            prompts,
+            prompt_lengths,
+            sample_ids,
+            self.how.settings,
+            limits=self.limits(step, prompt_lengths),
         )
-        metrics = loop_counts(out)
+        return self.found(out, step, prompt_lengths)
+
+    def pieces(self) -> "GenerateInPieces | None":
+        """The loop of all slots, then each tail: every decode step is compiled by itself."""
+        count = self.how.tails(self.model)
+        return GenerateInPieces(stage=self, count=count) if count else None
+
+    def limits(self, step: Any, lengths: jax.Array) -> jax.Array | None:
+        """The most tokens of each response; None: those of the settings."""
+        parts = self.parts
+        if parts is None:
+            return None
+        longest = self.how.settings.sampling.max_new_tokens
+        return jnp.full(lengths.shape, parts.limit(parts.first_version(step), step, longest))
+
+    def found(self, out: GenerationOutput, step: Any, lengths: jax.Array) -> StageOutput:
+        """What the stage returns of a generation."""
+        settings, parts, metrics = self.how.settings, self.parts, loop_counts(out)
         routes = () if out.routes is None else (out.routes,)
         if parts is None:
             found = (out.tokens, out.mask, out.logprobs, *routes)
             return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
-        version = jnp.full(prompt_lengths.shape, parts.first_version(step))
+        version = jnp.full(lengths.shape, parts.first_version(step))
         responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
-        left = are_unfinished(responses, prompt_lengths, settings.sampling)
+        left = are_unfinished(responses, lengths, settings.sampling)
         writes = dict(zip(self.writes, (*responses, *routes), strict=True))
         return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateInPieces:
+    """`Generate` on one device, cut between the loops of the engine: see `dataflow.Pieces`."""
+
+    stage: Generate
+    count: int
+
+    def begin(self, state: Any, step: Any, **fields: Any) -> tuple[Any, Any, Any]:
+        """The loops of all slots."""
+        how, given = self.stage.how, params_of(state)
+        spec, params = sampling_model(self.stage.model.spec, given, how.dtype)
+        return self._generation(step, **fields).begin(spec, params, given)
+
+    def go_on(
+        self, number: int, state: Any, step: Any, *carried: Any, **fields: Any
+    ) -> tuple[Any, Any]:
+        """One tail."""
+        return self._generation(step, **fields).tail(number, params_of(state), *carried)
+
+    def end(self, step: Any, passed: Any, **fields: Any) -> StageOutput:
+        """The responses."""
+        out = self._generation(step, **fields).end(passed)
+        return self.stage.found(out, step, fields["prompt_lengths"])
+
+    def _generation(
+        self, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+    ) -> GenerationInPieces:
+        return GenerationInPieces(
+            prompts_NP=prompts,
+            lengths_N=prompt_lengths,
+            sample_ids_N=sample_ids,
+            seed_key=self.stage.how.keys(step),
+            settings=self.stage.how.settings,
+            limits_N=self.stage.limits(step, prompt_lengths),
+        )
 
 
 def loop_counts(out: GenerationOutput) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Planned stages as compiled programs with donated state.
 
 Consecutive device stages are one `jax.jit`: with a model reward the whole iteration is one
-program. The states of roles that learn are donated, so an update needs no second copy.
+program. The states of roles that learn are donated, so an update needs no second copy. On one
+device generation is cut where that compiles sooner: see chain.py.
 """
 
 import threading
@@ -30,12 +31,12 @@ from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.plan.chain import COMPILING, Link, chain_of, compile_in_threads, links_of
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
-COMPILING = "compiling"  # begins the name of a thread of `compile_ahead`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
@@ -251,15 +252,15 @@ class Program:
         """
         if jax.process_count() > 1:
             return
-        threads = ThreadPoolExecutor(len(self._compiled) or 1, COMPILING)
-        lowering = threading.Lock()
+        links: list[Link] = []
         for segment in self.segments:
             if not segment.is_host:
                 arguments = self._arguments(segment, states, batch)
-                compiled = self._compiled[segment.name]
-                self._compiling.append(threads.submit(_compile, compiled, arguments, lowering))
+                found = links_of(self._compiled[segment.name], arguments)
+                # XLA takes longer for an update than for any other program.
+                links = [*found, *links] if segment.updated else [*links, *found]
             batch = self._traced_batch(segment, states, batch)
-        threads.shutdown(wait=False)
+        self._compiling += compile_in_threads(links)
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs: a compiler that times kernels must have the device to itself."""
@@ -342,19 +343,26 @@ class Program:
         mesh = self.mesh_of(segment)
         options, *others = (dict(stage.compiler_options) for stage in segment.stages)
         learning_shardings = {role: self._shardings[role] for role in segment.updated}
+        out_shardings = (learning_shardings, batch_sharding(mesh), replicated(mesh))
+        if any(other != options for other in others):
+            options = None
+        # Several processes compile a segment together.
+        alone = mesh.size == 1 and jax.process_count() == 1
+        if alone and (pieces := segment.stages[0].pieces()) is not None:
+            return chain_of(segment, pieces, replicated(mesh), out_shardings, options)
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
-            out_shardings=(learning_shardings, batch_sharding(mesh), replicated(mesh)),
-            compiler_options=options if all(other == options for other in others) else None,
+            out_shardings=out_shardings,
+            compiler_options=options,
         )
 
 
 def compiles_ahead() -> bool:
-    """Whether a thread of `compile_ahead` is at work. Nothing ends it before its program is made.
+    """Whether a thread of `compile_in_threads` is at work.
 
-    Python waits for it at its exit. It is no daemon: one that comes back from XLA while Python
-    ends aborts the process.
+    Nothing ends it before its program is made, and Python waits for it at its exit. It is no
+    daemon: one that comes back from XLA while Python ends aborts the process.
     """
     return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
@@ -438,17 +446,6 @@ def _mesh_of(stage: Stage, own_meshes: Mapping[str, Mesh]) -> Mesh | None:
 def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     """Tells stages apart that one program cannot hold, for `segments`."""
     return partial(_mesh_of, own_meshes=own_meshes)
-
-
-def _compile(program: Any, arguments: tuple[Any, ...], lowering: threading.Lock) -> None:
-    """Compile a jitted function; jax finds the executable when it is called with such arguments.
-
-    Programs are lowered one by one: Python runs one thread at a time, and the first of them is in
-    XLA sooner.
-    """
-    with lowering:
-        lowered = program.lower(*arguments)
-    lowered.compile()
 
 
 def _call(

@@ -96,7 +96,8 @@ def train(
                 if training.is_new:
                     metrics = training.validate()
                     training.report(metrics)
-                    training.save(metrics)
+                    if training.save_first:
+                        training.save(metrics)
                 while training.step < training.total_steps and not training.stopped:
                     timer = training.begin_step()
                     step, iteration = training.step, training.plan.at(training.step)
@@ -257,6 +258,7 @@ class Run:
             stop_requested=lambda: deadline.has_come() or asked(),
             save_with=self._save,
             save_every=config.save_every,
+            save_first=saves_first(config),
             validate_first=config.validation.before_train,
             alarms=AlarmBell(alarms=self.alarms, write=self.output.event),
             callbacks=self.callbacks,
@@ -344,6 +346,15 @@ class Run:
         bases = read_bases(self.plan, loop_state.get(BASES, {}))
         fixed = bases | (manager.restore_frozen(path.parent, kept) if kept else {})
         return from_items(items, fixed), loop_state
+
+
+def saves_first(config: Config) -> bool:
+    """Whether a run writes a checkpoint before its first step.
+
+    A run without it begins again, with the same bits. One that trained before its steps would do
+    that twice, and a deadline needs to know how long a save takes.
+    """
+    return bool(config.save_every or config.checkpoint.save_by or has_supervised(config))
 
 
 def finished_summary(folder: RunFolder, config: Config) -> Summary:

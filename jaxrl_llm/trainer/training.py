@@ -39,7 +39,7 @@ class Training:
     output: MetricsLog
     validate_every: int  # steps; 0 only after the last
     step: int = 0  # steps done
-    is_new: bool = False  # begins with a validation and a checkpoint
+    is_new: bool = False  # begins with a validation and, with `save_first`, a checkpoint
     # Ends early once this metric reaches the number, if it is not 0.
     target: tuple[str, float] = ("", 0.0)
     what: str = "step"  # in the message of a gradient that is not finite
@@ -51,6 +51,7 @@ class Training:
     stop_requested: Callable[[], bool] | None = None
     save_with: Save | None = None
     save_every: int = 0
+    save_first: bool = True
     validate_first: bool = True
     stopped: bool = False
     alarms: AlarmBell | None = None

@@ -14,6 +14,7 @@ from jaxrl_llm.distributed.layout import generation_layout, train_layout
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
 from jaxrl_llm.generation.engine import (
     FEWEST_WITHOUT_TRITON,
+    GenerationInPieces,
     compiler_options,
     generate,
     generate_on_mesh,
@@ -366,3 +367,38 @@ def test_float8(samples, monkeypatch):
     assert cublas == (set() if triton else {"__cublas$lt$matmul", "__cublas$lt$matmul$f8"})
     # The head's stays in bf16: its rounding would go straight into the log-probs.
     assert triton.count(("bf16", "bf16")) + text.count('"__cublas$lt$matmul"') == 1
+
+
+def test_a_tail_as_a_program_copies_neither_weights_nor_cache():
+    """A chain hands them from one program to the next: see plan/chain.py."""
+    slots, tail = FEWEST_WITHOUT_TRITON, 64
+    sampling = SamplingParams(max_new_tokens=64)
+    settings = GenerationSettings(
+        sampling=sampling, group=GROUP, num_slots=slots, attention="pallas", tail_slots=(tail,)
+    )
+    spec = model_spec(ONE_LAYER, dtype="bfloat16")
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    inputs = abstract((ints((slots, PROMPT)), ints((slots,)), ints((slots,)), key))
+
+    def generation(prompts, lengths, ids, key):
+        return GenerationInPieces(
+            prompts_NP=prompts, lengths_N=lengths, sample_ids_N=ids, seed_key=key, settings=settings
+        )
+
+    def begin(params, *inputs):
+        return generation(*inputs).begin(spec, params, params)
+
+    def go_on(params, kept, state, cache, *inputs):
+        return generation(*inputs).tail(0, params, kept, state, cache)
+
+    params = abstract(spec.params)
+    carried = abstract(jax.eval_shape(begin, params, *inputs))
+    assert len(jax.tree.leaves(carried[0])) == 3  # qkv, its bias, gate and up: the others are given
+    lowered = jax.jit(go_on, donate_argnums=3).lower(params, *carried, *inputs)
+    compiled = lowered.compile(compiler_options=options_of_a_run(slots))
+    cache = sum(size(f"bf16[{','.join(map(str, x.shape))}]") for x in jax.tree.leaves(carried[2]))
+    assert compiled.memory_analysis().alias_size_in_bytes == cache
+    found = computations(compiled.as_text())
+    for lines in found.values():
+        assert large_copies(found, lines) == []

@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +27,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan import generating, stages
-from jaxrl_llm.plan import program as programs
+from jaxrl_llm.plan import chain, generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
@@ -198,7 +196,7 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
 
 def test_programs_are_lowered_one_by_one_and_compiled_together():
     """Each compilation ends only when the other has begun too; no lowering sees another."""
-    lowering, busy, meet = threading.Lock(), [], threading.Barrier(2, timeout=20)
+    busy, meet = [], threading.Barrier(2, timeout=20)
 
     class Slow:
         def lower(self, name):
@@ -211,9 +209,8 @@ def test_programs_are_lowered_one_by_one_and_compiled_together():
         def compile(self):
             meet.wait()
 
-    with ThreadPoolExecutor(2) as threads:
-        tasks = [threads.submit(programs._compile, Slow(), (n,), lowering) for n in range(2)]
-        assert [task.result() for task in tasks] == [None, None]
+    tasks = chain.compile_in_threads([(Slow(), (n,)) for n in range(2)])
+    assert [task.result() for task in tasks] == [None, None]
 
 
 # A program that takes a minute to compile, and an error while its thread is at work.
@@ -223,10 +220,10 @@ import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.plan import program
+from jaxrl_llm.plan import chain
 
 def main(_):
-    program._compile = lambda *_: time.sleep(60)
+    chain._compile = lambda *_: time.sleep(60)
     one = Program(
         segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
         mesh=make_mesh(devices=jax.devices()[:1]),

@@ -1,0 +1,70 @@
+"""Which runs write a checkpoint before their first step, and what a run without it does again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import jaxrl_llm as rl
+from jaxrl_llm.trainer.run import saves_first
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+
+
+def config(folder: Path) -> rl.Config:
+    return rl.Config(
+        run_dir=str(folder),
+        total_steps=2,
+        save_every=0,
+        data=rl.DataConfig(
+            tokenizer="char", train_batch_size=8, max_prompt_length=4, max_response_length=4
+        ),
+        actor=rl.ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8),
+        rollout=rl.RolloutConfig(n=2),
+        algorithm=rl.GRPO(),
+        reward=rl.RewardConfig(functions=(rl.ExactAnswer(extract="whole"),)),
+        log=rl.LogConfig(tensorboard=False, samples_every=0, trace=False),
+    )
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("global_step_*"))
+
+
+def measured(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each step that no clock decides."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("timing", "perf/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_path):
+    def fail(report):
+        raise KeyboardInterrupt  # as a kill: nothing is saved
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    with pytest.raises(KeyboardInterrupt):
+        rl.train(config(one), train_data=ROWS, callbacks=[fail])
+    assert saved(one) == []
+    for folder in (one, two):
+        rl.train(config(folder), train_data=ROWS)
+        assert saved(folder) == ["global_step_2"]
+    assert measured(one) == measured(two) and len(measured(one)) >= 2
+
+
+def test_which_runs_save_before_their_first_step(tmp_path):
+    once = config(tmp_path)
+    assert not saves_first(once)
+    assert saves_first(replace(once, save_every=5))
+    # The end of a job leaves room for a save, whose time a run must know.
+    assert saves_first(replace(once, checkpoint=rl.CheckpointConfig(save_by="+1h")))
+    assert saves_first(replace(once, warmup=rl.SupervisedConfig(steps=1)))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import compiled
+from compiled import compiled, on_device
 
 # Public as plgpu.InterpretGPUParams from jax 0.11 on.
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -29,11 +29,6 @@ from jaxrl_llm.kernels.decode_attention import (
 )
 from jaxrl_llm.kernels.decode_attention.pipeline import DecodeTuning, default_tuning
 from jaxrl_llm.kernels.decode_attention.schedule import choose_num_splits, choose_prompt_splits
-
-
-def on_device(x: np.ndarray, dtype: Any) -> jax.Array:
-    """`x` in that dtype. jnp.asarray would be a program for each shape."""
-    return jax.device_put(x.astype(dtype))
 
 
 @dataclass

@@ -39,9 +39,15 @@ OF_THE_DECODE_LOOP = {
 FAST = OptimizerConfig(learning_rate=3e-3)
 
 
-def tiny_config(*, model_reward: bool = True, algorithm: dict[str, Any] | None = None) -> Config:
+def tiny_config(
+    *,
+    model_reward: bool = True,
+    algorithm: dict[str, Any] | None = None,
+    num_layers: int = 1,  # a second one doubles what is compiled
+) -> Config:
     """Two epochs of two mini-batches of two micro-batches; a model or Python gives the reward."""
     function = c.ExactAnswer()
+    model = MODEL | {"num_hidden_layers": num_layers}
     return Config(
         total_steps=8,
         data=DataConfig(
@@ -50,7 +56,7 @@ def tiny_config(*, model_reward: bool = True, algorithm: dict[str, Any] | None =
             max_prompt_length=6,
             max_response_length=5,
         ),
-        actor=ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8, ppo_epochs=2, optimizer=FAST),
+        actor=ActorConfig(hf_config=model, ppo_mini_batch_size=8, ppo_epochs=2, optimizer=FAST),
         critic=CriticConfig(ppo_epochs=2, optimizer=FAST),
         rollout=RolloutConfig(n=N, num_slots=3, stop_token_ids=(2, 5, 7)),
         reward=RewardConfig(model=RewardModelConfig())

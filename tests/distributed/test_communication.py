@@ -285,7 +285,7 @@ def test_text_of_a_program_for_gpus():
 
 def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
     """GRPO with two mini-batches of packed rows; the reward is a model's."""
-    config = packed(tiny_config(), 40)
+    config = packed(tiny_config(num_layers=2), 40)
     config = replace(
         config,
         mesh=MeshConfig(fsdp=2, tensor=2),

@@ -57,7 +57,7 @@ def fields() -> dict[str, np.ndarray]:
 
 def learn(mesh=None, *, row_tokens=0):
     """(loss, gradients) of actor and critic, and values, in numpy; packed into rows or padded."""
-    iteration = open_iteration(tiny_config(), mesh)
+    iteration = open_iteration(tiny_config(num_layers=2), mesh)
     layout = iteration.roles["actor"].layout
     micro_batches = Padded(num=2, shard=shard_stacked(layout))
     if row_tokens:
@@ -167,7 +167,7 @@ def iterate(sizes, *, row_tokens=0, critic=0):
     """
     mesh = MeshConfig(**sizes)
     # Eight samples a pass, on one device as on the replicas of a mesh together.
-    config = in_micro_batches(tiny_config(), 8 // mesh.num_replicas)
+    config = in_micro_batches(tiny_config(num_layers=2), 8 // mesh.num_replicas)
     if row_tokens:
         config = packed(config, row_tokens)
     config = replace(config, mesh=mesh, critic=replace(config.critic, tensor=critic))

@@ -49,8 +49,8 @@ def test_packed_grpo(name):
 
 @pytest.mark.parametrize("name", SLOW)
 def test_dpo(name):
-    expected = offline_step("dpo", MeshConfig())
-    found = offline_step("dpo", MeshConfig(**MIXES[name]), micro_batch_size=2)
+    expected = offline_step("dpo", MeshConfig(), 2)
+    found = offline_step("dpo", MeshConfig(**MIXES[name]), 2, micro_batch_size=2)
     assert_same_step(found, expected)
 
 

@@ -30,9 +30,11 @@ SIZE = 16
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, eps=1e-3)
 
 
-def step(algorithm: str, mesh: MeshConfig, **actor: Any) -> tuple[Any, dict[str, float]]:
+def step(
+    algorithm: str, mesh: MeshConfig, num_layers: int = 1, **actor: Any
+) -> tuple[Any, dict[str, float]]:
     """Parameters and metrics after one step of a tiny run, in numpy."""
-    model = MODEL | {"vocab_size": 96}
+    model = MODEL | {"vocab_size": 96, "num_hidden_layers": num_layers}
     config = Config(
         total_steps=4,
         mesh=mesh,

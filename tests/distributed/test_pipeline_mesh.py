@@ -113,8 +113,8 @@ def test_an_iteration_equals_one_device(kind, num_layers, sizes):
 
 
 def check_offline(algorithm: str, **actor: Any) -> None:
-    expected = offline_step(algorithm, MeshConfig())
-    found = offline_step(algorithm, MeshConfig(**MIX, pipeline_micro_batches=2), **actor)
+    expected = offline_step(algorithm, MeshConfig(), 2)
+    found = offline_step(algorithm, MeshConfig(**MIX, pipeline_micro_batches=2), 2, **actor)
     assert_same_step(found, expected)
     assert found[1]["pipeline_bubble"] == pytest.approx(1 / 5)
 

@@ -85,7 +85,7 @@ def test_ppo_on_fsdp_2_sequence_2_tensor_2():
 
 def lowered_update(mesh, *, layout_rules=None, row_tokens, **settings):
     """The actor's gradient program on packed rows, lowered."""
-    iteration = open_iteration(tiny_config(), mesh)
+    iteration = open_iteration(tiny_config(num_layers=2), mesh)
     role = iteration.roles["actor"]
     layout = role.layout
     if layout_rules:
@@ -284,7 +284,8 @@ def test_grpo_packed_on_other_meshes(sizes):
 @pytest.mark.parametrize("sizes", [ALONE, WITH_ALL, WITH_DATA])
 def test_ppo_iteration(sizes):
     """Actor, critic, reference and reward model; the KL penalty is in the reward."""
-    check_updated(in_micro_batches(tiny_config(), 8 // MeshConfig(**sizes).num_replicas), sizes)
+    config = tiny_config(num_layers=2)
+    check_updated(in_micro_batches(config, 8 // MeshConfig(**sizes).num_replicas), sizes)
 
 
 def check_offline(sizes, algorithm="dpo", **actor):

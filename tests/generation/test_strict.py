@@ -135,7 +135,10 @@ def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, sam
         align = None if strict is None else strict.align
         sizes = {"row_tokens": 70, "group": group, "num_replicas": 1}
         plan = plan_packing(arrays[1], arrays[3], align=align, **sizes)
-        run = compiled(jax.grad(partial(loss, strict=strict), has_aux=True))
+        compile_ = (
+            jax.jit if strict is None else compiled
+        )  # the ordinary one is compared to rounding
+        run = compile_(jax.grad(partial(loss, strict=strict), has_aux=True))
         found = [run(params, jnp.int32(row), plan, arrays) for row in range(int(plan.num_rows))]
         assert len(found) > 2
         sums.append(jax.tree.map(lambda *x: sum(map(np.asarray, x)), *found))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import compiled
+from compiled import compiled, on_device
 
 # Public as plgpu.InterpretGPUParams from jax 0.11 on.
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
@@ -72,17 +72,17 @@ class Case:
         """The inputs of the chosen slots, in the kernel's dtypes."""
         chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
         rows, prefix_lengths, lengths = (
-            jnp.asarray(np.array(x)[chosen], jnp.int32)
+            on_device(np.array(x)[chosen], np.int32)
             for x in (self.prefix_rows, self.prefix_lengths, self.lengths)
         )
-        q = jnp.asarray(self.q[chosen], jnp.bfloat16)
+        q = on_device(self.q[chosen], jnp.bfloat16)
         newest = np.maximum(np.array(self.lengths), 1) - 1
         slots_B, before = np.arange(len(newest)), [x.copy() for x in self.own]
         for x in before:
             x[slots_B, :, newest] = self.garbage
         pages, *own = self.paged(chosen, before)
         new, prefix, own = (
-            jnp.asarray(np.stack(keys_and_values, axis=2), self.cache_dtype)
+            on_device(np.stack(keys_and_values, axis=2), self.cache_dtype)
             for keys_and_values in (
                 [x[slots_B, :, newest][chosen] for x in self.own],
                 self.prefix,
@@ -109,7 +109,7 @@ class Case:
             found.append(among)
         reached = np.arange(T) * page < np.array(self.lengths)[chosen][:, None]
         numbers = np.where(reached, places.reshape(B, T), 1_000_000)
-        return jnp.asarray(numbers, jnp.int32), *found
+        return on_device(numbers, np.int32), *found
 
     def schedule(
         self,
@@ -168,14 +168,14 @@ class Case:
             prefix_decode_attention,
             self.inputs(slots),
             window=self.window,
-            sinks=None if self.sinks is None else jnp.array(self.sinks),
+            sinks=None if self.sinks is None else on_device(np.array(self.sinks), np.float32),
             implementation=implementation,
             **options,
         )
         assert out.dtype == jnp.bfloat16
         chosen = np.arange(len(self.lengths)) if slots is None else np.array(slots)
         _, *after = self.paged(chosen, self.own)
-        written = jnp.asarray(np.stack(after, axis=2), self.cache_dtype)
+        written = np.stack(after, axis=2).astype(self.cache_dtype)
         np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (own, written)))
         return np.asarray(out, np.float32)
 
@@ -404,7 +404,7 @@ def test_schedule_lists_every_split_that_holds_an_entry_longest_first(slots_per_
     rng = np.random.default_rng(0)
     rows, prefix_lengths, lengths = (rng.integers(0, top, 40) for top in (3, 500, 1025))
     lengths[:2], prefix_lengths[:2] = (0, 0), (0, 1)
-    arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
+    arguments = [on_device(x, np.int32) for x in (rows, prefix_lengths, lengths)]
     sizes = SIZES | dict(group_size=6, slots_per_prompt=slots_per_prompt)
     schedule = compiled(decode_schedule, *arguments, **sizes)
     listed = np.asarray(schedule.jobs.table_U4)[: int(schedule.jobs.num_jobs[0])]
@@ -429,7 +429,7 @@ def test_every_slot_with_a_prompt_is_in_one_prompt_tile(seed: int):
     B, group_size = 40, 13  # four slots a prompt tile
     rows, lengths = rng.integers(0, 6, B), rng.integers(1, 999, B)
     prefix_lengths = np.where(rng.random(B) < 0.2, 0, 5 + rows + (rng.random(B) < 0.2))
-    arguments = [jnp.asarray(x, jnp.int32) for x in (rows, prefix_lengths, lengths)]
+    arguments = [on_device(x, np.int32) for x in (rows, prefix_lengths, lengths)]
     sizes = SIZES | dict(group_size=group_size, slots_per_prompt=4)
     tiles = compiled(decode_schedule, *arguments, **sizes).prompts
     (num_tiles,) = tiles.num_tiles

@@ -507,7 +507,7 @@ def test_moments_lie_as_their_parameters_do():
 def calm():
     """One epoch of one mini-batch, adaptive KL, and a critic that learns alone for two steps."""
     adaptive = {"kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100.0}
-    config = tiny_config(model_reward=False, algorithm=adaptive)
+    config = tiny_config(model_reward=False, algorithm=adaptive, num_layers=2)
     config = replace(
         config,
         actor=replace(config.actor, ppo_mini_batch_size=PROMPTS, ppo_epochs=1, micro_batch_size=8),

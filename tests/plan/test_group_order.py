@@ -1,10 +1,12 @@
 """Sample i answers prompt i // n in every field and stage: shuffled, refilled, packed."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tiny import EXPERTS
 from tiny_iteration import (
     MODEL,
     PROMPTS,
@@ -45,6 +47,7 @@ from jaxrl_llm.algorithms.group_advantages import gdpo, rloo
 from jaxrl_llm.algorithms.imitation import forward_kl_top_k
 from jaxrl_llm.algorithms.policy_losses import ppo_clip
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
+from jaxrl_llm.config import Composed
 
 
 def advantage(
@@ -70,12 +73,20 @@ def not_rare(old_logprobs, mask):
 
 
 def everything() -> Algorithm:
-    algorithm = compose(
-        advantage, loss, clipped_value_loss, entropy_coef=0.1, rollout_is="token",
-        use_kl_in_reward=True, kl_coef=0.1, kl_controller="adaptive", use_kl_loss=True,
+    settings = Composed(
+        entropy_coef=0.1, rollout_is="token", use_kl_in_reward=True, kl_coef=0.1,
+        kl_controller="adaptive", use_kl_loss=True,
     )
+    algorithm = compose(settings, advantage, loss, clipped_value_loss)
     return replace(algorithm, rejection=not_rare)
 """
+
+
+class OfSteps(ArrayReward):
+    """Some of each score belongs to its tokens, the later ones more."""
+
+    def step_rewards(self, context: Any, mask: np.ndarray) -> np.ndarray:
+        return (mask * mask.cumsum(axis=1) / 10).astype(np.float32)
 
 
 @pytest.mark.slow
@@ -93,18 +104,20 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
         config,
         actor=replace(
             config.actor,
-            hf_config=MODEL | {"num_hidden_layers": 1},
+            hf_config=MODEL | EXPERTS | {"num_hidden_layers": 1},  # whose routes are a field
             ppo_mini_batch_size=PROMPTS,
             ppo_epochs=1,
         ),
         critic=replace(config.critic, ppo_epochs=1),
-        reward=RewardConfig(functions=(function,), model=RewardModelConfig(weight=0.5)),
+        reward=RewardConfig(
+            functions=(function,), model=RewardModelConfig(weight=0.5), process_rewards=True
+        ),
         teacher=TeacherConfig(training=SupervisedConfig(), top_k=3),
         algorithm=Custom(path=f"{file}:everything"),
     )
     config = packed(config, row_tokens) if row_tokens else config
     mesh = make_mesh(devices=jax.devices()[:1])
-    reward = ArrayReward(even_tokens)
+    reward = OfSteps(even_tokens)
     iteration = plan_iteration(config, load_tokenizer("char"), mesh, reward)
 
     def run(batch):
@@ -118,7 +131,9 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
     rows = (groups[:, None] * N + np.arange(N)).reshape(-1)
     batch, metrics = run(prompts(config))
     moved, moved_metrics = run(jax.tree.map(lambda x: x[rows], prompts(config)))
-    for name in ROLLOUT_FIELDS:
+    # Only of responses in parts, as test_generating_ahead.py makes them.
+    assert batch.policy_versions is None
+    for name in set(ROLLOUT_FIELDS) - {"policy_versions"}:
         x, y = getattr(batch, name), getattr(moved, name)
         assert x is not None, f"no stage of this test writes {name}: have EVERYTHING ask for it"
         assert len(np.unique(np.asarray(x), axis=0)) > 1, f"all samples have the same {name}"

@@ -33,7 +33,7 @@ def metrics_of(iteration, timings, peak=PEAK, step=1):
 
 
 def test_a_stage_by_itself_counts_its_own_work():
-    iteration = open_iteration(replace(tiny_config(), fuse_stages=False))
+    iteration = open_iteration(replace(tiny_config(num_layers=2), fuse_stages=False))
     timings = {segment.name: 0.5 for segment in iteration.program.segments}
     found = metrics_of(iteration, timings)
     # Two epochs of updates, and an update is three forward passes.
@@ -53,7 +53,7 @@ def test_a_stage_by_itself_counts_its_own_work():
 
 
 def test_programs_that_update_count_all_of_their_passes():
-    iteration = open_iteration(tiny_config(model_reward=False))
+    iteration = open_iteration(tiny_config(model_reward=False, num_layers=2))
     updating = iteration.program.segments[-1]
     assert {"update_actor", "update_critic"} <= set(updating.name.split("+"))
     found = metrics_of(iteration, {updating.name: 2.0})
@@ -62,16 +62,16 @@ def test_programs_that_update_count_all_of_their_passes():
 
 
 def test_left_out_where_it_would_mislead():
-    together = open_iteration(tiny_config())  # one program that generates too
+    together = open_iteration(tiny_config(num_layers=2))  # one program that generates too
     (segment,) = together.program.segments
     assert metrics_of(together, {segment.name: 1.0}) == {}
-    apart = open_iteration(tiny_config(model_reward=False))
+    apart = open_iteration(tiny_config(model_reward=False, num_layers=2))
     timings = {segment.name: 1.0 for segment in apart.program.segments}
     assert metrics_of(apart, timings, peak=None) == {}
 
 
 def test_an_actor_that_waits_for_its_critic_uses_nothing():
-    config = tiny_config(model_reward=False)
+    config = tiny_config(model_reward=False, num_layers=2)
     config = replace(config, critic=replace(config.critic, warmup_steps=2))
     iteration = open_iteration(config)
     (updating,) = (s for s in iteration.program.segments if "update_actor" in s.name)

@@ -39,7 +39,11 @@ _TYPES = (
         int, _COUNT, 0, _MOST,
     ),
     _Wanted(("num_hidden_layers",), int, "a whole number of 1 up to 10,000", 1, 10_000),
-    _Wanted(("rope_theta", "rms_norm_eps", "initializer_range"), int | float, "a number"),
+    _Wanted(
+        ("rope_theta", "rms_norm_eps", "initializer_range", "query_pre_attn_scalar",
+         "attn_logit_softcapping", "final_logit_softcapping"),
+        int | float, "a number",
+    ),
     _Wanted(("architectures", "layer_types", "mlp_layer_types"), list, "a list of text"),
     _Wanted(("model_type", "hidden_act"), str, "text"),
     _Wanted(("rope_scaling", "rope_parameters"), dict, "a map"),

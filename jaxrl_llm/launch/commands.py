@@ -57,7 +57,7 @@ def train(argv: list[str]) -> int:
     Exit code 3: an alarm whose action is `stop` ended the run (docs/alarms.md).
     """
     parser = Parser()
-    parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--devices", type=_count, default=0)
     parser.add_argument("--dry_run", action="store_true")
     config, flags = read_config(argv, parser)
     if flags.dry_run:
@@ -211,7 +211,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--data", default="")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--answers", type=Path)
-    parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--devices", type=_count, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
     if flags.data:
         given = (("data.val_files", [flags.data]), ("data.val_tasks", "[]"))
@@ -460,7 +460,7 @@ def doctor(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--folder", type=Path, default=Path("runs"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--devices", type=int, default=0)
+    parser.add_argument("--devices", type=_count, default=0)
     flags = parser.read(argv)
     if flags.json is not None and flags.json.is_dir():
         raise ConfigError(f"--json={flags.json} is a folder; give a file such as doctor.json")

@@ -284,7 +284,7 @@ def test_your_own_lengths_are_measured(tmp_path):
     for text, more, message in (
         ("5,7\n5,x\n", [], "lengths.csv:2: '5,x'"),
         ("5,0\n", [], "PROMPT,RESPONSE"),
-        ("", [], "0 samples"),
+        ("", [], "has no line PROMPT,RESPONSE"),
         ("5,7\n4,2\n", ["--groups=1x2"], "share a prompt"),
         ("5,7\n5,2\n5,1\n", ["--groups=1x2"], "has 3 samples; --groups=1x2"),
         ("5,7\n4,2\n", ["--baseline"], "one length"),

@@ -172,10 +172,12 @@ from jaxrl_llm.distributed import mesh, multihost
 from jaxrl_llm.launch import runtime
 
 FILES = ("tcp", "tcp6")
+HF = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+HF |= {"num_attention_heads": 1, "max_position_embeddings": 64}
 config = Config(
     run_dir=RUN_DIR,
     data=DataConfig(train_tasks=(ChainSum(),), tokenizer="char"),
-    actor=ActorConfig(hf_config={"hidden_size": 8}),
+    actor=ActorConfig(hf_config=HF),
     reward=RewardConfig(functions=(ExactAnswer(),)),
 )
 config = runtime.start(config)

@@ -141,7 +141,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(changes, message, tmp_path):
         (["train", "--config=grppo"], "did you mean 'grpo'"),
         (["export", "--checkpoint=run", "--output=o"], "unknown flag --checkpoint"),
         (["generate", "--model=nowhere", "--prompt=a"], "there is no model nowhere"),
-        (["train", "--config=grpo", "--devices=-1"], "--devices=-1: must be 1 or more"),
+        (["train", "--config=grpo", "--devices=-1"], "argument --devices: -1: must be 1 or more"),
     ],
 )
 def test_a_mistake_is_one_message(words, message):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _MOST = 2**31 - 1
+_LARGEST = 2**127  # Python's integers have no bound, and float() of a longer one raises
 _SIZE = "a whole number from 1 to 2**31 - 1"
 _COUNT = "a whole number from 0 to 2**31 - 1"
 
@@ -40,10 +41,11 @@ _TYPES = (
     ),
     _Wanted(("num_hidden_layers",), int, "a whole number of 1 up to 10,000", 1, 10_000),
     _Wanted(
-        ("rope_theta", "rms_norm_eps", "initializer_range", "query_pre_attn_scalar",
-         "attn_logit_softcapping", "final_logit_softcapping"),
+        ("rope_theta", "rms_norm_eps", "initializer_range", "attn_logit_softcapping",
+         "final_logit_softcapping"),
         int | float, "a number",
     ),
+    _Wanted(("query_pre_attn_scalar",), int | float, "a number of 1 or more", 1),
     _Wanted(("architectures", "layer_types", "mlp_layer_types"), list, "a list of text"),
     _Wanted(("model_type", "hidden_act"), str, "text"),
     _Wanted(("rope_scaling", "rope_parameters"), dict, "a map"),
@@ -94,6 +96,9 @@ def bad_value(hf: Mapping[str, Any]) -> BadValue | None:
             value = hf.get(key)
             if value is not None and not _fits(value, wanted):
                 return BadValue(key, _short(value), wanted.name)
+    for key, value in hf.items():
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            return BadValue(key, _short(value), "a number that float32 can hold")
     found = _not_positive(hf, _POSITIVE, "")
     for rope in ("rope_parameters", "rope_scaling"):
         found = found or _not_positive(hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")

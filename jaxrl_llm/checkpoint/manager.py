@@ -97,6 +97,13 @@ class CheckpointManager:
         """The newest complete step, or None."""
         return self._manager.latest_step()
 
+    def begin(self, items: Mapping[str, Any]) -> None:
+        """Take the norms of a run that saves nothing before its first step.
+
+        Raises: UselessWeights when no run could begin with them.
+        """
+        self.growth.check(digests.measure(items), 0)
+
     def save(
         self, step: int, items: Mapping[str, Any], loop: dict[str, Any], metrics: dict[str, float]
     ) -> None:

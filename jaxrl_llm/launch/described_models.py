@@ -32,7 +32,8 @@ def check_models(config: Config) -> None:
     for key, settings in every(config, ModelSettings):
         described[key] = _described(f"config.{key}", settings)
     for key, settings in every(config, AdaptedSettings):
-        model = described[key] or described["actor"]
+        own = settings.path or settings.hf_config  # it may be a model of a hub, not seen yet
+        model = described[key] if own else described["actor"]
         if model is None or not settings.lora.rank or settings.lora.path:
             continue
         tensors = (tensor.name for tensor in hf_names(model, "causal_lm").values())

@@ -21,9 +21,12 @@ from typing import Any
 from jaxrl_llm.checkpoint.layout import CHECKPOINTS, STEP_PREFIX, is_complete, step_of
 from jaxrl_llm.config import Config, ConfigError, from_json, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
+from jaxrl_llm.observability.jsonl import read_jsonl
+from jaxrl_llm.observability.tracker import GLOBAL_STEP
 
 LOCK = "run.lock"
 CONFIG = "config.json"
+METRICS = "metrics.jsonl"
 
 # Keys that may change when a run goes on (fnmatch patterns). They say how long it runs, and what
 # it writes and shows.
@@ -175,16 +178,31 @@ def _check_no_model(path: Path) -> None:
         )
 
 
+def has_steps(path: Path) -> bool:
+    """Whether the folder has metrics of a step, with or without a checkpoint."""
+    try:
+        return any(row.get(GLOBAL_STEP, 0) > 0 for row in read_jsonl([path / METRICS]))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):
+        return True  # what cannot be read is not overwritten
+
+
+def a_run(latest: int | None) -> str:
+    """What a folder holds whose newest checkpoint is of step `latest`."""
+    return "a run without a checkpoint" if latest is None else f"a run at step {latest}"
+
+
 def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> None:
-    """Raises: ConfigError when the folder holds a run (a checkpoint) with another config."""
+    """Raises: ConfigError when the folder holds a run with another config."""
     file = path / CONFIG
-    if latest is None or not file.exists():
+    if not file.exists() or (latest is None and not has_steps(path)):
         return
     try:
         stored = json.loads(file.read_text())
     except ValueError as error:
         raise ConfigError(
-            f"{file} is damaged ({error}), so the config of the run at step {latest} is unknown; "
+            f"{file} is damaged ({error}), so the config of {a_run(latest)} is unknown; "
             f"repair it, or delete it to go on with this config, or give --config.run_dir="
             f"{free_folder(path)}"
         ) from None
@@ -195,15 +213,14 @@ def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> Non
     if len(lines) > MOST_SHOWN:
         lines[MOST_SHOWN:] = [f"  and {len(lines) - MOST_SHOWN} more"]
     free = free_folder(path)
-    raise ConfigError(
-        f"{path} holds a run at step {latest} with another config:\n"
-        + "\n".join(lines)
-        + "\nA run goes on with its own config only. To start another run:\n"
-        f"  --config.run_dir={free}\n"
-        "To go on from its checkpoint with the new config:\n"
-        f"  --config.run_dir={free} "
-        f"--config.resume={path / CHECKPOINTS / f'{STEP_PREFIX}_{latest}'}"
-    )
+    text = f"{path} holds {a_run(latest)} with another config:\n" + "\n".join(lines)
+    text += "\nA run goes on with its own config only. To start another run:\n"
+    text += f"  --config.run_dir={free}"
+    if latest is not None:
+        text += "\nTo go on from its checkpoint with the new config:\n"
+        text += f"  --config.run_dir={free} "
+        text += f"--config.resume={path / CHECKPOINTS / f'{STEP_PREFIX}_{latest}'}"
+    raise ConfigError(text)
 
 
 def _with_new_keys(stored: Any) -> Any:

@@ -113,8 +113,9 @@ def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int,
     kept = loop_state.get(AHEAD)
     if not isinstance(kept, dict):  # none, or of a version that kept less
         return []
-    settings = kept.get("settings")
-    if not settings or {"routing_replay": True} | settings != _settings(config):
+    settings, now = kept.get("settings"), _settings(config)
+    # A version without the key kept batches of one form.
+    if not settings or {"routing_replay": now["routing_replay"]} | settings != now:
         return []
     return [(each["step"], len(each["rounds"])) for each in kept["batches"]]
 

@@ -41,7 +41,7 @@ from jaxrl_llm.supervision.communication import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, read_deadline
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.supervision.profiling import StepProfiler
-from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
+from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps, open_run_folder
 from jaxrl_llm.supervision.signals import stop_requests
 from jaxrl_llm.supervision.watchdog import END, START, EndProcess, Watch, open_watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
@@ -162,6 +162,8 @@ class Run:
             if trains_first:
                 self._compile_ahead()
             self._save_once(states)
+            if not saves_first(self.config):
+                self.checkpoints.begin(to_items(states, self._apart))
         else:
             states, loop_state = self._restore(self.resume)
             if self.resume.parent != self.checkpoints.directory:
@@ -354,7 +356,8 @@ def saves_first(config: Config) -> bool:
     A run without it begins again, with the same bits. One that trained before its steps would do
     that twice, and a deadline needs to know how long a save takes.
     """
-    return bool(config.save_every or config.checkpoint.save_by or has_supervised(config))
+    asked = config.save_every or config.checkpoint.save_by or not config.total_steps
+    return bool(asked or has_supervised(config))
 
 
 def finished_summary(folder: RunFolder, config: Config) -> Summary:
@@ -557,10 +560,13 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
 
 
 def refuse_overwriting(config: Config, run_dir: Path, latest: int | None) -> None:
-    """ConfigError where the folder holds a run at step `latest`, and `resume` asks for another."""
-    if latest is not None and config.resume != "auto":
+    """ConfigError where the folder holds a run, and `resume` asks for another.
+
+    `latest` is the step of its newest checkpoint.
+    """
+    if config.resume != "auto" and (latest is not None or has_steps(run_dir)):
         raise ConfigError(
-            f"config.resume={config.resume}, but {run_dir} holds a run at step {latest}, which "
+            f"config.resume={config.resume}, but {run_dir} holds {a_run(latest)}, which "
             "would be overwritten. Give another --config.run_dir, or go on with it by "
             "--config.resume=auto"
         )

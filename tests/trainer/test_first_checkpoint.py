@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxrl_llm as rl
+from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.trainer.run import saves_first
 
 MODEL = {
@@ -49,7 +50,8 @@ def measured(folder: Path) -> list[dict[str, float]]:
 
 def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_path):
     def fail(report):
-        raise KeyboardInterrupt  # as a kill: nothing is saved
+        if report.step:
+            raise KeyboardInterrupt  # as a kill: nothing is saved
 
     one, two = tmp_path / "one", tmp_path / "two"
     with pytest.raises(KeyboardInterrupt):
@@ -61,10 +63,38 @@ def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_pa
     assert measured(one) == measured(two) and len(measured(one)) >= 2
 
 
+def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path):
+    def fail(report):
+        if report.step:
+            raise KeyboardInterrupt
+
+    killed = config(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        rl.train(killed, train_data=ROWS, callbacks=[fail])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for other in (replace(killed, seed=1), replace(killed, resume="never")):
+        with pytest.raises(rl.ConfigError, match="holds a run without a checkpoint"):
+            rl.train(other, train_data=ROWS)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before and b'"critic/score' in before
+
+
+def test_weights_that_grow_are_not_saved_without_a_first_checkpoint_either(tmp_path):
+    once = config(tmp_path)
+    optimizer = replace(once.actor.optimizer, learning_rate=1.0)
+    once = replace(
+        once,
+        actor=replace(once.actor, optimizer=optimizer),
+        checkpoint=rl.CheckpointConfig(max_growth=1.5),
+    )
+    with pytest.raises(UselessWeights, match="max_growth=1.5"):
+        rl.train(once, train_data=ROWS)
+    assert saved(tmp_path) == []
+
+
 def test_which_runs_save_before_their_first_step(tmp_path):
     once = config(tmp_path)
     assert not saves_first(once)
-    assert saves_first(replace(once, save_every=5))
+    assert saves_first(replace(once, save_every=5)) and saves_first(replace(once, total_steps=0))
     # The end of a job leaves room for a save, whose time a run must know.
     assert saves_first(replace(once, checkpoint=rl.CheckpointConfig(save_by="+1h")))
     assert saves_first(replace(once, warmup=rl.SupervisedConfig(steps=1)))

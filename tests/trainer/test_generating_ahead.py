@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,9 @@ def test_batches_of_other_settings_are_not_taken_over(tmp_path, apart, changes):
         flags.pop("algorithm.use_kl_in_reward")
     config = load_config(str(tmp_path / "tiny.py"), list(flags.items()))
     assert kept_sizes(state, config) == ([] if changes else [(STEPS + 1, 1)])
+    del state["ahead"]["settings"]["routing_replay"]  # a version without the key
+    off = replace(config, rollout=replace(config.rollout, routing_replay=False))
+    assert bool(kept_sizes(state, off)) == (not changes)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ device generation is cut where that compiles sooner: see chain.py.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -281,6 +281,14 @@ class Program:
     def lower(self, segment: Segment, states: States, batch: Any) -> jax.stages.Lowered:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
         return self._compiled[segment.name].lower(*self._arguments(segment, states, batch))
+
+    def lower_each(
+        self, segment: Segment, states: States, batch: Any
+    ) -> Iterator[jax.stages.Lowered]:
+        """The programs that `run` dispatches for a device segment, lowered: those of a chain."""
+        arguments = self._arguments(segment, states, batch)
+        for program, given in links_of(self._compiled[segment.name], arguments):
+            yield program.lower(*given)
 
     def compiled(self, segment: Segment) -> jax.stages.Compiled | None:
         """The program that `run` has compiled, to look into; None on one device.

@@ -43,9 +43,10 @@ class RlStep(Case):
         program, states = self.iteration.program, self.iteration.abstract_states()
         batch = program.trace(states, self.iteration.abstract_batch())
         return {
-            segment.name: program.lower(segment, states, batch)
+            f"{segment.name} {number}": lowered
             for segment in program.segments
             if not segment.is_host
+            for number, lowered in enumerate(program.lower_each(segment, states, batch))
         }
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:

@@ -24,6 +24,7 @@ from jaxrl_llm.plan.guards import count_compilations
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
 
+ONE_LAYER = {"num_hidden_layers": 1}
 TAILS = (2, 1)
 PIECES = len(TAILS) + 2  # the loop of all slots before them, and what is made of the last state
 
@@ -33,7 +34,7 @@ def responses_of_two_steps(hf: dict, chained: bool, monkeypatch) -> tuple:
     if not chained:
         monkeypatch.setattr(Generate, "pieces", lambda self: None)
     config = tiny_config(model_reward=False)
-    config = replace(config, actor=replace(config.actor, hf_config=hf))
+    config = replace(config, actor=replace(config.actor, hf_config=hf | ONE_LAYER))
     # Generation merges projections and casts the weights: the norms alone are not new.
     iteration = open_iteration(replace(config, rollout=replace(config.rollout, dtype="bfloat16")))
     generation = iteration.program.segments[0]

@@ -26,6 +26,7 @@ def config(folder: Path) -> rl.Config:
         run_dir=str(folder),
         total_steps=2,
         save_every=0,
+        compile_cache=str(folder.parent / "compiled"),
         data=rl.DataConfig(
             tokenizer="char", train_batch_size=8, max_prompt_length=4, max_response_length=4
         ),

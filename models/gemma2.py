@@ -30,14 +30,7 @@ CAPS = (
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, NAME, use_bidirectional_attention=False, **gemma3.PLAIN)
-    fields = common.common_from_hf(
-        {**hf, "hidden_act": None},
-        NAME,
-        max_position_embeddings=8192,
-        num_key_value_heads=4,
-        head_dim=256,
-        tie_word_embeddings=True,
-    )
+    fields = gemma3.fields_from_hf(hf, NAME, max_position_embeddings=8192)
     layers = range(fields["num_layers"])
     keys = {
         "use_sliding_window": True,

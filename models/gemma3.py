@@ -32,19 +32,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf, local, windows = common.by_layer_type_from_hf(
         hf, NAME, sliding_window=4096, sliding_window_pattern=6
     )
-    fields = common.common_from_hf(
-        {**hf, "hidden_act": None},
-        NAME,
-        max_position_embeddings=131072,
-        num_key_value_heads=4,
-        head_dim=256,
-        rope_theta=1e6,
-        tie_word_embeddings=True,
-    )
+    fields = fields_from_hf(hf, NAME, max_position_embeddings=131072, rope_theta=1e6)
     scale = common.positive(hf, "query_pre_attn_scalar", 256) ** -0.5
     own = {"attention_multiplier": scale, "norms": "both", "qk_norm": True}
     own |= features(hf["hidden_size"])
     return ModelConfig(**fields, **own, sliding_window=windows, local_rope_theta=local)
+
+
+def fields_from_hf(hf: Mapping[str, Any], name: str, **defaults: Any) -> dict[str, Any]:
+    """The fields that families have in common; `defaults` are values of missing keys."""
+    own = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+    return common.common_from_hf({**hf, "hidden_act": None}, name, **own, **defaults)
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:

@@ -63,3 +63,15 @@ def model_config(**changes: Any) -> ModelConfig:
         tie_word_embeddings=True,
     )
     return replace(config, **changes)
+
+
+# A model whose vocabulary is the tokenizer's, and rows for it.
+READS_TEXT = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]

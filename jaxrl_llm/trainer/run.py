@@ -401,6 +401,7 @@ def open_run(
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
         differs = "" if resume is None else check_resume(resume, identity)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
+        begins_again = is_main() and resume is None and has_steps(run_dir)
         called = Callbacks(functions=callbacks, run_dir=run_dir, total_steps=config.total_steps)
         output = stack.enter_context(
             RunOutput(
@@ -417,6 +418,11 @@ def open_run(
         folder.write_config()
         if differs:
             output.message(differs)
+        if begins_again:
+            output.message(
+                "no checkpoint was written in this folder, so the run begins again, from step 0; "
+                "--config.save_every=N writes one every N steps"
+            )
         yield Run(
             config=config,
             run_dir=run_dir,
@@ -549,7 +555,7 @@ def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> Checkpo
         checkpoints.close()
         raise ConfigError(
             f"{run_dir} has no sound checkpoint; the damaged ones are in {damaged[0].parent}. To "
-            "begin again from step 0, give another --config.run_dir, or --config.resume=never"
+            "begin again from step 0, give another --config.run_dir"
         )
     try:
         refuse_overwriting(config, run_dir, latest)

@@ -1,5 +1,6 @@
 """Settings of answers: their names, bounds and messages."""
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError
@@ -36,7 +37,6 @@ def test_a_setting_that_cannot_work_is_refused(given, message):
 
 
 def test_numbers_of_numpy_are_numbers():
-    numpy = pytest.importorskip("numpy")
-    given = {"seed": numpy.int64(3), "temperature": numpy.float32(0.5), "stop": "x"}
+    given = {"seed": np.int64(3), "temperature": np.float32(0.5), "stop": "x"}
     found = read_settings(AnswerSettings, given, "generate")
     assert (found.seed, found.temperature, found.stop) == (3, 0.5, ("x",))

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import READS_TEXT as MODEL
+from tiny import SUMS as ROWS
 from tiny_run import read_jsonl
 
 import jaxrl_llm as rl
@@ -18,15 +20,6 @@ from jaxrl_llm.config import Given
 from jaxrl_llm.object_digests import function_digest, rows_digest
 
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-}
-ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
 
 def config(folder: Path, **changes: Any) -> rl.Config:

@@ -5,20 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny import READS_TEXT as MODEL
+from tiny import SUMS as ROWS
 
 import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.trainer.run import saves_first
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-}
-ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
 
 def config(folder: Path) -> rl.Config:
@@ -49,7 +41,7 @@ def measured(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
-def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_path):
+def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_path, capsys):
     def fail(report):
         if report.step:
             raise KeyboardInterrupt  # as a kill: nothing is saved
@@ -59,7 +51,9 @@ def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_pa
         rl.train(config(one), train_data=ROWS, callbacks=[fail])
     assert saved(one) == []
     for folder in (one, two):
+        capsys.readouterr()
         rl.train(config(folder), train_data=ROWS)
+        assert ("so the run begins again" in capsys.readouterr().out) == (folder == one)
         assert saved(folder) == ["global_step_2"]
     assert measured(one) == measured(two) and len(measured(one)) >= 2
 

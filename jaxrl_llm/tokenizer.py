@@ -236,8 +236,20 @@ class HFTokenizer:
         return self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text. Text that spells a special token gives that token's id."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Ids of the text. Text that spells a special token gives that token's id.
+
+        ValueError for text that the vocabulary cannot represent.
+        """
+        return self._encode(text, special=False)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(
+                f"the tokenizer of {self.path!r} cannot encode a text: {_first_line(error)}; "
+                "fetch its tokenizer.json again"
+            ) from error
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of the ids, without clean-up of spaces."""
@@ -322,7 +334,7 @@ class HFTokenizer:
         bos = self._tokenizer.bos_token_id
         if bos is None:
             return None
-        return int(bos) if self._tokenizer.encode("a")[:1] == [bos] else None
+        return int(bos) if self._encode("a", special=True)[:1] == [bos] else None
 
 
 def _digest(tokenizer: Tokenizer, *parts: Any) -> str:

@@ -30,6 +30,12 @@ _SCALAR_FORMATS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {
 _STRING, _ARRAY = 8, 9
 _CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of a special token
 _MAX_SHARD_BYTES = 5_000_000_000
+# Keys of the metadata, and a tensor.
+ALIGNMENT, TEMPLATE = "general.alignment", "tokenizer.chat_template"
+KINDS = "tokenizer.ggml.token_type"
+HEADS, HEADS_KV = "llama.attention.head_count", "llama.attention.head_count_kv"
+HEAD_SIZE, ROPE_BASE = "llama.attention.key_length", "llama.rope.freq_base"
+EMBEDDING = "token_embd.weight"
 
 
 # Each function takes raw blocks [num_blocks, block_bytes] (uint8) and returns
@@ -154,7 +160,7 @@ class GgufFile:
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.number("I"))
         entries = [_read_tensor_entry(cursor) for _ in range(num_tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
+        alignment = _whole({ALIGNMENT: 32} | self.metadata, ALIGNMENT)
         data_start = math.ceil(cursor.position / alignment) * alignment
         self.tensors = {
             name: GgufTensor(name, shape, block_type, data_start + offset)
@@ -224,6 +230,40 @@ def _require(metadata: Mapping[str, Any], key: str) -> Any:
     return metadata[key]
 
 
+def _whole(metadata: Mapping[str, Any], key: str) -> int:
+    value = _require(metadata, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _damaged(key, value, "a whole number from 1 on")
+    return value
+
+
+def _number(metadata: Mapping[str, Any], key: str) -> float:
+    value = _require(metadata, key)
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise _damaged(key, value, "a positive number")
+    return value
+
+
+def _text(metadata: Mapping[str, Any], key: str) -> str:
+    value = _require(metadata, key)
+    if not isinstance(value, str):
+        raise _damaged(key, value, "text")
+    return value
+
+
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = _require(metadata, key)
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise _damaged(key, value, "a list of texts")
+    return value
+
+
+def _damaged(key: str, value: Any, wanted: str) -> ValueError:
+    return ValueError(
+        f"the GGUF file has {key}={str(value)[:60]}, which must be {wanted}; fetch it again"
+    )
+
+
 def _check_supported(metadata: Mapping[str, Any]) -> None:
     """Refuse features that would otherwise be converted to a wrong model."""
     architecture = _require(metadata, "general.architecture")
@@ -241,23 +281,30 @@ def hf_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
     """The content of config.json for a Llama GGUF file."""
     metadata = gguf.metadata
     _check_supported(metadata)
-    hidden = _require(metadata, "llama.embedding_length")
-    heads = _require(metadata, "llama.attention.head_count")
+    hidden = _whole(metadata, "llama.embedding_length")
+    # What the file does not say has these values.
+    metadata = {
+        HEADS_KV: _whole(metadata, HEADS),
+        HEAD_SIZE: hidden // _whole(metadata, HEADS),
+        ROPE_BASE: 10000.0,
+    } | dict(metadata)
+    if EMBEDDING not in gguf.tensors or not gguf.tensors[EMBEDDING].shape:
+        raise ValueError(f"the GGUF file has no table {EMBEDDING!r}; fetch it again")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "vocab_size": gguf.tensors[EMBEDDING].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": _require(metadata, "llama.feed_forward_length"),
-        "num_hidden_layers": _require(metadata, "llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "head_dim": metadata.get("llama.attention.key_length", hidden // heads),
+        "intermediate_size": _whole(metadata, "llama.feed_forward_length"),
+        "num_hidden_layers": _whole(metadata, "llama.block_count"),
+        "num_attention_heads": _whole(metadata, HEADS),
+        "num_key_value_heads": _whole(metadata, HEADS_KV),
+        "head_dim": _whole(metadata, HEAD_SIZE),
         "hidden_act": "silu",
-        "max_position_embeddings": _require(metadata, "llama.context_length"),
+        "max_position_embeddings": _whole(metadata, "llama.context_length"),
         # GGUF stores float32, so 1e-5 is read as 9.99999974e-06
-        "rms_norm_eps": round(_require(metadata, "llama.attention.layer_norm_rms_epsilon"), 9),
-        "rope_theta": float(metadata.get("llama.rope.freq_base", 10000.0)),
+        "rms_norm_eps": round(_number(metadata, "llama.attention.layer_norm_rms_epsilon"), 9),
+        "rope_theta": float(_number(metadata, ROPE_BASE)),
         "rope_scaling": None,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": False,
@@ -271,8 +318,8 @@ def hf_config(gguf: GgufFile, dtype: str) -> dict[str, Any]:
 
 def hf_tensors(gguf: GgufFile) -> list[LazyTensor]:
     """Every tensor under its Hugging Face name. It is dequantised when it is written."""
-    heads = _require(gguf.metadata, "llama.attention.head_count")
-    kv_heads = gguf.metadata.get("llama.attention.head_count_kv", heads)
+    heads = _whole(gguf.metadata, HEADS)
+    kv_heads = _whole({HEADS_KV: heads} | gguf.metadata, HEADS_KV)
     permuted_heads = {"attn_q": heads, "attn_k": kv_heads}
 
     def lazy(name: str) -> LazyTensor:
@@ -298,7 +345,7 @@ def bpe_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     GGUF has only the name of the pre-tokenizer. "smollm" first splits numbers into digits; without
     that, the tokens of numbers differ from those that the model was trained on.
     """
-    name = _require(metadata, "tokenizer.ggml.pre")
+    name = _text(metadata, "tokenizer.ggml.pre")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     known = {
         "smollm": pre_tokenizers.Sequence(
@@ -308,8 +355,9 @@ def bpe_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     }
     if name not in known:
         raise ValueError(f"GGUF pre-tokenizer {name!r} is not supported; known: {', '.join(known)}")
-    tokens = _require(metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(m.split(" ", 1)) for m in _require(metadata, "tokenizer.ggml.merges")]
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
+    parts = [merge.partition(" ") for merge in _texts(metadata, "tokenizer.ggml.merges")]
+    merges = [(left, right) for left, _, right in parts]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
@@ -317,7 +365,9 @@ def bpe_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise ValueError(f"the tokenizer of the GGUF file is damaged: {error}") from error
     tokenizer.pre_tokenizer = known[name]
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    kinds = metadata.get(KINDS, [])
+    if not isinstance(kinds, list):
+        raise _damaged(KINDS, kinds, "a list of numbers")
     tokenizer.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False)
@@ -330,18 +380,21 @@ def bpe_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The content of tokenizer_config.json, chat template included."""
-    tokens = _require(metadata, "tokenizer.ggml.tokens")
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
     config: dict[str, Any] = {
         # The general class: a model's own class would replace our pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": _require(metadata, "llama.context_length"),
+        "model_max_length": _whole(metadata, "llama.context_length"),
         "clean_up_tokenization_spaces": False,
     }
     for word, key in [("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")]:
-        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[f"{word}_token"] = tokens[token_id]
-    if template := metadata.get("tokenizer.chat_template"):
-        config["chat_template"] = template
+        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is None:
+            continue
+        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+            raise _damaged(f"tokenizer.ggml.{key}_token_id", token_id, f"below {len(tokens)}")
+        config[f"{word}_token"] = tokens[token_id]
+    if metadata.get(TEMPLATE):
+        config["chat_template"] = _text(metadata, TEMPLATE)
     return config
 
 
@@ -357,13 +410,13 @@ def convert(
     gguf = GgufFile(gguf_path)
     config = hf_config(gguf, dtype)
     tensors = hf_tensors(gguf)
-    tokenizer = bpe_tokenizer(gguf.metadata)
+    tokenizer, about = bpe_tokenizer(gguf.metadata), tokenizer_config(gguf.metadata)
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").unlink(missing_ok=True)
     write_model_files(directory, tensors, target_dtype, _MAX_SHARD_BYTES)
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(directory / "tokenizer_config.json", tokenizer_config(gguf.metadata))
+    _write_json(directory / "tokenizer_config.json", about)
     special_ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(
         directory / "generation_config.json",

@@ -1,20 +1,23 @@
 """Model folders with changed files: what is read, or an error that names the file."""
 
 import json
-import random
+from functools import partial
 
 import pytest
+from byte_changes import changed as changed_bytes
+from byte_changes import refused_changes
 from chat_tokenizer import write_chat_tokenizer
 from tiny_models import CONFIGS, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import load_model_config, load_model_kind
+from jaxrl_llm.checkpoint.safetensors_files import read_tensors, stored_tensors
 from jaxrl_llm.tokenizer import load_tokenizer
 
 VALUES = (
     None, True, -1, 0, 10**9, 10**30, 1e308, "text", [], {}, [1, 2], {"a": 1}, 1.5, [[]],
     float("nan"),
 )  # fmt: skip
-CHANGES = 300
+INDEX = "model.safetensors.index.json"
 
 
 def changed(content, draw):
@@ -36,19 +39,49 @@ def _places(tree):
         yield from _places(tree[key])
 
 
+def changed_json(good, draw):
+    return json.dumps(changed(json.loads(good), draw)).encode()
+
+
+def read_tokenizer(folder):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.decode(tokenizer.encode("1 + 2 = 3"))
+    if tokenizer.has_chat_template:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("changes", [300, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_changed_config_is_read_or_refused(tmp_path, family):
+def test_a_changed_config_is_read_or_refused(tmp_path, family, changes):
     folder = write_directory(tmp_path / "model", CONFIGS[family])
-    file, draw, refused = folder / "config.json", random.Random(0), 0
-    good = json.loads(file.read_text())
-    for _ in range(CHANGES):
-        file.write_text(json.dumps(changed(good, draw)))
-        try:
-            load_model_config(folder)
-            load_model_kind(folder)
-        except ValueError:
-            refused += 1
-    assert refused > CHANGES // 4
+
+    def read():
+        load_model_config(folder)
+        load_model_kind(folder)
+
+    assert refused_changes(folder / "config.json", read, changes, changed_json) > changes // 4
+
+
+@pytest.mark.parametrize("changes", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+def test_changed_bytes_of_a_model_are_read_or_refused(tmp_path, name, changes):
+    folder, config = tmp_path / "model", CONFIGS["qwen2"]
+    write_directory(folder, config)
+    tensors = sorted(stored_tensors(folder))
+    if name == INDEX:
+        weights = dict.fromkeys(tensors, "model.safetensors")
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+    def read():
+        load_model_config(folder)
+        stored = stored_tensors(folder)
+        for name in tensors:
+            if name not in stored:
+                raise ValueError(f"{name} is missing, which the import names")
+        for _, value in read_tensors(stored.values()):
+            value.sum()
+
+    assert refused_changes(folder / name, read, changes, changed_bytes) > changes // 10
 
 
 @pytest.mark.parametrize("text", ["null", "[]", '"x"', "{", "[" * 10**5, "\xff"])
@@ -70,19 +103,21 @@ def test_many_layers_take_no_memory(tmp_path):
         load_model_config(folder)
 
 
-def test_a_changed_tokenizer_is_read_or_refused(tmp_path):
+@pytest.mark.parametrize("changes", [40, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3000)
+def test_a_changed_tokenizer_is_read_or_refused(tmp_path, changes):
     folder = write_chat_tokenizer(tmp_path / "tokenizer")
-    file, draw, refused = folder / "tokenizer_config.json", random.Random(0), 0
-    good = json.loads(file.read_text())
-    for _ in range(40):
-        file.write_text(json.dumps(changed(good, draw)))
-        try:
-            tokenizer = load_tokenizer(folder)
-            if tokenizer.has_chat_template:
-                tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
-        except ValueError:
-            refused += 1
-    assert refused > 5
+    read = partial(read_tokenizer, folder)
+    file = folder / "tokenizer_config.json"
+    assert refused_changes(file, read, changes, changed_json) > changes // 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_changed_bytes_of_a_tokenizer_are_read_or_refused(tmp_path):
+    folder = write_chat_tokenizer(tmp_path / "tokenizer")
+    read = partial(read_tokenizer, folder)
+    assert refused_changes(folder / "tokenizer.json", read, 2000, changed_bytes) > 200
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """GGUF conversion: a file written here byte by byte, with every block type worked out by hand."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from byte_changes import changed, refused_changes
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -225,6 +227,18 @@ def test_damaged_files_are_refused(tmp_path):
     (tmp_path / "header.gguf").write_bytes(whole[:40])
     with pytest.raises(ValueError, match="ends inside its header"):
         GgufFile(tmp_path / "header.gguf")
+
+
+@pytest.mark.parametrize("changes", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_changed_bytes_are_converted_or_refused(tmp_path, changes):
+    metadata, values = _tiny_llama()
+    path = write_gguf(tmp_path / "m.gguf", metadata, _as_f32(values))
+
+    def read():
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+        convert(path, tmp_path / "hf")
+
+    assert refused_changes(path, read, changes, changed) > changes // 4
 
 
 def test_script_reads_a_wheel_and_never_imports_it(tmp_path):

@@ -64,6 +64,10 @@ class Stacked:
         return y_M if self.bias is None else with_biases(y_M, self.bias, sizes_E)
 
 
+# Rows times the rank of adapters, up to which dense matmuls of all experts take less time than
+# copies of padded factors: by FLOPs and bytes of an H200, computed.
+FEW_ROWS = 32_768
+
 Kernels = tuple[Stacked, Stacked, Stacked]  # gate, up [E, D, F] and down [E, F, D]
 
 
@@ -111,15 +115,14 @@ def with_biases(y_MF: jax.Array, bias_EF: jax.Array, sizes_E: jax.Array) -> jax.
 
     A matmul, because the gradient of a gather has no fixed order on a GPU.
     """
-    ends_E, row_M1 = jnp.cumsum(sizes_E), jnp.arange(len(y_MF))[:, None]
-    hot_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
+    hot_ME = _chosen(len(y_MF), sizes_E)
     bias_MF = jnp.dot(
         hot_ME.astype(y_MF.dtype),
         bias_EF.astype(y_MF.dtype),
         precision=jax.lax.Precision.HIGHEST,
     )
     # Whatever a kernel left in the other rows, in either pass, must not reach the biases.
-    return jnp.where(row_M1 < ends_E[-1], y_MF + bias_MF, 0)
+    return jnp.where(hot_ME.any(axis=1, keepdims=True), y_MF + bias_MF, 0)
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -129,11 +132,37 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 
 
 def _low_rank(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """x a b. The kernel takes whole tiles, so there the rank is padded with zeros."""
-    missing = -a.shape[2] % TILE if on_hopper() else 0
+    """x a b, where each row takes the factors of its expert.
+
+    The kernel takes whole tiles, so there the rank is padded with zeros. That copies the factors of
+    all experts, which costs more than `low_rank_of_all` where rows are few, as in a decode step.
+    """
+    if not on_hopper():
+        return grouped_matmul(grouped_matmul(x_M, a, sizes_E), b, sizes_E)
+    rank = a.shape[2]
+    if len(x_M) * rank <= FEW_ROWS:
+        return low_rank_of_all(x_M, a, b, sizes_E)
+    missing = -rank % TILE
     a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
     b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
     return grouped_matmul(grouped_matmul(x_M, a, sizes_E), b, sizes_E)
+
+
+def low_rank_of_all(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """The same by two dense matmuls with the factors of all experts; a row keeps what is its own.
+
+    Rows after the last expert's are 0.
+    """
+    low_MER = jnp.einsum("mi,eir->mer", x_M, a)
+    own_MER = jnp.where(_chosen(len(x_M), sizes_E)[:, :, None], low_MER, 0)
+    return jnp.einsum("mer,ero->mo", own_MER, b)
+
+
+def _chosen(rows: int, sizes_E: jax.Array) -> jax.Array:
+    """Whether a row is one of the `sizes_E` rows of an expert, bool [M, E]."""
+    ends_E, row_M1 = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
+    chosen: jax.Array = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
+    return chosen
 
 
 @jax.custom_vjp

@@ -1,0 +1,41 @@
+"""Adapters of experts where rows are few: against a loop over experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.expert_rows import low_rank_of_all
+
+SIZES = (3, 0, 5, 1)  # rows of each expert; two rows more belong to none
+
+
+def test_factors_of_all_experts_give_each_row_those_of_its_own():
+    draw = np.random.default_rng(0)
+    x, a, b = (
+        draw.standard_normal(shape).astype(np.float32) for shape in ((11, 6), (4, 6, 2), (4, 2, 7))
+    )
+    a[1] = 1e6  # of an expert without rows
+    expected, start = np.zeros((11, 7), np.float32), 0
+    for expert, size in enumerate(SIZES):
+        rows = slice(start, start + size)
+        expected[rows] = x[rows] @ a[expert] @ b[expert] if size else 0
+        start += size
+
+    def weighed(x, a, b):
+        y = low_rank_of_all(x, a, b, jnp.asarray(SIZES))
+        return (y * jnp.arange(1, 8)).sum(), y
+
+    (of_x, of_a, of_b), y = jax.jit(jax.grad(weighed, (0, 1, 2), has_aux=True))(x, a, b)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    gradient, start = np.broadcast_to(np.arange(1, 8, dtype=np.float32), (11, 7)), 0
+    assert not np.any(of_a[1]) and not np.any(of_b[1])
+    assert not np.any(of_x[9:])
+    for expert, size in enumerate(SIZES):
+        rows = slice(start, start + size)
+        start += size
+        if size:
+            back = gradient[rows] @ b[expert].T
+            np.testing.assert_allclose(of_x[rows], back @ a[expert].T, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(of_a[expert], x[rows].T @ back, rtol=1e-4, atol=1e-4)
+            low = x[rows] @ a[expert]
+            np.testing.assert_allclose(of_b[expert], low.T @ gradient[rows], rtol=1e-4, atol=1e-4)

@@ -21,6 +21,7 @@ from jaxrl_llm.planner.packing import (
 from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
 
 LOGITS_COPIES = 0.5  # of float32 logits: the head computes them in parts
+LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are
 PIPELINE_COPIES = 2.0  # of what a pipeline keeps for its backward pass: it runs in a loop
 GATHERED_LAYERS = 3  # that a mesh has in flight
 GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
@@ -106,7 +107,7 @@ def _forward(model: Model, rows: Rows, devices: Devices) -> float:
         tokens * widest * model.itemsize
         + gathered
         + cast
-        + (LOGITS_COPIES * _logits(model, rows, devices, "pass"))
+        + _logits(model, rows, devices, "pass")
     )
 
 
@@ -134,7 +135,7 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
         + scanned
         + tokens * _layer_bytes(model)
         + working
-        + LOGITS_COPIES * _logits(model, rows, devices, "update")
+        + _logits(model, rows, devices, "update")
     )
 
 
@@ -149,8 +150,9 @@ def _cast(model: Model) -> float:
 def _logits(model: Model, rows: Rows, devices: Devices, does: str) -> float:
     if model.kind != "causal_lm":
         return 0.0
+    logits = rows.row_tokens * head_weights(model) / model.config.hidden_size * 4
     split = devices.mesh.sequence * devices.tensor(does)
-    return rows.row_tokens * head_weights(model) / model.config.hidden_size * 4 / split
+    return min(LOGITS_COPIES * logits, LOGITS_MOST) / split
 
 
 def saved_bytes(model: Model) -> float:

@@ -39,6 +39,7 @@ COPIED = 6  # bytes a forward pass moves for an element of a token's copies: sor
 HEAD_PASSES = 4  # logits are computed twice, and have two gradients
 ADAPTED = 12  # bytes of an element of activations that the gradients of adapters read
 BACKWARD = 2.5  # attention, in forward passes
+FEW_KEYS = 380  # attention to so many tokens, in the mean, runs at half of the rate
 DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever the batch
 ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort, three more kernels
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
@@ -128,7 +129,10 @@ def _computing(
     moved += copied * copied_elements(config) * rows.tokens * config.num_expert_layers * scale
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * split) / scale
     of_head = min(config.head_dim, 128) / 128
-    seconds = matmuls / rate + attending / (rates.attention * of_head) + moved / rates.memory
+    attended = rows.pairs / rows.tokens
+    of_keys = attended / (attended + FEW_KEYS)
+    attending_seconds = attending / (rates.attention * of_head * of_keys)
+    seconds = matmuls / rate + attending_seconds + moved / rates.memory
     return seconds / split, (matmuls + attending) / split
 
 

@@ -402,10 +402,12 @@ def test_programs_that_cases_share_count_in_each():
         ("qwen2.5-1.5b", "float8", 1.5),
         ("qwen2.5-7b", "none", 1.05),
         ("llama-3.1-8b", "none", 1.05),
+        ("qwen2.5-14b", "none", 1.0763),  # measured: 1.069
+        ("qwen3-30b-a3b", "none", 1.05),
     ],
 )
 def test_how_far_the_sampler_may_be(shape, quantization, most):
-    assert most_mult_prob_error(SHAPES[shape], quantization) == most
+    assert most_mult_prob_error(SHAPES[shape], quantization) == pytest.approx(most, abs=1e-4)
 
 
 def test_nan_is_an_error():

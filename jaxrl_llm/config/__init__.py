@@ -8,9 +8,13 @@ from jaxrl_llm.config.algorithms import *
 from jaxrl_llm.config.command_line import *
 from jaxrl_llm.config.functions import *
 from jaxrl_llm.config.given import *
+from jaxrl_llm.config.loading import *
+from jaxrl_llm.config.messages import *
+from jaxrl_llm.config.overrides import *
 from jaxrl_llm.config.records import *
 from jaxrl_llm.config.rules import *
 from jaxrl_llm.config.schema import *
+from jaxrl_llm.config.tree import *
 
 _REPLACED = {
     "FunctionConfig": "a record such as GRPO(clip_low=0.1) or ExactAnswer(), or "

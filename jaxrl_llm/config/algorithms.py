@@ -9,11 +9,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Lt
 from pydantic import PlainValidator
 
-from jaxrl_llm.config.records import (
+from jaxrl_llm.config.bounds import (
     Count,
-    Custom,
     Fraction,
-    Kind,
     Many,
     Maybe,
     NotNegative,
@@ -21,10 +19,8 @@ from jaxrl_llm.config.records import (
     Text,
     Unbounded,
     guess,
-    kinds_of,
-    one_of,
-    records_in,
 )
+from jaxrl_llm.config.records import Custom, Kind, kinds_of, one_of, records_in
 
 Aggregation = Literal[
     "token-mean",

@@ -20,8 +20,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
+from jaxrl_llm.config.bounds import MOST
 from jaxrl_llm.config.functions import GRADERS, PRIORITIES, TASKS
-from jaxrl_llm.config.records import MOST, Custom, Kind, Record, fields_of
+from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
     Config,
     ExtraModelConfig,
@@ -29,8 +30,8 @@ from jaxrl_llm.config.schema import (
     RewardModelConfig,
     SupervisedConfig,
     TeacherConfig,
-    as_dict,
 )
+from jaxrl_llm.config.tree import as_dict
 
 WIDTH = 100
 # Records that a key holds only where it is set, or in a list: (title, begin of the keys, record).

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.config.records import ConfigError
+from jaxrl_llm.config.messages import ConfigError
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig
 from jaxrl_llm.references import nearest
 

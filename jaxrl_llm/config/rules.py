@@ -22,15 +22,14 @@ from jaxrl_llm.config.functions import (
     Spread,
 )
 from jaxrl_llm.config.given import Given, GivenRows
-from jaxrl_llm.config.records import MOST_SHOWN, ConfigError, Custom, Kind
+from jaxrl_llm.config.messages import MOST_SHOWN, ConfigError
+from jaxrl_llm.config.records import Custom, Kind
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
     ModelSettings,
     OptimizerConfig,
     SupervisedConfig,
-    entries,
-    every,
     is_offline,
     learns_offline,
 )
@@ -47,6 +46,7 @@ from jaxrl_llm.config.size_rules import (
 from jaxrl_llm.config.thresholds import RULES as RULE_NAMES
 from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
 from jaxrl_llm.config.times import end_time
+from jaxrl_llm.config.tree import entries, every
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import (
     check_path,

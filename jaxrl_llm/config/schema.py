@@ -3,17 +3,33 @@
 A config file holds `get_config() -> Config`. Names are verl's and TRL's where they have one.
 """
 
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import AfterValidator, BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
+from jaxrl_llm.config.bounds import (
+    BelowOne,
+    Count,
+    Fraction,
+    FreeDict,
+    Gigabytes,
+    Many,
+    Maybe,
+    NotNegative,
+    Positive,
+    Probability,
+    Processes,
+    Seconds,
+    Unbounded,
+    Whole,
+    guess,
+)
 from jaxrl_llm.config.functions import (
     ExactAnswer,
     OwnFunction,
@@ -22,32 +38,9 @@ from jaxrl_llm.config.functions import (
     TaskSettings,
 )
 from jaxrl_llm.config.given import Rows
-from jaxrl_llm.config.records import (
-    BelowOne,
-    Count,
-    Custom,
-    Fraction,
-    FreeDict,
-    Gigabytes,
-    Kind,
-    Many,
-    Maybe,
-    NotNegative,
-    Positive,
-    Probability,
-    Processes,
-    Record,
-    Seconds,
-    Unbounded,
-    Whole,
-    fields_of,
-    guess,
-    records_in,
-    validate,
-)
+from jaxrl_llm.config.records import Custom, Record, records_in, validate
 from jaxrl_llm.references import nearest
 
-R = TypeVar("R", bound=Record)
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
 
@@ -547,52 +540,6 @@ def learns_offline(algorithm: Online | Offline | Custom) -> bool:
     return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
 
 
-@functools.cache
-def _kept(cls: type[Record]) -> list[str]:
-    """The fields of a record without objects of a Python program."""
-    return [name for name, entry in fields_of(cls).items() if not entry.exclude]
-
-
-def entries(node: Any) -> Iterable[tuple[Any, Any]]:
-    """(key, value) of what a record, dict or list holds; objects of a program are left out."""
-    if isinstance(node, Record):
-        return [(name, getattr(node, name)) for name in _kept(type(node))]
-    return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
-
-
-def every(node: Any, kind: type[R], key: str = "") -> Iterator[tuple[str, R]]:
-    """(dotted key, record) of every record of a class in a config, in the order of its keys."""
-    if isinstance(node, kind):
-        yield key, node
-    for name, value in entries(node):
-        if isinstance(value, (Record, tuple, list, dict)):
-            yield from every(value, kind, f"{key}.{name}" if key else str(name))
-
-
-def as_dict(node: Any) -> Any:
-    """A record as plain JSON types; one of several kinds begins with its `kind`."""
-    if isinstance(node, tuple | list):
-        return [as_dict(entry) for entry in node]
-    if not isinstance(node, Record | dict):
-        return node
-    kind = {"kind": node.kind} if isinstance(node, Kind) else {}
-    return kind | {name: as_dict(entry) for name, entry in entries(node)}
-
-
-def differences(a: Any, b: Any, key: str = "") -> list[str]:
-    """The dotted keys at which two configs differ."""
-    a, b = as_dict(a), as_dict(b)
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        a, b = ({str(i): entry for i, entry in enumerate(entries)} for entries in (a, b))
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return [] if a == b and type(a) is type(b) else [key]
-    found = [
-        differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
-        for name in dict.fromkeys((*a, *b))
-    ]
-    return [name for names in found for name in names]
-
-
 __all__ = records_in(  # pyright: ignore
-    __name__, "AUTO", "DType", "as_dict", "differences", "is_offline",
+    __name__, "AUTO", "DType", "is_offline",
 )  # fmt: skip

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.bounds import MOST
 from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
-from jaxrl_llm.config.records import MOST
 from jaxrl_llm.config.schema import (
     AUTO,
     Config,
     MeshConfig,
     ModelSettings,
     SupervisedConfig,
-    every,
     is_offline,
 )
+from jaxrl_llm.config.tree import every
 
 MOST_DEVICES = 2**20
 Faults = Iterator[str]  # "<KEY>: why its value cannot work, and one that does"; see rules.py

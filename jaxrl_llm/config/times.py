@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 
-from jaxrl_llm.config.records import ConfigError
+from jaxrl_llm.config.messages import ConfigError
 
 # Epoch seconds of a job's start. A launcher sets it, so that restarts do not move the end.
 STARTED = "JAXRL_STARTED"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, NodeGroup
-from jaxrl_llm.config.command_line import apply_override, from_json, to_json
+from jaxrl_llm.config.loading import from_json, to_json
+from jaxrl_llm.config.overrides import apply_override
 from jaxrl_llm.config.placement import devices_of_roles, numbers_of_roles, sizes_of_nodes
 
 TWO_OF_TWO = ((0, 1), (2, 3))  # the numbers of the devices of each node

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.algorithms import GDPO, ClipCov, Shared
+from jaxrl_llm.config.conflicts import conflicts
 from jaxrl_llm.config.functions import (
     Code,
     FailureRate,
@@ -19,11 +20,10 @@ from jaxrl_llm.config.functions import (
     LengthRange,
     OverlongPenalty,
     Remote,
-    Spread,
 )
 from jaxrl_llm.config.given import Given, GivenRows
-from jaxrl_llm.config.messages import MOST_SHOWN, ConfigError
-from jaxrl_llm.config.records import Custom, Kind
+from jaxrl_llm.config.messages import ConfigError
+from jaxrl_llm.config.records import Custom
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
@@ -38,7 +38,6 @@ from jaxrl_llm.config.size_rules import (
     batches,
     counts,
     phases_of_mesh,
-    pipeline,
     placement,
     splits,
     trainings,
@@ -46,7 +45,7 @@ from jaxrl_llm.config.size_rules import (
 from jaxrl_llm.config.thresholds import RULES as RULE_NAMES
 from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
 from jaxrl_llm.config.times import end_time
-from jaxrl_llm.config.tree import entries, every
+from jaxrl_llm.config.tree import as_text, every, is_empty, value_at
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import (
     check_path,
@@ -82,23 +81,9 @@ def check(config: Config) -> None:
 
 def _named(config: Config, key: re.Match[str]) -> str:
     """A key with its value, as on a command line."""
-    value: Any = config
-    for part in key[1].split("."):
-        value = {str(name): entry for name, entry in entries(value)}.get(part)
-    shown = _shown(value)
-    return f"config.{key[1]}={shown}" if shown else f"config.{key[1]}"
-
-
-def _shown(value: Any) -> str:
-    """A value as on a command line; empty for a record, a dict and what is empty."""
-    if isinstance(value, tuple):
-        each = [_shown(entry) for entry in value]
-        return f"[{','.join(each)}]" if each and all(each) else ""
-    if isinstance(value, Kind):
-        return value.label
-    if isinstance(value, bool | float):
-        return f"{value:g}" if isinstance(value, float) else str(value).lower()
-    return str(value)[:MOST_SHOWN] if isinstance(value, int | str) else ""
+    value = value_at(config, key[1])
+    text = as_text(value)
+    return f"config.{key[1]}" + ("" if is_empty(value) or "…" in text else f"={text}")
 
 
 def _fault(test: Callable[[Any], object], value: Any) -> str:
@@ -144,44 +129,6 @@ def data(c: Config) -> Faults:
         yield (
             "<data.tokenizer>: it is empty, and config.actor.path, whose tokenizer would be taken, "
             "too; --config.data.tokenizer=char works"
-        )
-
-
-def order(c: Config) -> Faults:
-    """The order of prompts: by priority, by a column, or shuffled."""
-    priority, offline = c.data.priority, is_offline(c)
-    if priority and offline:
-        yield "<data.priority>: an offline run scores no answers; set --config.data.priority=null"
-    if priority and not c.data.shuffle:
-        yield (
-            "<data.priority>: it draws at random, and <data.shuffle> asks for the order of the "
-            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
-        )
-    if isinstance(priority, Spread) and c.rollout.n == 1:
-        yield (
-            "<data.priority>: it reads the std of a prompt's samples, and <rollout.n> makes one: "
-            "config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
-        )
-    if not c.data.curriculum:
-        if c.data.curriculum_steps:
-            yield (
-                "<data.curriculum_steps>: no column: name one, --config.data.curriculum=difficulty"
-            )
-        return
-    if c.data.streaming:
-        yield (
-            "<data.curriculum>: it reads the column of all rows, and <data.streaming> reads none "
-            "before it is needed: set one of them"
-        )
-    if offline:
-        yield (
-            "<data.curriculum>: it is for online runs: set --config.data.curriculum='', sort the "
-            "file, and set --config.data.shuffle=false"
-        )
-    if priority:
-        yield (
-            "<data.curriculum>: it and <data.priority> each give the order: set "
-            "--config.data.curriculum='' or --config.data.priority=null"
         )
 
 
@@ -247,8 +194,6 @@ def rewards(c: Config) -> Faults:
     if not is_offline(c):
         if not reward.functions and reward.model is None:
             yield f"<reward>: it has neither functions nor a model; {write}"
-        if reward.process_rewards and not reward.functions:
-            yield f"<reward.process_rewards>: no function that could score steps; {write}"
         if reward.weights and len(reward.weights) != len(reward.functions):
             ones = ",".join(["1"] * len(reward.functions))
             yield (
@@ -256,13 +201,8 @@ def rewards(c: Config) -> Faults:
                 f"functions; [{ones}] works"
             )
         yield from _parts(c)
-        for i, extra in enumerate(c.models):
-            if extra.weight and extra.kind != "scalar":
-                yield (
-                    f"<models.{i}.weight>: {extra.name} is a language model, which gives no score; "
-                    "set its kind to scalar, or the weight to 0"
-                )
         yield from _origin("reward.model", reward.model)
+    yield from _origin("teacher", c.teacher)
     for kind in (Code, Judge, Remote):
         for key, grader in every(c, kind):
             if grader.total_s >= reward.timeout_s:
@@ -341,16 +281,6 @@ def _origin(key: str, model: Any) -> Faults:
         )
 
 
-def teacher(c: Config) -> Faults:
-    """A teacher has weights, and an algorithm that reads it."""
-    yield from _origin("teacher", c.teacher)
-    if c.teacher is not None and is_offline(c):
-        yield (
-            "<teacher>: an offline run does not read it; set --config.teacher=null, or an "
-            "algorithm that does: --config.algorithm=distillation"
-        )
-
-
 def functions(c: Config) -> Faults:
     """Files and packages of the user's functions exist; they are loaded later."""
     for key, given in every(c, Custom):
@@ -372,10 +302,13 @@ def functions(c: Config) -> Faults:
 
 
 def models(c: Config) -> Faults:
-    """Each model: its weights, attention and sizes."""
+    """Each model: its name, weights, adapters and sizes."""
+    names = [model.name for model in c.models]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield f"<models.{i}.name>: another model has that name; {name}_{i} works"
     for key, model in every(c, ModelSettings):
         yield from _weights(key, model)
-        yield from _attention(c, key, model)
         yield from splits(c, key, model)
         if isinstance(model, AdaptedSettings):
             yield from _lora(c, key, model)
@@ -397,92 +330,18 @@ def _weights(key: str, model: ModelSettings) -> Faults:
         )
 
 
-def _attention(c: Config, key: str, model: ModelSettings) -> Faults:
-    sized, sizes = ("critic", c.critic) if key == "critic" else ("actor", c.actor)
-    if model.attention != "cudnn":
-        return
-    if c.exact != "off":
-        yield (
-            f"<{key}.attention>: its gradient adds up in no fixed order, so it cannot be exact; "
-            f"config.{key}.attention=xla works, or --config.exact=off"
-        )
-    if sizes.micro_batch_tokens:
-        yield (
-            f"<{key}.attention>: it takes a sample a row, and <{sized}.micro_batch_tokens> packs "
-            f"several: config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
-        )
-    if c.mesh.sequence > 1:
-        yield (
-            f"<{key}.attention>: it takes whole rows, and <mesh.sequence> splits them: "
-            f"config.{key}.attention=auto works, or --config.mesh.sequence=1"
-        )
-
-
-def strict(c: Config) -> Faults:
-    """Strict sums are tested on one device, for layers whose form the sampler shares."""
-    if c.exact != "strict":
-        return
-    if is_offline(c):
-        yield (
-            "<exact>: it compares with the sampler's log-probs, and offline training samples "
-            "nothing; --config.exact=repeatable works"
-        )
-    works = {
-        "rollout.quantization": (c.rollout.quantization, "none"),
-        "rollout.dtype": (c.rollout.dtype or c.actor.dtype, c.actor.dtype),
-        "placement": (c.placement or "colocated", "colocated"),
-        "partial_rollouts": (c.partial_rollouts, 0),
-        **{f"mesh.{axis}": (size, 1) for axis, size in c.mesh.sizes.items()},
-    }
-    for role, model in (("actor", c.actor), ("teacher", c.teacher or c.actor)):
-        works[f"{role}.residual_dtype"] = model.residual_dtype, "float32"
-        works[f"{role}.scan_layers"] = model.scan_layers, False
-    for key, (value, fitting) in works.items():
-        if value != fitting:
-            yield (
-                f"<{key}>: with it, bits of sampler and trainer are not known to be equal "
-                f"(<exact>); config.{key}={_shown(fitting)} works, or --config.exact=repeatable"
-            )
-
-
 def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
-    """Adapters need whole layers on the actor's devices."""
+    """Adapters have a folder and targets, and share the actor's frozen weights as they are."""
     lora, base = model.lora, f"{key}.base_dtype"
     if not lora.enabled:
-        if model.base_dtype:
-            yield (
-                f"<{base}>: it is of frozen weights, and all weights learn: set "
-                f"config.{key}.lora.rank=16, or leave base_dtype out"
-            )
         return
-    name = f"{key}.lora.{'path' if lora.path else 'rank'}"
     if lora.path and not exists(Path(lora.path) / "adapter_config.json"):
         yield (
-            f"<{name}>: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
-            f"--adapter` write it"
-            f"{nearest_file(Path(lora.path) / 'adapter_config.json')}"
-        )
-    if lora.dropout and lora.dora:
-        yield f"<{key}.lora.dropout>: it does not work with lora.dora; set it to 0"
-    if c.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
-        yield (
-            f"<{name}>: with <exact>, sampler and trainer compute the same bits with merged "
-            "weights alone; set lora.merge=true, dora=false and dropout=0, or "
-            "--config.exact=repeatable"
+            f"<{key}.lora.path>: expected a folder with adapter_config.json, as PEFT and `jaxrl "
+            f"export --adapter` write it{nearest_file(Path(lora.path) / 'adapter_config.json')}"
         )
     if not lora.targets:
         yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
-    if c.mesh.pipeline > 1:
-        yield (
-            f"<{name}>: it does not work with <mesh.pipeline>: set mesh.pipeline to 1, and "
-            "config.mesh.fsdp to the number of devices"
-        )
-    for apart in ("placement", "node_groups"):
-        if getattr(c, apart):
-            yield (
-                f"<{name}>: it does not work with <{apart}>: roles share the frozen weights on the "
-                f"actor's devices; leave {apart} out"
-            )
     actor = c.actor
     if key == "critic" and actor.lora.enabled and not model.path and not model.hf_config:
         dtype = actor.base_dtype or actor.dtype
@@ -496,14 +355,9 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
                 "<critic.tensor>: the critic shares the actor's frozen weights, which are split by "
                 "<actor.tensor>; give both the same"
             )
-    if key == "actor" and not lora.merge:
-        quantized = c.rollout.quantization != "none"
-        refused = {"actor.lora.dora": lora.dora, "rollout.quantization": quantized}
-        for other in filter(refused.get, refused):
-            yield f"<actor.lora.merge>: it does not work with <{other}>; leave it true"
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    counts, pipeline, placement, batches, rewards, graders, correction, phases_of_mesh, trainings,
-    teacher, phases, strict, data, order, functions, models, run,
+    counts, conflicts, placement, batches, rewards, graders, correction, phases_of_mesh, trainings,
+    phases, data, functions, models, run,
 )  # fmt: skip

@@ -317,9 +317,16 @@ class TeacherConfig(ModelSettings):
     top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
 
 
-def _identifier(name: str) -> str:
+# Names of the trainer's own roles; the bases are frozen weights below adapters.
+ROLES = ("actor", "critic", "reference", "reward", "teacher", "rollout", "base", "critic_base")
+
+
+def _new_role(name: str) -> str:
+    """A name for a model of a user's. ValueError for others."""
     if not name.isidentifier():
         raise ValueError("expected a name of letters, digits and _, such as cost_model")
+    if name in ROLES:
+        raise ValueError("a role of the trainer has that name; another works, such as cost_model")
     return name
 
 
@@ -329,7 +336,7 @@ class ExtraModelConfig(ModelSettings):
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: Annotated[str, AfterValidator(_identifier)]
+    name: Annotated[str, AfterValidator(_new_role)]
     kind: Literal["scalar", "causal_lm"] = "scalar"
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 

@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.bounds import MOST
-from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
-from jaxrl_llm.config.schema import (
-    AUTO,
-    Config,
-    MeshConfig,
-    ModelSettings,
-    SupervisedConfig,
-    is_offline,
-)
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig, is_offline
 from jaxrl_llm.config.tree import every
 
 MOST_DEVICES = 2**20
@@ -91,25 +84,9 @@ def counts(c: Config) -> Faults:
         )
 
 
-def pipeline(c: Config) -> Faults:
-    """What is of a pipeline needs one."""
-    for name in ("pipeline_rounds", "pipeline_micro_batches"):
-        if getattr(c.mesh, name) > 1 and c.mesh.pipeline == 1:
-            yield (
-                f"<mesh.{name}>: <mesh.pipeline> is no pipeline; config.mesh.{name}=1 works, or "
-                "more stages: --config.mesh.pipeline=2"
-            )
-
-
 def placement(c: Config) -> Faults:
     """Roles on devices of their own get whole shares of the samples."""
     found = devices_of_roles(c)
-    if is_offline(c) and c.placement not in ({}, AUTO):
-        yield (
-            "<placement>: offline training has one group of devices; leave it out, or take an "
-            f"online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
-        )
-    yield from _ahead(c, apart=ROLLOUT in found or c.placement == AUTO)
     batches = {
         "data.train_batch_size": c.data.train_batch_size,
         "actor.ppo_mini_batch_size": c.actor.ppo_mini_batch_size,
@@ -123,35 +100,6 @@ def placement(c: Config) -> Faults:
                     f"<placement.{role}>: it has {len(devices)} devices, which do not divide the "
                     f"{samples} samples of <{key}> with <rollout.n>; {fitting[-1]} devices work"
                 )
-
-
-def _ahead(c: Config, apart: bool) -> Faults:
-    """What can be generated ahead, and in parts that go on under a later policy."""
-    longest, filtered = c.data.max_response_length, c.rollout.filter_groups.enable
-    if c.partial_rollouts and not c.max_staleness:
-        yield (
-            "<partial_rollouts>: a response goes on under a newer policy only where batches are "
-            "generated ahead; --config.max_staleness=1 works"
-        )
-    if c.partial_rollouts >= longest:
-        yield (
-            "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
-            f"would be cut; {longest // 2} works, 0 is off"
-        )
-    if c.partial_rollouts and filtered:
-        yield (
-            "<partial_rollouts>: with config.rollout.filter_groups.enable, a round of generation "
-            "ends before its groups can be compared; set --config.partial_rollouts=0"
-        )
-    if c.max_staleness and is_offline(c):
-        yield "<max_staleness>: offline training generates nothing ahead; 0 works"
-    if c.max_staleness and filtered and not apart:
-        yield (
-            "<max_staleness>: with config.rollout.filter_groups.enable, each round of generation "
-            "waits for the rewards of the one before, so on one group of devices nothing would "
-            "overlap; give generation devices of its own, for example "
-            "--config.placement.rollout=4-7, or set --config.max_staleness=0"
-        )
 
 
 def phases_of_mesh(c: Config) -> Faults:
@@ -223,10 +171,10 @@ def batches(c: Config) -> Faults:
             "<rollout.cache_tokens>: one response may have <data.max_response_length> tokens; give "
             "at least that, or 0 for room for every slot"
         )
-    if c.rollout.filter_groups.enable and n == 1:
+    if c.partial_rollouts >= longest:
         yield (
-            "<rollout.filter_groups.enable>: a group of <rollout.n> sample never varies; "
-            "config.rollout.n=8 is usual"
+            "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
+            f"would be cut; {longest // 2} works, 0 is off"
         )
 
 
@@ -269,11 +217,6 @@ def _passes(
             f"<{key}.micro_batch_size>: must divide the {each} samples of a {what} that each of "
             f"{replicas} replicas holds; {closest(divisors(each), micro)} works, 0 takes all at "
             "once"
-        )
-    if tokens and micro:
-        yield (
-            f"<{key}.micro_batch_tokens>: <{key}.micro_batch_size> sizes a pass, too; set one of "
-            "them to 0"
         )
     if 0 < tokens < longest:
         yield (

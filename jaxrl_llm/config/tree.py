@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from jaxrl_llm.config.messages import MOST_SHOWN
 from jaxrl_llm.config.records import Kind, Record, fields_of
 
 __all__ = ["as_dict", "differences"]
@@ -22,6 +23,33 @@ def entries(node: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(node, Record):
         return [(name, getattr(node, name)) for name in _kept(type(node))]
     return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
+
+
+def value_at(node: Any, key: str) -> Any:
+    """The value at a dotted key; None where there is none."""
+    for part in key.split("."):
+        node = next((value for name, value in entries(node) if str(name) == part), None)
+    return node
+
+
+def as_text(value: Any) -> str:
+    """A value as a command line takes it; … stands for what a record or a dict holds."""
+    if isinstance(value, Kind):
+        return value.label
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(as_text, value))}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, bool | None):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | str):
+        return str(value)[:MOST_SHOWN] or "''"
+    return "{}" if is_empty(value) else "{…}"
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a key holds nothing: null, or an empty text, list or dict."""
+    return value in (None, "", (), [], {})
 
 
 def every(node: Any, kind: type[R], key: str = "") -> Iterator[tuple[str, R]]:

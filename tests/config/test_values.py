@@ -75,6 +75,14 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         "functions.0.url='http://a:70000': expected an address such as http://",
     ),
     "name": ({"models": [{"name": "a.b"}]}, "models.0.name='a.b': expected a name of letters"),
+    "a role's name": (
+        {"models": [{"name": "critic"}]},
+        "models.0.name='critic': a role of the trainer has that name; another works, such as cost",
+    ),
+    "a name twice": (
+        {"models": [{"name": "a", "path": "o/m"}, {"name": "a", "path": "o/m"}]},
+        "config.models.1.name=a: another model has that name; a_1 works",
+    ),
     "unused threshold": (
         {"algorithm.rollout_is_threshold": "abc"},
         "config.algorithm.rollout_is_threshold=abc: an importance threshold",

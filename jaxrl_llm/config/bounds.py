@@ -1,10 +1,12 @@
 """The types of keys with their bounds, and how text of a command line becomes their values."""
 
 import ast
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AllowInfNan, BeforeValidator, Strict
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Strict
 
 T = TypeVar("T")
 
@@ -59,6 +61,26 @@ Unbounded = Annotated[float, Gt(0), AllowInfNan(True)]
 Seconds = Annotated[float, Gt(0), Le(1e9)]  # timers of Python take no more
 Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
 Processes = Annotated[int, Ge(1), Le(1024)]
+
+
+def tested(test: Callable[[Any], object]) -> AfterValidator:
+    """For `Annotated`: the values for which `test` raises no ValueError."""
+
+    def read(value: T) -> T:
+        test(value)
+        return value
+
+    return AfterValidator(read)
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """The bound that another key of the same record is: for `Annotated`, beside `Ge` and `Lt`."""
+
+    key: str
+    itself: bool = True  # whether the value may be equal to that of the key
+
+
 Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
 Maybe = Annotated[T | None, BeforeValidator(none_word)]
 FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]

@@ -9,9 +9,17 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
-from pydantic import AfterValidator
 
-from jaxrl_llm.config.bounds import Count, NotNegative, Positive, Processes, Seconds, Whole
+from jaxrl_llm.config.bounds import (
+    Count,
+    NotNegative,
+    Positive,
+    Processes,
+    Seconds,
+    UpTo,
+    Whole,
+    tested,
+)
 from jaxrl_llm.config.given import Given
 from jaxrl_llm.config.records import Custom, Kind, field_names, kinds_of, one_of, records_in
 
@@ -34,8 +42,8 @@ JUDGE_PATTERN = r"[Ss]core\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
 Digits = Annotated[int, Ge(1), Le(18)]
 
 
-def _address(text: str) -> str:
-    """The address of a server. ValueError for other text."""
+def _address(text: str) -> None:
+    """The address of a server."""
     try:
         parts = urlsplit(text)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -43,11 +51,10 @@ def _address(text: str) -> str:
         fits = False
     if not fits or re.search(r"\s", text):
         raise ValueError("expected an address such as http://127.0.0.1:8000/v1")
-    return text
 
 
-def _pattern(text: str) -> str:
-    """A regular expression. ValueError for other text."""
+def _pattern(text: str) -> None:
+    """A regular expression."""
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
@@ -55,23 +62,20 @@ def _pattern(text: str) -> str:
             f"expected a regular expression, and this is none: {error}; write \\ before a sign "
             "that stands for itself"
         ) from None
-    return text
 
 
-def _one_group(pattern: str) -> str:
+def _one_group(pattern: str) -> None:
     if re.compile(pattern).groups != 1:
         raise ValueError("the judge's pattern needs one group, which is the score: score: ([0-9]+)")
-    return pattern
 
 
-def _shows_the_answer(template: str) -> str:
+def _shows_the_answer(template: str) -> None:
     if "{response}" not in template:
         raise ValueError("the judge's template lacks {response}, so it would not see the answer")
-    return template
 
 
-Address = Annotated[str, AfterValidator(_address)]
-Pattern = Annotated[str, AfterValidator(_pattern)]
+Address = Annotated[str, tested(_address)]
+Pattern = Annotated[str, tested(_pattern)]
 
 
 # ------------------------------------------------------------------------- graders
@@ -116,7 +120,7 @@ class LengthRange(Grader, kind="length_range"):
     """`reward` from `minimum` to `maximum` tokens; it falls to 0 over `width` outside."""
 
     maximum: Whole
-    minimum: Whole = 0
+    minimum: Annotated[Whole, UpTo("maximum")] = 0
     width: Whole = 0
     reward: float = 1.0
 
@@ -125,7 +129,7 @@ class OverlongPenalty(Grader, kind="overlong_penalty"):
     """DAPO's penalty for the last `buffer` tokens before `max_length`."""
 
     max_length: Count
-    buffer: Count
+    buffer: Annotated[Count, UpTo("max_length")]
     penalty: float = 1.0
 
 
@@ -145,8 +149,8 @@ class Judge(Grader, kind="judge"):
     url: Address  # before /chat/completions: http://127.0.0.1:8000/v1
     model: str
     # With {question}, {response} and {ground_truth}.
-    template: Annotated[str, AfterValidator(_shows_the_answer)] = JUDGE_TEMPLATE
-    pattern: Annotated[Pattern, AfterValidator(_one_group)] = (
+    template: Annotated[str, tested(_shows_the_answer)] = JUDGE_TEMPLATE
+    pattern: Annotated[Pattern, tested(_one_group)] = (
         JUDGE_PATTERN  # its one group is the score; the last match counts
     )
     scale: Positive = 10.0  # the score that becomes a reward of 1
@@ -188,7 +192,7 @@ class Priority(Kind):
 class FailureRate(Priority, kind="failure_rate"):
     """1 - p, p the success rate; `low` and `high` score a wrong and a right answer."""
 
-    low: float = 0.0
+    low: Annotated[float, UpTo("high", itself=False)] = 0.0
     high: float = 1.0
 
 

@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
-from jaxrl_llm.config.bounds import MOST
+from jaxrl_llm.config.bounds import MOST, UpTo
 from jaxrl_llm.config.functions import GRADERS, PRIORITIES, TASKS
 from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
@@ -135,6 +135,7 @@ def _bounds(metadata: Any) -> str:
         for bound in metadata
         if type(bound) in signs and bound != Le(MOST)
     ]
+    found += [f"{'≤' if b.itself else '<'} {b.key}" for b in metadata if isinstance(b, UpTo)]
     infinite = " or inf" if AllowInfNan(True) in metadata else ""
     return (f" {', '.join(found)}" if found else "") + infinite
 

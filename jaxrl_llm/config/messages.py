@@ -58,7 +58,8 @@ def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
         return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")
     if kind.startswith("missing"):
         return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
-    shown = first["input"] if isinstance(first["input"], Text) else _short(first["input"])
+    given = first["input"]
+    shown = given if isinstance(given, Text) and given.isprintable() else _short(given)
     works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
     return ConfigError(f"{here}={shown[:MOST_SHOWN]}: {_remedy(first, context, works)}")
 

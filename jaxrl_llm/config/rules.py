@@ -4,6 +4,7 @@ Bounds of one field stand on the field. A rule yields sentences: why a value can
 that does. In them <KEY> stands for config.KEY=VALUE. Rules of sizes are in size_rules.py.
 """
 
+import functools
 import importlib.util
 import re
 from collections.abc import Callable
@@ -11,19 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.algorithms import GDPO, ClipCov, Shared
+from jaxrl_llm.config.algorithms import GDPO, Shared
+from jaxrl_llm.config.bounds import UpTo
 from jaxrl_llm.config.conflicts import conflicts
-from jaxrl_llm.config.functions import (
-    Code,
-    FailureRate,
-    Judge,
-    LengthRange,
-    OverlongPenalty,
-    Remote,
-)
+from jaxrl_llm.config.functions import Code, Judge, MathAnswer, Remote
 from jaxrl_llm.config.given import Given, GivenRows
-from jaxrl_llm.config.messages import ConfigError
-from jaxrl_llm.config.records import Custom
+from jaxrl_llm.config.messages import ConfigError, number_text
+from jaxrl_llm.config.records import Custom, Record, fields_of
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
@@ -42,9 +37,7 @@ from jaxrl_llm.config.size_rules import (
     splits,
     trainings,
 )
-from jaxrl_llm.config.thresholds import RULES as RULE_NAMES
-from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
-from jaxrl_llm.config.times import end_time
+from jaxrl_llm.config.thresholds import parse_rules
 from jaxrl_llm.config.tree import as_text, every, is_empty, value_at
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import (
@@ -156,11 +149,6 @@ def run(c: Config) -> Faults:
             "<profile.steps>: <total_steps> is the last step, and none is traced after it; "
             f"config.profile.steps={works} works"
         )
-    for key in ("name", "run_dir", "compile_cache"):
-        if "\0" in getattr(c, key):
-            yield f"config.{key}: it has a null character, which no path has; write it again"
-    if c.checkpoint.save_by:
-        end_time(c.checkpoint.save_by, started=0.0)
     if c.resume not in ("auto", "never") and (not c.resume or not exists(c.resume)):
         hint = nearest_file(Path(c.resume))
         yield f"<resume>: expected auto, never, or the folder of a checkpoint{hint}"
@@ -203,14 +191,18 @@ def rewards(c: Config) -> Faults:
         yield from _parts(c)
         yield from _origin("reward.model", reward.model)
     yield from _origin("teacher", c.teacher)
-    for kind in (Code, Judge, Remote):
+    limits = {Code: "total_s", Judge: "total_s", Remote: "total_s", MathAnswer: "seconds"}
+    for kind, name in limits.items():
         for key, grader in every(c, kind):
-            if grader.total_s >= reward.timeout_s:
+            seconds = getattr(grader, name)
+            if seconds >= reward.timeout_s:
                 yield (
-                    f"<{key}.total_s>: it does not end before <reward.timeout_s>, so slow work "
-                    f"counts as a failed call: --config.reward.timeout_s={grader.total_s + 5:g} "
-                    "works"
+                    f"<{key}.{name}>: it does not end before <reward.timeout_s>, so slow work "
+                    f"counts as a failed call: --config.reward.timeout_s={seconds + 5:g} works"
                 )
+    for key, judge in every(c, Judge):
+        if is_folder(judge.cache_file) and judge.cache_file:
+            yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
 
 
 def _parts(c: Config) -> Faults:
@@ -230,26 +222,26 @@ def _parts(c: Config) -> Faults:
             )
 
 
-def graders(c: Config) -> Faults:
-    """Bounds of a grader, a priority and a loss that the other one of two contradicts."""
-    for key, grader in every(c, OverlongPenalty):
-        if grader.buffer > grader.max_length:
-            yield f"<{key}.buffer>: it is above <{key}.max_length>; {grader.max_length} works"
-    for key, grader in every(c, LengthRange):
-        if grader.minimum > grader.maximum:
-            yield f"<{key}.minimum>: it is above <{key}.maximum>; {grader.maximum} works"
-    for key, priority in every(c, FailureRate):
-        if not priority.low < priority.high:
-            yield f"<{key}.low>: it is not below <{key}.high>; {priority.high - 1:g} works"
-    for key, loss in every(c, ClipCov):
-        if not loss.clip_cov_lb < loss.clip_cov_ub:
-            yield (
-                f"<{key}.clip_cov_lb>: it is not below <{key}.clip_cov_ub>; "
-                f"{loss.clip_cov_ub - 1:g} works"
-            )
-    for key, judge in every(c, Judge):
-        if is_folder(judge.cache_file) and judge.cache_file:
-            yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
+def bounds(c: Config) -> Faults:
+    """No key is above another one of its record that bounds it."""
+    for key, record in every(c, Record):
+        for name, bound in bounds_by_keys(type(record)):
+            value, most = getattr(record, name), getattr(record, bound.key)
+            if value > most or value == most and not bound.itself:
+                word, works = ("above", most) if bound.itself else ("not below", most - 1)
+                fits = f"{number_text(works)} works"
+                yield f"<{key}.{name}>: it is {word} <{key}.{bound.key}>; {fits}"
+
+
+@functools.cache
+def bounds_by_keys(cls: type[Record]) -> list[tuple[str, UpTo]]:
+    """The fields of a record that another one bounds."""
+    fields = fields_of(cls).items()
+    return [(n, bound) for n, f in fields for bound in f.metadata if isinstance(bound, UpTo)]
+
+
+def optimizers(c: Config) -> Faults:
+    """A schedule has steps after its warm-up."""
     for key, optimizer in every(c, OptimizerConfig):
         warmup, last = optimizer.warmup_steps, optimizer.total_steps
         if optimizer.schedule != "constant" and 0 < last <= warmup:
@@ -260,17 +252,11 @@ def graders(c: Config) -> Faults:
 
 
 def correction(c: Config) -> Faults:
-    """Thresholds of the rollout correction can be read, also where nothing uses them."""
+    """The rules of the rollout correction have thresholds, also where nothing uses them."""
     for key, s in every(c, Shared):
-        if s.rollout_is_threshold is not None:
-            if fault := _fault(parse_threshold, s.rollout_is_threshold):
-                yield f"<{key}.rollout_is_threshold>: {fault}"
-        if s.rollout_rs is None and s.rollout_rs_threshold is None:
-            continue
-        if fault := _fault(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
-            named = [name.strip() for name in (s.rollout_rs or "").split(",")]
-            which = "rollout_rs_threshold" if set(named) <= set(RULE_NAMES) else "rollout_rs"
-            yield f"<{key}.{which}>: {fault}"
+        if s.rollout_rs is not None or s.rollout_rs_threshold is not None:
+            if fault := _fault(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
+                yield f"<{key}.rollout_rs_threshold>: {fault}"
 
 
 def _origin(key: str, model: Any) -> Faults:
@@ -358,6 +344,6 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    counts, conflicts, placement, batches, rewards, graders, correction, phases_of_mesh, trainings,
-    phases, data, functions, models, run,
+    counts, conflicts, placement, batches, rewards, bounds, optimizers, correction, phases_of_mesh,
+    trainings, phases, data, functions, models, run,
 )  # fmt: skip

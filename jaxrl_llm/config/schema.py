@@ -9,7 +9,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
@@ -29,6 +29,7 @@ from jaxrl_llm.config.bounds import (
     Unbounded,
     Whole,
     guess,
+    tested,
 )
 from jaxrl_llm.config.functions import (
     ExactAnswer,
@@ -39,6 +40,7 @@ from jaxrl_llm.config.functions import (
 )
 from jaxrl_llm.config.given import Rows
 from jaxrl_llm.config.records import Custom, Record, records_in, validate
+from jaxrl_llm.config.times import end_time
 from jaxrl_llm.references import nearest
 
 DType = Literal["float32", "bfloat16"]
@@ -70,6 +72,12 @@ def _tokens_of_a_part(value: Any) -> Any:
     return value
 
 
+def _of_a_path(text: str) -> None:
+    if "\0" in text:
+        raise ValueError("it has a null character, which no path has; write it again")
+
+
+PathText = Annotated[str, tested(_of_a_path)]
 TokensOfAPart = Annotated[Whole, BeforeValidator(_tokens_of_a_part)]
 StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
@@ -321,13 +329,11 @@ class TeacherConfig(ModelSettings):
 ROLES = ("actor", "critic", "reference", "reward", "teacher", "rollout", "base", "critic_base")
 
 
-def _new_role(name: str) -> str:
-    """A name for a model of a user's. ValueError for others."""
+def _new_role(name: str) -> None:
     if not name.isidentifier():
         raise ValueError("expected a name of letters, digits and _, such as cost_model")
     if name in ROLES:
         raise ValueError("a role of the trainer has that name; another works, such as cost_model")
-    return name
 
 
 class ExtraModelConfig(ModelSettings):
@@ -336,7 +342,7 @@ class ExtraModelConfig(ModelSettings):
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: Annotated[str, AfterValidator(_new_role)]
+    name: Annotated[str, tested(_new_role)]
     kind: Literal["scalar", "causal_lm"] = "scalar"
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
@@ -444,6 +450,11 @@ class ProfileConfig(Record):
     steps: Many[Count] = ()  # on several GPUs, each also times its collectives
 
 
+def _time(text: str) -> None:
+    if text:
+        end_time(text, started=0.0)
+
+
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
@@ -457,7 +468,7 @@ class CheckpointConfig(Record):
     max_growth: Unbounded = 100.0
     # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
     # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
-    save_by: str = ""
+    save_by: Annotated[str, tested(_time)] = ""
 
 
 class WatchdogConfig(Record):
@@ -487,9 +498,9 @@ Group = Annotated[NodeGroup, BeforeValidator(_group)]
 class Config(Record):
     """A whole run."""
 
-    name: str = "run"
+    name: PathText = "run"
     seed: Whole = 0
-    run_dir: str = ""  # empty is runs/<name>
+    run_dir: PathText = ""  # empty is runs/<name>
     total_steps: Whole = 100
     save_every: Whole = 50  # steps; 0 only at the end
     resume: str = "auto"  # auto | never | the path of a checkpoint
@@ -530,7 +541,7 @@ class Config(Record):
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
-    compile_cache: str = ""
+    compile_cache: PathText = ""
     # "repeatable": same bits in every process, on a GPU too: no atomics, no cuDNN attention.
     # "strict": also, the sampler's log-probs have the bits of the trainer's (one device, slower).
     exact: Exact = "repeatable"

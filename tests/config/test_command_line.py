@@ -282,6 +282,10 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             ["functions.0.total_s=40", "--config.reward.timeout_s=45 works"],
         ),
         (
+            "--config.reward.functions=[{kind: math_answer, seconds: 30}]",
+            ["functions.0.seconds=30", "--config.reward.timeout_s=35 works"],
+        ),
+        (
             "--config.validation.graders=[{source: a, grader: {kind: code, total_s: 31}}]",
             ["validation.graders.0.grader.total_s=31", "--config.reward.timeout_s=36 works"],
         ),

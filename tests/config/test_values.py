@@ -21,6 +21,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.config.records import Kind, Record, fields_of, validate
+from jaxrl_llm.config.rules import bounds_by_keys
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
 from jaxrl_llm.planner.lengths import lengths_in
@@ -58,6 +59,13 @@ def test_no_number_is_nan_and_few_may_be_infinite():
             load_config("grpo", {"algorithm": "gdpo", key: value})
     assert OptimizerConfig(max_grad_norm=math.inf).max_grad_norm == math.inf
     assert CheckpointConfig(max_growth=math.inf).max_growth == math.inf
+
+
+def test_a_key_that_bounds_another_is_of_its_record_and_a_number():
+    found = {(cls, key.key) for cls in records() for _, key in bounds_by_keys(cls)}
+    assert len(found) >= 5
+    for cls, key in found:
+        assert fields_of(cls)[key].annotation in (int, float), f"{cls.__name__}.{key}"
 
 
 REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
@@ -105,7 +113,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         "config.algorithm=gdpo: it standardises the reward functions one by one, and there is none",
     ),
     "empty": ({"resume": ""}, "expected auto, never, or the folder of a checkpoint"),
-    "null": ({"run_dir": "a\0b"}, "config.run_dir: it has a null character"),
+    "null": ({"run_dir": "a\0b"}, "config.run_dir='a\\x00b': it has a null character"),
     "optimizer steps": (
         {"total_steps": 2**31 - 1},
         "config.total_steps=2147483647: with 2 mini-batches and config.actor.ppo_epochs=1, more",

@@ -32,6 +32,7 @@ from jaxrl_llm.config.size_rules import (
     Faults,
     batches,
     counts,
+    lengths,
     phases_of_mesh,
     placement,
     splits,
@@ -182,12 +183,6 @@ def rewards(c: Config) -> Faults:
     if not is_offline(c):
         if not reward.functions and reward.model is None:
             yield f"<reward>: it has neither functions nor a model; {write}"
-        if reward.weights and len(reward.weights) != len(reward.functions):
-            ones = ",".join(["1"] * len(reward.functions))
-            yield (
-                f"<reward.weights>: {len(reward.weights)} weights for {len(reward.functions)} "
-                f"functions; [{ones}] works"
-            )
         yield from _parts(c)
         yield from _origin("reward.model", reward.model)
     yield from _origin("teacher", c.teacher)
@@ -206,19 +201,21 @@ def rewards(c: Config) -> Faults:
 
 
 def _parts(c: Config) -> Faults:
-    """GDPO has a weight for each reward function."""
+    """There is a weight for each reward function, and a function for GDPO."""
+    weights, parts = {"reward.weights": c.reward.weights}, len(c.reward.functions)
     for key, algorithm in every(c, GDPO):
-        if not c.reward.functions:
+        weights[f"{key}.reward_weights"] = algorithm.reward_weights
+        if not parts:
             yield (
                 f"<{key}>: it standardises the reward functions one by one, and there is none; set "
                 "--config.reward.functions=[exact_answer]"
             )
-        given, parts = len(algorithm.reward_weights), len(c.reward.functions)
-        if given and given != parts:
+    for key, given in weights.items():
+        if given and len(given) != parts:
             ones = ",".join(["1"] * parts)
             yield (
-                f"<{key}.reward_weights>: {given} weights for {parts} functions of "
-                f"config.reward.functions; [{ones}] works"
+                f"<{key}>: {len(given)} weights for {parts} functions of config.reward.functions; "
+                f"[{ones}] works"
             )
 
 
@@ -344,6 +341,6 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    counts, conflicts, placement, batches, rewards, bounds, optimizers, correction, phases_of_mesh,
-    trainings, phases, data, functions, models, run,
+    counts, conflicts, placement, batches, lengths, rewards, bounds, optimizers, correction,
+    phases_of_mesh, trainings, phases, data, functions, models, run,
 )  # fmt: skip

@@ -165,17 +165,28 @@ def batches(c: Config) -> Faults:
     for role, sizes in (("actor", c.actor), ("critic", c.critic)):
         own = mesh_of_role(c, role).replicas_with(sizes.tensor)
         yield from _passes(c, role, sizes, mini * n, own, "mini-batch")
-    longest = c.data.max_response_length
-    if 0 < c.rollout.cache_tokens < longest:
-        yield (
-            "<rollout.cache_tokens>: one response may have <data.max_response_length> tokens; give "
-            "at least that, or 0 for room for every slot"
-        )
-    if c.partial_rollouts >= longest:
-        yield (
-            "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
-            f"would be cut; {longest // 2} works, 0 is off"
-        )
+
+
+def lengths(c: Config) -> Faults:
+    """What takes tokens has room for the longest response or sample, and a part is shorter."""
+    response, sample = c.data.max_response_length, c.data.max_row_length
+    rooms = {"actor.micro_batch_tokens": (c.actor.micro_batch_tokens, "sample", sample)}
+    if not is_offline(c):
+        rooms |= {
+            "critic.micro_batch_tokens": (c.critic.micro_batch_tokens, "sample", sample),
+            "rollout.cache_tokens": (c.rollout.cache_tokens, "response", response),
+        }
+        if c.partial_rollouts >= response:
+            yield (
+                "<partial_rollouts>: no response is longer than <data.max_response_length>, so "
+                f"none would be cut; {response // 2} works, 0 is off"
+            )
+    for key, (tokens, what, longest) in rooms.items():
+        if 0 < tokens < longest:
+            yield (
+                f"<{key}>: a {what} may have {longest} tokens and is never cut; {longest} works, 0 "
+                "sets no limit"
+            )
 
 
 def trainings(c: Config) -> Faults:
@@ -211,17 +222,12 @@ def _passes(
 ) -> Faults:
     """The samples of a device are split into passes, by their number or their tokens."""
     micro, tokens = sizes.micro_batch_size, getattr(sizes, "micro_batch_tokens", 0)
-    each, longest, parts = samples // replicas, c.data.max_row_length, c.mesh.pipeline_micro_batches
+    each, parts = samples // replicas, c.mesh.pipeline_micro_batches
     if micro and each % micro:
         yield (
             f"<{key}.micro_batch_size>: must divide the {each} samples of a {what} that each of "
             f"{replicas} replicas holds; {closest(divisors(each), micro)} works, 0 takes all at "
             "once"
-        )
-    if 0 < tokens < longest:
-        yield (
-            f"<{key}.micro_batch_tokens>: a sample may have {longest} tokens (max_prompt_length + "
-            f"max_response_length) and is never cut; {longest} or more works"
         )
     each = micro or samples // c.mesh.num_replicas
     if each % parts and not tokens:
@@ -240,13 +246,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def splits(c: Config, key: str, model: ModelSettings) -> Faults:
-    """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
+    """The mesh must divide the model's sizes, as far as they are given."""
     mesh = mesh_at(c, key)
-    try:
-        sizes = _hf_config(model)
-    except ValueError as error:
-        yield f"<{key}.path>: its config.json is not JSON: {error}"
-        return
+    sizes = _hf_config(model)
     layers, leading = (sizes.get(n, 0) for n in ("num_hidden_layers", "first_k_dense_replace"))
     if isinstance(layers, int) and isinstance(leading, int):
         yield from _layers(mesh, key, layers, leading)
@@ -259,10 +261,9 @@ def splits(c: Config, key: str, model: ModelSettings) -> Faults:
         "mesh.expert": (mesh.expert, _EXPERTS),
     }
     for axis, (parts, names) in axes.items():
-        given = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
+        known = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
+        given = {name: size for name, size in known.items() if size > 0}
         for name, size in given.items():
-            if size < 0:
-                yield f"<{key}.hf_config.{name}>: must be positive"
             if size % parts == 0:
                 continue
             fits = [d for d in range(1, parts) if not any(s % d for s in given.values())][-1]
@@ -300,11 +301,14 @@ def _layers(mesh: MeshConfig, key: str, layers: int, leading: int) -> Faults:
 
 
 def _hf_config(model: ModelSettings) -> dict[str, Any]:
-    """The sizes of a model, as far as they are known before it is loaded."""
+    """The sizes of a model, as far as they are known; launch/described_models.py reads them all."""
     file = Path(model.path) / "config.json"
     if not model.path:
         return model.hf_config
     if not file.is_file() or (file.parent / "checkpoints").is_dir():
         return {}  # one of our checkpoints or runs
-    found = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}

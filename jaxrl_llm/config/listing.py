@@ -21,7 +21,7 @@ from pydantic import AllowInfNan
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.bounds import MOST, UpTo
-from jaxrl_llm.config.functions import GRADERS, PRIORITIES, TASKS
+from jaxrl_llm.config.graders import GRADERS
 from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
     Config,
@@ -31,6 +31,7 @@ from jaxrl_llm.config.schema import (
     SupervisedConfig,
     TeacherConfig,
 )
+from jaxrl_llm.config.tasks import PRIORITIES, TASKS
 from jaxrl_llm.config.tree import as_dict
 
 WIDTH = 100

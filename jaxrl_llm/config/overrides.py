@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxrl_llm.config.bounds import Text
-from jaxrl_llm.config.given import GivenRows
 from jaxrl_llm.config.messages import ConfigError, UnknownKeyError, explain
+from jaxrl_llm.config.python_objects import GivenRows
 from jaxrl_llm.config.records import Custom, Kind, Record, classes_in, fields_of, validate
 from jaxrl_llm.config.schema import Config
 from jaxrl_llm.config.tree import key_that_ends_in

@@ -15,9 +15,9 @@ from typing import Any
 from jaxrl_llm.config.algorithms import GDPO, Shared
 from jaxrl_llm.config.bounds import UpTo
 from jaxrl_llm.config.conflicts import conflicts
-from jaxrl_llm.config.functions import Code, Judge, MathAnswer, Remote
-from jaxrl_llm.config.given import Given, GivenRows
+from jaxrl_llm.config.graders import Code, Judge, MathAnswer, Remote
 from jaxrl_llm.config.messages import ConfigError, number_text
+from jaxrl_llm.config.python_objects import Given, GivenRows
 from jaxrl_llm.config.records import Custom, Record, fields_of
 from jaxrl_llm.config.schema import (
     AdaptedSettings,

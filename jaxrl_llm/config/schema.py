@@ -31,15 +31,10 @@ from jaxrl_llm.config.bounds import (
     guess,
     tested,
 )
-from jaxrl_llm.config.functions import (
-    ExactAnswer,
-    OwnFunction,
-    PrioritySettings,
-    RewardFunction,
-    TaskSettings,
-)
-from jaxrl_llm.config.given import Rows
+from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
+from jaxrl_llm.config.python_objects import Rows
 from jaxrl_llm.config.records import Custom, Record, records_in, validate
+from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
 from jaxrl_llm.config.times import end_time
 from jaxrl_llm.references import nearest
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
-from jaxrl_llm.config.functions import GRADERS
+from jaxrl_llm.config.graders import GRADERS
 from jaxrl_llm.config.messages import explain
 from jaxrl_llm.config.records import field_names, fields_of, validate
 from jaxrl_llm.config.rules import tracker_fault

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.config.schema import (
     AUTO,
+    AXES,
     ActorConfig,
     AdaptedSettings,
     Config,
@@ -176,7 +177,7 @@ OF_THE_RUN: tuple[Conflict, ...] = (
         _BITS,
     ),
     *(Conflict(each, STRICT, _BITS) for each in (FLOAT8, PLACED, PARTIAL)),
-    *(Conflict(Setting(f"mesh.{axis}", "1"), STRICT, _BITS) for axis in Config().mesh.sizes),
+    *(Conflict(Setting(f"mesh.{axis}", "1"), STRICT, _BITS) for axis in AXES),
 )
 
 

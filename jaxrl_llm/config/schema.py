@@ -40,6 +40,7 @@ from jaxrl_llm.references import nearest
 
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
+AXES = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")  # of the mesh, in its order
 
 
 def _placement(value: Any) -> Any:
@@ -104,8 +105,7 @@ class MeshConfig(Record):
     @property
     def sizes(self) -> dict[Any, int]:
         """The size of each axis."""
-        axes = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")
-        return {axis: getattr(self, axis) for axis in axes}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def num_devices(self) -> int:

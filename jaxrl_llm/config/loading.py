@@ -12,7 +12,7 @@ from jaxrl_llm.config.records import validate
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.schema import Config
 from jaxrl_llm.config.tree import as_dict
-from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, where
+from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, shown, where
 
 __all__ = [
     "from_json", "load_config", "open_config", "packaged_configs", "to_json",
@@ -40,8 +40,8 @@ def open_config(path: str | Path) -> Config:
     """The Config of a Python file, a packaged config's name, a run's folder or its config.json."""
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise ConfigError(
-            f"config={path!r}: expected a Config, a file with get_config(), the name of a packaged "
-            "config such as grpo, or a run's folder"
+            f"config={shown(path)}: expected a Config, a file with get_config(), the name of a "
+            "packaged config such as grpo, or a run's folder"
         )
     path = str(path)
     file = Path(path).expanduser()

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxrl_llm.config.bounds import Text
-from jaxrl_llm.references import nearest
+from jaxrl_llm.references import nearest, shown
 
 __all__ = ["ConfigError", "UnknownKeyError"]
 
@@ -59,18 +59,10 @@ def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
     if kind.startswith("missing"):
         return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
     given = first["input"]
-    shown = given if isinstance(given, Text) and given.isprintable() else _short(given)
+    typed = isinstance(given, Text) and given.isprintable()
+    text = given[:MOST_SHOWN] if typed else shown(given, MOST_SHOWN)
     works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
-    return ConfigError(f"{here}={shown[:MOST_SHOWN]}: {_remedy(first, context, works)}")
-
-
-def _short(value: Any) -> str:
-    """A value in a message."""
-    try:
-        shown = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        shown = "an integer of many digits"
-    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+    return ConfigError(f"{here}={text}: {_remedy(first, context, works)}")
 
 
 def number_text(value: float) -> str:

@@ -12,7 +12,7 @@ from jaxrl_llm.config.python_objects import GivenRows
 from jaxrl_llm.config.records import Custom, Kind, Record, classes_in, fields_of, validate
 from jaxrl_llm.config.schema import Config
 from jaxrl_llm.config.tree import key_that_ends_in
-from jaxrl_llm.references import nearest
+from jaxrl_llm.references import nearest, shown
 
 __all__ = ["Overrides", "apply_override", "apply_overrides"]
 
@@ -33,7 +33,7 @@ def _pairs(overrides: Any) -> list[tuple[Any, Any]]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ConfigError(
-                f"the overrides {repr(overrides)[:80]} are no dict and no list of pairs: write "
+                f"the overrides {shown(overrides)} are no dict and no list of pairs: write "
                 "{'rollout.n': 8}"
             )
     return [(key, value) for key, value in pairs]
@@ -42,7 +42,7 @@ def _pairs(overrides: Any) -> list[tuple[Any, Any]]:
 def apply_override(config: Config, key: str, value: Any) -> Config:
     """`config` with the `value` at the dotted `key` (without "config."); text is read."""
     if not isinstance(key, str):
-        raise ConfigError(f"the key of an override is {key!r}: give text such as 'rollout.n'")
+        raise ConfigError(f"the key of an override is {shown(key)}: give text such as 'rollout.n'")
     return _set(config, key.split("."), value, "config", config)
 
 

@@ -127,7 +127,7 @@ def data(c: Config) -> Faults:
 
 
 def phases(c: Config) -> Faults:
-    """Phases are online, and leave steps for the algorithm; the teacher has its place too."""
+    """Phases are online, and leave steps for the algorithm."""
     for i, phase in enumerate(c.phases):
         if is_offline(c) or learns_offline(phase.algorithm):
             yield (
@@ -143,7 +143,7 @@ def phases(c: Config) -> Faults:
 
 
 def run(c: Config) -> Faults:
-    """Times, steps and names of the run."""
+    """Traced steps, the checkpoint to go on from, and trackers."""
     if any(step > c.total_steps for step in c.profile.steps):
         works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
         yield (

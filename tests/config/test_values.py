@@ -24,6 +24,7 @@ from jaxrl_llm.config.records import Kind, Record, fields_of, validate
 from jaxrl_llm.config.rules import bounds_by_keys
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
+from jaxrl_llm.launch.arguments import functions
 from jaxrl_llm.planner.lengths import lengths_in
 from jaxrl_llm.references import is_file, is_folder, nearest_file
 
@@ -181,6 +182,15 @@ def test_a_value_that_cannot_work_is_refused(name):
     overrides, message = REFUSED[name]
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config("grpo", overrides)
+
+
+def test_what_python_cannot_write_is_named():
+    long: Any = 10**5000  # Python writes no integer of more than 4,300 digits
+    for given in ((long,), ("grpo", long), ("grpo", {long: 1})):
+        with pytest.raises(ConfigError, match="(config=|overrides|is) ?an integer of many digits"):
+            load_config(*given)
+    with pytest.raises(ConfigError, match="callbacks=an integer of many digits: expected a list"):
+        functions("callbacks", 10**5000, "[my_callback]")
 
 
 @pytest.mark.parametrize(

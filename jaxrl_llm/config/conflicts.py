@@ -83,105 +83,86 @@ def _no_records(c: Config) -> bool:
     return not is_offline(c) and not any(every(c, SupervisedConfig))
 
 
-# ------------------------------------------------------------------------- the run
+# ------------------------------------------------------------------------- settings of the run
 
 OFFLINE = Setting("algorithm", "grpo", only=is_offline)
+NO_RECORDS = Setting("algorithm", "sft", only=_no_records)
 ONE_SAMPLE = Setting("rollout.n", "8", value="1", only=_online)
 PRIORITY = Setting("data.priority", "null")
+SPREAD = PRIORITY._replace(only=lambda c: isinstance(c.data.priority, Spread))
+IN_ORDER = Setting("data.shuffle", "true")
 CURRICULUM = Setting("data.curriculum", "''")
+NO_CURRICULUM = Setting("data.curriculum", "difficulty", value="''")
+CURRICULUM_STEPS = Setting("data.curriculum_steps", "0")
+STREAMING = Setting("data.streaming", "false")
+READERS = Setting("data.num_workers", "0")
 AHEAD = Setting("max_staleness", "0")
+AHEAD_ON_ONE_GROUP = AHEAD._replace(only=_on_one_group)
+NOT_AHEAD = Setting("max_staleness", "1", value="0")
 PARTIAL = Setting("partial_rollouts", "0")
 FILTERED = Setting("rollout.filter_groups.enable", "false")
 FLOAT8 = Setting("rollout.quantization", "none")
+OTHER_DTYPE = Setting("rollout.dtype", "''", only=lambda c: c.rollout.dtype != c.actor.dtype)
 PLACED = Setting("placement", "colocated", only=lambda c: c.placement)
+ROLES_APART = PLACED._replace(only=lambda c: c.placement not in ({}, AUTO))
+AUTOMATIC = Setting("placement", "colocated", value=AUTO)
 NODE_GROUPS = Setting("node_groups", "{}")
+SEQUENCE = Setting("mesh.sequence", "1")
 PIPELINE = Setting("mesh.pipeline", "1")
 NO_PIPELINE = Setting("mesh.pipeline", "2", value="1")
+ROUNDS = Setting("mesh.pipeline_rounds", "1")
+MICRO_BATCHES = Setting("mesh.pipeline_micro_batches", "1")
+MESH = tuple(Setting(f"mesh.{axis}", "1") for axis in AXES)
+STEPS_SCORED = Setting("reward.process_rewards", "false")
+NO_FUNCTIONS = Setting("reward.functions", "[my_rewards.py:my_function]", value="[]", only=_online)
+TEACHER = Setting("teacher", "null")
+NO_STUDENT = OFFLINE._replace(otherwise="distillation")
+EXACT = Setting("exact", "off")
 STRICT = Setting("exact", "repeatable", value="strict")
+
+
+# ------------------------------------------------------------------------- pairs of the run
+
+_WAITS = (
+    "each round of generation waits for the rewards of the one before, so on one group of devices "
+    "nothing would overlap (--config.placement.rollout=4-7 gives generation its own)"
+)
+_NEWER = "a response goes on under a newer policy only where batches are generated ahead"
+_SORTED = "it is for online runs, and an offline one takes a sorted file with data.shuffle=false"
+_TOKENISED = "prompts are tokenised before the first step, so processes have nothing to do"
 _BITS = "bits of sampler and trainer are not known to be equal"
 
 OF_THE_RUN: tuple[Conflict, ...] = (
     # The order of prompts.
     Conflict(PRIORITY, OFFLINE, "an offline run scores no answers"),
-    Conflict(PRIORITY, Setting("data.shuffle", "true"), "prompts are drawn at random"),
-    Conflict(
-        PRIORITY._replace(only=lambda c: isinstance(c.data.priority, Spread)),
-        ONE_SAMPLE,
-        "it reads the std of a prompt's samples",
-    ),
+    Conflict(PRIORITY, IN_ORDER, "prompts are drawn at random"),
+    Conflict(SPREAD, ONE_SAMPLE, "it reads the std of a prompt's samples"),
     Conflict(CURRICULUM, PRIORITY, "they each give the order of prompts"),
-    Conflict(
-        CURRICULUM,
-        OFFLINE,
-        "it is for online runs, and an offline one takes a sorted file with data.shuffle=false",
-    ),
-    Conflict(
-        CURRICULUM,
-        Setting("data.streaming", "false"),
-        "it reads the column of all rows before the first step",
-    ),
-    Conflict(
-        Setting("data.curriculum_steps", "0"),
-        Setting("data.curriculum", "difficulty", value="''"),
-        "they are batches that a column orders",
-    ),
-    Conflict(
-        Setting("data.num_workers", "0"),
-        Setting("algorithm", "sft", only=_no_records),
-        "prompts are tokenised before the first step, so processes have nothing to do",
-    ),
+    Conflict(CURRICULUM, OFFLINE, _SORTED),
+    Conflict(CURRICULUM, STREAMING, "it reads the column of all rows before the first step"),
+    Conflict(CURRICULUM_STEPS, NO_CURRICULUM, "they are batches that a column orders"),
+    Conflict(READERS, NO_RECORDS, _TOKENISED),
     # Generation.
     Conflict(FILTERED, ONE_SAMPLE, "a group of one sample never varies"),
     Conflict(AHEAD, OFFLINE, "offline training generates nothing ahead"),
-    Conflict(
-        AHEAD._replace(only=_on_one_group),
-        FILTERED,
-        "each round of generation waits for the rewards of the one before, so on one group of "
-        "devices nothing would overlap (--config.placement.rollout=4-7 gives generation its own)",
-    ),
+    Conflict(AHEAD_ON_ONE_GROUP, FILTERED, _WAITS),
     Conflict(PARTIAL, FILTERED, "a round of generation ends before its groups can be compared"),
-    Conflict(
-        PARTIAL,
-        Setting("max_staleness", "1", value="0"),
-        "a response goes on under a newer policy only where batches are generated ahead",
-    ),
+    Conflict(PARTIAL, NOT_AHEAD, _NEWER),
     # Devices.
-    Conflict(
-        PLACED._replace(only=lambda c: c.placement not in ({}, AUTO)),
-        OFFLINE,
-        "offline training has one group of devices",
-    ),
-    Conflict(
-        Setting("placement", "colocated", value=AUTO),
-        NODE_GROUPS,
-        "auto chooses the devices of every role",
-    ),
-    Conflict(Setting("mesh.pipeline_rounds", "1"), NO_PIPELINE, "one stage is no pipeline"),
-    Conflict(Setting("mesh.pipeline_micro_batches", "1"), NO_PIPELINE, "one stage is no pipeline"),
+    Conflict(ROLES_APART, OFFLINE, "offline training has one group of devices"),
+    Conflict(AUTOMATIC, NODE_GROUPS, "auto chooses the devices of every role"),
+    Conflict(ROUNDS, NO_PIPELINE, "one stage is no pipeline"),
+    Conflict(MICRO_BATCHES, NO_PIPELINE, "one stage is no pipeline"),
     # Rewards and teachers.
-    Conflict(
-        Setting("reward.process_rewards", "false"),
-        Setting("reward.functions", "[my_rewards.py:my_function]", value="[]", only=_online),
-        "there is no function that could score steps",
-    ),
-    Conflict(
-        Setting("teacher", "null"),
-        OFFLINE._replace(otherwise="distillation"),
-        "an offline run does not read it",
-    ),
+    Conflict(STEPS_SCORED, NO_FUNCTIONS, "there is no function that could score steps"),
+    Conflict(TEACHER, NO_STUDENT, "an offline run does not read it"),
     # Bits.
     Conflict(STRICT, OFFLINE, "it is of the sampler's log-probs, and offline nothing is sampled"),
-    Conflict(
-        Setting("rollout.dtype", "''", only=lambda c: c.rollout.dtype != c.actor.dtype),
-        STRICT,
-        _BITS,
-    ),
-    *(Conflict(each, STRICT, _BITS) for each in (FLOAT8, PLACED, PARTIAL)),
-    *(Conflict(Setting(f"mesh.{axis}", "1"), STRICT, _BITS) for axis in AXES),
+    *(Conflict(each, STRICT, _BITS) for each in (OTHER_DTYPE, FLOAT8, PLACED, PARTIAL, *MESH)),
 )
 
 
-# ------------------------------------------------------------------------- a model
+# ------------------------------------------------------------------------- pairs of a model
 
 
 def _of_model(key: str, model: ModelSettings) -> Iterator[Conflict]:
@@ -189,11 +170,9 @@ def _of_model(key: str, model: ModelSettings) -> Iterator[Conflict]:
     sized = "critic" if key == "critic" else "actor"
     packed = Setting(f"{sized}.micro_batch_tokens", "0")
     cudnn = Setting(f"{key}.attention", "auto", value="cudnn")
-    yield Conflict(cudnn, Setting("exact", "off"), "its gradient adds up in no fixed order")
+    yield Conflict(cudnn, EXACT, "its gradient adds up in no fixed order")
     yield Conflict(cudnn, packed, "it takes a sample a row, and this packs several")
-    yield Conflict(
-        cudnn, Setting("mesh.sequence", "1"), "it takes whole rows, and this splits them"
-    )
+    yield Conflict(cudnn, SEQUENCE, "it takes whole rows, and this splits them")
     if key in ("actor", "teacher"):
         yield Conflict(Setting(f"{key}.residual_dtype", "float32"), STRICT, _BITS)
         yield Conflict(Setting(f"{key}.scan_layers", "false"), STRICT, _BITS)
@@ -212,7 +191,9 @@ def _of_model(key: str, model: ModelSettings) -> Iterator[Conflict]:
 
 
 def _of_adapters(key: str, model: AdaptedSettings) -> Iterator[Conflict]:
-    enabled: Callable[[Config], object] = lambda _: model.lora.enabled  # noqa: E731
+    def enabled(_: Config) -> bool:
+        return model.lora.enabled
+
     adapted = Setting(f"{key}.lora", "{}", only=enabled)
     apart = Setting(f"{key}.lora.merge", "true", only=enabled)
     dora = Setting(f"{key}.lora.dora", "false", only=enabled)
@@ -222,15 +203,15 @@ def _of_adapters(key: str, model: AdaptedSettings) -> Iterator[Conflict]:
         Setting(f"{key}.lora.rank", "16", value="0", only=lambda _: not model.lora.enabled),
         "it is of frozen weights, and all weights learn",
     )
-    yield Conflict(dropout, dora, "dropout is of adapters that are computed apart")
-    yield Conflict(adapted, PIPELINE, "no stage of layers has adapters")
+    yield Conflict(dropout, dora, "the two together are not implemented")
+    yield Conflict(adapted, PIPELINE, "adapters in stages of layers are not implemented")
     for place in (PLACED, NODE_GROUPS):
         yield Conflict(adapted, place, "roles share the frozen weights on the actor's devices")
     for each in (apart, dora, dropout):
         yield Conflict(each, STRICT, "merged adapters alone have the same bits in the sampler")
     if key == "actor":
-        yield Conflict(apart, dora, "its norms are of merged weights")
-        yield Conflict(apart, FLOAT8, "merged weights are quantized")
+        yield Conflict(apart, dora, "the norms of DoRA are of merged weights")
+        yield Conflict(apart, FLOAT8, "merged weights alone are quantized")
 
 
 def _of_routers(actor: ActorConfig) -> Iterator[Conflict]:

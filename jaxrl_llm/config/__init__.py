@@ -5,7 +5,8 @@ A bound of a key: its type, on the field; types that several fields have are in 
 A bound that another key of the record is: `UpTo("key")`, on the field.
 Two settings that exclude or need each other: a row of conflicts.py.
 What sizes must divide: size_rules.py. Roles on devices: placement.py.
-Any other rule of several keys, of files or of packages: rules.py.
+A file, folder, function or package that must be there: paths.py.
+Any other rule of several keys: rules.py, which also lists all rules in their order.
 The words for a wrong type, bound or key: messages.py.
 Where a config comes from: loading.py. `--config.KEY=VALUE`: command_line.py, overrides.py.
 """

@@ -7,6 +7,7 @@ its remedies are made from the row. tests/config/test_conflicts.py shows each ro
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxrl_llm.config.messages import Faults
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.config.schema import (
     AUTO,
@@ -56,7 +57,7 @@ class Conflict(NamedTuple):
         )
 
 
-def conflicts(config: Config) -> Iterator[str]:
+def conflicts(config: Config) -> Faults:
     """A sentence for each pair that the config has."""
     for pair in pairs_of(config):
         if pair.one.holds(config) and pair.other.holds(config):

@@ -2,17 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.bounds import MOST
+from jaxrl_llm.config.messages import Faults
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig, is_offline
 from jaxrl_llm.config.tree import every
 
 MOST_DEVICES = 2**20
-Faults = Iterator[str]  # "<KEY>: why its value cannot work, and one that does"; see rules.py
 
 
 def divisors(number: int) -> list[int]:

@@ -326,7 +326,10 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             "--config.teacher={training: {steps: 1}, param_dtype: bfloat16}",
             ["config.teacher.training.optimizer.moment_dtype=bfloat16"],
         ),
-        ("--config.actor.path=/nowhere", ["/nowhere: no such folder"]),
+        (
+            "--config.actor.path=/nowhere",
+            ["path=/nowhere: expected the folder of a model", "smollm2 --output=/nowhere writes"],
+        ),
         ("--config.resume=/nowhere", ["expected auto, never, or the folder"]),
         ("--config.rollout.n=0", ["rollout.n=0", "1 works"]),
         ("--config.rollout.top_p=0", ["must be above 0; 1 works"]),

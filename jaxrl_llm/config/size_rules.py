@@ -202,11 +202,11 @@ def trainings(c: Config) -> Faults:
         yield from _whole(f"{key}.batch_size", size, replicas, split)
         yield from _passes(c, key, training, size, replicas)
         if training.stop_at and not (has_data and answers):
-            files = "" if has_data else "--config.data.val_files=[FILE], or "
-            generate = "" if answers else "--config.validation.generate=true, or "
+            files = () if has_data else ("--config.data.val_files=[FILE]",)
+            generate = () if answers else ("--config.validation.generate=true",)
             yield (
                 f"<{key}.stop_at>: nothing measures that accuracy; set "
-                f"{files}{generate}--config.{key}.stop_at=0"
+                f"{' and '.join(files + generate)}, or --config.{key}.stop_at=0"
             )
 
 

@@ -214,6 +214,11 @@ def test_validation_data_are_not_needed(config_file):
     with pytest.raises(ConfigError, match=r"nothing measures.*--config\.data\.val_files"):
         load(config_file, "--config.warmup.stop_at=0.5")
     load(config_file, "--config.warmup.stop_at=0.5", "--config.data.val_tasks=[chain_sum]")
+    both = ["--config.data.val_tasks=[chain_sum]", "--config.validation.generate=true"]
+    offline = ["--config.algorithm=sft", "--config.warmup.stop_at=0.5"]
+    load(config_file, *offline, *both)
+    with pytest.raises(ConfigError, match=r"val_files=\[FILE\] and .*generate=true, or "):
+        load(config_file, *offline)
 
 
 def test_flags_of_a_command():

@@ -1,4 +1,4 @@
-"""What a user names by path, and the nearest name to a misspelt one. Imports no jax.
+"""What a user names by path, the nearest name to a misspelt one, and values in messages. No jax.
 
 A path is `file.py:name` or `package.module:name`. This is the only place that imports by path.
 """
@@ -157,6 +157,15 @@ def is_file(path: str | Path) -> bool:
 def is_hub_name(path: str) -> bool:
     """Whether `path` can only be a model on a hub: owner/name, and there is no folder owner."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not is_folder(Path(path).parent)
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value in a message, of at most `most` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = "an integer of many digits"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

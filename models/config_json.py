@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl_llm.references import shown
+
 _MOST = 2**31 - 1
 _LARGEST = 2**127  # Python's integers have no bound, and float() of a longer one raises
 _SIZE = "a whole number from 1 to 2**31 - 1"
@@ -95,10 +97,10 @@ def bad_value(hf: Mapping[str, Any]) -> BadValue | None:
         for key in wanted.keys:
             value = hf.get(key)
             if value is not None and not _fits(value, wanted):
-                return BadValue(key, _short(value), wanted.name)
+                return BadValue(key, shown(value), wanted.name)
     for key, value in hf.items():
         if isinstance(value, int) and abs(value) > _LARGEST:
-            return BadValue(key, _short(value), "a number that float32 can hold")
+            return BadValue(key, shown(value), "a number that float32 can hold")
     found = _not_positive(hf, _POSITIVE, "")
     for rope in ("rope_parameters", "rope_scaling"):
         found = found or _not_positive(hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
@@ -115,18 +117,10 @@ def _fits(value: Any, wanted: _Wanted) -> bool:
     return not (value < wanted.least or value > wanted.most)
 
 
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of 5,000 digits
-        text = "an integer of many digits"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _not_positive(values: Mapping[str, Any], keys: Sequence[str], prefix: str) -> BadValue | None:
     """The first number that is not finite and positive."""
     for key in keys:
         value = values.get(key)
         if isinstance(value, int | float) and not 0 < value < math.inf:
-            return BadValue(f"{prefix}{key}", _short(value), "a positive number")
+            return BadValue(f"{prefix}{key}", shown(value), "a positive number")
     return None

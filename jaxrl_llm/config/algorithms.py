@@ -9,22 +9,21 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Lt
 from pydantic import PlainValidator
 
-from jaxrl_llm.config.records import (
+from jaxrl_llm.config.bounds import (
     Count,
-    Custom,
     Fraction,
-    Kind,
     Many,
     Maybe,
     NotNegative,
     Positive,
     Text,
     Unbounded,
+    UpTo,
     guess,
-    kinds_of,
-    one_of,
-    records_in,
+    tested,
 )
+from jaxrl_llm.config.records import Custom, Kind, kinds_of, one_of, records_in
+from jaxrl_llm.config.thresholds import parse_threshold, rule_names
 
 Aggregation = Literal[
     "token-mean",
@@ -50,6 +49,8 @@ def _threshold(value: Any) -> Any:
 
 
 Threshold = Annotated[float | str, PlainValidator(_threshold)]
+ImportanceThreshold = Annotated[Threshold, tested(parse_threshold)]
+RejectionRules = Annotated[str, tested(rule_names)]
 DualClip = Annotated[float, Gt(1)]  # the bound on the ratio where the advantage is negative
 Smoothing = Annotated[NotNegative, Lt(0.5)]  # the share of labels taken to be wrong
 
@@ -87,10 +88,10 @@ class Shared(Online):
     # or a band "0.5_2.0" outside of which the weight is 0. None is 2, and for samples of
     # config.max_staleness from 2 on what docs/placement.md says.
     rollout_is: Maybe[Literal["token", "sequence"]] = None
-    rollout_is_threshold: Maybe[Threshold] = None
+    rollout_is_threshold: Maybe[ImportanceThreshold] = None
     rollout_is_batch_normalize: bool = False
     # Rejection rules, e.g. "token_k1,seq_mean_k3"; one threshold for all or one each.
-    rollout_rs: Maybe[str] = None
+    rollout_rs: Maybe[RejectionRules] = None
     rollout_rs_threshold: Maybe[Threshold] = None
     # The sampler's policy is the old one. The corrections above are then part of the update.
     bypass_mode: bool = False
@@ -231,7 +232,7 @@ class ClipCov(GroupAdvantage, kind="clip_cov"):
     clip_low: NotNegative = 0.2
     clip_high: NotNegative = 0.2
     clip_cov_ratio: Positive = 0.0002
-    clip_cov_lb: float = 1.0
+    clip_cov_lb: Annotated[float, UpTo("clip_cov_ub", itself=False)] = 1.0
     clip_cov_ub: float = 5.0
 
 

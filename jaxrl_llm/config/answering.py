@@ -8,16 +8,9 @@ from typing import Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config.records import (
-    ConfigError,
-    Count,
-    NotNegative,
-    Probability,
-    Record,
-    Whole,
-    explain,
-    validate,
-)
+from jaxrl_llm.config.bounds import Count, NotNegative, Probability, Whole
+from jaxrl_llm.config.messages import ConfigError, explain
+from jaxrl_llm.config.records import Record, validate
 from jaxrl_llm.config.schema import StopTexts
 
 S = TypeVar("S", bound=Record)

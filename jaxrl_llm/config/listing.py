@@ -20,8 +20,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
-from jaxrl_llm.config.functions import GRADERS, PRIORITIES, TASKS
-from jaxrl_llm.config.records import MOST, Custom, Kind, Record, fields_of
+from jaxrl_llm.config.bounds import MOST, UpTo
+from jaxrl_llm.config.graders import GRADERS
+from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
     Config,
     ExtraModelConfig,
@@ -29,8 +30,9 @@ from jaxrl_llm.config.schema import (
     RewardModelConfig,
     SupervisedConfig,
     TeacherConfig,
-    as_dict,
 )
+from jaxrl_llm.config.tasks import PRIORITIES, TASKS
+from jaxrl_llm.config.tree import as_dict
 
 WIDTH = 100
 # Records that a key holds only where it is set, or in a list: (title, begin of the keys, record).
@@ -134,6 +136,7 @@ def _bounds(metadata: Any) -> str:
         for bound in metadata
         if type(bound) in signs and bound != Le(MOST)
     ]
+    found += [f"{'≤' if b.itself else '<'} {b.key}" for b in metadata if isinstance(b, UpTo)]
     infinite = " or inf" if AllowInfNan(True) in metadata else ""
     return (f" {', '.join(found)}" if found else "") + infinite
 

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.config.records import ConfigError
+from jaxrl_llm.config.messages import ConfigError
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig
 from jaxrl_llm.references import nearest
 
 ACTOR = "actor"
 ROLLOUT = "rollout"  # generation of the actor's samples
-EXAMPLE = "--config.placement.critic=4-5"
 NODES = "node0:0-7;node1:0-7"
 _RANGE = r"\s*\d+(?:-\d+)?\s*"
 _ADDRESS = re.compile(rf"(?:node(\d+):)?({_RANGE}(?:,{_RANGE})*)")  # 0-3,6 or node1:0-3,6
@@ -28,11 +27,6 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
     Raises: ConfigError for an unknown role, group or node, devices that cannot be read, an overlap.
     """
     known, size = _roles(config), config.mesh.num_devices
-    if config.placement == AUTO and config.node_groups:
-        raise ConfigError(
-            "config.placement=auto chooses the devices of every role, and config.node_groups names "
-            "groups of nodes; leave one of them out"
-        )
     given = {} if config.placement == AUTO else _given(config, known)  # auto: not chosen yet
     found = {ACTOR: _devices(config, ACTOR, given[ACTOR]) if ACTOR in given else tuple(range(size))}
     if len(found[ACTOR]) != size:

@@ -1,25 +1,20 @@
-"""What the records of a config are made of: their base, bounded types, errors in our words.
+"""The base of all records, and of those that are one of several kinds.
 
 Values given in Python are checked strictly. Text of a command line is read by the field's type.
 """
 
-import ast
 import math
 import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import field
 from types import NoneType
-from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import (
-    AllowInfNan,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
-    Strict,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -29,88 +24,13 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
+from jaxrl_llm.config.bounds import LARGEST, SMALLEST, FreeDict
+from jaxrl_llm.config.messages import EXPECTED, LACKS, MOST_SHOWN, UNKNOWN, ConfigError
 from jaxrl_llm.references import nearest
 
-__all__ = ["ConfigError", "Custom", "Kind", "Record", "UnknownKeyError"]
-
-
-class ConfigError(ValueError):
-    """A user's mistake; the message says what is wrong and what would work.
-
-    Commands print it without a traceback and end with exit code 2.
-    """
-
-
-class UnknownKeyError(ConfigError):
-    """A key that no record has; `key` is the dotted one, without "config."."""
-
-    def __init__(self, message: str, key: str, value: str) -> None:
-        super().__init__(message)
-        self.key, self.value = key, value
-
-
-class Text(str):
-    """A value as typed on a command line, without quotes around it."""
-
+__all__ = ["Custom", "Kind", "Record"]
 
 C = TypeVar("C")
-T = TypeVar("T")
-
-
-def guess(value: Any) -> Any:
-    """Text as the Python literal or JSON word that it looks like, inside lists and dicts too."""
-    if isinstance(value, dict):
-        return {str(key): guess(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [guess(entry) for entry in value]
-    if not isinstance(value, Text):
-        return value
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if value.lower() in words:
-        return words[value.lower()]
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return str(value)
-
-
-def _alone(value: Any) -> Any:
-    """Text without brackets is the only entry of a list; null is the empty one."""
-    value = none_word(value)
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,) if value else ()
-    return value
-
-
-def none_word(value: Any) -> Any:
-    """None for the words of a command line that mean it."""
-    return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
-
-
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of float32
-MOST = 2**31 - 1  # of an integer: arrays on the devices count in int32
-Count = Annotated[int, Ge(1), Le(MOST)]
-Whole = Annotated[int, Ge(0), Le(MOST)]
-NotNegative = Annotated[float, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-Fraction = Annotated[float, Ge(0), Le(1)]
-BelowOne = Annotated[float, Ge(0), Lt(1)]
-Probability = Annotated[float, Gt(0), Le(1)]
-# A bound that infinity switches off. Every other number of a record is finite.
-Unbounded = Annotated[float, Gt(0), AllowInfNan(True)]
-Seconds = Annotated[float, Gt(0), Le(1e9)]  # timers of Python take no more
-Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
-Processes = Annotated[int, Ge(1), Le(1024)]
-Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
-Maybe = Annotated[T | None, BeforeValidator(none_word)]
-FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
-
-
-# ------------------------------------------------------------------------- records
-
-UNKNOWN, LACKS = "unknown_key", "lacks_key"  # types of our own errors
 
 
 def _checked(cls: type[C]) -> type[C]:
@@ -148,7 +68,7 @@ class Record:
         if any(isinstance(entry, bool) for entry in entries):
             kinds = set(classes_in(fields_of(cls)[str(field.field_name)].annotation)) - {NoneType}
             if kinds and kinds <= {int, float}:
-                raise ValueError(f"expected {_EXPECTED[kinds.pop().__name__]}")
+                raise ValueError(f"expected {EXPECTED[kinds.pop().__name__]}")
         return given
 
     @field_validator("*", mode="after")
@@ -285,80 +205,3 @@ def fields_of(record: Any) -> dict[str, FieldInfo]:
 def field_names(record: Any) -> tuple[str, ...]:
     """The keys of a record or its class."""
     return tuple(fields_of(record))
-
-
-# ------------------------------------------------------------------------- errors
-
-_EXPECTED = {
-    "bool": "true or false",
-    "dataclass": "{key: value, …}",
-    "dict": "{key: value, …}",
-    "float": "a number",
-    "int": "an integer",
-    "string": "text",
-    "tuple": "a list [a,b,…]",
-}
-# A bound -> its words.
-_BOUNDS = {"ge": "", "le": "at most ", "gt": "above ", "lt": "below "}
-MOST_SHOWN = 200  # characters of a value in a message
-
-
-def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
-    """The first mistake of `error`, which came up in a record, or its class, that is at `key`."""
-    first = error.errors(include_url=False)[0]
-    place, kind, context = first["loc"], first["type"], first.get("ctx", {})
-    here = ".".join([key, *map(str, place)])
-    if kind == UNKNOWN:
-        hint = context["hint"].replace("did you mean '", f"did you mean '{here}.")
-        return ConfigError(
-            f"unknown key {here}.{context['name']}{hint}\nkeys of {here}: {context['known']}"
-        )
-    if kind == LACKS:
-        form = f"{{kind: {context['kind']}, {context['name']}: …}}"
-        return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")
-    if kind.startswith("missing"):
-        return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
-    shown = first["input"] if isinstance(first["input"], Text) else _short(first["input"])
-    works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
-    return ConfigError(f"{here}={shown[:MOST_SHOWN]}: {_remedy(first, context, works)}")
-
-
-def _short(value: Any) -> str:
-    """A value in a message."""
-    try:
-        shown = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        shown = "an integer of many digits"
-    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
-
-
-def number_text(value: float) -> str:
-    """A number in a message: integers with all digits."""
-    return str(value) if isinstance(value, int) else f"{value:g}"
-
-
-def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
-    kind, given = error["type"], error["input"]
-    if kind == "literal_error":
-        choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
-        words = [str(choice) for choice in choices]
-        return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
-    for name, words in _BOUNDS.items():
-        if name in context:
-            bound = context[name]
-            works = _within(name, bound) if works is None else works
-            end = " or more" if name == "ge" else ""
-            return f"must be {words}{number_text(bound)}{end}; {number_text(works)} works"
-    if kind == "finite_number":
-        return "must be a finite number" + (f"; {works:g} works" if works is not None else "")
-    if "min_length" in context or "max_length" in context:
-        return error["msg"].replace("String should", "must").replace("Tuple should", "must")
-    expected = _EXPECTED.get(kind.partition("_")[0])
-    return f"expected {expected}" if expected else error["msg"].removeprefix("Value error, ")
-
-
-def _within(name: str, bound: float) -> float:
-    """A value on the right side of a bound. Other bounds of the same field are on its far side."""
-    if name == "gt":
-        return bound + 1
-    return bound if name != "lt" else bound / 2 if bound > 0 else bound - 1

@@ -4,72 +4,40 @@ Bounds of one field stand on the field. A rule yields sentences: why a value can
 that does. In them <KEY> stands for config.KEY=VALUE. Rules of sizes are in size_rules.py.
 """
 
-import importlib.util
+import functools
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.algorithms import GDPO, ClipCov, Shared
-from jaxrl_llm.config.functions import (
-    Code,
-    FailureRate,
-    Judge,
-    LengthRange,
-    OverlongPenalty,
-    Remote,
-    Spread,
-)
-from jaxrl_llm.config.given import Given, GivenRows
-from jaxrl_llm.config.records import MOST_SHOWN, ConfigError, Custom, Kind
+from jaxrl_llm.config.algorithms import GDPO, Shared
+from jaxrl_llm.config.bounds import UpTo
+from jaxrl_llm.config.conflicts import conflicts
+from jaxrl_llm.config.graders import Code, Judge, MathAnswer, Remote
+from jaxrl_llm.config.messages import NO_KEY, ConfigError, Faults, fault_of, number_text
+from jaxrl_llm.config.paths import folders, functions, rows, trackers
+from jaxrl_llm.config.records import Record, fields_of
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
     ModelSettings,
     OptimizerConfig,
-    SupervisedConfig,
-    entries,
-    every,
     is_offline,
     learns_offline,
 )
 from jaxrl_llm.config.size_rules import (
-    Faults,
     batches,
     counts,
+    lengths,
     phases_of_mesh,
-    pipeline,
     placement,
     splits,
     trainings,
 )
-from jaxrl_llm.config.thresholds import RULES as RULE_NAMES
-from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
-from jaxrl_llm.config.times import end_time
-from jaxrl_llm.data_files import check_files
-from jaxrl_llm.references import (
-    check_path,
-    exists,
-    is_folder,
-    is_hub_name,
-    nearest,
-    nearest_file,
-)
+from jaxrl_llm.config.thresholds import parse_rules
+from jaxrl_llm.config.tree import as_text, every, is_empty, value_at
 
 __all__ = ["check"]
-
-# Trackers by their names in log.trackers, and the modules that they need. The extra of the package
-# has the tracker's name.
-PACKAGES = {
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-}
-
-
-NO_KEY = "\0"  # a "<" of a user's text
 
 
 def check(config: Config) -> None:
@@ -82,111 +50,32 @@ def check(config: Config) -> None:
 
 def _named(config: Config, key: re.Match[str]) -> str:
     """A key with its value, as on a command line."""
-    value: Any = config
-    for part in key[1].split("."):
-        value = {str(name): entry for name, entry in entries(value)}.get(part)
-    shown = _shown(value)
-    return f"config.{key[1]}={shown}" if shown else f"config.{key[1]}"
-
-
-def _shown(value: Any) -> str:
-    """A value as on a command line; empty for a record, a dict and what is empty."""
-    if isinstance(value, tuple):
-        each = [_shown(entry) for entry in value]
-        return f"[{','.join(each)}]" if each and all(each) else ""
-    if isinstance(value, Kind):
-        return value.label
-    if isinstance(value, bool | float):
-        return f"{value:g}" if isinstance(value, float) else str(value).lower()
-    return str(value)[:MOST_SHOWN] if isinstance(value, int | str) else ""
-
-
-def _fault(test: Callable[[Any], object], value: Any) -> str:
-    """What a test that raises ValueError says."""
-    try:
-        test(value)
-    except ValueError as error:
-        return str(error).replace("<", NO_KEY)
-    return ""
+    value = value_at(config, key[1])
+    text = as_text(value)
+    return f"config.{key[1]}" + ("" if is_empty(value) or "…" in text else f"={text}")
 
 
 # ------------------------------------------------------------------------- data and run
 
 
 def data(c: Config) -> Faults:
-    """There are prompts and a tokenizer, and all files exist."""
-    for key, given in every(c, GivenRows):
-        if given.rows is None:
-            yield (
-                f"<{key}>: the {given.num_rows} rows of a Python program are not in this file: "
-                f"rl.train(config, {key[5:].replace('rows', 'data')}=rows) gives them"
-            )
+    """There are prompts, a model and a tokenizer."""
     if not (c.data.train_files or c.data.train_tasks or c.data.train_rows or c.data.dataset_class):
         yield (
             "<data>: it has no training data; set --config.data.train_files=[FILE] or "
             "--config.data.train_tasks=[chain_sum]"
         )
-    read = () if c.data.dataset_class else ("train_files", "val_files")  # else the class reads them
-    files = {f"data.{name}": getattr(c.data, name) for name in read}
-    files |= {f"{key}.files": training.files for key, training in every(c, SupervisedConfig)}
-    for key, names in files.items():
-        for i, name in enumerate(names):
-            if fault := _fault(check_files, name):
-                yield f"<{key}.{i}>: {fault}"
-    tokenizer = c.data.tokenizer
-    known = tokenizer in ("", "char") or is_hub_name(tokenizer)
-    if not known and not exists(tokenizer):
-        hint = nearest_file(Path(tokenizer))
-        yield f"<data.tokenizer>: expected char or a Hugging Face folder{hint}"
     if not c.actor.path and not c.actor.hf_config:
         yield "<actor>: it has no model; set --config.actor.path=HF_DIR, or hf_config in the file"
-    if not tokenizer and not c.actor.path:
+    if not c.data.tokenizer and not c.actor.path:
         yield (
             "<data.tokenizer>: it is empty, and config.actor.path, whose tokenizer would be taken, "
             "too; --config.data.tokenizer=char works"
         )
 
 
-def order(c: Config) -> Faults:
-    """The order of prompts: by priority, by a column, or shuffled."""
-    priority, offline = c.data.priority, is_offline(c)
-    if priority and offline:
-        yield "<data.priority>: an offline run scores no answers; set --config.data.priority=null"
-    if priority and not c.data.shuffle:
-        yield (
-            "<data.priority>: it draws at random, and <data.shuffle> asks for the order of the "
-            "files; set one of --config.data.shuffle=true and --config.data.priority=null"
-        )
-    if isinstance(priority, Spread) and c.rollout.n == 1:
-        yield (
-            "<data.priority>: it reads the std of a prompt's samples, and <rollout.n> makes one: "
-            "config.rollout.n=8 is usual, or --config.data.priority=failure_rate"
-        )
-    if not c.data.curriculum:
-        if c.data.curriculum_steps:
-            yield (
-                "<data.curriculum_steps>: no column: name one, --config.data.curriculum=difficulty"
-            )
-        return
-    if c.data.streaming:
-        yield (
-            "<data.curriculum>: it reads the column of all rows, and <data.streaming> reads none "
-            "before it is needed: set one of them"
-        )
-    if offline:
-        yield (
-            "<data.curriculum>: it is for online runs: set --config.data.curriculum='', sort the "
-            "file, and set --config.data.shuffle=false"
-        )
-    if priority:
-        yield (
-            "<data.curriculum>: it and <data.priority> each give the order: set "
-            "--config.data.curriculum='' or --config.data.priority=null"
-        )
-
-
 def phases(c: Config) -> Faults:
-    """Phases are online, and leave steps for the algorithm; the teacher has its place too."""
+    """Phases are online, and leave steps for the algorithm."""
     for i, phase in enumerate(c.phases):
         if is_offline(c) or learns_offline(phase.algorithm):
             yield (
@@ -202,40 +91,13 @@ def phases(c: Config) -> Faults:
 
 
 def run(c: Config) -> Faults:
-    """Times, steps and names of the run."""
+    """Traced steps are steps of the run."""
     if any(step > c.total_steps for step in c.profile.steps):
         works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
         yield (
             "<profile.steps>: <total_steps> is the last step, and none is traced after it; "
             f"config.profile.steps={works} works"
         )
-    for key in ("name", "run_dir", "compile_cache"):
-        if "\0" in getattr(c, key):
-            yield f"config.{key}: it has a null character, which no path has; write it again"
-    if c.checkpoint.save_by:
-        end_time(c.checkpoint.save_by, started=0.0)
-    if c.resume not in ("auto", "never") and (not c.resume or not exists(c.resume)):
-        hint = nearest_file(Path(c.resume))
-        yield f"<resume>: expected auto, never, or the folder of a checkpoint{hint}"
-    for i, name in enumerate(c.log.trackers):
-        if c.log.trackers.count(name) > 1:
-            yield f"<log.trackers>: it names {name} twice; name it once"
-        if fault := tracker_fault(name):
-            yield f"<log.trackers.{i}>: {fault}"
-
-
-def tracker_fault(name: str) -> str:
-    """Why a tracker cannot be used: an unknown name, or a package that is missing."""
-    if ":" in name:
-        return _fault(check_path, name)
-    if name not in PACKAGES:
-        return (
-            f"there is no such tracker{nearest(name, PACKAGES)}\nthere are: "
-            f"{', '.join(PACKAGES)}, or a class of yours, my_file.py:MyTracker"
-        )
-    if importlib.util.find_spec(PACKAGES[name]) is None:
-        return f"its package is not installed: pip install 'jaxrl_llm[{name}]'"
-    return ""
 
 
 # ------------------------------------------------------------------------- functions
@@ -247,69 +109,59 @@ def rewards(c: Config) -> Faults:
     if not is_offline(c):
         if not reward.functions and reward.model is None:
             yield f"<reward>: it has neither functions nor a model; {write}"
-        if reward.process_rewards and not reward.functions:
-            yield f"<reward.process_rewards>: no function that could score steps; {write}"
-        if reward.weights and len(reward.weights) != len(reward.functions):
-            ones = ",".join(["1"] * len(reward.functions))
-            yield (
-                f"<reward.weights>: {len(reward.weights)} weights for {len(reward.functions)} "
-                f"functions; [{ones}] works"
-            )
         yield from _parts(c)
-        for i, extra in enumerate(c.models):
-            if extra.weight and extra.kind != "scalar":
-                yield (
-                    f"<models.{i}.weight>: {extra.name} is a language model, which gives no score; "
-                    "set its kind to scalar, or the weight to 0"
-                )
         yield from _origin("reward.model", reward.model)
-    for kind in (Code, Judge, Remote):
+    yield from _origin("teacher", c.teacher)
+    limits = {Code: "total_s", Judge: "total_s", Remote: "total_s", MathAnswer: "seconds"}
+    for kind, name in limits.items():
         for key, grader in every(c, kind):
-            if grader.total_s >= reward.timeout_s:
+            seconds = getattr(grader, name)
+            if seconds >= reward.timeout_s:
                 yield (
-                    f"<{key}.total_s>: it does not end before <reward.timeout_s>, so slow work "
-                    f"counts as a failed call: --config.reward.timeout_s={grader.total_s + 5:g} "
-                    "works"
+                    f"<{key}.{name}>: it does not end before <reward.timeout_s>, so slow work "
+                    f"counts as a failed call: --config.reward.timeout_s={seconds + 5:g} works"
                 )
 
 
 def _parts(c: Config) -> Faults:
-    """GDPO has a weight for each reward function."""
+    """There is a weight for each reward function, and a function for GDPO."""
+    weights, parts = {"reward.weights": c.reward.weights}, len(c.reward.functions)
     for key, algorithm in every(c, GDPO):
-        if not c.reward.functions:
+        weights[f"{key}.reward_weights"] = algorithm.reward_weights
+        if not parts:
             yield (
                 f"<{key}>: it standardises the reward functions one by one, and there is none; set "
                 "--config.reward.functions=[exact_answer]"
             )
-        given, parts = len(algorithm.reward_weights), len(c.reward.functions)
-        if given and given != parts:
+    for key, given in weights.items():
+        if given and len(given) != parts:
             ones = ",".join(["1"] * parts)
             yield (
-                f"<{key}.reward_weights>: {given} weights for {parts} functions of "
-                f"config.reward.functions; [{ones}] works"
+                f"<{key}>: {len(given)} weights for {parts} functions of config.reward.functions; "
+                f"[{ones}] works"
             )
 
 
-def graders(c: Config) -> Faults:
-    """Bounds of a grader, a priority and a loss that the other one of two contradicts."""
-    for key, grader in every(c, OverlongPenalty):
-        if grader.buffer > grader.max_length:
-            yield f"<{key}.buffer>: it is above <{key}.max_length>; {grader.max_length} works"
-    for key, grader in every(c, LengthRange):
-        if grader.minimum > grader.maximum:
-            yield f"<{key}.minimum>: it is above <{key}.maximum>; {grader.maximum} works"
-    for key, priority in every(c, FailureRate):
-        if not priority.low < priority.high:
-            yield f"<{key}.low>: it is not below <{key}.high>; {priority.high - 1:g} works"
-    for key, loss in every(c, ClipCov):
-        if not loss.clip_cov_lb < loss.clip_cov_ub:
-            yield (
-                f"<{key}.clip_cov_lb>: it is not below <{key}.clip_cov_ub>; "
-                f"{loss.clip_cov_ub - 1:g} works"
-            )
-    for key, judge in every(c, Judge):
-        if is_folder(judge.cache_file) and judge.cache_file:
-            yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
+def bounds(c: Config) -> Faults:
+    """No key is above another one of its record that bounds it."""
+    for key, record in every(c, Record):
+        for name, bound in bounds_by_keys(type(record)):
+            value, most = getattr(record, name), getattr(record, bound.key)
+            if value > most or value == most and not bound.itself:
+                word, works = ("above", most) if bound.itself else ("not below", most - 1)
+                fits = f"{number_text(works)} works"
+                yield f"<{key}.{name}>: it is {word} <{key}.{bound.key}>; {fits}"
+
+
+@functools.cache
+def bounds_by_keys(cls: type[Record]) -> list[tuple[str, UpTo]]:
+    """The fields of a record that another one bounds."""
+    fields = fields_of(cls).items()
+    return [(n, bound) for n, f in fields for bound in f.metadata if isinstance(bound, UpTo)]
+
+
+def optimizers(c: Config) -> Faults:
+    """A schedule has steps after its warm-up."""
     for key, optimizer in every(c, OptimizerConfig):
         warmup, last = optimizer.warmup_steps, optimizer.total_steps
         if optimizer.schedule != "constant" and 0 < last <= warmup:
@@ -320,17 +172,11 @@ def graders(c: Config) -> Faults:
 
 
 def correction(c: Config) -> Faults:
-    """Thresholds of the rollout correction can be read, also where nothing uses them."""
+    """The rules of the rollout correction have thresholds, also where nothing uses them."""
     for key, s in every(c, Shared):
-        if s.rollout_is_threshold is not None:
-            if fault := _fault(parse_threshold, s.rollout_is_threshold):
-                yield f"<{key}.rollout_is_threshold>: {fault}"
-        if s.rollout_rs is None and s.rollout_rs_threshold is None:
-            continue
-        if fault := _fault(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
-            named = [name.strip() for name in (s.rollout_rs or "").split(",")]
-            which = "rollout_rs_threshold" if set(named) <= set(RULE_NAMES) else "rollout_rs"
-            yield f"<{key}.{which}>: {fault}"
+        if s.rollout_rs is not None or s.rollout_rs_threshold is not None:
+            if fault := fault_of(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
+                yield f"<{key}.rollout_rs_threshold>: {fault}"
 
 
 def _origin(key: str, model: Any) -> Faults:
@@ -341,41 +187,17 @@ def _origin(key: str, model: Any) -> Faults:
         )
 
 
-def teacher(c: Config) -> Faults:
-    """A teacher has weights, and an algorithm that reads it."""
-    yield from _origin("teacher", c.teacher)
-    if c.teacher is not None and is_offline(c):
-        yield (
-            "<teacher>: an offline run does not read it; set --config.teacher=null, or an "
-            "algorithm that does: --config.algorithm=distillation"
-        )
-
-
-def functions(c: Config) -> Faults:
-    """Files and packages of the user's functions exist; they are loaded later."""
-    for key, given in every(c, Custom):
-        name = given.path.rpartition(":")[2]
-        if not isinstance(given, Given):
-            if fault := _fault(check_path, given.path):
-                yield f"<{key}.path>: {fault}"
-        elif given.function is None:
-            yield (
-                f"<{key}>: the function {name} of a Python program is not in this file: "
-                f"rl.train(config, rewards=[{name}]) gives it, or write it in a file and name it, "
-                f"my_file.py:{name}"
-            )
-    if c.data.dataset_class and (fault := _fault(check_path, c.data.dataset_class)):
-        yield f"<data.dataset_class>: {fault}"
-
-
 # ------------------------------------------------------------------------- models
 
 
 def models(c: Config) -> Faults:
-    """Each model: its weights, attention and sizes."""
+    """Each model: its name, weights, adapters and sizes."""
+    names = [model.name for model in c.models]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield f"<models.{i}.name>: another model has that name; {name}_{i} works"
     for key, model in every(c, ModelSettings):
         yield from _weights(key, model)
-        yield from _attention(c, key, model)
         yield from splits(c, key, model)
         if isinstance(model, AdaptedSettings):
             yield from _lora(c, key, model)
@@ -390,99 +212,15 @@ def _weights(key: str, model: ModelSettings) -> Faults:
             f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
             f"config.{key}.{training}optimizer.moment_dtype=bfloat16 or .offload=true saves memory"
         )
-    if model.path and not is_folder(model.path) and not is_hub_name(model.path):
-        yield (
-            f"<{key}.path>: no such folder{nearest_file(Path(model.path))}\n"
-            f"scripts/prepare_model.py smollm2 --output={model.path} writes a small model there"
-        )
-
-
-def _attention(c: Config, key: str, model: ModelSettings) -> Faults:
-    sized, sizes = ("critic", c.critic) if key == "critic" else ("actor", c.actor)
-    if model.attention != "cudnn":
-        return
-    if c.exact != "off":
-        yield (
-            f"<{key}.attention>: its gradient adds up in no fixed order, so it cannot be exact; "
-            f"config.{key}.attention=xla works, or --config.exact=off"
-        )
-    if sizes.micro_batch_tokens:
-        yield (
-            f"<{key}.attention>: it takes a sample a row, and <{sized}.micro_batch_tokens> packs "
-            f"several: config.{key}.attention=auto works, or config.{sized}.micro_batch_tokens=0"
-        )
-    if c.mesh.sequence > 1:
-        yield (
-            f"<{key}.attention>: it takes whole rows, and <mesh.sequence> splits them: "
-            f"config.{key}.attention=auto works, or --config.mesh.sequence=1"
-        )
-
-
-def strict(c: Config) -> Faults:
-    """Strict sums are tested on one device, for layers whose form the sampler shares."""
-    if c.exact != "strict":
-        return
-    if is_offline(c):
-        yield (
-            "<exact>: it compares with the sampler's log-probs, and offline training samples "
-            "nothing; --config.exact=repeatable works"
-        )
-    works = {
-        "rollout.quantization": (c.rollout.quantization, "none"),
-        "rollout.dtype": (c.rollout.dtype or c.actor.dtype, c.actor.dtype),
-        "placement": (c.placement or "colocated", "colocated"),
-        "partial_rollouts": (c.partial_rollouts, 0),
-        **{f"mesh.{axis}": (size, 1) for axis, size in c.mesh.sizes.items()},
-    }
-    for role, model in (("actor", c.actor), ("teacher", c.teacher or c.actor)):
-        works[f"{role}.residual_dtype"] = model.residual_dtype, "float32"
-        works[f"{role}.scan_layers"] = model.scan_layers, False
-    for key, (value, fitting) in works.items():
-        if value != fitting:
-            yield (
-                f"<{key}>: with it, bits of sampler and trainer are not known to be equal "
-                f"(<exact>); config.{key}={_shown(fitting)} works, or --config.exact=repeatable"
-            )
 
 
 def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
-    """Adapters need whole layers on the actor's devices."""
+    """Adapters have a folder and targets, and share the actor's frozen weights as they are."""
     lora, base = model.lora, f"{key}.base_dtype"
     if not lora.enabled:
-        if model.base_dtype:
-            yield (
-                f"<{base}>: it is of frozen weights, and all weights learn: set "
-                f"config.{key}.lora.rank=16, or leave base_dtype out"
-            )
         return
-    name = f"{key}.lora.{'path' if lora.path else 'rank'}"
-    if lora.path and not exists(Path(lora.path) / "adapter_config.json"):
-        yield (
-            f"<{name}>: expected a folder with adapter_config.json, as PEFT and `jaxrl export "
-            f"--adapter` write it"
-            f"{nearest_file(Path(lora.path) / 'adapter_config.json')}"
-        )
-    if lora.dropout and lora.dora:
-        yield f"<{key}.lora.dropout>: it does not work with lora.dora; set it to 0"
-    if c.exact == "strict" and (not lora.merge or lora.dora or lora.dropout):
-        yield (
-            f"<{name}>: with <exact>, sampler and trainer compute the same bits with merged "
-            "weights alone; set lora.merge=true, dora=false and dropout=0, or "
-            "--config.exact=repeatable"
-        )
     if not lora.targets:
         yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
-    if c.mesh.pipeline > 1:
-        yield (
-            f"<{name}>: it does not work with <mesh.pipeline>: set mesh.pipeline to 1, and "
-            "config.mesh.fsdp to the number of devices"
-        )
-    for apart in ("placement", "node_groups"):
-        if getattr(c, apart):
-            yield (
-                f"<{name}>: it does not work with <{apart}>: roles share the frozen weights on the "
-                f"actor's devices; leave {apart} out"
-            )
     actor = c.actor
     if key == "critic" and actor.lora.enabled and not model.path and not model.hf_config:
         dtype = actor.base_dtype or actor.dtype
@@ -496,14 +234,10 @@ def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
                 "<critic.tensor>: the critic shares the actor's frozen weights, which are split by "
                 "<actor.tensor>; give both the same"
             )
-    if key == "actor" and not lora.merge:
-        quantized = c.rollout.quantization != "none"
-        refused = {"actor.lora.dora": lora.dora, "rollout.quantization": quantized}
-        for other in filter(refused.get, refused):
-            yield f"<actor.lora.merge>: it does not work with <{other}>; leave it true"
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    counts, pipeline, placement, batches, rewards, graders, correction, phases_of_mesh, trainings,
-    teacher, phases, strict, data, order, functions, models, run,
+    counts, conflicts, placement, batches, lengths, rewards, bounds, optimizers, correction,
+    phases_of_mesh, trainings, phases, data, models, run,
+    rows, folders, functions, trackers,
 )  # fmt: skip

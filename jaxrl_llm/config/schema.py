@@ -3,53 +3,44 @@
 A config file holds `get_config() -> Config`. Names are verl's and TRL's where they have one.
 """
 
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
-from jaxrl_llm.config.functions import (
-    ExactAnswer,
-    OwnFunction,
-    PrioritySettings,
-    RewardFunction,
-    TaskSettings,
-)
-from jaxrl_llm.config.given import Rows
-from jaxrl_llm.config.records import (
+from jaxrl_llm.config.bounds import (
     BelowOne,
     Count,
-    Custom,
     Fraction,
     FreeDict,
     Gigabytes,
-    Kind,
     Many,
     Maybe,
     NotNegative,
     Positive,
     Probability,
     Processes,
-    Record,
     Seconds,
     Unbounded,
     Whole,
-    fields_of,
     guess,
-    records_in,
-    validate,
+    tested,
 )
+from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
+from jaxrl_llm.config.python_objects import Rows
+from jaxrl_llm.config.records import Custom, Record, records_in, validate
+from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
+from jaxrl_llm.config.times import end_time
 from jaxrl_llm.references import nearest
 
-R = TypeVar("R", bound=Record)
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
+AXES = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")  # of the mesh, in its order
 
 
 def _placement(value: Any) -> Any:
@@ -77,6 +68,12 @@ def _tokens_of_a_part(value: Any) -> Any:
     return value
 
 
+def _of_a_path(text: str) -> None:
+    if "\0" in text:
+        raise ValueError("it has a null character, which no path has; write it again")
+
+
+PathText = Annotated[str, tested(_of_a_path)]
 TokensOfAPart = Annotated[Whole, BeforeValidator(_tokens_of_a_part)]
 StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
@@ -108,8 +105,7 @@ class MeshConfig(Record):
     @property
     def sizes(self) -> dict[Any, int]:
         """The size of each axis."""
-        axes = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")
-        return {axis: getattr(self, axis) for axis in axes}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def num_devices(self) -> int:
@@ -324,10 +320,15 @@ class TeacherConfig(ModelSettings):
     top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
 
 
-def _identifier(name: str) -> str:
+# Names of the trainer's own roles; the bases are frozen weights below adapters.
+ROLES = ("actor", "critic", "reference", "reward", "teacher", "rollout", "base", "critic_base")
+
+
+def _new_role(name: str) -> None:
     if not name.isidentifier():
         raise ValueError("expected a name of letters, digits and _, such as cost_model")
-    return name
+    if name in ROLES:
+        raise ValueError("a role of the trainer has that name; another works, such as cost_model")
 
 
 class ExtraModelConfig(ModelSettings):
@@ -336,7 +337,7 @@ class ExtraModelConfig(ModelSettings):
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: Annotated[str, AfterValidator(_identifier)]
+    name: Annotated[str, tested(_new_role)]
     kind: Literal["scalar", "causal_lm"] = "scalar"
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
@@ -444,6 +445,11 @@ class ProfileConfig(Record):
     steps: Many[Count] = ()  # on several GPUs, each also times its collectives
 
 
+def _time(text: str) -> None:
+    if text:
+        end_time(text, started=0.0)
+
+
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
@@ -457,7 +463,7 @@ class CheckpointConfig(Record):
     max_growth: Unbounded = 100.0
     # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
     # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
-    save_by: str = ""
+    save_by: Annotated[str, tested(_time)] = ""
 
 
 class WatchdogConfig(Record):
@@ -487,9 +493,9 @@ Group = Annotated[NodeGroup, BeforeValidator(_group)]
 class Config(Record):
     """A whole run."""
 
-    name: str = "run"
+    name: PathText = "run"
     seed: Whole = 0
-    run_dir: str = ""  # empty is runs/<name>
+    run_dir: PathText = ""  # empty is runs/<name>
     total_steps: Whole = 100
     save_every: Whole = 50  # steps; 0 only at the end
     resume: str = "auto"  # auto | never | the path of a checkpoint
@@ -530,7 +536,7 @@ class Config(Record):
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
-    compile_cache: str = ""
+    compile_cache: PathText = ""
     # "repeatable": same bits in every process, on a GPU too: no atomics, no cuDNN attention.
     # "strict": also, the sampler's log-probs have the bits of the trainer's (one device, slower).
     exact: Exact = "repeatable"
@@ -547,52 +553,6 @@ def learns_offline(algorithm: Online | Offline | Custom) -> bool:
     return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
 
 
-@functools.cache
-def _kept(cls: type[Record]) -> list[str]:
-    """The fields of a record without objects of a Python program."""
-    return [name for name, entry in fields_of(cls).items() if not entry.exclude]
-
-
-def entries(node: Any) -> Iterable[tuple[Any, Any]]:
-    """(key, value) of what a record, dict or list holds; objects of a program are left out."""
-    if isinstance(node, Record):
-        return [(name, getattr(node, name)) for name in _kept(type(node))]
-    return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
-
-
-def every(node: Any, kind: type[R], key: str = "") -> Iterator[tuple[str, R]]:
-    """(dotted key, record) of every record of a class in a config, in the order of its keys."""
-    if isinstance(node, kind):
-        yield key, node
-    for name, value in entries(node):
-        if isinstance(value, (Record, tuple, list, dict)):
-            yield from every(value, kind, f"{key}.{name}" if key else str(name))
-
-
-def as_dict(node: Any) -> Any:
-    """A record as plain JSON types; one of several kinds begins with its `kind`."""
-    if isinstance(node, tuple | list):
-        return [as_dict(entry) for entry in node]
-    if not isinstance(node, Record | dict):
-        return node
-    kind = {"kind": node.kind} if isinstance(node, Kind) else {}
-    return kind | {name: as_dict(entry) for name, entry in entries(node)}
-
-
-def differences(a: Any, b: Any, key: str = "") -> list[str]:
-    """The dotted keys at which two configs differ."""
-    a, b = as_dict(a), as_dict(b)
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        a, b = ({str(i): entry for i, entry in enumerate(entries)} for entries in (a, b))
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return [] if a == b and type(a) is type(b) else [key]
-    found = [
-        differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
-        for name in dict.fromkeys((*a, *b))
-    ]
-    return [name for names in found for name in names]
-
-
 __all__ = records_in(  # pyright: ignore
-    __name__, "AUTO", "DType", "as_dict", "differences", "is_offline",
+    __name__, "AUTO", "DType", "is_offline",
 )  # fmt: skip

@@ -2,24 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.placement import ACTOR, EXAMPLE, ROLLOUT, devices_of_roles, mesh_of_role
-from jaxrl_llm.config.records import MOST
-from jaxrl_llm.config.schema import (
-    AUTO,
-    Config,
-    MeshConfig,
-    ModelSettings,
-    SupervisedConfig,
-    every,
-    is_offline,
-)
+from jaxrl_llm.config.bounds import MOST
+from jaxrl_llm.config.messages import Faults
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig, is_offline
+from jaxrl_llm.config.tree import every
 
 MOST_DEVICES = 2**20
-Faults = Iterator[str]  # "<KEY>: why its value cannot work, and one that does"; see rules.py
 
 
 def divisors(number: int) -> list[int]:
@@ -91,25 +84,9 @@ def counts(c: Config) -> Faults:
         )
 
 
-def pipeline(c: Config) -> Faults:
-    """What is of a pipeline needs one."""
-    for name in ("pipeline_rounds", "pipeline_micro_batches"):
-        if getattr(c.mesh, name) > 1 and c.mesh.pipeline == 1:
-            yield (
-                f"<mesh.{name}>: <mesh.pipeline> is no pipeline; config.mesh.{name}=1 works, or "
-                "more stages: --config.mesh.pipeline=2"
-            )
-
-
 def placement(c: Config) -> Faults:
     """Roles on devices of their own get whole shares of the samples."""
     found = devices_of_roles(c)
-    if is_offline(c) and c.placement not in ({}, AUTO):
-        yield (
-            "<placement>: offline training has one group of devices; leave it out, or take an "
-            f"online algorithm, for example --config.algorithm=ppo {EXAMPLE}"
-        )
-    yield from _ahead(c, apart=ROLLOUT in found or c.placement == AUTO)
     batches = {
         "data.train_batch_size": c.data.train_batch_size,
         "actor.ppo_mini_batch_size": c.actor.ppo_mini_batch_size,
@@ -123,35 +100,6 @@ def placement(c: Config) -> Faults:
                     f"<placement.{role}>: it has {len(devices)} devices, which do not divide the "
                     f"{samples} samples of <{key}> with <rollout.n>; {fitting[-1]} devices work"
                 )
-
-
-def _ahead(c: Config, apart: bool) -> Faults:
-    """What can be generated ahead, and in parts that go on under a later policy."""
-    longest, filtered = c.data.max_response_length, c.rollout.filter_groups.enable
-    if c.partial_rollouts and not c.max_staleness:
-        yield (
-            "<partial_rollouts>: a response goes on under a newer policy only where batches are "
-            "generated ahead; --config.max_staleness=1 works"
-        )
-    if c.partial_rollouts >= longest:
-        yield (
-            "<partial_rollouts>: no response is longer than <data.max_response_length>, so none "
-            f"would be cut; {longest // 2} works, 0 is off"
-        )
-    if c.partial_rollouts and filtered:
-        yield (
-            "<partial_rollouts>: with config.rollout.filter_groups.enable, a round of generation "
-            "ends before its groups can be compared; set --config.partial_rollouts=0"
-        )
-    if c.max_staleness and is_offline(c):
-        yield "<max_staleness>: offline training generates nothing ahead; 0 works"
-    if c.max_staleness and filtered and not apart:
-        yield (
-            "<max_staleness>: with config.rollout.filter_groups.enable, each round of generation "
-            "waits for the rewards of the one before, so on one group of devices nothing would "
-            "overlap; give generation devices of its own, for example "
-            "--config.placement.rollout=4-7, or set --config.max_staleness=0"
-        )
 
 
 def phases_of_mesh(c: Config) -> Faults:
@@ -217,17 +165,28 @@ def batches(c: Config) -> Faults:
     for role, sizes in (("actor", c.actor), ("critic", c.critic)):
         own = mesh_of_role(c, role).replicas_with(sizes.tensor)
         yield from _passes(c, role, sizes, mini * n, own, "mini-batch")
-    longest = c.data.max_response_length
-    if 0 < c.rollout.cache_tokens < longest:
-        yield (
-            "<rollout.cache_tokens>: one response may have <data.max_response_length> tokens; give "
-            "at least that, or 0 for room for every slot"
-        )
-    if c.rollout.filter_groups.enable and n == 1:
-        yield (
-            "<rollout.filter_groups.enable>: a group of <rollout.n> sample never varies; "
-            "config.rollout.n=8 is usual"
-        )
+
+
+def lengths(c: Config) -> Faults:
+    """What takes tokens has room for the longest response or sample, and a part is shorter."""
+    response, sample = c.data.max_response_length, c.data.max_row_length
+    rooms = {"actor.micro_batch_tokens": (c.actor.micro_batch_tokens, "sample", sample)}
+    if not is_offline(c):
+        rooms |= {
+            "critic.micro_batch_tokens": (c.critic.micro_batch_tokens, "sample", sample),
+            "rollout.cache_tokens": (c.rollout.cache_tokens, "response", response),
+        }
+        if c.partial_rollouts >= response:
+            yield (
+                "<partial_rollouts>: no response is longer than <data.max_response_length>, so "
+                f"none would be cut; {response // 2} works, 0 is off"
+            )
+    for key, (tokens, what, longest) in rooms.items():
+        if 0 < tokens < longest:
+            yield (
+                f"<{key}>: a {what} may have {longest} tokens and is never cut; {longest} works, 0 "
+                "sets no limit"
+            )
 
 
 def trainings(c: Config) -> Faults:
@@ -243,11 +202,11 @@ def trainings(c: Config) -> Faults:
         yield from _whole(f"{key}.batch_size", size, replicas, split)
         yield from _passes(c, key, training, size, replicas)
         if training.stop_at and not (has_data and answers):
-            files = "" if has_data else "--config.data.val_files=[FILE], or "
-            generate = "" if answers else "--config.validation.generate=true, or "
+            files = () if has_data else ("--config.data.val_files=[FILE]",)
+            generate = () if answers else ("--config.validation.generate=true",)
             yield (
                 f"<{key}.stop_at>: nothing measures that accuracy; set "
-                f"{files}{generate}--config.{key}.stop_at=0"
+                f"{' and '.join(files + generate)}, or --config.{key}.stop_at=0"
             )
 
 
@@ -263,22 +222,12 @@ def _passes(
 ) -> Faults:
     """The samples of a device are split into passes, by their number or their tokens."""
     micro, tokens = sizes.micro_batch_size, getattr(sizes, "micro_batch_tokens", 0)
-    each, longest, parts = samples // replicas, c.data.max_row_length, c.mesh.pipeline_micro_batches
+    each, parts = samples // replicas, c.mesh.pipeline_micro_batches
     if micro and each % micro:
         yield (
             f"<{key}.micro_batch_size>: must divide the {each} samples of a {what} that each of "
             f"{replicas} replicas holds; {closest(divisors(each), micro)} works, 0 takes all at "
             "once"
-        )
-    if tokens and micro:
-        yield (
-            f"<{key}.micro_batch_tokens>: <{key}.micro_batch_size> sizes a pass, too; set one of "
-            "them to 0"
-        )
-    if 0 < tokens < longest:
-        yield (
-            f"<{key}.micro_batch_tokens>: a sample may have {longest} tokens (max_prompt_length + "
-            f"max_response_length) and is never cut; {longest} or more works"
         )
     each = micro or samples // c.mesh.num_replicas
     if each % parts and not tokens:
@@ -297,13 +246,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def splits(c: Config, key: str, model: ModelSettings) -> Faults:
-    """The mesh must divide the model's sizes. One that is 0 or not given is known later."""
+    """The mesh must divide the model's sizes, as far as they are given."""
     mesh = mesh_at(c, key)
-    try:
-        sizes = _hf_config(model)
-    except ValueError as error:
-        yield f"<{key}.path>: its config.json is not JSON: {error}"
-        return
+    sizes = _hf_config(model)
     layers, leading = (sizes.get(n, 0) for n in ("num_hidden_layers", "first_k_dense_replace"))
     if isinstance(layers, int) and isinstance(leading, int):
         yield from _layers(mesh, key, layers, leading)
@@ -316,10 +261,9 @@ def splits(c: Config, key: str, model: ModelSettings) -> Faults:
         "mesh.expert": (mesh.expert, _EXPERTS),
     }
     for axis, (parts, names) in axes.items():
-        given = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
+        known = {name: sizes[name] for name in names if isinstance(sizes.get(name), int)}
+        given = {name: size for name, size in known.items() if size > 0}
         for name, size in given.items():
-            if size < 0:
-                yield f"<{key}.hf_config.{name}>: must be positive"
             if size % parts == 0:
                 continue
             fits = [d for d in range(1, parts) if not any(s % d for s in given.values())][-1]
@@ -357,11 +301,14 @@ def _layers(mesh: MeshConfig, key: str, layers: int, leading: int) -> Faults:
 
 
 def _hf_config(model: ModelSettings) -> dict[str, Any]:
-    """The sizes of a model, as far as they are known before it is loaded."""
+    """The sizes of a model, as far as they are known; launch/described_models.py reads them all."""
     file = Path(model.path) / "config.json"
     if not model.path:
         return model.hf_config
     if not file.is_file() or (file.parent / "checkpoints").is_dir():
         return {}  # one of our checkpoints or runs
-    found = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}

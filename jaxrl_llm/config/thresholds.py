@@ -25,6 +25,18 @@ class Rule:
     upper: float
 
 
+def rule_names(text: str) -> list[str]:
+    """The rules that text names, separated by commas, each once. ValueError for other names."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in RULES:
+            raise ValueError(
+                f"no rejection rule {name!r}{nearest(name, RULES)}\nThe rules are: "
+                f"{', '.join(RULES)}"
+            )
+    return names
+
+
 def parse_rules(names: str | None, thresholds: float | str | None) -> tuple[Rule, ...]:
     """The rules of verl's `rollout_rs` and `rollout_rs_threshold`.
 
@@ -32,14 +44,8 @@ def parse_rules(names: str | None, thresholds: float | str | None) -> tuple[Rule
     threshold of a k1 rule is a band "0.5_2.0" of exp(k1), the ratio of sampler to trainer; a
     number u means "1/u_u". All others have the largest distance. Raises ValueError for other text.
     """
-    chosen = list(dict.fromkeys(name.strip() for name in (names or "").split(",") if name.strip()))
+    chosen = rule_names(names or "")
     given = [part.strip() for part in str(thresholds).split(",")] if thresholds is not None else []
-    for name in chosen:
-        if name not in RULES:
-            raise ValueError(
-                f"no rejection rule {name!r}{nearest(name, RULES)}\nThe rules are: "
-                f"{', '.join(RULES)}"
-            )
     if not chosen or len(given) not in (1, len(chosen)):
         raise ValueError(
             f"rollout_rs={names!r} with rollout_rs_threshold={thresholds!r}: give rules, and one "

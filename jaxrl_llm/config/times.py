@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 
-from jaxrl_llm.config.records import ConfigError
-
 # Epoch seconds of a job's start. A launcher sets it, so that restarts do not move the end.
 STARTED = "JAXRL_STARTED"
 _AFTER = re.compile(r"\+(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
@@ -19,7 +17,7 @@ def end_time(text: str, started: float) -> float:
 
     A time without a zone is of this machine's.
 
-    Raises: ConfigError for anything else.
+    Raises: ValueError for anything else.
     """
     if found := _AFTER.fullmatch(text):
         parts = zip(found.groups(), _UNITS_S, strict=True)
@@ -29,9 +27,9 @@ def end_time(text: str, started: float) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
-        raise ConfigError(
-            f"config.checkpoint.save_by={text}: expected a time such as 2026-11-25T18:00, "
-            "+3h50m after the start, or epoch seconds such as $SLURM_JOB_END_TIME"
+        raise ValueError(
+            "expected a time such as 2026-11-25T18:00, +3h50m after the start, or epoch seconds "
+            "such as $SLURM_JOB_END_TIME"
         ) from None
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.config import Config, ConfigError, apply_override
-from jaxrl_llm.config.records import Text
+from jaxrl_llm.config.bounds import Text
 from jaxrl_llm.convert.conversion import Conversion, answer, convert, rows_of, rule_of
 from jaxrl_llm.convert.rules import NotNeeded, Ours, Source, many
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in, without_unknown

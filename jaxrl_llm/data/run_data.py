@@ -99,12 +99,6 @@ def train_batches(
     all.
     """
     data = config.data
-    if data.num_workers and not any(training for _, training in _trainings(config)):
-        raise ValueError(
-            f"config.data.num_workers={data.num_workers}: the prompts of an online run are "
-            "tokenised before the first step and stay in memory, so processes have nothing to "
-            "do; set config.data.num_workers=0"
-        )
     if data.priority is not None:
         return PriorityLoader(
             prompts,

@@ -28,6 +28,7 @@ from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
+from jaxrl_llm.references import shown
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
 
@@ -127,7 +128,7 @@ def sampling_params(model: OpenModel, how: StreamSettings) -> SamplingParams:
 def prompts_in(given: Any) -> list[Any]:
     """The prompts of a list of texts or conversations. ConfigError for anything else."""
     if not isinstance(given, Iterable) or isinstance(given, Mapping):
-        raise ConfigError(f"the prompts are {given!r}: give a text, or a list of them")
+        raise ConfigError(f"the prompts are {shown(given)}: give a text, or a list of them")
     prompts = list(given)
     if prompts and all(isinstance(prompt, Mapping) for prompt in prompts):
         raise ConfigError("one conversation is given as all prompts: give a list of it, [messages]")
@@ -144,7 +145,7 @@ def read_prompt(
     messages = prompt if isinstance(prompt, list | tuple) else ()
     if not isinstance(prompt, str) and not (messages and all(map(_is_message, messages))):
         raise ConfigError(
-            f"the prompt {repr(prompt)[:80]} is neither a text nor a list of "
+            f"the prompt {shown(prompt)} is neither a text nor a list of "
             '{"role": ..., "content": ...}'
         )
     if isinstance(prompt, str):

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl_llm.config import ConfigError
-
-SHOWN = 80  # characters of a value in a message
+from jaxrl_llm.references import shown
 
 
 def a_path(name: str, value: Any) -> Path:
@@ -55,4 +54,4 @@ def one_of(name: str, value: Any, *choices: Any) -> Any:
 
 
 def _refuse(name: str, value: Any, wanted: str) -> NoReturn:
-    raise ConfigError(f"{name}={repr(value)[:SHOWN]}: expected {wanted}")
+    raise ConfigError(f"{name}={shown(value)}: expected {wanted}")

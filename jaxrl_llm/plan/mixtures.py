@@ -42,16 +42,7 @@ def _check_router_keys(config: Config, actor: Role | None) -> None:
         raise ConfigError(
             f"{given}: the model that learns has no routers, so nothing would change; {works}"
         )
-    if config.actor.router_aux_loss_by_layer and not config.actor.router_aux_loss_coef:
-        raise ConfigError(
-            "config.actor.router_aux_loss_by_layer=True with config.actor.router_aux_loss_coef=0: "
-            "there is no such loss; --config.actor.router_aux_loss_coef=0.01 works"
-        )
     _check_scores(config, actor)
-    if keys and config.actor.lora.enabled:
-        raise ConfigError(
-            f"{given} with config.actor.lora: routers are frozen weights and cannot learn; {works}"
-        )
 
 
 def _check_scores(config: Config, actor: Role | None) -> None:

@@ -55,7 +55,6 @@ from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 BASE, CRITIC_BASE = "base", "critic_base"  # roles: the frozen weights below adapters
 TEACHER = "teacher"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
-ROLES = ("actor", "critic", "reference", "reward", TEACHER, ROLLOUT_ROLE, BASE, CRITIC_BASE)
 STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time
 # With Gemma's, log-probs differ in the last bits on a CPU. The others are not written strictly.
 UNLIKE_ON_CPU = (
@@ -465,11 +464,6 @@ def roles_of(
     if config.teacher is not None:
         models[TEACHER] = ("causal_lm", config.teacher)
     for model in config.models:
-        if model.name in (*ROLES, *models):
-            raise ConfigError(
-                f"config.models: the name {model.name!r} is taken by a role of the trainer or by "
-                "another model; give it a name of its own"
-            )
         models[model.name] = (model.kind, model)
     roles, sources = {}, {"actor": actor}
     for name, (kind, settings) in models.items():

@@ -214,6 +214,11 @@ def test_validation_data_are_not_needed(config_file):
     with pytest.raises(ConfigError, match=r"nothing measures.*--config\.data\.val_files"):
         load(config_file, "--config.warmup.stop_at=0.5")
     load(config_file, "--config.warmup.stop_at=0.5", "--config.data.val_tasks=[chain_sum]")
+    both = ["--config.data.val_tasks=[chain_sum]", "--config.validation.generate=true"]
+    offline = ["--config.algorithm=sft", "--config.warmup.stop_at=0.5"]
+    load(config_file, *offline, *both)
+    with pytest.raises(ConfigError, match=r"val_files=\[FILE\] and .*generate=true, or "):
+        load(config_file, *offline)
 
 
 def test_flags_of_a_command():
@@ -282,6 +287,10 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             ["functions.0.total_s=40", "--config.reward.timeout_s=45 works"],
         ),
         (
+            "--config.reward.functions=[{kind: math_answer, seconds: 30}]",
+            ["functions.0.seconds=30", "--config.reward.timeout_s=35 works"],
+        ),
+        (
             "--config.validation.graders=[{source: a, grader: {kind: code, total_s: 31}}]",
             ["validation.graders.0.grader.total_s=31", "--config.reward.timeout_s=36 works"],
         ),
@@ -322,7 +331,10 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             "--config.teacher={training: {steps: 1}, param_dtype: bfloat16}",
             ["config.teacher.training.optimizer.moment_dtype=bfloat16"],
         ),
-        ("--config.actor.path=/nowhere", ["/nowhere: no such folder"]),
+        (
+            "--config.actor.path=/nowhere",
+            ["path=/nowhere: expected the folder of a model", "smollm2 --output=/nowhere writes"],
+        ),
         ("--config.resume=/nowhere", ["expected auto, never, or the folder"]),
         ("--config.rollout.n=0", ["rollout.n=0", "1 works"]),
         ("--config.rollout.top_p=0", ["must be above 0; 1 works"]),
@@ -389,9 +401,9 @@ def test_exact_takes_its_older_spellings(config_file, text, exact):
 def test_cudnn_takes_no_packed_rows(config_file, role):
     flags = ["--config.exact=off", f"--config.{role}.attention=cudnn"]
     load(config_file, *flags)
-    with pytest.raises(ConfigError, match=f"{role}.attention=auto works"):
+    with pytest.raises(ConfigError, match=f"{role}.attention=auto or .*tokens=0 works"):
         load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")
-    with pytest.raises(ConfigError, match=f"splits them: config.{role}.attention=auto works"):
+    with pytest.raises(ConfigError, match=f"splits them; --config.{role}.attention=auto or"):
         load(config_file, *flags, "--config.mesh.sequence=2")
 
 
@@ -437,7 +449,7 @@ def test_replicas_of_a_model_with_a_tensor_size_of_its_own():
             "groups do not divide num_hidden_layers=12 .*; config.mesh.pipeline=6 works",
         ),
         ("pipeline_micro_batches=3", "the 64 samples of a device and pass .*; 4 works"),
-        ("pipeline=1", "pipeline=1 is no pipeline; config.mesh.pipeline_rounds=1 works"),
+        ("pipeline=1", "pipeline=1: one stage is no pipeline; --config.mesh.pipeline_rounds=1 or"),
     ],
 )
 def test_sizes_of_a_pipeline(config_file, sizes, words):
@@ -460,9 +472,6 @@ def test_sizes_of_an_imported_model(config_file, tmp_path):
     load(config_file, f"--config.actor.path={model}", "--config.mesh.tensor=3")
     with pytest.raises(ConfigError, match="num_attention_heads=9 .* config.mesh.tensor=1 works"):
         load(config_file, f"--config.actor.path={model}", "--config.mesh.tensor=2")
-    (model / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        load(config_file, f"--config.actor.path={model}")
 
 
 def test_missing_files_name_what_there_is(config_file, tmp_path):

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, NodeGroup
-from jaxrl_llm.config.command_line import apply_override, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, NodeGroup, load_config
+from jaxrl_llm.config.loading import from_json, to_json
+from jaxrl_llm.config.overrides import apply_override
 from jaxrl_llm.config.placement import devices_of_roles, numbers_of_roles, sizes_of_nodes
 
 TWO_OF_TWO = ((0, 1), (2, 3))  # the numbers of the devices of each node
@@ -120,9 +121,8 @@ def test_a_placement_on_nodes_that_cannot_work_is_refused(name):
 
 
 def test_groups_and_an_automatic_placement_exclude_each_other():
-    config: Any = Config(placement="auto", node_groups=GROUPS)
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        devices_of_roles(config)
+    with pytest.raises(ConfigError, match="placement=auto does not work with config.node_groups"):
+        load_config("grpo", {"placement": "auto", "node_groups": GROUPS})
 
 
 AT_LAUNCH: dict[str, tuple[dict[str, Any], dict[str, NodeGroup], str]] = {

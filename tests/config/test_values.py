@@ -21,8 +21,10 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.config.records import Kind, Record, fields_of, validate
+from jaxrl_llm.config.rules import bounds_by_keys
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
+from jaxrl_llm.launch.arguments import functions
 from jaxrl_llm.planner.lengths import lengths_in
 from jaxrl_llm.references import is_file, is_folder, nearest_file
 
@@ -60,6 +62,13 @@ def test_no_number_is_nan_and_few_may_be_infinite():
     assert CheckpointConfig(max_growth=math.inf).max_growth == math.inf
 
 
+def test_a_key_that_bounds_another_is_of_its_record_and_a_number():
+    found = {(cls, key.key) for cls in records() for _, key in bounds_by_keys(cls)}
+    assert len(found) >= 5
+    for cls, key in found:
+        assert fields_of(cls)[key].annotation in (int, float), f"{cls.__name__}.{key}"
+
+
 REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "a seed beyond int32": ({"seed": 2**31}, "config.seed=2147483648: must be at most 2147483647"),
     "steps": ({"total_steps": "99999999999999999999"}, "must be at most 2147483647; 200 works"),
@@ -75,6 +84,14 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         "functions.0.url='http://a:70000': expected an address such as http://",
     ),
     "name": ({"models": [{"name": "a.b"}]}, "models.0.name='a.b': expected a name of letters"),
+    "a role's name": (
+        {"models": [{"name": "critic"}]},
+        "models.0.name='critic': a role of the trainer has that name; another works, such as cost",
+    ),
+    "a name twice": (
+        {"models": [{"name": "a", "path": "o/m"}, {"name": "a", "path": "o/m"}]},
+        "config.models.1.name=a: another model has that name; a_1 works",
+    ),
     "unused threshold": (
         {"algorithm.rollout_is_threshold": "abc"},
         "config.algorithm.rollout_is_threshold=abc: an importance threshold",
@@ -97,7 +114,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         "config.algorithm=gdpo: it standardises the reward functions one by one, and there is none",
     ),
     "empty": ({"resume": ""}, "expected auto, never, or the folder of a checkpoint"),
-    "null": ({"run_dir": "a\0b"}, "config.run_dir: it has a null character"),
+    "null": ({"run_dir": "a\0b"}, "config.run_dir='a\\x00b': it has a null character"),
     "optimizer steps": (
         {"total_steps": 2**31 - 1},
         "config.total_steps=2147483647: with 2 mini-batches and config.actor.ppo_epochs=1, more",
@@ -165,6 +182,15 @@ def test_a_value_that_cannot_work_is_refused(name):
     overrides, message = REFUSED[name]
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config("grpo", overrides)
+
+
+def test_what_python_cannot_write_is_named():
+    long: Any = 10**5000  # Python writes no integer of more than 4,300 digits
+    for given in ((long,), ("grpo", long), ("grpo", {long: 1})):
+        with pytest.raises(ConfigError, match="(config=|overrides|is) ?an integer of many digits"):
+            load_config(*given)
+    with pytest.raises(ConfigError, match="callbacks=an integer of many digits: expected a list"):
+        functions("callbacks", 10**5000, "[my_callback]")
 
 
 @pytest.mark.parametrize(

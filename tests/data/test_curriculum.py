@@ -132,7 +132,11 @@ def test_processes_read_their_own_prompts_and_know_all_values(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("grpo", {"data.curriculum_steps": 3}, "no column: name one"),
+        (
+            "grpo",
+            {"data.curriculum_steps": 3},
+            "without config.data.curriculum: .*=difficulty",
+        ),
         ("dpo", {"data.curriculum": "level"}, "is for online runs"),
         ("grpo", {"data.curriculum": "x", "data.priority": "learnability"}, "each give the order"),
     ],

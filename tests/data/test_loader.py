@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import SupervisedConfig
+from jaxrl_llm.config import ConfigError, SupervisedConfig, check
 from jaxrl_llm.configs import ppo
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.data.loader import Loader, PromptLoader
@@ -141,10 +141,9 @@ def test_worker_processes_are_refused_where_they_would_do_nothing():
     config = ppo.get_config()
     items = prompts(200)
     config = replace(config, warmup=None, data=replace(config.data, num_workers=2))
-    with pytest.raises(
-        ValueError, match="config.data.num_workers=2: .*set config.data.num_workers=0"
-    ):
-        train_batches(config, items)
+    with pytest.raises(ConfigError, match="tokenised .*; --config.data.num_workers=0 or .* works"):
+        check(config)
+    check(replace(config, warmup=SupervisedConfig()))
     assert (
         len(next(train_batches(replace(config, warmup=SupervisedConfig()), items)))
         == config.data.train_batch_size

@@ -43,7 +43,11 @@ def devices(monkeypatch):
         ("open_model", {"dtype": "float16"}, "dtype='float16': expected one of float32, bfloat16"),
         ("evaluate", {"model": 3}, "model=3: expected a path"),
         ("export", {"output": None}, "output=None: expected a path"),
-        ("export", {"output": "x" * 5000}, r"output='x+: expected a path \(File name too long"),
+        (
+            "export",
+            {"output": "x" * 5000},
+            r"output='x+\.\.\.: expected a path \(File name too long",
+        ),
         ("export", {"dtype": "int8"}, "dtype='int8': expected one of None, float32"),
         ("export", {"adapter": 1}, "adapter=1: expected one of False, True"),
         ("export", {"max_shard_bytes": 0}, "max_shard_bytes=0: expected a whole number, 1 or more"),

@@ -17,6 +17,10 @@ from jaxrl_llm.launch.described_models import check_models
         ({"hf_config.hidden_size": "abc"}, "hf_config.hidden_size='abc': must be a whole number"),
         ({"hf_config.num_attention_heads": 0}, "hf_config.num_attention_heads=0: must be"),
         (
+            {"hf_config.num_attention_heads": -3},
+            "hf_config.num_attention_heads=-3: must be a whole",
+        ),
+        (
             {"hf_config.tie_word_embeddings": "no"},
             "tie_word_embeddings='no': must be true",
         ),
@@ -41,6 +45,15 @@ def test_a_folder_is_named_with_its_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = load_config("grpo", {"actor.path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"config.actor.path=.*/config.json has hidden_size='64'"):
+        check_models(config)
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 99999, "[]"])
+def test_a_description_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text(content)
+    config = load_config("grpo", {"actor.path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"actor.path=.*config.json (is|holds).*not .*again"):
         check_models(config)
 
 

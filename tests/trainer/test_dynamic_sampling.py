@@ -198,7 +198,7 @@ def test_a_resumed_run_generates_the_same_rounds(tmp_path):
 
 def test_filters_that_cannot_work_are_refused(tmp_path):
     filtered = Filtered(tmp_path)
-    with pytest.raises(ConfigError, match="n=1 sample never"):
+    with pytest.raises(ConfigError, match="n=1: a group of one sample never"):
         filtered.config(**{"rollout.n": "1"})
     with pytest.raises(ValueError, match="can be filtered by score, parity"):
         train(filtered.config(**{"rollout.filter_groups.metric": "acc"}))

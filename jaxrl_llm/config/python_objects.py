@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from jaxrl_llm.config.records import Count, Custom, Record, none_word
+from jaxrl_llm.config.bounds import Count, none_word
+from jaxrl_llm.config.records import Custom, Record
 from jaxrl_llm.object_digests import function_digest, rows_digest
 
 __all__ = ["Given", "GivenRows"]

@@ -1,0 +1,86 @@
+"""The types of keys with their bounds, and how text of a command line becomes their values."""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Strict
+
+T = TypeVar("T")
+
+
+class Text(str):
+    """A value as typed on a command line, without quotes around it."""
+
+
+def guess(value: Any) -> Any:
+    """Text as the Python literal or JSON word that it looks like, inside lists and dicts too."""
+    if isinstance(value, dict):
+        return {str(key): guess(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [guess(entry) for entry in value]
+    if not isinstance(value, Text):
+        return value
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if value.lower() in words:
+        return words[value.lower()]
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return str(value)
+
+
+def _alone(value: Any) -> Any:
+    """Text without brackets is the only entry of a list; null is the empty one."""
+    value = none_word(value)
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return value
+
+
+def none_word(value: Any) -> Any:
+    """None for the words of a command line that mean it."""
+    return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
+
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of float32
+MOST = 2**31 - 1  # of an integer: arrays on the devices count in int32
+Count = Annotated[int, Ge(1), Le(MOST)]
+Whole = Annotated[int, Ge(0), Le(MOST)]
+NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+Probability = Annotated[float, Gt(0), Le(1)]
+# A bound that infinity switches off. Every other number of a record is finite.
+Unbounded = Annotated[float, Gt(0), AllowInfNan(True)]
+Seconds = Annotated[float, Gt(0), Le(1e9)]  # timers of Python take no more
+Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
+Processes = Annotated[int, Ge(1), Le(1024)]
+
+
+def tested(test: Callable[[Any], object]) -> AfterValidator:
+    """For `Annotated`: the values for which `test` raises no ValueError."""
+
+    def read(value: T) -> T:
+        test(value)
+        return value
+
+    return AfterValidator(read)
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """The bound that another key of the same record is: for `Annotated`, beside `Ge` and `Lt`."""
+
+    key: str
+    itself: bool = True  # whether the value may be equal to that of the key
+
+
+Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
+Maybe = Annotated[T | None, BeforeValidator(none_word)]
+FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]

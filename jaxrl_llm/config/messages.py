@@ -1,0 +1,111 @@
+"""Errors of a config, in our words: what is wrong with a value, and one that works."""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxrl_llm.config.bounds import Text
+from jaxrl_llm.references import nearest, shown
+
+__all__ = ["ConfigError", "UnknownKeyError"]
+
+
+class ConfigError(ValueError):
+    """A user's mistake; the message says what is wrong and what would work.
+
+    Commands print it without a traceback and end with exit code 2.
+    """
+
+
+class UnknownKeyError(ConfigError):
+    """A key that no record has; `key` is the dotted one, without "config."."""
+
+    def __init__(self, message: str, key: str, value: str) -> None:
+        super().__init__(message)
+        self.key, self.value = key, value
+
+
+UNKNOWN, LACKS = "unknown_key", "lacks_key"  # types of our own errors
+# A type -> what a message asks for.
+EXPECTED = {
+    "bool": "true or false",
+    "dataclass": "{key: value, …}",
+    "dict": "{key: value, …}",
+    "float": "a number",
+    "int": "an integer",
+    "string": "text",
+    "tuple": "a list [a,b,…]",
+}
+# A bound -> its words.
+_BOUNDS = {"ge": "", "le": "at most ", "gt": "above ", "lt": "below "}
+MOST_SHOWN = 200  # characters of a value in a message
+
+
+# Of a rule: "<KEY>: why its value cannot work; one that does". See rules.check.
+Faults = Iterator[str]
+NO_KEY = "\0"  # a "<" of a user's text
+
+
+def fault_of(test: Callable[[Any], object], value: Any) -> str:
+    """What a test that raises ValueError says; empty where it does not."""
+    try:
+        test(value)
+    except ValueError as error:
+        return str(error).replace("<", NO_KEY)
+    return ""
+
+
+def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
+    """The first mistake of `error`, which came up in a record, or its class, that is at `key`."""
+    first = error.errors(include_url=False)[0]
+    place, kind, context = first["loc"], first["type"], first.get("ctx", {})
+    here = ".".join([key, *map(str, place)])
+    if kind == UNKNOWN:
+        hint = context["hint"].replace("did you mean '", f"did you mean '{here}.")
+        return ConfigError(
+            f"unknown key {here}.{context['name']}{hint}\nkeys of {here}: {context['known']}"
+        )
+    if kind == LACKS:
+        form = f"{{kind: {context['kind']}, {context['name']}: …}}"
+        return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")
+    if kind.startswith("missing"):
+        return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
+    given = first["input"]
+    typed = isinstance(given, Text) and given.isprintable()
+    text = given[:MOST_SHOWN] if typed else shown(given, MOST_SHOWN)
+    works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
+    return ConfigError(f"{here}={text}: {_remedy(first, context, works)}")
+
+
+def number_text(value: float) -> str:
+    """A number in a message: integers with all digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
+    kind, given = error["type"], error["input"]
+    if kind == "literal_error":
+        choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
+        words = [str(choice) for choice in choices]
+        return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
+    for name, words in _BOUNDS.items():
+        if name in context:
+            bound = context[name]
+            works = _within(name, bound) if works is None else works
+            end = " or more" if name == "ge" else ""
+            return f"must be {words}{number_text(bound)}{end}; {number_text(works)} works"
+    if kind == "finite_number":
+        return "must be a finite number" + (f"; {works:g} works" if works is not None else "")
+    if "min_length" in context or "max_length" in context:
+        return error["msg"].replace("String should", "must").replace("Tuple should", "must")
+    expected = EXPECTED.get(kind.partition("_")[0])
+    return f"expected {expected}" if expected else error["msg"].removeprefix("Value error, ")
+
+
+def _within(name: str, bound: float) -> float:
+    """A value on the right side of a bound. Other bounds of the same field are on its far side."""
+    if name == "gt":
+        return bound + 1
+    return bound if name != "lt" else bound / 2 if bound > 0 else bound - 1

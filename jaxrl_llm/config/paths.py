@@ -1,0 +1,117 @@
+"""What a config names on this machine: data, models, functions and packages. They must be there.
+
+Fields do not look: the config of a run is also read where its files are not.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxrl_llm.config.graders import Judge
+from jaxrl_llm.config.messages import Faults, fault_of
+from jaxrl_llm.config.python_objects import Given, GivenRows
+from jaxrl_llm.config.records import Custom
+from jaxrl_llm.config.schema import AdaptedSettings, Config, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.tree import every
+from jaxrl_llm.data_files import check_files
+from jaxrl_llm.references import (
+    check_path,
+    is_file,
+    is_folder,
+    is_hub_name,
+    nearest,
+    nearest_file,
+)
+
+# Trackers by their names in log.trackers, and the modules that they need. The extra of the package
+# has the tracker's name.
+PACKAGES = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
+
+
+def rows(c: Config) -> Faults:
+    """Rows are there, of files and of a program. With a class for the data, it reads files."""
+    for key, given in every(c, GivenRows):
+        if given.rows is None:
+            yield (
+                f"<{key}>: the {given.num_rows} rows of a Python program are not in this file: "
+                f"rl.train(config, {key[5:].replace('rows', 'data')}=rows) gives them"
+            )
+    read = () if c.data.dataset_class else ("train_files", "val_files")
+    files = {f"data.{name}": getattr(c.data, name) for name in read}
+    files |= {f"{key}.files": training.files for key, training in every(c, SupervisedConfig)}
+    for key, names in files.items():
+        for i, name in enumerate(names):
+            if fault := fault_of(check_files, name):
+                yield f"<{key}.{i}>: {fault}"
+
+
+def folders(c: Config) -> Faults:
+    """Folders of models, tokenizers, adapters and checkpoints are there."""
+    for key, path, expected in _folders(c):
+        there = is_file(path) if path.endswith(".json") else path and is_folder(path)
+        if not there:
+            yield f"<{key}>: expected {expected}{nearest_file(Path(path))}"
+    for key, judge in every(c, Judge):
+        if judge.cache_file and is_folder(judge.cache_file):
+            yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
+
+
+def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
+    """(key, path, what is expected) of each folder or JSON file that the config names."""
+    if c.resume not in ("auto", "never"):
+        yield "resume", c.resume, "auto, never, or the folder of a checkpoint"
+    if c.data.tokenizer not in ("", "char") and not is_hub_name(c.data.tokenizer):
+        yield "data.tokenizer", c.data.tokenizer, "char or a Hugging Face folder"
+    for key, model in every(c, ModelSettings):
+        if model.path and not is_hub_name(model.path):
+            small = f"as scripts/prepare_model.py smollm2 --output={model.path} writes it"
+            yield f"{key}.path", model.path, f"the folder of a model, {small}"
+        if isinstance(model, AdaptedSettings) and model.lora.path:
+            expected = "a folder with adapter_config.json, as PEFT and `jaxrl export --adapter`"
+            file = str(Path(model.lora.path) / "adapter_config.json")
+            yield f"{key}.lora.path", file, f"{expected} write it"
+
+
+def functions(c: Config) -> Faults:
+    """Files and packages of the user's functions are there; objects of a program are given."""
+    for key, given in every(c, Custom):
+        name = given.path.rpartition(":")[2]
+        if not isinstance(given, Given):
+            if fault := fault_of(check_path, given.path):
+                yield f"<{key}.path>: {fault}"
+        elif given.function is None:
+            yield (
+                f"<{key}>: the function {name} of a Python program is not in this file: "
+                f"rl.train(config, rewards=[{name}]) gives it, or write it in a file and name it, "
+                f"my_file.py:{name}"
+            )
+    if c.data.dataset_class and (fault := fault_of(check_path, c.data.dataset_class)):
+        yield f"<data.dataset_class>: {fault}"
+
+
+def trackers(c: Config) -> Faults:
+    """Trackers are known, each once, and their packages installed."""
+    for i, name in enumerate(c.log.trackers):
+        if c.log.trackers.count(name) > 1:
+            yield f"<log.trackers>: it names {name} twice; name it once"
+        if fault := tracker_fault(name):
+            yield f"<log.trackers.{i}>: {fault}"
+
+
+def tracker_fault(name: str) -> str:
+    """Why a tracker cannot be used: an unknown name, or a package that is missing."""
+    if ":" in name:
+        return fault_of(check_path, name)
+    if name not in PACKAGES:
+        return (
+            f"there is no such tracker{nearest(name, PACKAGES)}\nthere are: "
+            f"{', '.join(PACKAGES)}, or a class of yours, my_file.py:MyTracker"
+        )
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        return f"its package is not installed: pip install 'jaxrl_llm[{name}]'"
+    return ""

@@ -1,0 +1,81 @@
+"""The settings of procedural tasks, and of priorities by which prompts are drawn.
+
+The functions of `data/tasks.py` and `data/priority.py` have the same keyword-only parameters and
+defaults; a test compares.
+"""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+
+from jaxrl_llm.config.bounds import UpTo, Whole
+from jaxrl_llm.config.records import Custom, Kind, field_names, kinds_of, one_of, records_in
+
+Digits = Annotated[int, Ge(1), Le(18)]
+
+# ------------------------------------------------------------------------- priorities
+
+
+class Priority(Kind):
+    """How much a prompt is wanted, by what the policy got on it before."""
+
+
+class FailureRate(Priority, kind="failure_rate"):
+    """1 - p, p the success rate; `low` and `high` score a wrong and a right answer."""
+
+    low: Annotated[float, UpTo("high", itself=False)] = 0.0
+    high: float = 1.0
+
+
+class Learnability(FailureRate, kind="learnability"):
+    """p (1 - p): largest where half of the answers are right."""
+
+
+class Spread(Priority, kind="spread"):
+    """The variance of the scores of the last group."""
+
+
+PRIORITIES = kinds_of(Priority)
+PrioritySettings = Annotated[Priority | Custom, one_of(*PRIORITIES, Custom)]
+
+
+# ------------------------------------------------------------------------- tasks
+
+
+class Task(Kind):
+    """A procedural task."""
+
+    size: Whole = 0  # rows drawn; 0 takes every problem, at most 200,000
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the problems."""
+        return {name: getattr(self, name) for name in field_names(self) if name != "size"}
+
+
+class ChainSum(Task, kind="chain_sum"):
+    """Sums and differences in a row: `7+2-5=`."""
+
+    num_terms: Annotated[int, Ge(2), Le(100)] = 3
+    num_digits: Digits = 1
+    operators: Literal["+", "-", "+-"] = "+-"
+
+
+class Products(Task, kind="products"):
+    """Products of two numbers: `12*7=`."""
+
+    first_digits: Digits = 1
+    second_digits: Digits = 1
+
+
+class SpellBackward(Task, kind="spell_backward"):
+    """Strings of lower-case letters to be reversed: `abcd=` gives `dcba`."""
+
+    num_letters: Annotated[int, Ge(1), Le(100)] = 4
+
+
+TASKS = kinds_of(Task)
+TaskSettings = Annotated[Task, one_of(*TASKS)]
+__all__ = records_in(  # pyright: ignore
+    __name__, "PRIORITIES", "PrioritySettings", "TASKS", "TaskSettings",
+)  # fmt: skip

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan import chain, generating, stages
+from jaxrl_llm.plan import generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
@@ -194,25 +193,6 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
     assert traced == ["first", "last"]
 
 
-def test_programs_are_lowered_one_by_one_and_compiled_together():
-    """Each compilation ends only when the other has begun too; no lowering sees another."""
-    busy, meet = [], threading.Barrier(2, timeout=20)
-
-    class Slow:
-        def lower(self, name):
-            busy.append(name)
-            time.sleep(0.05)
-            assert busy == [name]
-            busy.remove(name)
-            return self
-
-        def compile(self):
-            meet.wait()
-
-    tasks = chain.compile_in_threads([(Slow(), (n,)) for n in range(2)])
-    assert [task.result() for task in tasks] == [None, None]
-
-
 # A program that takes a minute to compile, and an error while its thread is at work.
 FAILS = """
 import time
@@ -220,10 +200,10 @@ import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.plan import chain
+from jaxrl_llm.plan import compiling
 
 def main(_):
-    chain._compile = lambda *_: time.sleep(60)
+    compiling._compile = lambda *_: time.sleep(60)
     one = Program(
         segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
         mesh=make_mesh(devices=jax.devices()[:1]),

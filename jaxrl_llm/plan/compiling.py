@@ -1,7 +1,8 @@
 """Programs that threads compile ahead, and what a step waits for before it runs one of them.
 
-Tracing and lowering are Python's: one program at a time, in the order in which they run. XLA
-compiles side by side. So the first program may run while the next ones are lowered.
+Tracing and lowering are Python's: one program at a time. XLA compiles side by side. The program
+that runs first is lowered first, and may run while the others are lowered. Those for which XLA
+takes longest come next: reading them from the compile cache takes longest, too.
 
 On a GPU, XLA chooses kernels by timing them, and must have the device to itself. A program that is
 in the compile cache times nothing. A mark in the cache's folder says that it is there. It is only
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,10 @@ class Work(NamedTuple):
     links: Iterator[Link]  # the same with arguments, in order; what comes next may trace them
     is_long: bool = False  # XLA takes longer for it than for others
 
+    def first(self) -> "Work":
+        """The first program alone."""
+        return Work(self.programs[:1], islice(self.links, 1), self.is_long)
+
 
 @dataclass(eq=False)
 class _Program:
@@ -47,17 +53,22 @@ class Compilers:
 
     def __init__(self) -> None:
         self._programs: dict[Any, _Program] = {}  # by jitted function; those not waited for yet
+        self._begun: set[Any] = set()  # jitted functions
+        self._lowering: Future[None] | None = None  # the last thread that lowers
         self._lock = threading.Lock()
         self._device_works = False
         self._timing: list[Future[None]] = []  # compilations that need the device
         self._deferred: list[Callable[[], None]] = []  # those until the device is free
 
     def begin(self, works: Sequence[Work]) -> None:
-        """Begin to lower and to compile, those of the first entry first."""
-        programs = {program: _Program() for work in works for program in work.programs}
+        """Begin to lower and to compile what was not begun before, the very first program first."""
+        every = [program for work in works for program in work.programs]
+        programs = {program: _Program() for program in every if program not in self._begun}
+        self._begun |= programs.keys()
         self._programs |= programs
-        lowering = _in_thread(partial(self._lower_all, works))
-        lowering.add_done_callback(partial(_pass_on, list(programs.values())))
+        lower = partial(self._lower_all, works, set(programs), self._lowering)
+        self._lowering = _in_thread(lower)
+        self._lowering.add_done_callback(partial(_pass_on, list(programs.values())))
 
     def wait_for(self, program: Any, running: Any = ()) -> None:
         """Wait until `program` may be called; at once if nothing was begun for it.
@@ -94,27 +105,28 @@ class Compilers:
             found.compiled.result()
         self._programs.clear()
 
-    def _lower_all(self, works: Sequence[Work]) -> None:
-        """Lower each program and begin to compile it.
+    def _lower_all(
+        self, works: Sequence[Work], programs: set[Any], before: Future[None] | None
+    ) -> None:
+        """Lower each of `programs` after what the thread `before` lowers, and begin to compile it.
 
-        Where the first one has to be compiled, the longest come next: XLA is the bottleneck then.
-        Otherwise Python is, and the order is that in which they run.
+        One that was begun before is passed over. Its error belongs to whoever waits for it.
         """
+        if before is not None:
+            wait([before])
         marks = Marks()
-        is_known = self._lower(*next(works[0].links), marks)
-        if not is_known:
-            works = sorted(works, key=lambda work: not work.is_long)
-        for work in works:
-            for program, arguments in work.links:
+        by_length = sorted(works, key=lambda work: not work.is_long)
+        for program, arguments in chain(
+            islice(works[0].links, 1), *(work.links for work in by_length)
+        ):
+            if program in programs:
                 self._lower(program, arguments, marks)
 
-    def _lower(self, program: Any, arguments: tuple[Any, ...], marks: "Marks") -> bool:
-        """Whether the compile cache has it."""
+    def _lower(self, program: Any, arguments: tuple[Any, ...], marks: "Marks") -> None:
         found = self._programs[program]
         lowered = program.lower(*arguments)
         mark = marks.of(lowered)
-        is_known = mark is not None and mark.exists()
-        beside_device = is_known or not times_kernels()
+        beside_device = not times_kernels() or (mark is not None and mark.exists())
         start = partial(self._start, found, lowered, mark, beside_device)
         with self._lock:
             if self._device_works and not beside_device:
@@ -122,7 +134,6 @@ class Compilers:
             else:
                 start()
         found.beside_device.set_result(beside_device)
-        return is_known
 
     def _start(self, found: _Program, lowered: Any, mark: Path | None, beside_device: bool) -> None:
         found.compiled = _in_thread(partial(_compile, lowered, mark))

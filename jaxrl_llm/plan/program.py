@@ -234,15 +234,21 @@ class Program:
         """The rows of a batch of `num_rows` that this process holds, and those that it owns."""
         return host_rows(self._batch_sharding, num_rows, self._group)
 
-    def trace(self, states: States, batch: Any) -> Any:
+    def trace(self, states: States, batch: Any, *, compiles_first: bool = False) -> Any:
         """Shapes of the whole step without computing: a config that is wrong fails here.
 
         `states` and `batch` are abstract, with the shardings of those that run. What is traced here
         is not traced again by `run`. The programs in the middle of a chain are not traced: none of
         them reads or writes what the first one does not.
+
+        `compiles_first` begins to compile the first program when it is traced. The others follow
+        with `compile_ahead`.
         """
         for segment in self.segments:
-            batch = self._traced_batch(segment, states, batch)
+            given, batch = batch, self._traced_batch(segment, states, batch)
+            if compiles_first and not segment.is_host and jax.process_count() == 1:
+                self._compilers.begin([self._work(segment, states, given).first()])
+                compiles_first = False
         return batch
 
     def compile_ahead(self, states: States, batch: Any) -> None:
@@ -256,12 +262,14 @@ class Program:
         works: list[Work] = []
         for segment in self.segments:
             if not segment.is_host:
-                arguments = self._arguments(segment, states, batch)
-                program, is_long = self._compiled[segment.name], bool(segment.updated)
-                works.append(work_of(program, arguments, is_long=is_long))
+                works.append(self._work(segment, states, batch))
             batch = self._traced_batch(segment, states, batch)
         if works:
             self._compilers.begin(works)
+
+    def _work(self, segment: Segment, states: States, batch: Any) -> Work:
+        arguments = self._arguments(segment, states, batch)
+        return work_of(self._compiled[segment.name], arguments, is_long=bool(segment.updated))
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs. Requires: the device is idle."""

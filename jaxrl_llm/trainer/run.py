@@ -138,9 +138,9 @@ class Run:
     started: float
     alarms: Alarms
     callbacks: Callbacks
+    compilations: CompileCounter
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
-    _compilations: CompileCounter = field(default_factory=CompileCounter)
     _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
 
     def trainings(self) -> Iterator[Training]:
@@ -154,7 +154,6 @@ class Run:
         self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
         # The device is free now, and after other trainings: see `Program.compile_ahead`.
         trains_first = not resumes and has_supervised(self.config)
-        self._compilations = self.stack.enter_context(count_compilations())
         if not trains_first:
             self._compile_ahead()
         if self.resume is None:
@@ -249,7 +248,7 @@ class Run:
             validate_every=config.validation.every,
             step=step,
             is_new=self.resume is None,
-            clock=Clock(totals=self.totals, compilations=self._compilations),
+            clock=Clock(totals=self.totals, compilations=self.compilations),
             communication=CommunicationReport(
                 folder=self.run_dir,
                 every=config.log.communication_every,
@@ -395,7 +394,11 @@ def open_run(
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
         STATUS("reading the data and tracing the programs")
-        plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
+        compilations = stack.enter_context(count_compilations())
+        begins = config.total_steps > 0 and not has_supervised(config)  # with the plan's programs
+        plan, data = open_plan_and_data(
+            config, tokenizer, meshes, run_dir, stack, compiles_first=begins
+        )
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
@@ -440,6 +443,7 @@ def open_run(
             started=started,
             alarms=Alarms(config=config.alarms),
             callbacks=called,
+            compilations=compilations,
         )
 
 
@@ -500,10 +504,13 @@ def open_plan_and_data(
     meshes: Mapping[str, Mesh],
     run_dir: Path,
     stack: ExitStack,
+    *,
+    compiles_first: bool = False,
 ) -> tuple[Plan, RunData]:
     """What the algorithm of `config` makes of a run. `stack` closes what was opened.
 
     Every program is traced here, so that shapes and fields that do not fit are refused.
+    `compiles_first` begins to compile the one that runs first.
     """
     records, validator = None, None
     if is_offline(config):
@@ -526,7 +533,7 @@ def open_plan_and_data(
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
-        plan.trace()
+        plan.trace(compiles_first=compiles_first)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
     data = RunData(

@@ -76,18 +76,35 @@ def test_programs_are_lowered_one_by_one_and_compiled_together():
     assert all(program.seen == [f"compile {program.name}"] for program in programs)
 
 
-@pytest.mark.parametrize(("known", "order"), [(False, "aABb"), (True, "abAB")])
-def test_the_longest_come_second_unless_the_cache_has_the_first(marks, known, order):
+def test_the_first_is_lowered_first_and_then_the_longest(marks):
     """`A` and `B` are the long ones."""
     seen = []
     a, b, A, B = (Lowered(name, seen) for name in "abAB")
-    if known:
-        mark(a)
     compilers = Compilers()
     compilers.begin([work(a, b), work(A, B, is_long=True)])
     compilers.wait_for_all()
-    assert "".join(lowered(seen)) == order
+    assert lowered(seen) == ["a", "A", "B", "b"]
     assert len(list(marks.iterdir())) == 4
+
+
+def test_what_was_begun_before_is_not_begun_again(marks):
+    """Though it is still lowered, and then is waited for no more."""
+    seen, go_on = [], threading.Event()
+    a, b = Lowered("a", seen), Lowered("b", seen)
+
+    def links():
+        assert go_on.wait(TIMEOUT_S)
+        yield a, ()
+        yield b, ()
+
+    compilers = Compilers()
+    compilers.begin([Work([a, b], links()).first()])
+    compilers.begin([work(a, b)])
+    go_on.set()
+    compilers.wait_for_all()
+    compilers.begin([work(a, b)])
+    compilers.wait_for_all()
+    assert lowered(seen) == ["a", "b"]
 
 
 def test_a_known_program_runs_before_the_next_one_is_lowered(marks):

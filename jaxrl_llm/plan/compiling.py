@@ -44,7 +44,7 @@ class Work(NamedTuple):
 @dataclass(eq=False)
 class _Program:
     # Set when it is lowered: whether it can be compiled while the device works.
-    beside_device: Future[bool] = field(default_factory=Future)
+    independent: Future[bool] = field(default_factory=Future)
     compiled: Future[None] | None = None  # None until a thread compiles it
 
 
@@ -80,7 +80,7 @@ class Compilers:
         found = self._programs.get(program)
         if found is None:
             return
-        if not found.beside_device.result():
+        if not found.independent.result():
             jax.block_until_ready(running)
             self.wait_for_all()
             return
@@ -100,7 +100,7 @@ class Compilers:
             for start in deferred:
                 start()
         for found in list(self._programs.values()):
-            found.beside_device.result()
+            found.independent.result()
             assert found.compiled is not None
             found.compiled.result()
         self._programs.clear()
@@ -126,18 +126,18 @@ class Compilers:
         found = self._programs[program]
         lowered = program.lower(*arguments)
         mark = marks.of(lowered)
-        beside_device = not times_kernels() or (mark is not None and mark.exists())
-        start = partial(self._start, found, lowered, mark, beside_device)
+        independent = not times_kernels() or (mark is not None and mark.exists())
+        start = partial(self._start, found, lowered, mark, independent)
         with self._lock:
-            if self._device_works and not beside_device:
+            if self._device_works and not independent:
                 self._deferred.append(start)
             else:
                 start()
-        found.beside_device.set_result(beside_device)
+        found.independent.set_result(independent)
 
-    def _start(self, found: _Program, lowered: Any, mark: Path | None, beside_device: bool) -> None:
+    def _start(self, found: _Program, lowered: Any, mark: Path | None, independent: bool) -> None:
         found.compiled = _in_thread(partial(_compile, lowered, mark))
-        if not beside_device:
+        if not independent:
             self._timing.append(found.compiled)
 
 
@@ -194,5 +194,5 @@ def _pass_on(programs: Sequence[_Program], lowering: "Future[None]") -> None:
     """An error of the thread that lowers belongs to every program that it did not reach."""
     error = lowering.exception()
     for program in programs if error is not None else ():
-        if not program.beside_device.done():
-            program.beside_device.set_exception(error)
+        if not program.independent.done():
+            program.independent.set_exception(error)

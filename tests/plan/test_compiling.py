@@ -157,7 +157,7 @@ def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(marks)
 
 
 def test_a_program_that_is_timing_kernels_is_waited_for(marks):
-    """A known one may not run beside it, though nothing else keeps it."""
+    """A known one may not run at that time, though nothing else keeps it."""
     seen, go_on = [], threading.Event()
     a, b = Lowered("a", seen), Lowered("b", seen, lambda: go_on.wait(TIMEOUT_S))
     mark(a)
@@ -165,7 +165,7 @@ def test_a_program_that_is_timing_kernels_is_waited_for(marks):
     compilers.begin([work(a, b)])
     while lowered(seen) != ["a", "b"]:
         time.sleep(0.001)
-    compilers._programs[b].beside_device.result(TIMEOUT_S)
+    compilers._programs[b].independent.result(TIMEOUT_S)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(compilers.wait_for, a)
         time.sleep(0.05)

@@ -188,9 +188,12 @@ class Run:
 
     def _compile_ahead(self) -> None:
         """Begin to compile the programs of the first step, while other things are done."""
-        step = (self.resume_step or 0) + 1
-        if isinstance(self.plan, OnlinePlan) and step <= self.config.total_steps:
-            self.plan.at(step).compile_ahead()
+        if isinstance(self.plan, OnlinePlan) and self._first_step <= self.config.total_steps:
+            self.plan.at(self._first_step).compile_ahead()
+
+    @property
+    def _first_step(self) -> int:
+        return (self.resume_step or 0) + 1
 
     def _say_what_it_is(self) -> None:
         """The banner, on the main process: on the console and in RUN/about.json."""
@@ -271,6 +274,8 @@ class Run:
             return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
         kinds = (PromptBatches, FilteredBatches)
         if self.config.max_staleness:
+            # Generation and updates run at the same time: no program may time kernels any more.
+            plan.at(self._first_step).program.wait_for_compilers()
             kinds = (AheadBatches, AheadFilteredBatches)
         return kinds[self.config.rollout.filter_groups.enable](
             loader=loader,  # pyright: ignore[reportArgumentType]

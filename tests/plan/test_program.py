@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan import generating, stages
+from jaxrl_llm.plan import compiling, generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
@@ -191,6 +192,35 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
     _, found, _ = program.run({}, batch, 1, None, Timer())
     np.testing.assert_array_equal(found.returns, np.full(4, 3.0))
     assert traced == ["first", "last"]
+
+
+def test_the_first_program_is_compiled_while_the_next_one_is_traced(monkeypatch):
+    compiled, seen = threading.Event(), []
+
+    def compile_one(lowered, mark):
+        lowered.compile()
+        seen.append("compiled")
+        compiled.set()
+
+    def fn(step, x):
+        seen.append("traced")
+        assert compiled.wait(20)
+        return x
+
+    monkeypatch.setattr(compiling, "_compile", compile_one)
+    first = device_stage("first", "prompt_lengths", "old_logprobs")
+    last = OfOneField(name="last", fn=fn, given=("scores",), writes=("returns",))
+    program = Program(
+        segments([first, host_stage("old_logprobs", "scores"), last]),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        state_shardings={},
+    )
+    rows = jax.ShapeDtypeStruct((4,), np.float32)
+    batch = RolloutBatch(**dict.fromkeys(INPUT_FIELDS, rows))
+    program.trace({}, batch, compiles_first=True)
+    program.compile_ahead({}, batch)
+    program.wait_for_compilers()
+    assert sorted(seen) == ["compiled", "compiled", "traced"]
 
 
 # A program that takes a minute to compile, and an error while its thread is at work.

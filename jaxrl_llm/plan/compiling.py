@@ -36,10 +36,6 @@ class Work(NamedTuple):
     links: Iterator[Link]  # the same with arguments, in order; what comes next may trace them
     is_long: bool = False  # XLA takes longer for it than for others
 
-    def first(self) -> "Work":
-        """The first program alone."""
-        return Work(self.programs[:1], islice(self.links, 1), self.is_long)
-
 
 @dataclass(eq=False)
 class _Program:
@@ -54,21 +50,33 @@ class Compilers:
     def __init__(self) -> None:
         self._programs: dict[Any, _Program] = {}  # by jitted function; those not waited for yet
         self._begun: set[Any] = set()  # jitted functions
-        self._lowering: Future[None] | None = None  # the last thread that lowers
+        self.reads_cache = False  # whether what `begin_first` lowered is in the compile cache
         self._lock = threading.Lock()
         self._device_works = False
         self._timing: list[Future[None]] = []  # compilations that need the device
         self._deferred: list[Callable[[], None]] = []  # those until the device is free
 
+    def begin_first(self, work: Work) -> None:
+        """Lower the first program, and begin to compile it.
+
+        It is lowered here: another thread would take turns with this one, and both would be slow.
+        """
+        program, arguments = next(work.links)
+        self._announce([program])
+        self.reads_cache = self._lower(program, arguments, Marks())
+
     def begin(self, works: Sequence[Work]) -> None:
         """Begin to lower and to compile what was not begun before, the very first program first."""
         every = [program for work in works for program in work.programs]
-        programs = {program: _Program() for program in every if program not in self._begun}
-        self._begun |= programs.keys()
-        self._programs |= programs
-        lower = partial(self._lower_all, works, set(programs), self._lowering)
-        self._lowering = _in_thread(lower)
-        self._lowering.add_done_callback(partial(_pass_on, list(programs.values())))
+        programs = self._announce([program for program in every if program not in self._begun])
+        lowering = _in_thread(partial(self._lower_all, works, set(programs)))
+        lowering.add_done_callback(partial(_pass_on, list(programs.values())))
+
+    def _announce(self, programs: Sequence[Any]) -> "dict[Any, _Program]":
+        found = {program: _Program() for program in programs}
+        self._begun |= found.keys()
+        self._programs |= found
+        return found
 
     def wait_for(self, program: Any, running: Any = ()) -> None:
         """Wait until `program` may be called; at once if nothing was begun for it.
@@ -105,28 +113,22 @@ class Compilers:
             found.compiled.result()
         self._programs.clear()
 
-    def _lower_all(
-        self, works: Sequence[Work], programs: set[Any], before: Future[None] | None
-    ) -> None:
-        """Lower each of `programs` after what the thread `before` lowers, and begin to compile it.
-
-        One that was begun before is passed over. Its error belongs to whoever waits for it.
-        """
-        if before is not None:
-            wait([before])
+    def _lower_all(self, works: Sequence[Work], programs: set[Any]) -> None:
+        """Lower each of `programs` and begin to compile it; others were begun before."""
         marks = Marks()
         by_length = sorted(works, key=lambda work: not work.is_long)
-        for program, arguments in chain(
-            islice(works[0].links, 1), *(work.links for work in by_length)
-        ):
+        rest = chain.from_iterable(work.links for work in by_length)
+        for program, arguments in chain(islice(works[0].links, 1), rest):
             if program in programs:
                 self._lower(program, arguments, marks)
 
-    def _lower(self, program: Any, arguments: tuple[Any, ...], marks: "Marks") -> None:
+    def _lower(self, program: Any, arguments: tuple[Any, ...], marks: "Marks") -> bool:
+        """Lower a program and begin to compile it. Whether the compile cache has it."""
         found = self._programs[program]
         lowered = program.lower(*arguments)
         mark = marks.of(lowered)
-        independent = not times_kernels() or (mark is not None and mark.exists())
+        is_known = mark is not None and mark.exists()
+        independent = is_known or not times_kernels()
         start = partial(self._start, found, lowered, mark, independent)
         with self._lock:
             if self._device_works and not independent:
@@ -134,6 +136,7 @@ class Compilers:
             else:
                 start()
         found.independent.set_result(independent)
+        return is_known
 
     def _start(self, found: _Program, lowered: Any, mark: Path | None, independent: bool) -> None:
         found.compiled = _in_thread(partial(_compile, lowered, mark))

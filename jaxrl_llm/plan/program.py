@@ -241,15 +241,20 @@ class Program:
         is not traced again by `run`. The programs in the middle of a chain are not traced: none of
         them reads or writes what the first one does not.
 
-        `compiles_first` begins to compile the first program when it is traced. The others follow
-        with `compile_ahead`.
+        `compiles_first` lowers the first program when it is traced, and begins to compile it. The
+        others follow with `compile_ahead`.
         """
         for segment in self.segments:
             given, batch = batch, self._traced_batch(segment, states, batch)
             if compiles_first and not segment.is_host and jax.process_count() == 1:
-                self._compilers.begin([self._work(segment, states, given).first()])
+                self._compilers.begin_first(self._work(segment, states, given))
                 compiles_first = False
         return batch
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the program that `trace` began to compile is in the compile cache."""
+        return self._compilers.reads_cache
 
     def compile_ahead(self, states: States, batch: Any) -> None:
         """Begin to compile every device segment, side by side in threads; `run` finds the results.

@@ -154,12 +154,12 @@ class Run:
         self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
         # The device is free now, and after other trainings: see `Program.compile_ahead`.
         trains_first = not resumes and has_supervised(self.config)
-        if not trains_first:
+        # With a full cache Python is the bottleneck, and the states are needed first.
+        states_first = trains_first or self._reads_cache
+        if not states_first:
             self._compile_ahead()
         if self.resume is None:
             states = yield from self._first_states()
-            if trains_first:
-                self._compile_ahead()
             self._save_once(states)
             if not saves_first(self.config):
                 self.checkpoints.begin(to_items(states, self._apart))
@@ -179,6 +179,8 @@ class Run:
                     "one of its batches failed"
                 )
             self.output.message(f"resumed from {self.resume}")
+        if states_first:
+            self._compile_ahead()
         self.output.begin(step)
         self._own = self._training(states, step)
         if kept is not None and isinstance(self._own.batches, AheadBatches):
@@ -190,6 +192,11 @@ class Run:
         """Begin to compile the programs of the first step, while other things are done."""
         if isinstance(self.plan, OnlinePlan) and self._first_step <= self.config.total_steps:
             self.plan.at(self._first_step).compile_ahead()
+
+    @property
+    def _reads_cache(self) -> bool:
+        plan = self.plan
+        return isinstance(plan, OnlinePlan) and plan.at(self._first_step).program.reads_cache
 
     @property
     def _first_step(self) -> int:

@@ -87,24 +87,19 @@ def test_the_first_is_lowered_first_and_then_the_longest(marks):
     assert len(list(marks.iterdir())) == 4
 
 
-def test_what_was_begun_before_is_not_begun_again(marks):
-    """Though it is still lowered, and then is waited for no more."""
-    seen, go_on = [], threading.Event()
+def test_the_first_program_is_lowered_at_once_and_not_again(marks):
+    seen = []
     a, b = Lowered("a", seen), Lowered("b", seen)
-
-    def links():
-        assert go_on.wait(TIMEOUT_S)
-        yield a, ()
-        yield b, ()
-
     compilers = Compilers()
-    compilers.begin([Work([a, b], links()).first()])
-    compilers.begin([work(a, b)])
-    go_on.set()
-    compilers.wait_for_all()
+    compilers.begin_first(work(a, b))
+    assert lowered(seen) == ["a"] and not compilers.reads_cache
     compilers.begin([work(a, b)])
     compilers.wait_for_all()
     assert lowered(seen) == ["a", "b"]
+    again = Compilers()
+    again.begin_first(work(a, b))
+    again.wait_for_all()
+    assert again.reads_cache and lowered(seen) == ["a", "b", "a"]
 
 
 def test_a_known_program_runs_before_the_next_one_is_lowered(marks):

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.distributed.sharding import in_host_memory
@@ -196,23 +197,41 @@ def measure(items: Mapping[str, Any]) -> dict[str, dict[str, Measured]]:
 
     The digests do not depend on how the arrays are sharded. Every process must call it.
     """
-    found = {}
+    found: dict[str, dict[str, Measured]] = {}
     for name, item in items.items():
         leaves = jax.tree_util.tree_leaves_with_path(item)
-        # One by one: an array in host memory needs room on a device, and many programs of small
-        # collectives at the same time can use up the threads of a CPU.
-        found[name] = {
-            jax.tree_util.keystr(path, simple=True, separator="/"): _measured(x)
-            for path, x in leaves
-        }
+        paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        found[name] = dict(zip(paths, _all_measured([x for _, x in leaves]), strict=True))
     return found
 
 
-def _measured(x: Any) -> Measured:
-    one, other, finite, rms = fetch(_measure_array(x))
+def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
+    """All at once where they are in the memory of one device: the host waits once for them.
+
+    Otherwise one by one: an array in host memory needs room on a device, and many programs of small
+    collectives at the same time can use up the threads of a CPU.
+    """
+    if not all(map(_is_in_one_device, arrays)):
+        return [_measured(x, fetch(_measure_array(x))) for x in arrays]
+    on_device = [_measure_array(x) for x in arrays]
+    for x in on_device:
+        x.copy_to_host_async()
+    found = fetch(on_device)
+    return [_measured(x, each) for x, each in zip(arrays, found, strict=True)]
+
+
+def _is_in_one_device(x: Any) -> bool:
+    on_device = isinstance(x, jax.Array) and not in_host_memory(x)
+    return on_device and len(x.sharding.device_set) == 1
+
+
+def _measured(x: Any, found: np.ndarray) -> Measured:
+    """`found` is what `_measure_array` gives."""
+    one, other, finite = found[:3].tolist()
+    rms = found[3:].view(np.float32)[0]
     return Measured(
         kind=f"{x.dtype}[{','.join(map(str, x.shape))}]",
-        digest=f"{int(one):08x}{int(other):08x}",
+        digest=f"{one:08x}{other:08x}",
         finite=bool(finite),
         rms=float(rms),
         size=int(x.size),
@@ -257,10 +276,11 @@ def check_arrays(
 
 
 @jax.jit
-def _measure_array(x: jax.Array) -> tuple[jax.Array, ...]:
+def _measure_array(x: jax.Array) -> jax.Array:
     """Two sums of the bits, mixed with their place; whether all is finite; root mean square.
 
-    One pass over the array. Integers add up in any order.
+    One pass over the array. Integers add up in any order. The four are uint32, the last by its
+    bits: the host reads one small array for each.
     """
     if in_host_memory(x):
         x = jax.device_put(x, jax.memory.Space.Device)
@@ -284,4 +304,5 @@ def _measure_array(x: jax.Array) -> tuple[jax.Array, ...]:
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
     mixed = mixed ^ (mixed >> 13)
     one, other = jnp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32)
-    return one, other, finite, rms
+    bits_of_rms = jax.lax.bitcast_convert_type(rms, jnp.uint32)
+    return jnp.stack([one, other, finite.astype(jnp.uint32), bits_of_rms])

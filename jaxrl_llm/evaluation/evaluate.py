@@ -44,7 +44,8 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.plan.chain import Chain, compile_in_threads, links_of
+from jaxrl_llm.plan.chain import Chain, work_of
+from jaxrl_llm.plan.compiling import Compilers
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.models import stops_of
@@ -112,6 +113,7 @@ class Validator:
             {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
         ]
         self.role = role
+        self._compilers = Compilers()
         self._answer, self._compiled = self._compile(role), False
 
     def of(self, role: Role) -> "Validator":
@@ -139,6 +141,7 @@ class Validator:
                 place=replicated(self._mesh),
                 out_shardings=self._sharding,
                 compiler_options=options,
+                compilers=self._compilers,
             )
         return jax.jit(answering.answer, out_shardings=self._sharding, compiler_options=options)
 
@@ -165,9 +168,8 @@ class Validator:
                     part = takes_part(self._mesh)
                     compile_together(self._answer, (params, *arguments), "validation", part)
                     if isinstance(self._answer, Chain):
-                        links = links_of(self._answer, (params, *arguments))
-                        for compiled in compile_in_threads(links):
-                            compiled.result()
+                        self._compilers.begin([work_of(self._answer, (params, *arguments))])
+                        self._compilers.wait_for_all()
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)
                 tokens, mask, logprobs = fetch_rows(out, self._rows)

@@ -77,14 +77,18 @@ def train(
     COLLECTOR.begin_start()
     try:
         STATUS("importing jax")
-        config = start(config, num_cpu_devices=num_cpu_devices)
-        STATUS("importing the trainer")
+        config = start(config, num_cpu_devices=num_cpu_devices, meanwhile=_import_trainer)
         from jaxrl_llm.trainer.run import train
 
         return train(config, callbacks=callbacks, end_process=end_process)
     finally:
         STATUS.end()  # where it was refused before the console took over
         COLLECTOR.end_start()
+
+
+def _import_trainer() -> None:
+    STATUS("importing the trainer")
+    import jaxrl_llm.trainer.run  # noqa: F401
 
 
 def _with_objects(

@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -128,8 +129,8 @@ def _is_one_of_several() -> bool:
 
 def _compiles() -> bool:
     """Whether Python would wait at the exit for programs, up to minutes."""
-    program = sys.modules.get("jaxrl_llm.plan.program")
-    return program is not None and program.compiles_ahead()
+    compiling = sys.modules.get("jaxrl_llm.plan.compiling")
+    return compiling is not None and compiling.compiles_ahead()
 
 
 def _leave(code: int) -> NoReturn:
@@ -162,8 +163,12 @@ def is_for_user(error: ValueError) -> bool:
 # ------------------------------------------------------------------------- start-up
 
 
-def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
+def start(
+    config: Config, *, num_cpu_devices: int = 0, meanwhile: Callable[[], None] = lambda: None
+) -> Config:
     """Prepare the process for `config`; returns the config with the mesh that is used.
+
+    `meanwhile` is called while a thread opens the devices: a GPU takes a second or two.
 
     It joins the other processes if a launcher started several, splits the CPU into
     `num_cpu_devices` (the flag --devices) unless that is 0, checks that the mesh fits the devices,
@@ -181,6 +186,8 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
     join_processes()
+    with _devices_are_opened():
+        meanwhile()
     if config.placement == AUTO:
         from jaxrl_llm.planner.automatic import automatic
 
@@ -199,6 +206,26 @@ def start(config: Config, *, num_cpu_devices: int = 0) -> Config:
     if check_links():
         _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))
     return config
+
+
+@contextmanager
+def _devices_are_opened() -> Iterator[None]:
+    """A thread opens the devices; at the end they are open, or whoever asks for them next fails.
+
+    Several processes open them together, when the first of them are asked for.
+    """
+    import jax
+
+    def open_devices() -> None:
+        with suppress(Exception):  # the next call raises it again
+            jax.devices()
+
+    opening = threading.Thread(target=open_devices, daemon=True)
+    if not _is_one_of_several():
+        opening.start()
+    yield
+    if opening.ident is not None:
+        opening.join()
 
 
 def _placed(config: Config) -> list[int]:

@@ -2,22 +2,18 @@
 
 XLA compiles one program on one core for most of the time. Generation has a decode step for each
 number of slots, and each of them is compiled as long as a program of its own. A chain makes them
-such programs. Nothing waits between them: the host dispatches all of them at once.
+such programs. Once they are compiled, the host dispatches all of them at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxrl_llm.plan.compiling import Compilers, Link, Run, Work
 from jaxrl_llm.plan.dataflow import Pieces, Segment
-
-COMPILING = "compiling"  # begins the name of a thread of `compile_in_threads`
-Link = tuple[Any, tuple[Any, ...]]  # a jitted function and its arguments
-Run = Callable[..., Any]
 
 
 class Chain:
@@ -39,8 +35,13 @@ class Chain:
         place: NamedSharding,
         out_shardings: Any,
         compiler_options: dict[str, Any] | None,
+        compilers: Compilers,
     ) -> None:
-        """What one program hands to the next lies on `place`. The last one donates `donated`."""
+        """What one program hands to the next lies on `place`. The last one donates `donated`.
+
+        A call waits for each program that `compilers` compile ahead.
+        """
+        self._compilers = compilers
         jit = partial(jax.jit, compiler_options=compiler_options)
         name, moved = whole.__name__, num_arguments + 2
         self._place = place
@@ -51,21 +52,33 @@ class Chain:
         ending = partial(jit, donate_argnums=donated, out_shardings=out_shardings)
         self._end, self._whole = ending(_named(name, end)), ending(whole)
 
+    @property
+    def programs(self) -> Sequence[Any]:
+        """The jitted functions, in order."""
+        return [self._begin, *self._middle, self._end]
+
     def __call__(self, *arguments: Any) -> Any:
-        """Dispatch every program."""
+        """Dispatch every program, as soon as it is compiled."""
+        wait_for = self._compilers.wait_for
+        wait_for(self._begin)
         kept, passed, moved = self._begin(*arguments)
         for piece in self._middle:
+            wait_for(piece, passed)
             passed, moved = piece(*arguments, kept, passed, moved)
         del kept, moved  # memory that `end` does not read
+        wait_for(self._end, passed)
         return self._end(*arguments, passed)
 
     def eval_shape(self, *arguments: Any) -> Any:
-        """Shapes of the results; every program is traced."""
-        *_, (end, last) = self.links(*arguments)
-        return end.eval_shape(*last)
+        """Shapes of the results. The first program and the last one are traced."""
+        _, passed, _ = self._placed(self._begin.eval_shape(*arguments))
+        return self._end.eval_shape(*arguments, passed)
 
     def links(self, *arguments: Any) -> Iterator[Link]:
-        """Each program with its abstract arguments, placed as a call places them."""
+        """Each program with its abstract arguments, placed as a call places them.
+
+        A program is traced when the next one is asked for.
+        """
         yield self._begin, arguments
         kept, passed, moved = self._placed(self._begin.eval_shape(*arguments))
         for piece in self._middle:
@@ -92,6 +105,7 @@ def chain_of(
     place: NamedSharding,
     out_shardings: Any,
     compiler_options: dict[str, Any] | None,
+    compilers: Compilers,
 ) -> Chain:
     """`segment.iteration` as a chain; `pieces` are those of its first stage."""
     return Chain(
@@ -104,31 +118,15 @@ def chain_of(
         place=place,
         out_shardings=out_shardings,
         compiler_options=compiler_options,
+        compilers=compilers,
     )
 
 
-def links_of(program: Any, arguments: tuple[Any, ...]) -> list[Link]:
+def work_of(program: Any, arguments: tuple[Any, ...], *, is_long: bool = False) -> Work:
     """The programs that are compiled for a function, a chain or one that is jitted."""
-    return list(program.links(*arguments)) if isinstance(program, Chain) else [(program, arguments)]
-
-
-def compile_in_threads(links: Sequence[Link]) -> list[Future[None]]:
-    """Begin to compile jitted functions; jax finds what is compiled when it calls them.
-
-    They are lowered one by one, in their order: Python runs one thread at a time, and the first of
-    them is in XLA sooner.
-    """
-    lowering = ThreadPoolExecutor(1, COMPILING)
-    compiling = ThreadPoolExecutor(len(links) or 1, COMPILING)
-    lowered = [lowering.submit(program.lower, *arguments) for program, arguments in links]
-    compiled = [compiling.submit(_compile, each) for each in lowered]
-    for threads in (lowering, compiling):
-        threads.shutdown(wait=False)
-    return compiled
-
-
-def _compile(lowered: "Future[jax.stages.Lowered]") -> None:
-    lowered.result().compile()
+    if isinstance(program, Chain):
+        return Work(program.programs, program.links(*arguments), is_long)
+    return Work([program], iter([(program, arguments)]), is_long)
 
 
 def _named(name: str, run: Run) -> Run:

@@ -92,10 +92,13 @@ class Iteration:
         """Passes of the updates over the samples, by role."""
         return {"actor": self.config.actor.ppo_epochs, "critic": self.config.critic.ppo_epochs}
 
-    def trace(self) -> RolloutBatch:
-        """Trace every program on abstract arrays: shapes and fields that do not fit fail here."""
+    def trace(self, *, compiles_first: bool = False) -> RolloutBatch:
+        """Trace every program on abstract arrays: shapes and fields that do not fit fail here.
+
+        `compiles_first` is that of `Program.trace`.
+        """
         states = self.abstract_states()
-        batch = self.program.trace(states, self.abstract_batch())
+        batch = self.program.trace(states, self.abstract_batch(), compiles_first=compiles_first)
         if self.continuing is not None:
             older = [
                 {name: batch[name] for name in self.continuing_reads}
@@ -239,10 +242,13 @@ class OnlinePlan:
         """The first state of the last phase's KL controller."""
         return self.iterations[-1].controller_state()
 
-    def trace(self) -> None:
-        """Trace every program on abstract arrays; a run does not trace them again."""
+    def trace(self, *, compiles_first: bool = False) -> None:
+        """Trace every program on abstract arrays; a run does not trace them again.
+
+        `compiles_first` is that of `Program.trace`, in a run of one phase.
+        """
         for iteration in self.iterations:
-            iteration.trace()
+            iteration.trace(compiles_first=compiles_first and len(self.iterations) == 1)
 
 
 # ------------------------------------------------------------------------- planning

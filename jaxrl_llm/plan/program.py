@@ -5,10 +5,9 @@ program. The states of roles that learn are donated, so an update needs no secon
 device generation is cut where that compiles sooner: see chain.py.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -31,7 +30,8 @@ from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.chain import COMPILING, Link, chain_of, compile_in_threads, links_of
+from jaxrl_llm.plan.chain import chain_of, work_of
+from jaxrl_llm.plan.compiling import Compilers, Work
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
@@ -86,7 +86,7 @@ class Program:
         self._supervised = supervised
         self._group = group
         self._traced: set[str] = set()
-        self._compiling: list[Future[None]] = []  # by `compile_ahead`
+        self._compilers = Compilers()  # of `compile_ahead`
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
@@ -150,7 +150,7 @@ class Program:
                 result = self._threads.submit(_call, compiled, arguments, segment, mesh, now)
                 now.add(mesh, segment, result.result)
             else:
-                self.wait_for_compilers()
+                self._compilers.wait_for(compiled)
                 if mesh.size > 1 and segment.name not in self._called:
                     self._called[segment.name] = jax.tree.map(_abstract, arguments)
                 with transfer_guard() if known else nullcontext(), memory_guard(segment):
@@ -234,15 +234,27 @@ class Program:
         """The rows of a batch of `num_rows` that this process holds, and those that it owns."""
         return host_rows(self._batch_sharding, num_rows, self._group)
 
-    def trace(self, states: States, batch: Any) -> Any:
+    def trace(self, states: States, batch: Any, *, compiles_first: bool = False) -> Any:
         """Shapes of the whole step without computing: a config that is wrong fails here.
 
         `states` and `batch` are abstract, with the shardings of those that run. What is traced here
-        is not traced again by `run`.
+        is not traced again by `run`. The programs in the middle of a chain are not traced: none of
+        them reads or writes what the first one does not.
+
+        `compiles_first` lowers the first program when it is traced, and begins to compile it. The
+        others follow with `compile_ahead`.
         """
         for segment in self.segments:
-            batch = self._traced_batch(segment, states, batch)
+            given, batch = batch, self._traced_batch(segment, states, batch)
+            if compiles_first and not segment.is_host and jax.process_count() == 1:
+                self._compilers.begin_first(self._work(segment, states, given))
+                compiles_first = False
         return batch
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the program that `trace` began to compile is in the compile cache."""
+        return self._compilers.reads_cache
 
     def compile_ahead(self, states: States, batch: Any) -> None:
         """Begin to compile every device segment, side by side in threads; `run` finds the results.
@@ -252,21 +264,21 @@ class Program:
         """
         if jax.process_count() > 1:
             return
-        links: list[Link] = []
+        works: list[Work] = []
         for segment in self.segments:
             if not segment.is_host:
-                arguments = self._arguments(segment, states, batch)
-                found = links_of(self._compiled[segment.name], arguments)
-                # XLA takes longer for an update than for any other program.
-                links = [*found, *links] if segment.updated else [*links, *found]
+                works.append(self._work(segment, states, batch))
             batch = self._traced_batch(segment, states, batch)
-        self._compiling += compile_in_threads(links)
+        if works:
+            self._compilers.begin(works)
+
+    def _work(self, segment: Segment, states: States, batch: Any) -> Work:
+        arguments = self._arguments(segment, states, batch)
+        return work_of(self._compiled[segment.name], arguments, is_long=bool(segment.updated))
 
     def wait_for_compilers(self) -> None:
-        """Wait for all programs: a compiler that times kernels must have the device to itself."""
-        for future in self._compiling:
-            future.result()
-        self._compiling.clear()
+        """Wait for all programs. Requires: the device is idle."""
+        self._compilers.wait_for_all()
 
     def _traced_batch(self, segment: Segment, states: States, batch: Any) -> Any:
         """The abstract batch after a segment."""
@@ -287,7 +299,7 @@ class Program:
     ) -> Iterator[jax.stages.Lowered]:
         """The programs that `run` dispatches for a device segment, lowered: those of a chain."""
         arguments = self._arguments(segment, states, batch)
-        for program, given in links_of(self._compiled[segment.name], arguments):
+        for program, given in work_of(self._compiled[segment.name], arguments).links:
             yield program.lower(*given)
 
     def compiled(self, segment: Segment) -> jax.stages.Compiled | None:
@@ -357,22 +369,14 @@ class Program:
         # Several processes compile a segment together.
         alone = mesh.size == 1 and jax.process_count() == 1
         if alone and (pieces := segment.stages[0].pieces()) is not None:
-            return chain_of(segment, pieces, replicated(mesh), out_shardings, options)
+            place, compilers = replicated(mesh), self._compilers
+            return chain_of(segment, pieces, place, out_shardings, options, compilers)
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
             out_shardings=out_shardings,
             compiler_options=options,
         )
-
-
-def compiles_ahead() -> bool:
-    """Whether a thread of `compile_in_threads` is at work.
-
-    Nothing ends it before its program is made, and Python waits for it at its exit. It is no
-    daemon: one that comes back from XLA while Python ends aborts the process.
-    """
-    return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

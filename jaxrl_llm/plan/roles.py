@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -89,7 +90,7 @@ class Role:
         spec = self.spec
         return shardings(spec.axes, spec.params, self.mesh, self.generation.rules)
 
-    @property
+    @cached_property
     def shardings(self) -> Any:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
         own = self.own_shardings
@@ -105,6 +106,10 @@ class Role:
 
     def abstract(self) -> Any:
         """Shape, dtype and sharding of what the role keeps, without any array."""
+        return self._abstract
+
+    @cached_property  # a start asks for it several times
+    def _abstract(self) -> Any:
         if self.optimizer is None:
             shapes = self.spec.learned
         else:

@@ -138,9 +138,9 @@ class Run:
     started: float
     alarms: Alarms
     callbacks: Callbacks
+    compilations: CompileCounter
     totals: Totals = field(default_factory=Totals)
     _own: Training | None = None
-    _compilations: CompileCounter = field(default_factory=CompileCounter)
     _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
 
     def trainings(self) -> Iterator[Training]:
@@ -154,13 +154,12 @@ class Run:
         self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
         # The device is free now, and after other trainings: see `Program.compile_ahead`.
         trains_first = not resumes and has_supervised(self.config)
-        self._compilations = self.stack.enter_context(count_compilations())
-        if not trains_first:
+        # With a full cache Python is the bottleneck, and the states are needed first.
+        states_first = trains_first or self._reads_cache
+        if not states_first:
             self._compile_ahead()
         if self.resume is None:
             states = yield from self._first_states()
-            if trains_first:
-                self._compile_ahead()
             self._save_once(states)
             if not saves_first(self.config):
                 self.checkpoints.begin(to_items(states, self._apart))
@@ -180,6 +179,8 @@ class Run:
                     "one of its batches failed"
                 )
             self.output.message(f"resumed from {self.resume}")
+        if states_first:
+            self._compile_ahead()
         self.output.begin(step)
         self._own = self._training(states, step)
         if kept is not None and isinstance(self._own.batches, AheadBatches):
@@ -189,9 +190,17 @@ class Run:
 
     def _compile_ahead(self) -> None:
         """Begin to compile the programs of the first step, while other things are done."""
-        step = (self.resume_step or 0) + 1
-        if isinstance(self.plan, OnlinePlan) and step <= self.config.total_steps:
-            self.plan.at(step).compile_ahead()
+        if isinstance(self.plan, OnlinePlan) and self._first_step <= self.config.total_steps:
+            self.plan.at(self._first_step).compile_ahead()
+
+    @property
+    def _reads_cache(self) -> bool:
+        plan = self.plan
+        return isinstance(plan, OnlinePlan) and plan.at(self._first_step).program.reads_cache
+
+    @property
+    def _first_step(self) -> int:
+        return (self.resume_step or 0) + 1
 
     def _say_what_it_is(self) -> None:
         """The banner, on the main process: on the console and in RUN/about.json."""
@@ -249,7 +258,7 @@ class Run:
             validate_every=config.validation.every,
             step=step,
             is_new=self.resume is None,
-            clock=Clock(totals=self.totals, compilations=self._compilations),
+            clock=Clock(totals=self.totals, compilations=self.compilations),
             communication=CommunicationReport(
                 folder=self.run_dir,
                 every=config.log.communication_every,
@@ -272,6 +281,8 @@ class Run:
             return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
         kinds = (PromptBatches, FilteredBatches)
         if self.config.max_staleness:
+            # Generation and updates run at the same time: no program may time kernels any more.
+            plan.at(self._first_step).program.wait_for_compilers()
             kinds = (AheadBatches, AheadFilteredBatches)
         return kinds[self.config.rollout.filter_groups.enable](
             loader=loader,  # pyright: ignore[reportArgumentType]
@@ -395,7 +406,11 @@ def open_run(
     meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
         STATUS("reading the data and tracing the programs")
-        plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack)
+        compilations = stack.enter_context(count_compilations())
+        begins = config.total_steps > 0 and not has_supervised(config)  # with the plan's programs
+        plan, data = open_plan_and_data(
+            config, tokenizer, meshes, run_dir, stack, compiles_first=begins
+        )
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
@@ -440,6 +455,7 @@ def open_run(
             started=started,
             alarms=Alarms(config=config.alarms),
             callbacks=called,
+            compilations=compilations,
         )
 
 
@@ -500,10 +516,13 @@ def open_plan_and_data(
     meshes: Mapping[str, Mesh],
     run_dir: Path,
     stack: ExitStack,
+    *,
+    compiles_first: bool = False,
 ) -> tuple[Plan, RunData]:
     """What the algorithm of `config` makes of a run. `stack` closes what was opened.
 
     Every program is traced here, so that shapes and fields that do not fit are refused.
+    `compiles_first` begins to compile the one that runs first.
     """
     records, validator = None, None
     if is_offline(config):
@@ -526,7 +545,7 @@ def open_plan_and_data(
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
-        plan.trace()
+        plan.trace(compiles_first=compiles_first)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
     data = RunData(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -224,6 +225,30 @@ def test_one_process_joins_nothing():
     one = {runtime.COORDINATOR: "x:1", runtime.NUM_PROCESSES: "1", runtime.PROCESS_ID: "0"}
     runtime.join_processes(one)
     assert jax.process_count() == 1
+
+
+def test_devices_are_opened_while_something_else_is_done(monkeypatch):
+    meanwhile, opened = threading.Event(), []
+
+    def devices():
+        assert meanwhile.wait(20)
+        opened.append(True)
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with runtime._devices_are_opened():
+        meanwhile.set()
+    assert opened
+
+
+def test_whoever_asks_for_devices_that_cannot_be_opened_gets_the_error(monkeypatch):
+    def devices():
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    with runtime._devices_are_opened():
+        pass
+    with pytest.raises(RuntimeError, match="no GPU"):
+        jax.devices()
 
 
 def test_where_programs_are_kept(tmp_path):

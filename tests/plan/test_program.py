@@ -27,7 +27,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan import chain, generating, stages
+from jaxrl_llm.plan import compiling, generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
 from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
 from jaxrl_llm.plan.program import Program
@@ -194,23 +194,33 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
     assert traced == ["first", "last"]
 
 
-def test_programs_are_lowered_one_by_one_and_compiled_together():
-    """Each compilation ends only when the other has begun too; no lowering sees another."""
-    busy, meet = [], threading.Barrier(2, timeout=20)
+def test_the_first_program_is_compiled_while_the_next_one_is_traced(monkeypatch):
+    compiled, seen = threading.Event(), []
 
-    class Slow:
-        def lower(self, name):
-            busy.append(name)
-            time.sleep(0.05)
-            assert busy == [name]
-            busy.remove(name)
-            return self
+    def compile_one(lowered, mark):
+        lowered.compile()
+        seen.append("compiled")
+        compiled.set()
 
-        def compile(self):
-            meet.wait()
+    def fn(step, x):
+        seen.append("traced")
+        assert compiled.wait(20)
+        return x
 
-    tasks = chain.compile_in_threads([(Slow(), (n,)) for n in range(2)])
-    assert [task.result() for task in tasks] == [None, None]
+    monkeypatch.setattr(compiling, "_compile", compile_one)
+    first = device_stage("first", "prompt_lengths", "old_logprobs")
+    last = OfOneField(name="last", fn=fn, given=("scores",), writes=("returns",))
+    program = Program(
+        segments([first, host_stage("old_logprobs", "scores"), last]),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        state_shardings={},
+    )
+    rows = jax.ShapeDtypeStruct((4,), np.float32)
+    batch = RolloutBatch(**dict.fromkeys(INPUT_FIELDS, rows))
+    program.trace({}, batch, compiles_first=True)
+    program.compile_ahead({}, batch)
+    program.wait_for_compilers()
+    assert sorted(seen) == ["compiled", "compiled", "traced"]
 
 
 # A program that takes a minute to compile, and an error while its thread is at work.
@@ -220,10 +230,10 @@ import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.plan import chain
+from jaxrl_llm.plan import compiling
 
 def main(_):
-    chain._compile = lambda *_: time.sleep(60)
+    compiling._compile = lambda *_: time.sleep(60)
     one = Program(
         segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
         mesh=make_mesh(devices=jax.devices()[:1]),

@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.hopper import Interpret, Ref, on_hopper
+from jaxrl_llm.kernels.mosaic import plgpu
 from jaxrl_llm.numerics import rms_norm
 
 FLOAT8 = jnp.float8_e4m3fn

@@ -1,6 +1,5 @@
 """The GPU that the Mosaic kernels are written for, and names for types that Pallas lacks."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -8,8 +7,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxrl_llm.kernels.mosaic import plgpu
 
 LOG2_E = math.log2(math.e)
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200
@@ -31,22 +30,6 @@ def on_hopper() -> bool:
 def num_blocks(entries: jax.Array, block: int) -> jax.Array:
     """The number of blocks that hold `entries`, int32."""
     return jax.lax.div(entries + (block - 1), jnp.int32(block))
-
-
-def cache_ptxas_version() -> None:
-    """Make jax ask for the version of ptxas once per process. Call it when a process starts.
-
-    jax (0.10 and 0.11) starts a ptxas process at every conversion from or to a type of 8 bits or
-    fewer, booleans included. For the programs of a GRPO step these were 225 processes, a quarter
-    of the lowering time. The version cannot change while the process runs.
-
-    Guarantees: no effect without jax's CUDA plugin, and none on a second call.
-    """
-    bindings = vars(fragmented_array).get("mgpu_lib")  # None without jax's CUDA plugin
-    extension, name = getattr(bindings, "_mosaic_gpu_ext", None), "_get_ptxas_isa_version"
-    ask = getattr(extension, name, None)
-    if ask is not None and not hasattr(ask, "cache_info"):
-        setattr(extension, name, functools.cache(ask))
 
 
 def accumulator(rows: int, columns: int) -> ScratchType:

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator
+from jaxrl_llm.kernels.mosaic import plgpu
 
 CONSUMERS = 2
 DEPTH = 64  # contracted entries of a step

@@ -12,10 +12,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.hopper import Interpret, Ref
+from jaxrl_llm.kernels.mosaic import plgpu
 from jaxrl_llm.kernels.strict import strict_sum
 from jaxrl_llm.numerics import rms_norm
 

@@ -309,9 +309,6 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
         _check_used_devices(num_cpu_devices, exact)
     else:
         _set_up_devices(num_cpu_devices, exact)
-    from jaxrl_llm.kernels.hopper import cache_ptxas_version
-
-    cache_ptxas_version()  # lowering a step's kernels asks jax for it hundreds of times
 
 
 def _set_up_devices(num_cpu_devices: int, exact: bool) -> None:

@@ -104,10 +104,7 @@ def _forward(model: Model, rows: Rows, devices: Devices) -> float:
     gathered = 2 * gathered_weights(config, devices.mesh.expert) * model.itemsize / tensor
     cast = 0 if devices.shards > 1 else _cast(model)
     return (
-        tokens * widest * model.itemsize
-        + gathered
-        + cast
-        + _logits(model, rows, devices, "pass")
+        tokens * widest * model.itemsize + gathered + cast + _logits(model, rows, devices, "pass")
     )
 
 

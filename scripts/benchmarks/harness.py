@@ -208,8 +208,9 @@ def most_mult_prob_error(config: ModelConfig, quantization: str) -> float:
     Logits of random weights, and their rounding, grow with the hidden size and the root of the
     layers. The excess over 1 was measured as 1.9e-6 to 2.1e-6 of their product from 1.5B to 32B.
     Sampler and trainer were equally far from float32: see docs/performance.md.
-    Models up to 2e9 parameters may have 1.02, larger ones 1.05, and 2.15e-6 of that product if it is
-    more. Of a trained model NeMo-RL's guide (docs/adding-new-models.md) investigates from 1.05 on.
+    Models up to 2e9 parameters may have 1.02, larger ones 1.05, and 2.15e-6 of that product where
+    it is more. Of a trained model, NeMo-RL's guide (docs/adding-new-models.md) asks for an
+    investigation above 1.05.
     """
     if quantization == "float8":
         return 1.5

@@ -65,12 +65,8 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     import jax
 
-    from jaxrl_llm.kernels.hopper import cache_ptxas_version
-
-    cache_ptxas_version()
-    jax.config.update(
-        "jax_compilation_cache_dir", tempfile.mkdtemp()
-    )  # a step finds programs there
+    # A step finds programs there.
+    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     say(device=str(jax.devices()[0]), jax=jax.__version__)
     parts: dict[str, Callable[[dict[str, str]], None]]
     parts = {"attention": attention_of_both, "bits": bits, "step": step, "ops": ops}

@@ -22,10 +22,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.kernels.hopper import cache_ptxas_version
 from jaxrl_llm.planner.topology import compile_devices, missing_packages
-
-cache_ptxas_version()  # as a run does when it starts: see launch/runtime.py
 
 needs_compiler = [
     pytest.mark.h200,

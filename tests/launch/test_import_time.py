@@ -12,7 +12,9 @@ used = resource.getrusage(resource.RUSAGE_SELF)
 print(used.ru_utime + used.ru_stime, *sorted(sys.modules))
 """
 # Not needed to start: imported where they are used, or never (torch, ray).
-LAZY = {"torch", "ray", "tensorboardX", "transformers", "pandas", "matplotlib"}
+LAZY = {"torch", "ray", "tensorboardX", "transformers", "pandas", "matplotlib"} | {
+    "jax.experimental.pallas.mosaic_gpu"
+}
 # The trainer's import in multiples of jax and flax, which it cannot do without. On an idle machine
 # those take 0.85 CPU-seconds, so this is 2 CPU-seconds; under load both grow.
 MOST = 2.3

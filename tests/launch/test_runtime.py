@@ -11,7 +11,6 @@ import pytest
 
 from jaxrl_llm.algorithms.kl import kl_penalty
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
-from jaxrl_llm.kernels import hopper
 from jaxrl_llm.launch import runtime
 
 
@@ -115,15 +114,6 @@ def test_devices_flag_splits_the_cpu():
         "the mesh uses 2 of 8 devices, 6 are idle; --config.mesh.data=8 uses all",
         "the mesh uses 2 of 8 devices, 6 are idle; with fsdp=2, --config.mesh.data=4 uses all",
     ]
-
-
-def test_start_up_caches_the_version_of_ptxas(monkeypatch):
-    called = []
-    monkeypatch.setattr(hopper, "cache_ptxas_version", lambda: called.append(True))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-    runtime.prepare()
-    assert called == [True]
 
 
 def test_memory_of_a_container(tmp_path):

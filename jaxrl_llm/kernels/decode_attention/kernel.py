@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -53,6 +52,7 @@ from jaxrl_llm.kernels.decode_attention.schedule import (
     split_blocks,
 )
 from jaxrl_llm.kernels.hopper import LOG2_E, SMS, Interpret, Ref, num_blocks
+from jaxrl_llm.kernels.mosaic import plgpu
 from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
 HEAD_DIMS = (*ROWS_HEAD_DIMS, 256)

@@ -16,12 +16,12 @@ from functools import partial
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.kernels.decode_attention.pipeline import TILE_ROWS, WHOLE, Load, Pipeline
 from jaxrl_llm.kernels.hopper import LOG2_E, Ref, accumulate
+from jaxrl_llm.kernels.mosaic import plgpu
 
 Operand = jax.Array | Ref  # in registers, or in shared memory
 

@@ -14,11 +14,11 @@ from functools import partial
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.kernels.hopper import Ref, RegisterLayout, ScratchType, num_blocks
+from jaxrl_llm.kernels.mosaic import plgpu
 
 TILE_ROWS = 64  # of a warpgroup's matmul
 MAX_GROUP_SIZE = TILE_ROWS - 1  # query heads of a KV head that are rows

@@ -17,18 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.common import (
-    BY_COLUMN,
-    BY_ROW,
     LOWEST,
     NUM_CONSUMERS,
-    WGMMA,
     Tuning,
     along,
     base_2_factor,
+    by_column,
+    by_row,
     drain,
     is_full,
     kernel_call,
@@ -57,6 +55,7 @@ from jaxrl_llm.kernels.flash_attention.visibility import (
     query_schedule,
 )
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.mosaic import plgpu
 
 
 @lowered_once
@@ -196,8 +195,8 @@ def _dq_kernel(
         my_spill = None if spill is None else spill.at[warpgroup]
         for ref, smem in ((q_ref, my_q), (do_ref, my_do)):
             plgpu.copy_gmem_to_smem(ref.at[row, queries, head], smem, mine_loaded.at[warpgroup])
-        lse, delta = (load_whole(stats_ref.at[row, head, i, queries], BY_ROW) for i in range(2))
-        ranges = load_ranges(ranges_ref, row, queries, BY_ROW)
+        lse, delta = (load_whole(stats_ref.at[row, head, i, queries], by_row()) for i in range(2))
+        ranges = load_ranges(ranges_ref, row, queries, by_row())
         plgpu.barrier_wait(mine_loaded.at[warpgroup])
 
         def step(j: Array, dq_acc: Ref) -> None:
@@ -325,9 +324,9 @@ def _sum_partials(
         first, num = table_ref[index, 0], table_ref[index, 1]
 
         def add(i: Array, total: Array) -> Array:
-            return total + load_whole(partials_ref.at[first + i, head, mine], WGMMA)
+            return total + load_whole(partials_ref.at[first + i, head, mine], plgpu.Layout.WGMMA)
 
-        total = lax.fori_loop(0, num, add, zeros((rows, H), WGMMA))
+        total = lax.fori_loop(0, num, add, zeros((rows, H), plgpu.Layout.WGMMA))
         my_smem = out_smem.at[warpgroup]
         my_smem[...] = total.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -411,19 +410,19 @@ def _dkv_kernel(
 
                 def masked(s: Array) -> Array:
                     queries = pl.ds(query_base, block_q)
-                    ranges = load_ranges(ranges_ref, row, queries, BY_COLUMN)
+                    ranges = load_ranges(ranges_ref, row, queries, by_column())
                     query = positions(s.shape, 1, query_base)
                     key = positions(s.shape, 0, base)
                     return jnp.where(sees(ranges, query, key, 1), s, unseen)
 
                 s = lax.cond(full, lambda s: s, masked, s)
-                lse = load_whole(stats_smem.at[stage, 0], BY_COLUMN)
+                lse = load_whole(stats_smem.at[stage, 0], by_column())
                 p = jnp.exp2(s * base_2_factor(H, softcap) - along(lse, s.shape, 1))
                 if "dv" in grad_accs:
                     p16 = p.astype(jnp.bfloat16)
                     multiply_add(grad_accs["dv"], p16, do_smem.at[stage], my_spill)
                 if dp_acc is not None:
-                    delta = load_whole(stats_smem.at[stage, 1], BY_COLUMN)
+                    delta = load_whole(stats_smem.at[stage, 1], by_column())
                     # The matmul into dv may still run.
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(grad_accs) - 1)
                     p = sloped(p, s, softcap)

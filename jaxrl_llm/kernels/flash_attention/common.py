@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule
@@ -28,15 +27,13 @@ from jaxrl_llm.kernels.hopper import (
     RegisterLayout,
     ScratchType,
 )
+from jaxrl_llm.kernels.mosaic import plgpu
 
 HEAD_DIMS = (64, 96, 128, 256)
 NUM_CONSUMERS = 2
 MAX_SLOW_AXIS = 65_535  # CTAs along the grid's slow axis, by CUDA
 # Below every real score but finite: exp2(-inf - LOWEST) is 0 where exp2(-inf + inf) would be NaN.
 LOWEST = -1e30
-WGMMA = plgpu.Layout.WGMMA
-BY_ROW = plgpu.Layout.WGMMA.reduce(1)
-BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -76,6 +73,16 @@ class Tuning:
             2 * self.dkv_block_k,
         )
         return -(-length // multiple) * multiple
+
+
+def by_row() -> RegisterLayout:
+    """The layout of one number for each row of an accumulator."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def by_column() -> RegisterLayout:
+    """The layout of one number for each column of an accumulator."""
+    return plgpu.Layout.WGMMA.reduce(0)
 
 
 def default_tuning(head_dim: int, *, plain: bool = False) -> Tuning:
@@ -293,7 +300,7 @@ def sees(ranges: tuple[Array, ...], query: Array, key: Array, axis: int) -> Arra
 
 def positions(shape: tuple[int, ...], axis: int, base: Array) -> Array:
     """Positions in the row along an axis of a block that starts at `base`."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + base
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) + base
 
 
 def split_index(refs: tuple[Ref, ...], num_index: int) -> tuple[Ref, Ref, Ref, tuple[Ref, ...]]:

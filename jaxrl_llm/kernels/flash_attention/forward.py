@@ -14,17 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.common import (
-    BY_ROW,
     LOWEST,
     NUM_CONSUMERS,
-    WGMMA,
     Tuning,
     along,
     base_2_factor,
+    by_row,
     is_full,
     kernel_call,
     key_block,
@@ -44,6 +42,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
 )
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule, query_schedule
 from jaxrl_llm.kernels.hopper import LOG2_E, Interpret, Ref, accumulate, accumulator
+from jaxrl_llm.kernels.mosaic import plgpu
 
 
 def forward_schedule(ranges: Ranges, num_rows: int, tuning: Tuning) -> Schedule:
@@ -135,7 +134,7 @@ def _forward_kernel(
         my_q, my_lse = q_smem.at[warpgroup], lse_smem.at[warpgroup]
         my_spill = None if spill is None else spill.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], my_q, q_loaded.at[warpgroup])
-        ranges = load_ranges(ranges_ref, row, queries, BY_ROW)
+        ranges = load_ranges(ranges_ref, row, queries, by_row())
         plgpu.barrier_wait(q_loaded.at[warpgroup])
 
         @pl.when(num > 0)
@@ -197,9 +196,9 @@ def _forward_kernel(
             return acc, new_top, total
 
         start = (
-            zeros((block_q, H), WGMMA),
-            zeros((block_q,), BY_ROW, LOWEST),
-            zeros((block_q,), BY_ROW),
+            zeros((block_q, H), plgpu.Layout.WGMMA),
+            zeros((block_q,), by_row(), LOWEST),
+            zeros((block_q,), by_row()),
         )
         acc, top, total = lax.fori_loop(0, num, step, start)
         pl.when(warpgroup == 0)(change_turns)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels.hopper import Interpret, Ref, ScratchType
+from jaxrl_llm.kernels.mosaic import plgpu
 
 CONSUMERS = 2
 CHUNK = 64  # rows of a consumer's accumulator
@@ -23,9 +23,13 @@ DEPTH = 64  # contracted entries of a step
 PIECE = 64  # columns that are stored at a time
 COLUMN_TILES = (256, 128)  # columns of a tile: the first that divides the outputs
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-COMPILER = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
-)
+
+
+def compiler() -> "plgpu.CompilerParams":
+    """The parameters of Mosaic for these kernels."""
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+    )
 
 
 def column_tile(outputs: int) -> tuple[int, int]:

@@ -16,11 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels.grouped_matmul.common import (
     CHUNK,
-    COMPILER,
     CONSUMER_REGISTERS,
     CONSUMERS,
     DEPTH,
@@ -28,6 +26,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     PRODUCER_REGISTERS,
     Ring,
     column_tile,
+    compiler,
     cumulative,
     matrices,
     own_jobs,
@@ -37,6 +36,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     views,
 )
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.mosaic import plgpu
 
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
 
@@ -155,7 +155,7 @@ def _run(
             out_smem=views(CONSUMERS, 2, CHUNK, PIECE, interpret=interpret),
             **ring_barriers(tile.stages, tile.chunks + 1),
         ),
-        compiler_params=COMPILER,
+        compiler_params=compiler(),
         interpret=interpret,
         kernel_name="grouped_matmul_rows",
     )

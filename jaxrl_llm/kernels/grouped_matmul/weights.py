@@ -15,11 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels.grouped_matmul.common import (
     CHUNK,
-    COMPILER,
     CONSUMER_REGISTERS,
     CONSUMERS,
     DEPTH,
@@ -27,6 +25,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     PRODUCER_REGISTERS,
     Ring,
     column_tile,
+    compiler,
     cumulative,
     matrices,
     own_jobs,
@@ -34,6 +33,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     store,
 )
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, num_blocks
+from jaxrl_llm.kernels.mosaic import plgpu
 
 INPUTS = CONSUMERS * CHUNK  # of a tile
 ALIGNED = 8  # rows of a tile of shared memory, from whose first one TMA loads
@@ -91,7 +91,7 @@ def _run(
             masked=plgpu.Barrier(num_arrivals=CONSUMERS),
             **ring_barriers(tile.stages, 2),
         ),
-        compiler_params=COMPILER,
+        compiler_params=compiler(),
         interpret=interpret,
         kernel_name="grouped_matmul_weights",
     )

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu
 
-from jaxrl_llm.kernels.hopper import cache_ptxas_version
+from jaxrl_llm.kernels.mosaic import cache_ptxas_version, plgpu
 
 
 def test_the_version_of_ptxas_is_asked_for_once(monkeypatch):
@@ -22,3 +23,11 @@ def test_the_version_of_ptxas_is_asked_for_once(monkeypatch):
 def test_without_the_cuda_plugin_there_is_nothing_to_cache(monkeypatch):
     monkeypatch.delattr(fragmented_array, "mgpu_lib", raising=False)
     cache_ptxas_version()
+
+
+def test_the_first_kernel_caches_it(monkeypatch):
+    extension = SimpleNamespace(_get_ptxas_isa_version=lambda: 88)
+    bindings = SimpleNamespace(_mosaic_gpu_ext=extension)
+    monkeypatch.setattr(fragmented_array, "mgpu_lib", bindings, raising=False)
+    assert type(plgpu)().Layout is mosaic_gpu.Layout
+    assert hasattr(extension._get_ptxas_isa_version, "cache_info")

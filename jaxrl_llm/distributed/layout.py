@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.mesh import (
@@ -38,7 +38,7 @@ _in_scope: ContextVar["Layout | None"] = ContextVar("layout", default=None)
 class Layout:
     """Where arrays lie in one phase."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: ShardingRules
 
     def axes(self, *logical: LogicalAxis) -> tuple[str, ...]:
@@ -79,6 +79,25 @@ class Layout:
         mesh = self.mesh if in_scope.empty else in_scope
         spec = PartitionSpec(*entries)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The parts of `data`, larger than 1, that split the batch: outermost of those that do."""
+        found = (a for a in self.axes("batch") if a.partition(".")[0] == "data")
+        return tuple(axis for axis in found if self.mesh.shape[axis] > 1)
+
+    @property
+    def of_data_group(self) -> "Layout | None":
+        """The layout of one group of devices inside a shard_map over `data_axes`.
+
+        None where a group is one device.
+        """
+        manual = {axis: AxisType.Manual for axis in self.data_axes}
+        if self.mesh.size == axis_size(self.mesh, *manual):
+            return None
+        mesh = self.mesh.abstract_mesh.update_axis_types(manual)
+        batch = tuple(axis for axis in self.axes("batch") if axis not in manual)
+        return Layout(mesh, self.rules.replace(batch=batch))
 
     @property
     def of_stage(self) -> "Layout":

@@ -17,9 +17,16 @@ from jaxtyping import Array
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
-from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
+from jaxrl_llm.learner.micro_batches import (
+    MicroBatches,
+    Parts,
+    nth,
+    split_micro_batches,
+    zeros_of,
+)
 from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, ROUTER_METRICS, load_metrics
@@ -114,10 +121,11 @@ def train_step(
     micro_batches: MicroBatches,
     measure: Measure | None = None,
     base: Base | None = None,
+    groups: DataGroups | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step, on mini-batch `position`.
 
-    For `cast_ahead`, `measure` and `base` see `accumulate`.
+    For `cast_ahead`, `measure`, `base` and `groups` see `accumulate`.
     """
     batch = loss.inputs(batches.at(position), position == 0)
     grads, metrics = accumulate(
@@ -129,6 +137,7 @@ def train_step(
         measure=measure,
         base=base,
         step=state.step,
+        groups=groups,
     )
     counts, rate = metrics.pop(OWN_COUNTS, None), 0.0
     if not isinstance(loss, ValueLoss):
@@ -145,7 +154,7 @@ def train_step(
 
 
 def accumulate(
-    loss: PartLoss,
+    loss: Loss,
     params: Params,
     batch: Fields,
     *,
@@ -154,6 +163,7 @@ def accumulate(
     measure: Measure | None = None,
     base: Base | None = None,
     step: int | Array = 0,
+    groups: DataGroups | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
@@ -163,15 +173,47 @@ def accumulate(
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
     arrays once they are complete. The metric OWN_COUNTS is for `apply_gradients`. `base` has frozen
-    parameters, which `params` are joined to; `step` draws its dropout.
+    parameters, which `params` are joined to; `step` draws its dropout. With `groups` the gradients
+    of several micro-batches are summed over `data` once.
     """
-    computed = params
+    parts = micro_batches.split(batch)
     fixed = None if base is None else base.of_step(params)
+    several = micro_batches.adds_up
+    how = partial(_sums, several=several, measure=measure, base=base)
+    if groups is None or not several:
+        run = partial(how, loss, cast_ahead=cast_ahead)
+        (grads, metrics), collected = run(parts, params, fixed, step)
+    else:
+        run = partial(how, groups.loss(loss), cast_ahead=groups.settings.cast_ahead)
+        (grads, metrics), collected = groups.run(run, parts, params, fixed, step)
+        metrics["micro_batches"] = jnp.asarray(parts.num, jnp.float32)
+    samples = parts.samples(collected)
+    metrics["row_use"] = micro_batches.row_use(batch)
+    if LARGEST_PART in metrics:
+        metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
+    if COUNTS in metrics:
+        metrics |= load_metrics(metrics.pop(COUNTS))
+    return grads, metrics if measure is None else metrics | measure(samples, batch)
+
+
+def _sums(
+    loss: PartLoss,
+    parts: Parts,
+    params: Params,
+    fixed: Params | None,
+    step: int | Array,
+    *,
+    several: bool,
+    cast_ahead: CastAhead | None,
+    measure: Measure | None,
+    base: Base | None,
+) -> tuple[tuple[Params, Metrics], Any]:
+    """The gradients and metrics of `parts` added up, and what `Parts` collects of samples."""
+    computed = params
     if cast_ahead is not None:
         computed = cast(params, cast_ahead.dtype)
-        if cast_ahead.float32_gradients and micro_batches.adds_up:
+        if cast_ahead.float32_gradients and several:
             computed = jax.tree.map(_with_stored, params, computed)
-    parts = micro_batches.split(batch)
 
     def add(index: int | Array, total: Any) -> Any:
         """One micro-batch, added to the total of those before; None where it is the first."""
@@ -188,19 +230,11 @@ def accumulate(
         return jax.tree.map(jnp.add, total[0], sums), parts.put(total[1], samples, index)
 
     if isinstance(parts.num, int) and parts.num == 1:
-        (grads, metrics), samples = add(0, None)
-    else:
-        shapes, of_samples = jax.eval_shape(partial(add, total=None), jnp.int32(0))
-        first = zeros_of(shapes), parts.empty(of_samples)
-        with jax.named_scope(MICRO_BATCHES):
-            (grads, metrics), collected = jax.lax.fori_loop(0, parts.num, add, first)
-        samples = parts.samples(collected)
-    metrics["row_use"] = micro_batches.row_use(batch)
-    if LARGEST_PART in metrics:
-        metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
-    if COUNTS in metrics:
-        metrics |= load_metrics(metrics.pop(COUNTS))
-    return grads, metrics if measure is None else metrics | measure(samples, batch)
+        return add(0, None)
+    shapes, of_samples = jax.eval_shape(partial(add, total=None), jnp.int32(0))
+    first = zeros_of(shapes), parts.empty(of_samples)
+    with jax.named_scope(MICRO_BATCHES):
+        return jax.lax.fori_loop(0, parts.num, add, first)
 
 
 def _on_base(loss: PartLoss, base: Params) -> PartLoss:

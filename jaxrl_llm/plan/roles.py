@@ -23,6 +23,7 @@ from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
+from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
@@ -79,6 +80,7 @@ class Role:
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
     base: str = ""  # of a role with adapters: whose state its base is
+    data_groups: DataGroups | None = None  # which sum their gradients once an optimizer step
 
     @property
     def mesh(self) -> Mesh:
@@ -246,6 +248,21 @@ def make_role(
         layout=layout,
         generation=generation,
         param_shardings=shardings(spec.axes, spec.params, mesh, layout.rules),
+        data_groups=_data_groups(layout, spec, forward),
+    )
+
+
+def _data_groups(layout: Layout, spec: ModelSpec, forward: ForwardSettings) -> DataGroups | None:
+    """The groups of a layout along `data`; None where every micro-batch sums its gradients."""
+    if not layout.data_axes:
+        return None
+    within = layout.of_data_group
+    if within is None:
+        settings = replace(forward, layout=None, gather=lambda params: params)
+        return DataGroups(mesh=layout.mesh, axes=layout.data_axes, settings=settings)
+    settings = replace(forward, layout=within, gather=gather_to(within, spec))
+    return DataGroups(
+        mesh=layout.mesh, axes=layout.data_axes, settings=settings, shard=shard_rows(within)
     )
 
 

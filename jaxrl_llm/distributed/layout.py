@@ -265,19 +265,23 @@ def shard_stacked(layout: Layout) -> Callable[[Any], Any]:
     """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
     if layout.mesh.size == 1:
         return _unchanged
-    return partial(_constrained, sharding=layout.sharding(None, "batch"))
+    return partial(constrained, sharding=layout.sharding(None, "batch"))
 
 
 def shard_rows(layout: Layout) -> Callable[[Any], Any]:
     """Constrains arrays of rows, one row a replica, to the devices of their replica."""
     if layout.mesh.size == 1:
         return _unchanged
-    return partial(_constrained, sharding=layout.sharding("batch"))
+    return partial(constrained, sharding=layout.sharding("batch"))
 
 
 def _unchanged(tree: Any) -> Any:
     return tree
 
 
-def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
+def constrained(tree: Any, sharding: NamedSharding) -> Any:
+    """Arrays laid out so. Inside a shard_map `sharding` counts for the axes that it leaves."""
+    in_scope = jax.sharding.get_abstract_mesh()
+    if not in_scope.empty:
+        sharding = NamedSharding(in_scope, sharding.spec)
     return jax.lax.with_sharding_constraint(tree, sharding)

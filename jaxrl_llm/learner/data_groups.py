@@ -30,7 +30,10 @@ class DataGroups:
 
     def loss(self, loss: L) -> L:
         """`loss` as a group computes it."""
-        return replace(loss, settings=self.settings)
+        if isinstance(loss, ValueLoss):
+            return replace(loss, settings=self.settings)
+        router = replace(loss.router, over=self.axes)
+        return replace(loss, settings=self.settings, router=router)
 
     def run(
         self, sums: Callable[..., tuple[Any, Any]], parts: Parts, *others: Any

@@ -13,6 +13,7 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, Opt
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import (
     Layout,
+    constrained,
     generation_layout,
     shard_rows,
     shard_stacked,
@@ -253,14 +254,17 @@ def make_role(
 
 
 def _data_groups(layout: Layout, spec: ModelSpec, forward: ForwardSettings) -> DataGroups | None:
-    """The groups of a layout along `data`; None where every micro-batch sums its gradients."""
-    if not layout.data_axes:
+    """The groups of a layout along `data`; None where every micro-batch sums its gradients.
+
+    So it is without `data`, and with dropout: groups would draw the same mask for other rows.
+    """
+    if not layout.data_axes or (spec.lora is not None and spec.lora.dropout):
         return None
     within = layout.of_data_group
     if within is None:
         settings = replace(forward, layout=None, gather=lambda params: params)
         return DataGroups(mesh=layout.mesh, axes=layout.data_axes, settings=settings)
-    settings = replace(forward, layout=within, gather=gather_to(within, spec))
+    settings = replace(forward, layout=within)
     return DataGroups(
         mesh=layout.mesh, axes=layout.data_axes, settings=settings, shard=shard_rows(within)
     )
@@ -394,7 +398,7 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
         if "vocab" not in names:
             return param
         # Without the barrier the partitioner gathers float32, as it was before the cast.
-        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
+        return constrained(jax.lax.optimization_barrier(param), sharding)
 
     def gathered(params: Params) -> Params:
         names, places = (_part_of(tree, params) for tree in (axes, use))

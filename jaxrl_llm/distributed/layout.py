@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.mesh import (
@@ -38,7 +38,7 @@ _in_scope: ContextVar["Layout | None"] = ContextVar("layout", default=None)
 class Layout:
     """Where arrays lie in one phase."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh
     rules: ShardingRules
 
     def axes(self, *logical: LogicalAxis) -> tuple[str, ...]:
@@ -95,7 +95,8 @@ class Layout:
         manual = {axis: AxisType.Manual for axis in self.data_axes}
         if self.mesh.size == axis_size(self.mesh, *manual):
             return None
-        mesh = self.mesh.abstract_mesh.update_axis_types(manual)
+        # Any: of a mesh, a layout in a shard_map needs names and sizes alone.
+        mesh: Any = self.mesh.abstract_mesh.update_axis_types(manual)
         batch = tuple(axis for axis in self.axes("batch") if axis not in manual)
         return Layout(mesh, self.rules.replace(batch=batch))
 

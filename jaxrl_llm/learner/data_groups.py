@@ -6,7 +6,7 @@ without that axis does. The partitioner alone would sum the whole gradient in ea
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -15,8 +15,6 @@ from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import Parts, Shard
 from jaxrl_llm.learner.offline_losses import RecordLoss
-
-L = TypeVar("L", PolicyLoss, ValueLoss, RecordLoss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class DataGroups:
     settings: ForwardSettings  # of a group's forward pass
     shard: Shard = lambda tree: tree  # spreads rows over the devices of a group
 
-    def loss(self, loss: L) -> L:
+    def loss(self, loss: PolicyLoss | ValueLoss | RecordLoss) -> Callable[..., Any]:
         """`loss` as a group computes it."""
         if isinstance(loss, ValueLoss):
             return replace(loss, settings=self.settings)

@@ -55,9 +55,10 @@ class Parts(ABC):
 
     @abstractmethod
     def specs(self, axes: tuple[str, ...]) -> tuple[Any, PartitionSpec]:
-        """How a shard_map over `axes`, the outermost of the batch, splits this and what it collects.
+        """How a shard_map over `axes` splits this, and what it collects.
 
         Every group has as many parts: its own rows of each.
+        Requires: `axes` are the outermost of the batch.
         """
 
     @abstractmethod

@@ -179,14 +179,28 @@ def accumulate(
     parts = micro_batches.split(batch)
     fixed = None if base is None else base.of_step(params)
     several = micro_batches.adds_up
-    how = partial(_sums, several=several, measure=measure, base=base)
-    if groups is None or not several:
-        run = partial(how, loss, cast_ahead=cast_ahead)
-        (grads, metrics), collected = run(parts, params, fixed, step)
+    if groups is not None and several:
+
+        def of_group(parts: Parts, params: Params, fixed: Params | None, step: Any) -> Any:
+            computed = _computed(params, groups.settings.cast_ahead, several=True)
+            own = groups.loss(loss)
+            each = _Sums(own, parts, computed, fixed, step, base=base, measure=measure)
+            first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
+            with jax.named_scope(MICRO_BATCHES):
+                return jax.lax.fori_loop(0, parts.num, each.add, first)
+
+        found = groups.run(of_group, parts, params, fixed, step)
+        found[0][1]["micro_batches"] = jnp.asarray(parts.num, jnp.float32)  # not of all groups
     else:
-        run = partial(how, groups.loss(loss), cast_ahead=groups.settings.cast_ahead)
-        (grads, metrics), collected = groups.run(run, parts, params, fixed, step)
-        metrics["micro_batches"] = jnp.asarray(parts.num, jnp.float32)
+        computed = _computed(params, cast_ahead, several=several)
+        each = _Sums(loss, parts, computed, fixed, step, base=base, measure=measure)
+        if isinstance(parts.num, int) and parts.num == 1:
+            found = each.add(0, None)
+        else:
+            first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
+            with jax.named_scope(MICRO_BATCHES):
+                found = jax.lax.fori_loop(0, parts.num, each.add, first)
+    (grads, metrics), collected = found
     samples = parts.samples(collected)
     metrics["row_use"] = micro_batches.row_use(batch)
     if LARGEST_PART in metrics:
@@ -196,45 +210,46 @@ def accumulate(
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 
-def _sums(
-    loss: PartLoss,
-    parts: Parts,
-    params: Params,
-    fixed: Params | None,
-    step: int | Array,
-    *,
-    several: bool,
-    cast_ahead: CastAhead | None,
-    measure: Measure | None,
-    base: Base | None,
-) -> tuple[tuple[Params, Metrics], Any]:
-    """The gradients and metrics of `parts` added up, and what `Parts` collects of samples."""
-    computed = params
-    if cast_ahead is not None:
-        computed = cast(params, cast_ahead.dtype)
-        if cast_ahead.float32_gradients and several:
-            computed = jax.tree.map(_with_stored, params, computed)
+@dataclass(frozen=True)
+class _Sums:
+    """The gradients and metrics of the parts of a mini-batch, added up one by one."""
 
-    def add(index: int | Array, total: Any) -> Any:
+    loss: PartLoss
+    parts: Parts
+    computed: Params
+    fixed: Params | None  # what an optimizer step joins them to
+    step: int | Array
+    base: Base | None
+    measure: Measure | None
+
+    def add(self, index: int | Array, total: Any) -> Any:
         """One micro-batch, added to the total of those before; None where it is the first."""
-        part_loss = loss
-        if base is not None:
-            part_loss = _on_base(loss, base.with_dropout(fixed, step, index))
-        gradient = jax.value_and_grad(part_loss, has_aux=True)
-        (value, found), grads = gradient(computed, parts.at(index))
-        metrics, samples = (found, ()) if measure is None else found
+        loss = self.loss
+        if self.base is not None:
+            loss = _on_base(loss, self.base.with_dropout(self.fixed, self.step, index))
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, found), grads = gradient(self.computed, self.parts.at(index))
+        metrics, samples = (found, ()) if self.measure is None else found
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
         sums = (_in_float32(grads), metrics)
         if total is None:
             return sums, samples
-        return jax.tree.map(jnp.add, total[0], sums), parts.put(total[1], samples, index)
+        return jax.tree.map(jnp.add, total[0], sums), self.parts.put(total[1], samples, index)
 
-    if isinstance(parts.num, int) and parts.num == 1:
-        return add(0, None)
-    shapes, of_samples = jax.eval_shape(partial(add, total=None), jnp.int32(0))
-    first = zeros_of(shapes), parts.empty(of_samples)
-    with jax.named_scope(MICRO_BATCHES):
-        return jax.lax.fori_loop(0, parts.num, add, first)
+    def first(self, shapes: Any) -> Any:
+        """The total of no micro-batch; `shapes` are those of one."""
+        sums, samples = shapes
+        return zeros_of(sums), self.parts.empty(samples)
+
+
+def _computed(params: Params, ahead: CastAhead | None, *, several: bool) -> Params:
+    """The parameters that every micro-batch computes with: cast ahead, or as they are stored."""
+    if ahead is None:
+        return params
+    computed = cast(params, ahead.dtype)
+    if ahead.float32_gradients and several:
+        computed = jax.tree.map(_with_stored, params, computed)
+    return computed
 
 
 def _on_base(loss: PartLoss, base: Params) -> PartLoss:

@@ -326,11 +326,13 @@ def response_scores(
 
 
 def _whole_rows(scores: Float[Array, "B T"], layout: Layout | None) -> Array:
-    """Scores with all tokens of a row on each of its devices, from which some are then read.
+    """Scores of which some are read: inside a shard_map, all tokens of a row on its devices.
 
-    Inside a shard_map XLA ends the process where it partitions a read across devices.
+    There XLA ends the process where it has to partition the read.
     """
-    return scores if layout is None else layout.constrain(scores, "batch", None)
+    if layout is None or not jax.sharding.get_abstract_mesh().manual_axes:
+        return scores
+    return layout.constrain(scores, "batch", None)
 
 
 def row_logprobs(

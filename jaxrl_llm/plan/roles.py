@@ -256,7 +256,8 @@ def make_role(
 def _data_groups(layout: Layout, spec: ModelSpec, forward: ForwardSettings) -> DataGroups | None:
     """The groups of a layout along `data`; None where every micro-batch sums its gradients.
 
-    So it is without `data`, and with dropout: groups would draw the same mask for other rows.
+    So it is without `data`, and with dropout: groups would draw the same mask for other rows. On
+    CPUs, groups of several devices need float32: XLA's compiler ends the process with bf16.
     """
     if not layout.data_axes or (spec.lora is not None and spec.lora.dropout):
         return None
@@ -264,6 +265,8 @@ def _data_groups(layout: Layout, spec: ModelSpec, forward: ForwardSettings) -> D
     if within is None:
         settings = replace(forward, layout=None, gather=lambda params: params)
         return DataGroups(mesh=layout.mesh, axes=layout.data_axes, settings=settings)
+    if layout.mesh.devices.flat[0].platform == "cpu" and forward.dtype != "float32":
+        return None
     settings = replace(forward, layout=within)
     return DataGroups(
         mesh=layout.mesh, axes=layout.data_axes, settings=settings, shard=shard_rows(within)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.mesh import (
@@ -79,6 +79,26 @@ class Layout:
         mesh = self.mesh if in_scope.empty else in_scope
         spec = PartitionSpec(*entries)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The parts of `data`, larger than 1, that split the batch: outermost of those that do."""
+        found = (a for a in self.axes("batch") if a.partition(".")[0] == "data")
+        return tuple(axis for axis in found if self.mesh.shape[axis] > 1)
+
+    @property
+    def of_data_group(self) -> "Layout | None":
+        """The layout of one group of devices inside a shard_map over `data_axes`.
+
+        None where a group is one device.
+        """
+        manual = {axis: AxisType.Manual for axis in self.data_axes}
+        if self.mesh.size == axis_size(self.mesh, *manual):
+            return None
+        # Any: of a mesh, a layout in a shard_map needs names and sizes alone.
+        mesh: Any = self.mesh.abstract_mesh.update_axis_types(manual)
+        batch = tuple(axis for axis in self.axes("batch") if axis not in manual)
+        return Layout(mesh, self.rules.replace(batch=batch))
 
     @property
     def of_stage(self) -> "Layout":
@@ -246,19 +266,23 @@ def shard_stacked(layout: Layout) -> Callable[[Any], Any]:
     """Constrains stacked [M, B/M, ...] arrays so that every slice spreads over the replicas."""
     if layout.mesh.size == 1:
         return _unchanged
-    return partial(_constrained, sharding=layout.sharding(None, "batch"))
+    return partial(constrained, sharding=layout.sharding(None, "batch"))
 
 
 def shard_rows(layout: Layout) -> Callable[[Any], Any]:
     """Constrains arrays of rows, one row a replica, to the devices of their replica."""
     if layout.mesh.size == 1:
         return _unchanged
-    return partial(_constrained, sharding=layout.sharding("batch"))
+    return partial(constrained, sharding=layout.sharding("batch"))
 
 
 def _unchanged(tree: Any) -> Any:
     return tree
 
 
-def _constrained(tree: Any, *, sharding: NamedSharding) -> Any:
+def constrained(tree: Any, sharding: NamedSharding) -> Any:
+    """Arrays laid out so. Inside a shard_map `sharding` counts for the axes that it leaves."""
+    in_scope = jax.sharding.get_abstract_mesh()
+    if not in_scope.empty:
+        sharding = NamedSharding(in_scope, sharding.spec)
     return jax.lax.with_sharding_constraint(tree, sharding)

@@ -303,7 +303,8 @@ def response_values(
     if layout is None or layout.size("residual") == 1:
         return rows.to_samples(model.scores(rows.predicting(hidden)))
     # Numbers are gathered, where hidden states would be: each device scores its own tokens.
-    return rows.to_samples(jnp.take_along_axis(model.scores(hidden), rows.predictors, axis=1))
+    scores = _whole_rows(model.scores(hidden), layout)
+    return rows.to_samples(jnp.take_along_axis(scores, rows.predictors, axis=1))
 
 
 def response_scores(
@@ -318,9 +319,20 @@ def response_scores(
     model = prepare(spec, params, settings)
     rows = spread(rows, settings.layout)
     scores = model.scores(hidden_states(model, rows.tokens, settings, rows))
+    scores = _whole_rows(scores, settings.layout)
     last = mask.sum(axis=1).astype(jnp.int32) - 1
     chosen = jnp.take_along_axis(rows.own(scores), jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
     return jnp.where(last >= 0, chosen, 0.0)
+
+
+def _whole_rows(scores: Float[Array, "B T"], layout: Layout | None) -> Array:
+    """Scores of which some are read: inside a shard_map, all tokens of a row on its devices.
+
+    There XLA ends the process where it has to partition the read.
+    """
+    if layout is None or not jax.sharding.get_abstract_mesh().manual_axes:
+        return scores
+    return layout.constrain(scores, "batch", None)
 
 
 def row_logprobs(

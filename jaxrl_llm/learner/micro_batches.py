@@ -7,11 +7,12 @@ program serves every mix of lengths, because the trip count of the loop is data.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
@@ -51,6 +52,18 @@ class Parts(ABC):
     @abstractmethod
     def samples(self, collected: Any) -> Any:
         """The results of all samples, in the order of the batch."""
+
+    @abstractmethod
+    def specs(self, axes: tuple[str, ...]) -> tuple[Any, PartitionSpec]:
+        """How a shard_map over `axes` splits this, and what it collects.
+
+        Every group has as many parts: its own rows of each.
+        Requires: `axes` are the outermost of the batch.
+        """
+
+    @abstractmethod
+    def of_group(self, shard: Shard) -> "Parts":
+        """The parts inside that shard_map; `shard` spreads a part over the devices of a group."""
 
 
 class MicroBatches(ABC):
@@ -128,11 +141,12 @@ class Padded(MicroBatches):
         return jnp.maximum(lengths - 1, 0).mean() / strict_tokens(prompt, response, self.align)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _EqualParts(Parts):
     """`fields` are the batch itself where it is one part, else [count, B / count, ...]."""
 
-    count: int
+    count: int = field(metadata={"static": True})
     fields: Fields
 
     @property
@@ -155,6 +169,13 @@ class _EqualParts(Parts):
         if self.count == 1:
             return collected
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), collected)
+
+    def specs(self, axes: tuple[str, ...]) -> tuple[Any, PartitionSpec]:
+        split = PartitionSpec(axes) if self.count == 1 else PartitionSpec(None, axes)
+        return replace(self, fields=split), split  # pyright: ignore[reportArgumentType]
+
+    def of_group(self, shard: Shard) -> Parts:
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +225,7 @@ class Packed(MicroBatches):
         return plan, samples
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _PackedParts(Parts):
     """Part i is the i-th rows of every replica. Results are 0 outside of it, so they add up."""
@@ -211,7 +233,7 @@ class _PackedParts(Parts):
     fields: Fields
     plan: PackingPlan
     rows: tuple[Array, ...]  # arguments of `packed_rows`
-    shard: Shard
+    shard: Shard = field(metadata={"static": True})
 
     @property
     def num(self) -> Int[Array, ""]:
@@ -232,6 +254,15 @@ class _PackedParts(Parts):
 
     def samples(self, collected: Any) -> Any:
         return collected
+
+    def specs(self, axes: tuple[str, ...]) -> tuple[Any, PartitionSpec]:
+        split: Any = PartitionSpec(axes)
+        whole: Any = PartitionSpec()
+        plan = replace(self.plan, starts=split, leaders=split, row=split, num_rows=whole)
+        return replace(self, fields=split, plan=plan, rows=split), split
+
+    def of_group(self, shard: Shard) -> Parts:
+        return replace(self, shard=shard)
 
 
 def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:

@@ -17,9 +17,16 @@ from jaxtyping import Array
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
-from jaxrl_llm.learner.micro_batches import MicroBatches, nth, split_micro_batches, zeros_of
+from jaxrl_llm.learner.micro_batches import (
+    MicroBatches,
+    Parts,
+    nth,
+    split_micro_batches,
+    zeros_of,
+)
 from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, ROUTER_METRICS, load_metrics
@@ -114,10 +121,11 @@ def train_step(
     micro_batches: MicroBatches,
     measure: Measure | None = None,
     base: Base | None = None,
+    groups: DataGroups | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step, on mini-batch `position`.
 
-    For `cast_ahead`, `measure` and `base` see `accumulate`.
+    For `cast_ahead`, `measure`, `base` and `groups` see `accumulate`.
     """
     batch = loss.inputs(batches.at(position), position == 0)
     grads, metrics = accumulate(
@@ -129,6 +137,7 @@ def train_step(
         measure=measure,
         base=base,
         step=state.step,
+        groups=groups,
     )
     counts, rate = metrics.pop(OWN_COUNTS, None), 0.0
     if not isinstance(loss, ValueLoss):
@@ -145,7 +154,7 @@ def train_step(
 
 
 def accumulate(
-    loss: PartLoss,
+    loss: Loss,
     params: Params,
     batch: Fields,
     *,
@@ -154,6 +163,7 @@ def accumulate(
     measure: Measure | None = None,
     base: Base | None = None,
     step: int | Array = 0,
+    groups: DataGroups | None = None,
 ) -> tuple[Params, Metrics]:
     """Sum of gradients and of metrics over the micro-batches of `batch`.
 
@@ -163,44 +173,83 @@ def accumulate(
     of a row's largest part over the mean. With `measure` the loss returns a pair in place of its
     metrics: the metrics, and arrays with one entry a sample. `measure` makes more metrics of these
     arrays once they are complete. The metric OWN_COUNTS is for `apply_gradients`. `base` has frozen
-    parameters, which `params` are joined to; `step` draws its dropout.
+    parameters, which `params` are joined to; `step` draws its dropout. With `groups` the gradients
+    of several micro-batches are summed over `data` once.
     """
-    computed = params
-    fixed = None if base is None else base.of_step(params)
-    if cast_ahead is not None:
-        computed = cast(params, cast_ahead.dtype)
-        if cast_ahead.float32_gradients and micro_batches.adds_up:
-            computed = jax.tree.map(_with_stored, params, computed)
     parts = micro_batches.split(batch)
+    fixed = None if base is None else base.of_step(params)
+    several = micro_batches.adds_up
+    if groups is not None and several:
 
-    def add(index: int | Array, total: Any) -> Any:
-        """One micro-batch, added to the total of those before; None where it is the first."""
-        part_loss = loss
-        if base is not None:
-            part_loss = _on_base(loss, base.with_dropout(fixed, step, index))
-        gradient = jax.value_and_grad(part_loss, has_aux=True)
-        (value, found), grads = gradient(computed, parts.at(index))
-        metrics, samples = (found, ()) if measure is None else found
-        metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
-        sums = (_in_float32(grads), metrics)
-        if total is None:
-            return sums, samples
-        return jax.tree.map(jnp.add, total[0], sums), parts.put(total[1], samples, index)
+        def of_group(parts: Parts, params: Params, fixed: Params | None, step: Any) -> Any:
+            computed = _computed(params, groups.settings.cast_ahead, several=True)
+            own = groups.loss(loss)
+            each = _Sums(own, parts, computed, fixed, step, base=base, measure=measure)
+            first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
+            with jax.named_scope(MICRO_BATCHES):
+                return jax.lax.fori_loop(0, parts.num, each.add, first)
 
-    if isinstance(parts.num, int) and parts.num == 1:
-        (grads, metrics), samples = add(0, None)
+        found = groups.run(of_group, parts, params, fixed, step)
+        found[0][1]["micro_batches"] = jnp.asarray(parts.num, jnp.float32)  # not of all groups
     else:
-        shapes, of_samples = jax.eval_shape(partial(add, total=None), jnp.int32(0))
-        first = zeros_of(shapes), parts.empty(of_samples)
-        with jax.named_scope(MICRO_BATCHES):
-            (grads, metrics), collected = jax.lax.fori_loop(0, parts.num, add, first)
-        samples = parts.samples(collected)
+        computed = _computed(params, cast_ahead, several=several)
+        each = _Sums(loss, parts, computed, fixed, step, base=base, measure=measure)
+        if isinstance(parts.num, int) and parts.num == 1:
+            found = each.add(0, None)
+        else:
+            first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
+            with jax.named_scope(MICRO_BATCHES):
+                found = jax.lax.fori_loop(0, parts.num, each.add, first)
+    (grads, metrics), collected = found
+    samples = parts.samples(collected)
     metrics["row_use"] = micro_batches.row_use(batch)
     if LARGEST_PART in metrics:
         metrics["attention_balance"] = metrics.pop(LARGEST_PART) / metrics.pop(MEAN_PART)
     if COUNTS in metrics:
         metrics |= load_metrics(metrics.pop(COUNTS))
     return grads, metrics if measure is None else metrics | measure(samples, batch)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The gradients and metrics of the parts of a mini-batch, added up one by one."""
+
+    loss: PartLoss
+    parts: Parts
+    computed: Params
+    fixed: Params | None  # what an optimizer step joins them to
+    step: int | Array
+    base: Base | None
+    measure: Measure | None
+
+    def add(self, index: int | Array, total: Any) -> Any:
+        """One micro-batch, added to the total of those before; None where it is the first."""
+        loss = self.loss
+        if self.base is not None:
+            loss = _on_base(loss, self.base.with_dropout(self.fixed, self.step, index))
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, found), grads = gradient(self.computed, self.parts.at(index))
+        metrics, samples = (found, ()) if self.measure is None else found
+        metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
+        sums = (_in_float32(grads), metrics)
+        if total is None:
+            return sums, samples
+        return jax.tree.map(jnp.add, total[0], sums), self.parts.put(total[1], samples, index)
+
+    def first(self, shapes: Any) -> Any:
+        """The total of no micro-batch; `shapes` are those of one."""
+        sums, samples = shapes
+        return zeros_of(sums), self.parts.empty(samples)
+
+
+def _computed(params: Params, ahead: CastAhead | None, *, several: bool) -> Params:
+    """The parameters that every micro-batch computes with: cast ahead, or as they are stored."""
+    if ahead is None:
+        return params
+    computed = cast(params, ahead.dtype)
+    if ahead.float32_gradients and several:
+        computed = jax.tree.map(_with_stored, params, computed)
+    return computed
 
 
 def _on_base(loss: PartLoss, base: Params) -> PartLoss:

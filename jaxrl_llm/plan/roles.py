@@ -14,6 +14,7 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, Opt
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import (
     Layout,
+    constrained,
     generation_layout,
     shard_rows,
     shard_stacked,
@@ -24,6 +25,7 @@ from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.strict import Strict
+from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
@@ -79,6 +81,7 @@ class Role:
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
     base: str = ""  # of a role with adapters: whose state its base is
+    data_groups: DataGroups | None = None  # which sum their gradients once an optimizer step
 
     @property
     def mesh(self) -> Mesh:
@@ -250,6 +253,27 @@ def make_role(
         layout=layout,
         generation=generation,
         param_shardings=shardings(spec.axes, spec.params, mesh, layout.rules),
+        data_groups=_data_groups(layout, spec, forward),
+    )
+
+
+def _data_groups(layout: Layout, spec: ModelSpec, forward: ForwardSettings) -> DataGroups | None:
+    """The groups of a layout along `data`; None where every micro-batch sums its gradients.
+
+    So it is without `data`, and with dropout: groups would draw the same mask for other rows. On
+    CPUs, groups of several devices need float32: XLA's compiler ends the process with bf16.
+    """
+    if not layout.data_axes or (spec.lora is not None and spec.lora.dropout):
+        return None
+    within = layout.of_data_group
+    if within is None:
+        settings = replace(forward, layout=None, gather=lambda params: params)
+        return DataGroups(mesh=layout.mesh, axes=layout.data_axes, settings=settings)
+    if layout.mesh.devices.flat[0].platform == "cpu" and forward.dtype != "float32":
+        return None
+    settings = replace(forward, layout=within)
+    return DataGroups(
+        mesh=layout.mesh, axes=layout.data_axes, settings=settings, shard=shard_rows(within)
     )
 
 
@@ -381,7 +405,7 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
         if "vocab" not in names:
             return param
         # Without the barrier the partitioner gathers float32, as it was before the cast.
-        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(param), sharding)
+        return constrained(jax.lax.optimization_barrier(param), sharding)
 
     def gathered(params: Params) -> Params:
         names, places = (_part_of(tree, params) for tree in (axes, use))

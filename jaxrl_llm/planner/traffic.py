@@ -1,9 +1,10 @@
 """Bytes that one device receives in a stage, by mesh axes. No jax.
 
 They follow the sharding rules: weights are gathered over `fsdp` and its neighbours for each
-micro-batch, `tensor` moves activations, `sequence` keys and values, `data` gradients. The axis
-`expert` moves tokens to experts and sums back, and gathers the weights of all else. A plan that
-compiles the programs reads the bytes from them instead.
+micro-batch, `tensor` moves activations, `sequence` keys and values. `data` sums float32 gradients
+once an optimizer step, after the last micro-batch, so nothing hides it. The axis `expert` moves
+tokens to experts and sums back, and gathers the weights of all else. A plan that compiles the
+programs reads the bytes from them instead.
 """
 
 import math
@@ -60,8 +61,7 @@ class Traffic:
             if name == EXPERT:  # tokens go to one device each
                 total += devices.exchange_seconds(size, axes)
                 continue
-            hidden = name.endswith(GATHERED) or name == "data"
-            exposed = 1.0 - devices.rates.hidden if hidden else 1.0
+            exposed = 1.0 - devices.rates.hidden if name.endswith(GATHERED) else 1.0
             total += exposed * devices.seconds(size, axes)
         return total
 

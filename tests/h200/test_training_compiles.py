@@ -13,6 +13,8 @@ from target import h200_mesh, needs_compiler
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.communication import collectives
+from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import shard_rows
 from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.learner.losses import PolicyLoss
@@ -20,6 +22,7 @@ from jaxrl_llm.learner.micro_batches import Packed
 from jaxrl_llm.learner.train_step import mini_batches, train_step
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.shapes import num_parameters
 from jaxrl_llm.plan.roles import make_role
 
 pytestmark = needs_compiler
@@ -77,6 +80,7 @@ def update(sizes, *, compiler_options=None, config=CONFIG, phases=None, **settin
             max_grad_norm=1.0,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=packed,
+            groups=role.data_groups,
         )
 
     by_row = partial(
@@ -125,6 +129,19 @@ def test_on_four_cards(sizes):
     assert ("bf16", f"{CONFIG.vocab_size // sizes[2]},{CONFIG.hidden_size}") in travels
     for dtype, shape in travels:
         assert dtype != "f32" or np.prod([int(d) for d in shape.split(",")]) < 2**22, shape
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_over_data_once():
+    """Behind the loop over micro-batches, by a program that is otherwise that of one card."""
+    compiled = update((2, 1, 1))
+    axes = MeshAxes(names=("data",), sizes=(2,))
+    sums = [x for x in collectives(compiled.as_text(), axes, []) if x.kind == "all-reduce"]
+    parameters = num_parameters(CONFIG)
+    assert sum(x.bytes for x in sums if not x.loops) == pytest.approx(4 * parameters, rel=0.01)
+    assert sum(x.bytes for x in sums if x.loops) < 1000
+    alone = update((1, 1, 1)).memory_analysis().temp_size_in_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.02 * alone
 
 
 @pytest.mark.slow

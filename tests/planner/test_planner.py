@@ -268,17 +268,20 @@ def test_a_norm_behind_a_projection_keeps_what_it_reads():
 
 
 def test_the_compiler_replaces_memory_and_traffic():
-    mesh = c.MeshConfig(fsdp=4, tensor=2)
+    mesh = c.MeshConfig(data=2, fsdp=2, tensor=2)
     config = tiny(c.GRPO(use_kl_loss=False), mesh)
     work, devices = work_of(config), Devices(mesh=mesh, hosts=1, rates=H200)
     programs = RealPrograms(config, tuple(jax.devices()[:8]), (2,))
     stage = programs.stage("update_actor")
-    planned = with_compiled(estimate(work, devices), programs.resident(), [stage])
+    formulas = estimate(work, devices)
+    planned = with_compiled(formulas, programs.resident(), [stage])
     assert planned.temporaries["update_actor"] == stage.temporaries > 0
     update = planned.stages[-1]
     assert update.stage == "update_actor"
     assert update.traffic.received["fsdp (weights)"] > 0
     assert any("tensor" in axes for axes in update.traffic.received)
+    summed = formulas.stages[-1].traffic.received["data"]  # gradients, once an optimizer step
+    assert summed == pytest.approx(update.traffic.received["data"], rel=0.05)
 
 
 # ------------------------------------------------------------------------- layouts

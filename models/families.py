@@ -20,6 +20,7 @@ from jaxrl_llm.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
     smollm3,
 )
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
     "smollm3": smollm3,
 }
@@ -74,9 +76,10 @@ MISSING: dict[str, str] = {
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
     "Llama4": "chunked attention and the temperature of layers without rope",
-    "Qwen3Next": "gated delta rule layers with a state in the cache, and a gate of shared experts",
+    "Qwen3Next": "a gate of its shared experts",
     "Qwen2Moe": "a gate of its shared experts",
-    "Qwen35": "gated delta rule layers with a state in the cache",
+    "Qwen35Moe": "a gate of its shared experts",
+    "Qwen35": _IMAGES,
     "DeepseekV2": "a softmax router that chooses among groups of experts",
     "DeepseekV32": "sparse attention",
     "DeepseekV4": "sparse attention and hyper-connections",

@@ -128,7 +128,7 @@ def hf_names(config: ModelConfig, kind: Kind, *, norms: Mapping[str, str] = NORM
             names |= _expert_names(config, mixture, (*layer, "mlp"), prefix)
         else:
             names |= mlp_names((*layer, "mlp"), f"{prefix}.mlp", D, F)
-        if config.latent is None:
+        if config.latent is None and not config.is_linear(i):
             names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
     if kind == "scalar":
         names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
@@ -188,8 +188,10 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
         ("k", config.num_kv_heads),
         ("v", config.num_kv_heads),
     ):
+        # A gated query's projection has its gate, too, behind it in each head.
+        size = 2 * H if name == "q" and config.attention_gate else H
         names[*path, name, "kernel"] = HFTensor(
-            f"{prefix}.{name}_proj.weight", (heads * H, D), (D, heads, H), transpose=True
+            f"{prefix}.{name}_proj.weight", (heads * size, D), (D, heads, size), transpose=True
         )
         if config.attention_bias:
             names[*path, name, "bias"] = HFTensor(

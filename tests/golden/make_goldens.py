@@ -449,6 +449,28 @@ CASES: dict[str, dict[str, Any]] = {
             tie_word_embeddings=True,
         ),
     ),
+    # One layer of a gated delta rule, then one of gated attention.
+    "qwen3_5": case(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        **sizes(
+            16,
+            4,
+            2,
+            head_dim=8,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+            },
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=6,
+            linear_value_head_dim=5,
+            tie_word_embeddings=True,
+        ),
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 from test_offline_mesh import OPTIMIZER
 from tiny import HYBRID, MODEL
 from tiny_iteration import first_states, open_iteration, packed, run_step, tiny_config
@@ -27,6 +28,7 @@ def iterate(**sizes):
     return batch, metrics, fetch(states["actor"].params)
 
 
+@pytest.mark.slow
 def test_an_iteration_equals_one_device():
     """Rollout, packed log-probs with shared prompts, and updates."""
     batch, metrics, params = iterate(data=2, fsdp=2, tensor=2)

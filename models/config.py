@@ -28,6 +28,7 @@ class Mixture:
     groups_per_token: int = 1
     scaling: float = 1.0  # of the weights of a token's experts
     shared_size: int = 0  # inner size of the experts that every token has, together
+    shared_gate: bool = False  # a sigmoid of a token's own multiplies what these add
     dense_layers: int = 0  # the first layers, with an MLP in place of experts
 
     def __post_init__(self) -> None:

@@ -7,12 +7,12 @@ convolution.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.models import hf as common
-from jaxrl_llm.models.config import GatedDelta, Kind, ModelConfig
-from jaxrl_llm.models.hf import HFTensor, Names, Path
+from jaxrl_llm.models.config import GatedDelta, Kind, Mixture, ModelConfig
+from jaxrl_llm.models.hf import HFTensor, Names, Path, value_of
 
 LINEAR, FULL = "linear_attention", "full_attention"  # transformers' layer types
 # What a hybrid family has in common with no other one.
@@ -23,6 +23,15 @@ FEATURES: dict[str, Any] = {
     "attention_gate": True,
     "rotary_factor": common.ANY,
     "delta": common.ANY,
+}
+SHARED_SIZE = "shared_expert_intermediate_size"
+# Projections of a layer by the tensor that holds them, "q" to "decay", in the order of its rows.
+Tensors = Mapping[str, tuple[str, ...]]
+APART: Tensors = {
+    "in_proj_qkv": ("q", "k", "v"),
+    "in_proj_z": ("gate",),
+    "in_proj_b": ("rate",),
+    "in_proj_a": ("decay",),
 }
 
 
@@ -40,7 +49,7 @@ def fields_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
 
 def _delta_from_hf(hf: Mapping[str, Any], family: str, layers: int) -> GatedDelta:
     types = common.entries(hf, "layer_types", list, [])
-    period = common.value_of(hf, "full_attention_interval", 4)
+    period = value_of(hf, "full_attention_interval", 4)
     if types:
         period = types.index(FULL) + 1 if FULL in types else layers + 1
         if types != _types(period, layers) or period < 2:
@@ -50,11 +59,11 @@ def _delta_from_hf(hf: Mapping[str, Any], family: str, layers: int) -> GatedDelt
             )
     return GatedDelta(
         period=period,
-        key_heads=common.value_of(hf, "linear_num_key_heads", 16),
-        value_heads=common.value_of(hf, "linear_num_value_heads", 32),
-        key_dim=common.value_of(hf, "linear_key_head_dim", 128),
-        value_dim=common.value_of(hf, "linear_value_head_dim", 128),
-        conv_size=common.value_of(hf, "linear_conv_kernel_dim", 4),
+        key_heads=value_of(hf, "linear_num_key_heads", 16),
+        value_heads=value_of(hf, "linear_num_value_heads", 32),
+        key_dim=value_of(hf, "linear_key_head_dim", 128),
+        value_dim=value_of(hf, "linear_value_head_dim", 128),
+        conv_size=value_of(hf, "linear_conv_kernel_dim", 4),
     )
 
 
@@ -86,34 +95,90 @@ def delta_of(config: ModelConfig) -> GatedDelta:
     return config.delta
 
 
-def hf_names(config: ModelConfig, kind: Kind) -> Names:
-    """The Hugging Face tensor of each parameter path."""
+def mixture_from_hf(hf: Mapping[str, Any], **defaults: Any) -> Mixture:
+    """The experts of every layer, one of them shared; `defaults` are values of missing keys."""
+    hf = defaults | {key: value for key, value in hf.items() if value is not None}
+    return Mixture(
+        num_experts=hf.get("num_experts") or hf["num_local_experts"],
+        experts_per_token=hf["num_experts_per_tok"],
+        expert_size=value_of(hf, "moe_intermediate_size", 512),
+        normalized=bool(value_of(hf, "norm_topk_prob", True)),
+        shared_size=value_of(hf, SHARED_SIZE, 512),
+        shared_gate=True,
+    )
+
+
+def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json of the experts."""
+    mixture = mixture_of(config)
+    return {
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "moe_intermediate_size": mixture.expert_size,
+        SHARED_SIZE: mixture.shared_size,
+    }
+
+
+def mixture_of(config: ModelConfig) -> Mixture:
+    """Raises: ValueError for a model without experts, or with others than a hybrid family has."""
+    mixture = config.mixture
+    if mixture is None:
+        raise ValueError(f"{config.family} has experts: give mixture, or take qwen3_5_text")
+    plain = Mixture(
+        num_experts=mixture.num_experts,
+        experts_per_token=mixture.experts_per_token,
+        expert_size=mixture.expert_size,
+        normalized=mixture.normalized,
+        shared_size=max(mixture.shared_size, 1),
+        shared_gate=True,
+    )
+    if mixture != plain:
+        raise ValueError(
+            f"{config.family} has a softmax router without groups, experts in every layer, and a "
+            f"shared one with a gate, not {mixture}: change it"
+        )
+    return mixture
+
+
+def hf_names(config: ModelConfig, kind: Kind, tensors: Tensors = APART) -> Names:
+    """The Hugging Face tensor of each parameter path.
+
+    `tensors` other than APART have groups of rows, one a key head.
+    """
     delta, names = delta_of(config), common.hf_names(config, kind)
     for i in range(config.num_layers):
+        path, prefix = ("decoder", "layers", str(i)), f"model.layers.{i}"
         if config.is_linear(i):
-            path = ("decoder", "layers", str(i), "attention")
-            names |= _layer_names(config, delta, path, f"model.layers.{i}.linear_attn")
+            own = (*path, "attention"), f"{prefix}.linear_attn"
+            names |= _layer_names(config, delta, *own, tensors)
+        if config.mixture is not None:
+            names |= _shared_names(config, config.mixture, (*path, "mlp"), f"{prefix}.mlp")
     return names
 
 
-def _layer_names(config: ModelConfig, delta: GatedDelta, path: Path, prefix: str) -> Names:
+def _layer_names(
+    config: ModelConfig, delta: GatedDelta, path: Path, prefix: str, tensors: Tensors
+) -> Names:
     D, W = config.hidden_size, delta.conv_size
     G, N, H, V = delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim
-    streams, names = {"q": (G, H), "k": (G, H), "v": (N, V)}, Names()
-    of_rows, first = sum(map(math.prod, streams.values())), 0
-    for name, shape in streams.items():
-        part: dict[str, Any] = {"first_row": first, "of_rows": of_rows}
-        rows = math.prod(shape)
-        names[*path, name, "kernel"] = HFTensor(
-            f"{prefix}.in_proj_qkv.weight", (rows, D), (D, *shape), True, **part
-        )
-        names[*path, f"{name}_conv"] = HFTensor(
-            f"{prefix}.conv1d.weight", (rows, 1, W), (*shape, W), **part
-        )
-        first += rows
-    for ours, theirs, shape in (("gate", "z", (N, V)), ("rate", "b", (N,)), ("decay", "a", (N,))):
-        names[*path, ours, "kernel"] = HFTensor(
-            f"{prefix}.in_proj_{theirs}.weight", (math.prod(shape), D), (D, *shape), True
+    streams = {"q": (G, H), "k": (G, H), "v": (N, V)}
+    shapes = streams | {"gate": (N, V), "rate": (N,), "decay": (N,)}
+    names: Names = {}
+    for tensor, parts in tensors.items():
+        groups = 1 if tensors is APART else G
+        rows = _rows_of([math.prod(shapes[part]) for part in parts], groups)
+        for part, place in zip(parts, rows, strict=True):
+            names[*path, part, "kernel"] = HFTensor(
+                f"{prefix}.{tensor}.weight",
+                (math.prod(shapes[part]), D),
+                (D, *shapes[part]),
+                transpose=True,
+                **place,
+            )
+    rows = _rows_of([math.prod(shape) for shape in streams.values()], 1)
+    for (part, shape), place in zip(streams.items(), rows, strict=True):
+        names[*path, f"{part}_conv"] = HFTensor(
+            f"{prefix}.conv1d.weight", (math.prod(shape), 1, W), (*shape, W), **place
         )
     for ours, theirs, size in (
         ("log_speed", "A_log", N),
@@ -123,3 +188,16 @@ def _layer_names(config: ModelConfig, delta: GatedDelta, path: Path, prefix: str
         names[*path, ours] = HFTensor(f"{prefix}.{theirs}", (size,), (size,))
     names[*path, "o", "kernel"] = HFTensor(f"{prefix}.out_proj.weight", (D, N * V), (N, V, D), True)
     return names
+
+
+def _rows_of(sizes: Sequence[int], groups: int) -> list[dict[str, Any]]:
+    """Where the parts of a tensor lie, which have so many rows each; one after the other."""
+    firsts = [sum(sizes[:i]) // groups for i in range(len(sizes))]
+    return [{"first_row": first, "of_rows": sum(sizes), "groups": groups} for first in firsts]
+
+
+def _shared_names(config: ModelConfig, mixture: Mixture, path: Path, prefix: str) -> Names:
+    D, F = config.hidden_size, mixture.shared_size
+    names = common.mlp_names((*path, "shared"), f"{prefix}.shared_expert", D, F)
+    gate = HFTensor(f"{prefix}.shared_expert_gate.weight", (1, D), (D, 1), True)
+    return names | {(*path, "shared_gate", "kernel"): gate}

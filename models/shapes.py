@@ -222,7 +222,8 @@ def shared_matmuls(config: ModelConfig, layer: int) -> int:
     D = config.hidden_size
     if (mixture := config.mixture_of(layer)) is None:
         return attention_matmuls(config, layer) + 3 * D * config.intermediate_size
-    return attention_matmuls(config, layer) + D * mixture.num_experts + 3 * D * mixture.shared_size
+    shared = 3 * D * mixture.shared_size + (D if mixture.shared_gate else 0)
+    return attention_matmuls(config, layer) + D * mixture.num_experts + shared
 
 
 def expert_matmuls(config: ModelConfig) -> int:

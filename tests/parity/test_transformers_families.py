@@ -29,6 +29,8 @@ NAMES = [
     *("smollm3", "granite", "phi3_window", "phi3_partial_longrope"),
     *("olmo2", "glm4", "gemma", "gemma2", "gemma3_text", "gpt_oss", "qwen3_5"),
 ]
+EVERY = [*NAMES, "deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"]
+EVERY += ["qwen3_next", "qwen3_5_moe"]
 LENGTHS = (9, 3, 7)  # of the sequences in a packed row
 P, R = 9, 8  # tokens of the longest prompt and of a response
 
@@ -99,7 +101,7 @@ def test_packed_rows(name):
         np.testing.assert_allclose(found, expected, atol=1e-4 * max(scale, 1.0), err_msg=path)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", EVERY)
 def test_greedy_generation(name):
     """Our prefill of padded prompts and our decode steps choose the tokens of theirs."""
     theirs, spec, params = both(name)

@@ -93,7 +93,7 @@ class StateCache(NamedTuple):
     """States of one layer of a gated delta rule."""
 
     prompts: DeltaState  # [C, ...]; before the last token of the prompt
-    own: DeltaState  # [B, ...]
+    own: DeltaState  # [B, ...]; in a tail, of the first slots
 
 
 Cache = tuple[LayerCache | StateCache, ...]  # one a layer
@@ -105,12 +105,17 @@ def keys_and_values(cache: Cache) -> LayerCache:
 
 
 def with_slots(cache: Cache, from_S: jax.Array) -> Cache:
-    """The cache for the slots `from_S` alone; pages of keys and values stay where they are."""
+    """The cache with the states of the slots `from_S` first; keys and values stay in their pages.
+
+    Shapes stay, so that its memory can be donated.
+    """
 
     def one(layer: LayerCache | StateCache) -> LayerCache | StateCache:
         if isinstance(layer, LayerCache):
             return layer
-        return layer._replace(own=jax.tree.map(lambda x_B: x_B[from_S], layer.own))
+        return layer._replace(
+            own=jax.tree.map(lambda x_B: x_B.at[: len(from_S)].set(x_B[from_S]), layer.own)
+        )
 
     return tuple(map(one, cache))
 
@@ -299,9 +304,13 @@ def decode_recur(first_B: jax.Array, live_B: jax.Array, prompt_rows_B: jax.Array
             return jax.tree.map(chosen, one, other)
 
         of_prompts = jax.tree.map(lambda x: x[prompt_rows_B], cache.prompts)
-        before = of_slots(first_B, of_prompts, cache.own)
-        out_B1NV, after = gated_delta_step(inputs, before)
-        return out_B1NV, cache._replace(own=of_slots(live_B, after, cache.own))
+        num_slots = len(live_B)
+        own = jax.tree.map(lambda x: x[:num_slots], cache.own)
+        out_B1NV, after = gated_delta_step(inputs, of_slots(first_B, of_prompts, own))
+        after = of_slots(live_B, after, own)
+        return out_B1NV, cache._replace(
+            own=jax.tree.map(lambda x, new: x.at[:num_slots].set(new), cache.own, after)
+        )
 
     return recur
 

@@ -55,7 +55,7 @@ def test_samples_do_not_depend_on_slots():
         group=GROUP,
         prefill=RowSizes(rows=1, tokens=13, prompts=3),
         tail_slots=(3, 2),
-        cache_tokens=14,
+        cache_tokens=28,
         tokens_a_page=2,
     )
     whole = run()

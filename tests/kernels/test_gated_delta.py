@@ -16,14 +16,14 @@ def inputs_of(rng, tokens):
     """Streams of one row; decays from strong to nearly none."""
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return rng.normal(size=shape).astype(np.float32)
 
     shapes = ((G, H), (G, H), (N, V))
     return Inputs(
         streams=Streams(*(normal(1, tokens, *shape) for shape in shapes)),
         kernels=Streams(*(normal(*shape, W) for shape in shapes)),
-        log_decay_BTN=-jnp.exp(2 * normal(1, tokens, N) - 2),
-        rate_BTN=jax.nn.sigmoid(normal(1, tokens, N)),
+        log_decay_BTN=-np.exp(2 * normal(1, tokens, N) - 2),
+        rate_BTN=1 / (1 + np.exp(normal(1, tokens, N))),
     )
 
 
@@ -69,7 +69,7 @@ def packed():
     padding = 3
     start += [at + padding] * padding
     begin, end = begin + [0] * padding, end + [0] * padding
-    return Runs(*(jnp.asarray(x, jnp.int32)[None] for x in (start, begin, end))), samples
+    return Runs(*(np.array([x], np.int32) for x in (start, begin, end))), samples
 
 
 def parts_of(inputs, tokens):
@@ -96,7 +96,7 @@ def test_gradients_of_a_shared_prompt(monkeypatch):
     runs, samples = packed()
     rng = np.random.default_rng(1)
     inputs = inputs_of(rng, runs.start_BT.shape[1])
-    weights = [jnp.asarray(rng.normal(size=(len(s), N, V)), jnp.float32) for s in samples]
+    weights = [rng.normal(size=(len(s), N, V)).astype(np.float32) for s in samples]
     longest = max(map(len, samples))
 
     def together(inputs):
@@ -115,7 +115,7 @@ def test_gradients_of_a_shared_prompt(monkeypatch):
 
     found, expected = (jax.jit(jax.grad(f))(inputs) for f in (together, apart))
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-4 * max(1, float(jnp.abs(other).max())))
+        np.testing.assert_allclose(own, other, atol=1e-4 * max(1, np.abs(other).max()))
 
 
 def test_states_and_steps(monkeypatch):
@@ -123,9 +123,10 @@ def test_states_and_steps(monkeypatch):
     monkeypatch.setattr(rule, "CHUNK", 8)
     lengths, start = (3, 13), 3
     inputs = inputs_of(np.random.default_rng(2), sum(lengths))
-    runs = Runs(jnp.asarray([0] * 3 + [start] * 13, jnp.int32)[None])
-    last = jnp.asarray([[-1, 0, 3 + 9]])
-    out, states = jax.jit(lambda i: rule.gated_delta_states(i, runs, last))(inputs)
+    runs = Runs(np.array([[0] * 3 + [start] * 13], np.int32))
+    last = np.array([[-1, 0, 3 + 9]])
+    run = jax.jit(lambda inputs: rule.gated_delta_states(inputs, runs, last))
+    out, states = jax.device_get(run(inputs))
     whole, memory = by_tokens(parts_of(inputs, np.arange(start, 16)))
     np.testing.assert_allclose(out[0, start:], whole, atol=2e-5)
     assert not any(np.any(x[0, 0]) for x in jax.tree.leaves(states))
@@ -141,11 +142,15 @@ def test_states_and_steps(monkeypatch):
 
 def test_inverse_of_equal_keys():
     """Equal tokens without decay: sums of powers of this matrix would lose all digits."""
-    below = jnp.tril(jnp.ones((64, 64), jnp.float32), -1)
-    inverse, pull = jax.vjp(rule.unit_lower_inverse, below)
-    np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
+    below = np.tril(np.ones((64, 64), np.float32), -1)
     gradient = np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32)
+
+    @jax.jit
+    def run(below, gradient):
+        inverse, pull = jax.vjp(rule.unit_lower_inverse, below)
+        return inverse, pull(gradient)[0]
+
+    inverse, found = run(below, gradient)
+    np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
     exact = np.linalg.inv(np.eye(64) + np.tril(np.ones((64, 64)), -1))
-    np.testing.assert_allclose(
-        pull(jnp.asarray(gradient))[0], -exact.T @ gradient @ exact.T, atol=1e-4
-    )
+    np.testing.assert_allclose(found, -exact.T @ gradient @ exact.T, atol=1e-4)

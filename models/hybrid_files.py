@@ -99,7 +99,7 @@ def mixture_from_hf(hf: Mapping[str, Any], **defaults: Any) -> Mixture:
     """The experts of every layer, one of them shared; `defaults` are values of missing keys."""
     hf = defaults | {key: value for key, value in hf.items() if value is not None}
     return Mixture(
-        num_experts=hf.get("num_experts") or hf["num_local_experts"],
+        num_experts=hf["num_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         expert_size=value_of(hf, "moe_intermediate_size", 512),
         normalized=bool(value_of(hf, "norm_topk_prob", True)),

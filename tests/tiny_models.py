@@ -40,7 +40,7 @@ GEMMA: dict = dict(
     embedding_multiplier=math.sqrt(48),
     tie_word_embeddings=True,
 )
-HYBRID: dict = dict(
+HYBRID_FIELDS: dict = dict(
     unit_offset=True,
     qk_norm=True,
     attention_gate=True,
@@ -110,7 +110,7 @@ CONFIGS = {
         sliding_window=(4, None),
         mixture=Mixture(num_experts=3, experts_per_token=2, expert_size=40, normalized=True),
     ),
-    "qwen3_5": tiny_config("qwen3_5_text", **HYBRID),
+    "qwen3_5": tiny_config("qwen3_5_text", **HYBRID_FIELDS),
 }
 
 

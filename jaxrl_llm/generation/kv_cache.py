@@ -114,10 +114,17 @@ def with_slots(cache: Cache, from_S: jax.Array) -> Cache:
         if isinstance(layer, LayerCache):
             return layer
         return layer._replace(
-            own=jax.tree.map(lambda x_B: x_B.at[: len(from_S)].set(x_B[from_S]), layer.own)
+            own=jax.tree.map(lambda x_B: _with_first(x_B, x_B[from_S]), layer.own)
         )
 
     return tuple(map(one, cache))
+
+
+def _with_first(x_B: jax.Array, new_S: jax.Array) -> jax.Array:
+    """x with other first entries. No scatter: the partitioner would not keep it to one replica."""
+    if x_B.shape == new_S.shape:
+        return new_S
+    return jax.lax.dynamic_update_slice_in_dim(x_B, new_S, 0, axis=0)
 
 
 def _own_kv_heads(heads: HeadAxes, num_kv_heads: int) -> bool:
@@ -308,9 +315,7 @@ def decode_recur(first_B: jax.Array, live_B: jax.Array, prompt_rows_B: jax.Array
         own = jax.tree.map(lambda x: x[:num_slots], cache.own)
         out_B1NV, after = gated_delta_step(inputs, of_slots(first_B, of_prompts, own))
         after = of_slots(live_B, after, own)
-        return out_B1NV, cache._replace(
-            own=jax.tree.map(lambda x, new: x.at[:num_slots].set(new), cache.own, after)
-        )
+        return out_B1NV, cache._replace(own=jax.tree.map(_with_first, cache.own, after))
 
     return recur
 

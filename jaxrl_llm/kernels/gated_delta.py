@@ -277,10 +277,12 @@ def _chunks(
     visible_XBCC: jax.Array,
 ) -> _Chunks:
     """The chunks of streams [X, B, N, C, ...]."""
-    total = _einsum("XBCD,XBND->XBNC", visible_XBCC.astype(jnp.float32), log_decay)
-    seen = visible_XBCC[:, :, None]
-    between = jnp.where(seen, total[..., None] - total[..., None, :], 0)
-    decay = jnp.where(seen, jnp.exp(between), 0)
+    follows = (visible_XBCC & ~jnp.eye(visible_XBCC.shape[-1], dtype=bool))[:, :, None]
+    visible = visible_XBCC.astype(jnp.float32)
+    total = _einsum("XBCD,XBND->XBNC", visible, log_decay)
+    # Summed for each pair: a difference of totals would lose digits where decays are strong.
+    between = _einsum("XBCE,XBNED->XBNCD", visible, log_decay[..., None] * follows)
+    decay = jnp.where(visible_XBCC[:, :, None], jnp.exp(between), 0)
     since = jnp.exp(total)
     written = jnp.tril(_einsum("XBNCH,XBNDH->XBNCD", k, k) * decay, -1) * rate[..., None]
     solved = unit_lower_inverse(written)

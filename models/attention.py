@@ -4,6 +4,7 @@ Shape letters: B batch, T tokens, D hidden, N query heads, K KV heads, H head di
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.gated_delta import Inputs
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import (
     Form,
@@ -47,6 +49,29 @@ class Attend(Protocol):
         ...
 
 
+class Recur(Protocol):
+    """The gated delta rule that the caller of a hybrid model supplies; see `Attend`.
+
+    The callee knows which tokens of a row follow which, or the state that they follow.
+    """
+
+    def __call__(self, inputs: Inputs, layer_cache: Any, /) -> tuple[jax.Array, Any]:
+        """The outputs, float32 [B, T, N, V], and the layer's new cache."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """An `Attend` with what layers of a gated delta rule need."""
+
+    attend: Attend
+    recur: Recur
+
+    def __call__(self, *arguments: Any, **more: Any) -> tuple[jax.Array, Any]:
+        """See `Attend`."""
+        return self.attend(*arguments, **more)
+
+
 class Kept(NamedTuple):
     """The cache of a layer, and what it is to hold in place of the keys and values of a prefill."""
 
@@ -79,12 +104,14 @@ class Attention(nnx.Module):
         self.query_scale = 1.0 if multiplier is None else multiplier * math.sqrt(H)
         linear = projection_of(form)
         projection = partial(linear, bias=config.attention_bias, dtype=dtype)
+        self.gated = config.attention_gate
+        parts = 2 if self.gated else 1  # of the queries' projection: a head's query, then its gate
         if form.endswith("separate"):
-            self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))
+            self.q = projection((D, N, parts * H), ("embed", "q_heads", "head_dim"))
             self.k = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
             self.v = projection((D, K, H), ("embed", "kv_heads", "head_dim"))
         else:
-            self.qkv = projection((D, N + 2 * K, H), ("embed", "merged", "head_dim"))
+            self.qkv = projection((D, parts * N + 2 * K, H), ("embed", "merged", "head_dim"))
         self.o = linear(
             (N, H, D),
             ("q_heads", "head_dim", "embed"),
@@ -115,15 +142,27 @@ class Attention(nnx.Module):
         more: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if self.softcap is not None:
             more["softcap"] = self.softcap
-        inputs = self.inputs(x_BTD, rope)
-        out_BTNH, new_cache = attend(*inputs, layer_cache, window=self.window, **more)
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = gathering(self._project)(x_BTD)
+        q_BTNH, k_BTKH = self._turned(q_BTNH, k_BTKH, rope)
+        out_BTNH, new_cache = attend(
+            q_BTNH, k_BTKH, v_BTKH, layer_cache, window=self.window, **more
+        )
+        if gate_BTNH is not None:
+            out_BTNH *= jax.nn.sigmoid(gate_BTNH)
         return self.o(out_BTNH), new_cache
 
     def inputs(
         self, x_BTD: jax.Array, rope: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, as `Attend` takes them."""
-        q_BTNH, k_BTKH, v_BTKH = gathering(self._project)(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = gathering(self._project)(x_BTD)
+        assert gate_BTNH is None, "strict passes of a gated layer are refused"
+        return *self._turned(q_BTNH, k_BTKH, rope), v_BTKH
+
+    def _turned(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, rope: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys after their norms, rope and scale."""
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if self.rope_table is not None:
@@ -132,11 +171,20 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = turned(q_BTNH), turned(k_BTKH)
         if self.query_scale != 1.0:  # the callee of `Attend` scales too
             q_BTNH = (q_BTNH * jnp.float32(self.query_scale)).astype(q_BTNH.dtype)
-        return q_BTNH, k_BTKH, v_BTKH
+        return q_BTNH, k_BTKH
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(
+        self, x_BTD: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Queries, keys and values, and the gate of a layer that has one."""
         if hasattr(self, "qkv"):
             N, K = self.heads
-            q_BTNH, k_BTKH, v_BTKH = jnp.split(self.qkv(x_BTD), (N, N + K), axis=-2)
-            return q_BTNH, k_BTKH, v_BTKH
-        return self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+            queries = 2 * N if self.gated else N
+            q_BTNH, k_BTKH, v_BTKH = jnp.split(self.qkv(x_BTD), (queries, queries + K), axis=-2)
+        else:
+            q_BTNH, k_BTKH, v_BTKH = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        if not self.gated:
+            return q_BTNH, k_BTKH, v_BTKH, None
+        both_BTNH = q_BTNH.reshape(*q_BTNH.shape[:-2], self.heads[0], -1)
+        q_BTNH, gate_BTNH = jnp.split(both_BTNH, 2, axis=-1)
+        return q_BTNH, k_BTKH, v_BTKH, gate_BTNH

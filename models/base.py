@@ -63,7 +63,7 @@ class ModelSpec:
     Equality and hash use the first five fields. `params`, `axes` and `init` have the same
     structure. Each is a copy of its own, as equal models share one spec.
     A leaf of `axes` is a tuple of logical axes, one a dim; a leaf of `init` is "normal", "ones",
-    "zeros", "uniform", "uniform_each" or "unit_normal".
+    "zeros", "uniform", "uniform_each", "log_uniform" or "unit_normal".
     """
 
     config: ModelConfig
@@ -132,6 +132,14 @@ def _model_spec(
     config: ModelConfig, kind: Kind, name: str, form: Form, lora: Lora | None
 ) -> ModelSpec:
     check_family(config)
+    if config.delta is not None and (form == FROZEN or form.startswith("float8")):
+        key = "actor.base_dtype=bfloat16" if form == FROZEN else "rollout.quantization=none"
+        raise ValueError(f"layers of a gated delta rule have no float8 form: set --config.{key}")
+    if config.delta is not None and lora is not None:
+        raise ValueError(
+            "adapters of models with layers of a gated delta rule are not supported: set "
+            "--config.actor.lora={}, or merge the adapter into the model with PEFT first"
+        )
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if config.mixture is not None and (form == FROZEN or form.startswith("float8")):
         key = "actor.base_dtype=bfloat16" if form == FROZEN else "rollout.quantization=none"
@@ -254,10 +262,13 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
     layers = {}
     for name, layer in params["decoder"]["layers"].items():
         attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
-        if spec.config.latent is None:  # latent attention keeps its projections
+        kept = spec.config.latent is not None or spec.config.is_linear(int(name))
+        if not kept:  # latent attention and a gated delta rule keep their projections
+            H = spec.config.head_dim  # a gated query's projection has twice as many
             parts = [attention.pop(part) for part in ("q", "k", "v")]
             attention["qkv"] = {
-                leaf: jnp.concatenate([part[leaf] for part in parts], axis=-2) for leaf in parts[0]
+                leaf: jnp.concatenate([_in_heads(part[leaf], H) for part in parts], axis=-2)
+                for leaf in parts[0]
             }
         if spec.config.mixture_of(int(name)) is None:  # experts keep theirs
             kernels = [mlp.pop(part)["kernel"] for part in ("gate", "up")]
@@ -265,6 +276,11 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
         layers[name] = layer | {"attention": attention, "mlp": mlp}
     merged = params | {"decoder": params["decoder"] | {"layers": layers}}
     return model_spec(spec.config, spec.kind, spec.dtype, form="merged"), merged
+
+
+def _in_heads(leaf: jax.Array, size: int) -> jax.Array:
+    """[..., heads, dims] as heads of this size."""
+    return leaf if leaf.shape[-1] == size else leaf.reshape(*leaf.shape[:-2], -1, size)
 
 
 def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
@@ -382,6 +398,8 @@ def _draw(
         inputs = shape[1:-1] if init == "uniform_each" else shape[:-1]
         bound = math.prod(inputs) ** -0.5
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
+    if init == "log_uniform":  # of a gated delta rule's decay
+        return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
     if init == "unit_normal":
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)
     if init == "normal":

@@ -28,6 +28,7 @@ class Mixture:
     groups_per_token: int = 1
     scaling: float = 1.0  # of the weights of a token's experts
     shared_size: int = 0  # inner size of the experts that every token has, together
+    shared_gate: bool = False  # a sigmoid of a token's own multiplies what these add
     dense_layers: int = 0  # the first layers, with an MLP in place of experts
 
     def __post_init__(self) -> None:
@@ -75,6 +76,34 @@ class Latent:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}: it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Layers of a gated delta rule (arXiv:2412.06464) in place of most layers' attention.
+
+    Each has a short causal convolution, and a state of one matrix a value head.
+    """
+
+    period: int  # every layer whose number is a multiple of it, counted from 1, has attention
+    key_heads: int  # of queries and keys; each serves neighbouring value heads
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    conv_size: int  # tokens that the convolution sees, its own included
+
+    def __post_init__(self) -> None:
+        for name in ("period", "key_heads", "value_heads", "key_dim", "value_dim", "conv_size"):
+            if getattr(self, name) < (least := 2 if name in ("period", "conv_size") else 1):
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}: "
+                "every key head serves the same number of value heads"
+            )
+
+
+LINEAR = -1  # in `ModelConfig.layer_kinds`: a gated delta rule in place of attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +159,8 @@ class ModelConfig:
     # this and its negative. None: they use `activation`.
     swiglu_limit: float | None = None
     latent: Latent | None = None  # multi-head latent attention
+    attention_gate: bool = False  # a sigmoid of the layer's input multiplies attention's output
+    delta: GatedDelta | None = None  # layers of a gated delta rule between those of attention
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -159,6 +190,11 @@ class ModelConfig:
             )
         self._check_multipliers()
         self._check_latent()
+        if self.delta is not None and not self.num_attention_layers:
+            raise ValueError(
+                f"{self.num_layers} layers with attention in every {self.delta.period}th: at least "
+                "one layer has attention"
+            )
         if self.mixture is not None and not 0 <= self.mixture.dense_layers < self.num_layers:
             raise ValueError(
                 f"dense_layers {self.mixture.dense_layers} of {self.num_layers} layers: at least "
@@ -209,11 +245,22 @@ class ModelConfig:
         """The window of each layer, and the number of its rope tables; None: no rope."""
 
         def table(layer: int) -> int | None:
+            if self.is_linear(layer):
+                return LINEAR
             if self.rope_layers and not self.rope_layers[layer]:
                 return None
             return int(self.local_rope_theta is not None and self._has_window(layer))
 
         return tuple((window, table(i)) for i, window in enumerate(self.sliding_window))
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether the layer has a gated delta rule in place of attention."""
+        return self.delta is not None and (layer + 1) % self.delta.period != 0
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention, and so with keys and values in the cache."""
+        return self.num_layers if self.delta is None else self.num_layers // self.delta.period
 
     def _has_window(self, layer: int) -> bool:
         return self.sliding_window[layer] is not None

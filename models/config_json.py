@@ -34,7 +34,10 @@ _TYPES = (
          "num_key_value_heads", "max_position_embeddings", "num_experts", "num_local_experts",
          "num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_group",
          "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-         "v_head_dim", "no_rope_layer_interval", "sliding_window_pattern"),
+         "v_head_dim", "no_rope_layer_interval", "sliding_window_pattern",
+         "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
+         "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+         "shared_expert_intermediate_size"),
         int, _SIZE, 1, _MOST,
     ),
     _Wanted(

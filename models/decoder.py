@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.flash_attention import ATTENTION, SCHEDULE
 from jaxrl_llm.kernels.strict import Strict, by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Attend, Attention
-from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.config import LINEAR, Mixture, ModelConfig
 from jaxrl_llm.models.experts import Experts, Routed, Routing
+from jaxrl_llm.models.gated_delta import GatedDeltaNet
 from jaxrl_llm.models.latent_attention import LatentAttention
 from jaxrl_llm.models.layers import (
     MLP,
@@ -66,11 +67,7 @@ class Block(nnx.Module):
         float8 = form.startswith("float8")
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = norm(float8=float8) if before else None
-        self.attention = (
-            Attention(config, kind=kind, form=form, dtype=dtype)
-            if config.latent is None
-            else LatentAttention(config, config.latent, kind=kind, form=form, dtype=dtype)
-        )
+        self.attention = _mixer(config, kind=kind, form=form, dtype=dtype)
         self.attention_out_norm = norm() if after else None
         self.mlp_norm = norm(float8=float8) if before else None
         self.mlp = (
@@ -140,6 +137,7 @@ class Block(nnx.Module):
                 mixed_CD, choice = layer.mlp(read_CD), None
             return x_CD + layer._addend(mixed_CD, layer.mlp_out_norm), choice
 
+        assert isinstance(self.attention, Attention)
         q_BTNH, k_BTKH, v_BTKH = by_rows(strict, before, state, x_BTD, *rope)
         window = self.attention.window
         out_BTNH, new_cache = attend(q_BTNH, k_BTKH, v_BTKH, layer_cache, window=window)
@@ -149,6 +147,17 @@ class Block(nnx.Module):
         whole = (routing or Routing()).whole(x_BTD, self.mlp.mixture)
         x_BTD, choice = by_rows(strict, after, state, x_BTD, out_BTNH, whole)
         return x_BTD, new_cache, self.mlp.router.routed(choice, whole)
+
+
+def _mixer(
+    config: ModelConfig, *, kind: tuple[int | None, int | None], form: Form, dtype: DTypeLike
+) -> Attention | LatentAttention | GatedDeltaNet:
+    """What mixes the tokens of a layer."""
+    if config.delta is not None and kind[1] == LINEAR:
+        return GatedDeltaNet(config, config.delta, dtype=dtype)
+    if config.latent is not None:
+        return LatentAttention(config, config.latent, kind=kind, form=form, dtype=dtype)
+    return Attention(config, kind=kind, form=form, dtype=dtype)
 
 
 # Runs layers, in their order, on the residual stream [B, T, D]; what their routers did comes too.

@@ -160,6 +160,8 @@ def check(config: ModelConfig) -> None:
         mixture=common.ANY,
     )
     _, mixture = _parts(config)
+    if mixture.shared_gate:
+        raise ValueError(f"{config.family} has no gate of shared experts: give shared_gate=False")
     if mixture.scores != "sigmoid":
         raise ValueError(f"{config.family} has a sigmoid router: give scores='sigmoid'")
     if mixture.shared_size < 1 or mixture.shared_size % mixture.expert_size:

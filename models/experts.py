@@ -25,7 +25,7 @@ from jaxrl_llm.models.config import BALANCE, Mixture, ModelConfig
 from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_exchange import rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
-from jaxrl_llm.models.layers import MLP, parameter
+from jaxrl_llm.models.layers import MLP, Projection, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -205,6 +205,8 @@ class Experts(nnx.Module):
         self.down = stack((E, F, D), ("expert", "mlp", "expert_embed"))
         if mixture.shared_size:
             self.shared = MLP(config, size=mixture.shared_size, form="separate", dtype=dtype)
+        if mixture.shared_gate:
+            self.shared_gate = Projection((D, 1), ("embed", "value"), dtype=dtype)
 
     def __call__(
         self, x_BTD: jax.Array, routing: Routing | None = None
@@ -218,7 +220,10 @@ class Experts(nnx.Module):
         if bias_ED is not None:
             y_BTD += _weighted_rows(weights_BTK, chosen_BTK, bias_ED).astype(y_BTD.dtype)
         if self.mixture.shared_size:
-            y_BTD += self.shared(x_BTD)
+            shared_BTD = self.shared(x_BTD)
+            if self.mixture.shared_gate:
+                shared_BTD *= jax.nn.sigmoid(self.shared_gate(x_BTD))
+            y_BTD += shared_BTD
         return y_BTD, self.router.routed(choice, routing)
 
     def strictly(self, x_CD: jax.Array, routing: Routing) -> tuple[jax.Array, Choice]:

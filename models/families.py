@@ -20,7 +20,10 @@ from jaxrl_llm.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from jaxrl_llm.models.config import Kind, ModelConfig
@@ -56,7 +59,10 @@ FAMILIES: dict[str, Family] = {
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "smollm3": smollm3,
 }
 # "LlamaForCausalLM" -> ("llama", "causal_lm")
@@ -74,9 +80,8 @@ MISSING: dict[str, str] = {
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
     "Llama4": "chunked attention and the temperature of layers without rope",
-    "Qwen3Next": "gated delta rule layers with a state in the cache, and a gate of shared experts",
-    "Qwen2Moe": "a gate of its shared experts",
-    "Qwen35": "gated delta rule layers with a state in the cache",
+    "Qwen2Moe": "a family file: the gate of its shared experts is here",
+    "Qwen35": _IMAGES,
     "DeepseekV2": "a softmax router that chooses among groups of experts",
     "DeepseekV32": "sparse attention",
     "DeepseekV4": "sparse attention and hyper-connections",
@@ -150,11 +155,13 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
     """Whether an import may ignore this tensor, which `hf_names` does not list.
 
-    Files of DeepSeek-V3 have layers that predict further tokens.
+    Files of DeepSeek-V3 and of hybrid families have layers that predict further tokens.
     Old files store the rope frequencies. Some tied models store the head a second time. A scalar
     model that is made from a language model does not use the head.
     """
     if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if config.delta is not None and name.startswith("mtp."):
         return True
     if config.latent is not None and deepseek_v3.predicts_further(config, name):
         return True

@@ -25,9 +25,19 @@ def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: float = 2) -> float:
-    """Bytes that one token holds in the cache, over all layers."""
+    """Bytes that one token holds in the cache, over all layers of attention."""
     heads, size = config.cache_heads
-    return 2 * config.num_layers * heads * size * itemsize
+    return 2 * config.num_attention_layers * heads * size * itemsize
+
+
+def state_bytes_per_slot(config: ModelConfig, itemsize: float = 2) -> float:
+    """Bytes of the states of one sample in generation: of all layers of a gated delta rule."""
+    if (delta := config.delta) is None:
+        return 0.0
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    window = (2 * keys + values) * (delta.conv_size - 1) * itemsize
+    rules = config.num_layers - config.num_attention_layers
+    return rules * (4.0 * values * delta.key_dim + window)
 
 
 def attended_dim(config: ModelConfig) -> float:
@@ -71,4 +81,12 @@ def forward_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "cau
     """FLOPs of a forward pass, a third of `training_flops`."""
     dense = 2.0 * matmul_parameters(config, kind) * sum(lengths)
     layer = attention_flops(config.num_heads, attended_dim(config), lengths)
-    return dense + config.num_layers * layer
+    return dense + config.num_attention_layers * layer + _rule_flops(config) * sum(lengths)
+
+
+def _rule_flops(config: ModelConfig) -> float:
+    """FLOPs of a token in the states of all layers of a gated delta rule: read, write, read."""
+    if (delta := config.delta) is None:
+        return 0.0
+    rules = config.num_layers - config.num_attention_layers
+    return 6.0 * rules * delta.value_heads * delta.value_dim * delta.key_dim

@@ -25,6 +25,7 @@ class HFTensor:
     `our_shape`. Arrays may be numpy's or jax's. A fused tensor of theirs holds several of ours:
     then `shape` is that of our part, which begins at `first_row` of `of_rows`. Or it holds columns
     of several in turn: then `shape` is that of our part, every `of_turns`-th column from `turn` on.
+    With `groups`, their rows are as many equal groups, in each of which our part has rows.
 
     Guarantees: both directions only move elements, so a round trip is exact in any dtype.
     """
@@ -35,6 +36,7 @@ class HFTensor:
     transpose: bool = False
     first_row: int = 0
     of_rows: int | None = None
+    groups: int = 1
     turn: int = 0
     of_turns: int = 1
     dtype: str | None = None  # of both arrays, whatever that of the model is
@@ -59,7 +61,10 @@ class HFTensor:
                 f"{self.whole_shape}: config.json and the weights are not of the same model"
             )
         if self.of_rows is not None:
-            array = array[self.first_row : self.first_row + self.shape[0]]
+            by_group = array.reshape(self.groups, -1, *array.shape[1:])
+            rows = self.shape[0] // self.groups
+            own = by_group[:, self.first_row : self.first_row + rows]
+            array = own.reshape(self.shape)
         if self.of_turns > 1:
             array = array[..., self.turn :: self.of_turns]
         return (array.T if self.transpose else array).reshape(self.our_shape)
@@ -69,6 +74,11 @@ class HFTensor:
         if not self.transpose:
             return array.reshape(self.shape)
         return array.reshape(self.shape[::-1]).T
+
+    def in_groups(self, arrays: Sequence[Any]) -> Any:
+        """Their whole tensor from the parts of its rows, in numpy."""
+        parts = [x.reshape(self.groups, -1, *x.shape[1:]) for x in arrays]
+        return np.concatenate(parts, axis=1).reshape(self.whole_shape)
 
     def in_turns(self, arrays: Sequence[Any]) -> Any:
         """Their whole tensor from that of each turn, in numpy."""
@@ -128,7 +138,7 @@ def hf_names(config: ModelConfig, kind: Kind, *, norms: Mapping[str, str] = NORM
             names |= _expert_names(config, mixture, (*layer, "mlp"), prefix)
         else:
             names |= mlp_names((*layer, "mlp"), f"{prefix}.mlp", D, F)
-        if config.latent is None:
+        if config.latent is None and not config.is_linear(i):
             names |= _attention_names(config, (*layer, "attention"), f"{prefix}.self_attn")
     if kind == "scalar":
         names["score", "kernel"] = HFTensor("score.weight", (1, D), (D, 1), transpose=True)
@@ -188,8 +198,10 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
         ("k", config.num_kv_heads),
         ("v", config.num_kv_heads),
     ):
+        # A gated query's projection has its gate, too, behind it in each head.
+        size = 2 * H if name == "q" and config.attention_gate else H
         names[*path, name, "kernel"] = HFTensor(
-            f"{prefix}.{name}_proj.weight", (heads * H, D), (D, heads, H), transpose=True
+            f"{prefix}.{name}_proj.weight", (heads * size, D), (D, heads, size), transpose=True
         )
         if config.attention_bias:
             names[*path, name, "bias"] = HFTensor(
@@ -253,7 +265,7 @@ def whole_tensor(parts: Sequence[StoredPart], arrays: Sequence[Any]) -> Any:
     tensor = parts[0].tensor
     if tensor.of_turns > 1:
         return tensor.in_turns(arrays)
-    return np.concatenate(arrays)
+    return tensor.in_groups(arrays)
 
 
 def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[str, Any]:
@@ -535,7 +547,7 @@ FEW = {
         "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
         "attention_softcap", "logits_softcap", "embedding_multiplier", "residual_multiplier",
         "logits_scaling", "attention_out_bias", "attention_sinks", "expert_bias", "swiglu_limit",
-        "latent",
+        "latent", "attention_gate", "delta",
     )
 }  # fmt: skip
 

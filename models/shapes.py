@@ -170,6 +170,8 @@ def num_parameters(config: ModelConfig) -> int:
     """Number of parameters of the language model; a tied table counts once."""
     D, H, N, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
     experts = 0 if config.mixture is None else config.mixture.num_experts
+    attentions = config.num_attention_layers
+    rules = config.num_layers - attentions
     matmuls = sum(shared_matmuls(config, i) for i in range(config.num_layers))
     matmuls += config.num_expert_layers * experts * expert_matmuls(config)
     of_experts = config.num_expert_layers * experts * expert_biases(config)
@@ -178,23 +180,38 @@ def num_parameters(config: ModelConfig) -> int:
     biases = (N + 2 * K) * H if config.attention_bias else 0
     biases += D if config.attention_out_bias else 0
     biases += N if config.attention_sinks else 0
-    norms = (4 if config.norms == "both" else 2) * D
+    of_heads, norms = 0, (4 if config.norms == "both" else 2) * D
     if config.qk_norm:
-        norms += (N + K) * H if config.qk_norm_whole else 2 * H
+        of_heads += (N + K) * H if config.qk_norm_whole else 2 * H
     if (latent := config.latent) is not None:
-        norms += latent.kv_rank + (latent.query_rank or 0)
+        of_heads += latent.kv_rank + (latent.query_rank or 0)
     tables = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
     balance = 0
     if config.mixture is not None and config.mixture.scores == "sigmoid":
         balance = config.num_expert_layers * experts
-    return matmuls + config.num_layers * (biases + norms) + of_experts + balance + tables + D
+    of_layers = attentions * (biases + of_heads) + config.num_layers * norms
+    of_layers += rules * _rule_vectors(config)
+    return matmuls + of_layers + of_experts + balance + tables + D
 
 
-def attention_matmuls(config: ModelConfig) -> int:
-    """Parameters of the projections of a layer's attention."""
+def _rule_vectors(config: ModelConfig) -> int:
+    """Parameters of a layer of a gated delta rule that are in no matmul."""
+    if (delta := config.delta) is None:
+        return 0
+    streams = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+    return streams * delta.conv_size + 2 * delta.value_heads + delta.value_dim
+
+
+def attention_matmuls(config: ModelConfig, layer: int) -> int:
+    """Parameters of the projections of a layer's attention, or of its gated delta rule."""
     D, N, H = config.hidden_size, config.num_heads, config.head_dim
+    if (delta := config.delta) is not None and config.is_linear(layer):
+        values = delta.value_heads * delta.value_dim
+        keys = delta.key_heads * delta.key_dim
+        return D * (2 * keys + 3 * values + 2 * delta.value_heads)
     if (latent := config.latent) is None:
-        return D * (N + 2 * config.num_kv_heads) * H + N * H * D
+        queries = 2 * N if config.attention_gate else N
+        return D * (queries + 2 * config.num_kv_heads) * H + N * H * D
     R, P, V, S = latent.kv_rank, latent.rope_dim, latent.value_dim, latent.query_rank
     queries = D * N * H if S is None else D * S + S * N * H
     return queries + D * (R + P) + R * N * (H - P + V) + N * V * D
@@ -204,8 +221,9 @@ def shared_matmuls(config: ModelConfig, layer: int) -> int:
     """Parameters of the matmuls of one layer, without the experts that tokens choose."""
     D = config.hidden_size
     if (mixture := config.mixture_of(layer)) is None:
-        return attention_matmuls(config) + 3 * D * config.intermediate_size
-    return attention_matmuls(config) + D * mixture.num_experts + 3 * D * mixture.shared_size
+        return attention_matmuls(config, layer) + 3 * D * config.intermediate_size
+    shared = 3 * D * mixture.shared_size + (D if mixture.shared_gate else 0)
+    return attention_matmuls(config, layer) + D * mixture.num_experts + shared
 
 
 def expert_matmuls(config: ModelConfig) -> int:

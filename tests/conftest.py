@@ -37,6 +37,8 @@ LONG = (
     "generation",
 )
 
+# Eight devices share few cores. After 40 s of waiting for another XLA would end the process.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 # Compiling is most of what the tests cost, and on a CPU this is three times as fast; what it makes
 # is as exact, and two to three times slower. Subprocesses inherit it. `XLA_FLAGS= pytest` leaves
 # programs as users have them.
@@ -48,8 +50,7 @@ FAST_COMPILE = (
     # Loops run as they are written: looking for what is left of each took a twentieth.
     "--xla_disable_hlo_passes=simplify-while-loops "
     f"{IN_ORDER} "
-    # Eight devices share few cores. After 40 s of waiting for another XLA would end the process.
-    "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    f"{PATIENCE}"
 )
 
 # Compiled programs, of every run of the tests.
@@ -75,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
         # Operations without the lines of Python that they come from.
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+    # As the launcher has it for several CPU devices, which could wait for each other for ever.
+    os.environ.setdefault("XLA_FLAGS", f"{IN_ORDER} {PATIENCE}")
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

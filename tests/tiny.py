@@ -46,6 +46,19 @@ DEEPSEEK = {
     "moe_intermediate_size": 16,
 }
 
+# A layer of a gated delta rule, then one of gated attention.
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+
 
 def model_config(**changes: Any) -> ModelConfig:
     """The same model as our own record, with `changes`."""

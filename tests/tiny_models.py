@@ -4,11 +4,14 @@ import json
 import math
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxrl_llm.models.config import Kind, Mixture, ModelConfig
+from jaxrl_llm.kernels.gated_delta import Runs, gated_delta
+from jaxrl_llm.models.attention import Attend, Mixers
+from jaxrl_llm.models.config import GatedDelta, Kind, Mixture, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
 from jaxrl_llm.models.hf import stored_parts, whole_tensor
 from jaxrl_llm.models.rope import Llama3Rope
@@ -36,6 +39,13 @@ GEMMA: dict = dict(
     activation="gelu_tanh",
     embedding_multiplier=math.sqrt(48),
     tie_word_embeddings=True,
+)
+HYBRID_FIELDS: dict = dict(
+    unit_offset=True,
+    qk_norm=True,
+    attention_gate=True,
+    rotary_factor=0.5,
+    delta=GatedDelta(period=2, key_heads=2, value_heads=4, key_dim=6, value_dim=5, conv_size=4),
 )
 # Every family, and between them tied and untied tables, biases, norms on q and k, windows, rope
 # scaling, grouped and odd head counts, and a head dim that is not hidden / heads.
@@ -100,7 +110,17 @@ CONFIGS = {
         sliding_window=(4, None),
         mixture=Mixture(num_experts=3, experts_per_token=2, expert_size=40, normalized=True),
     ),
+    "qwen3_5": tiny_config("qwen3_5_text", **HYBRID_FIELDS),
 }
+
+
+def with_rule(attend: Attend) -> Mixers:
+    """`attend` with the gated delta rule of rows that hold one sample each."""
+
+    def recur(inputs, cache):
+        return gated_delta(inputs, Runs(jnp.zeros(inputs.rate_BTN.shape[:2], jnp.int32))), cache
+
+    return Mixers(attend, recur)
 
 
 def their_tensors(names: dict, ours: dict) -> dict[str, np.ndarray]:

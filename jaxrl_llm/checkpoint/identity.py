@@ -73,6 +73,8 @@ def config_record(config: ModelConfig) -> Record:
         found["rope_scaling"] = {"rope_type": scaling.kind} | dataclasses.asdict(scaling)
     if config.latent is not None:
         found["latent"] = dataclasses.asdict(config.latent)
+    if config.delta is not None:
+        found["delta"] = dataclasses.asdict(config.delta)
     if config.mixture is not None:
         # Checkpoints of older versions have the fields without a default.
         fields = dataclasses.fields(config.mixture)

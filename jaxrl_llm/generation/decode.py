@@ -13,6 +13,8 @@ from jaxrl_llm.generation.kv_cache import (
     HeadAxes,
     decode_attend,
     decode_context,
+    decode_recur,
+    keys_and_values,
 )
 from jaxrl_llm.generation.pages import PageSizes, take_pages
 from jaxrl_llm.generation.queue import Queue
@@ -21,6 +23,7 @@ from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob, strict_sums
 from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
+from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.experts import Routing
 
@@ -58,7 +61,7 @@ def decode(
     own_B = jnp.where(live_B, count_B, 0)
     context = decode_context(
         spec.config,
-        state.cache[0],
+        keys_and_values(state.cache),
         slots.prompt_row_B,
         prompt_B,
         table.pages_BT,
@@ -69,7 +72,10 @@ def decode(
     hidden_B1D, cache, routed = model.routed(
         jnp.where(live_B, slots.token_B, 0)[:, None],
         (prompt_B + own_B)[:, None],
-        attend=decode_attend(context, attention, heads),
+        attend=Mixers(
+            decode_attend(context, attention, heads),
+            decode_recur(own_B == 0, live_B, slots.prompt_row_B),
+        ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
         routing=None if spec.config.mixture is None else Routing(real_BT=live_B[:, None]),

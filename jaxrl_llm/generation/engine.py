@@ -36,7 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
-from jaxrl_llm.generation.kv_cache import HeadAxes, LayerCache, page_entries
+from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
@@ -240,9 +240,7 @@ class GenerationInPieces:
     settings: GenerationSettings
     limits_N: jax.Array | None = None
 
-    def begin(
-        self, spec: ModelSpec, params: Any, given: Any
-    ) -> tuple[NewWeights, State, tuple[LayerCache, ...]]:
+    def begin(self, spec: ModelSpec, params: Any, given: Any) -> tuple[NewWeights, State, Cache]:
         """The loops of all slots; `params` are made of `given`. The state is without its cache."""
         engine = self._engine(spec, params)
         with strict_scope(engine.strict):
@@ -255,8 +253,8 @@ class GenerationInPieces:
         given: Any,
         kept: NewWeights,
         state: State,
-        cache: tuple[LayerCache, ...],
-    ) -> tuple[State, tuple[LayerCache, ...]]:
+        cache: Cache,
+    ) -> tuple[State, Cache]:
         """Tail `number`, counted from 0."""
         model = kept.model(given)
         engine = self._engine(model.spec, model.params, formed=True)
@@ -283,7 +281,7 @@ class GenerationInPieces:
         )
 
 
-def _cut(state: State) -> tuple[State, tuple[LayerCache, ...]]:
+def _cut(state: State) -> tuple[State, Cache]:
     """A state without its cache, and the cache."""
     return state._replace(cache=()), state.cache
 

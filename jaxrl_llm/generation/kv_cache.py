@@ -1,4 +1,4 @@
-"""The key-value cache of generation: prompts in one part, responses in the other.
+"""The cache of generation: prompts in one part, responses in the other.
 
 Each prompt has one row, which all slots of its group read, so a group of n samples computes and
 stores its prompt once. The responses lie in pages, which a slot takes one by one as its sample
@@ -6,6 +6,9 @@ grows (arXiv:2309.06180). So short samples do not reserve memory for the longest
 share an array, because one kernel writes both. Each layer has its own leaves: XLA would copy a
 stacked cache in every decode step. Of latent attention the cache holds the small vectors, as one
 head (models/latent_attention.py).
+
+A layer of a gated delta rule has states in place of keys and values: one of each prompt, before its
+last token, and one of each slot. A slot's first step goes on from its prompt's state.
 
 Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P prompt entries,
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
@@ -32,9 +35,18 @@ from jaxrl_llm.kernels.decode_attention import (
 )
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
+from jaxrl_llm.kernels.gated_delta import (
+    DeltaState,
+    Inputs,
+    Runs,
+    Streams,
+    gated_delta_states,
+    gated_delta_step,
+)
 from jaxrl_llm.kernels.strict import strict_in_scope
-from jaxrl_llm.models.attention import Attend, Kept
+from jaxrl_llm.models.attention import Attend, Kept, Recur
 from jaxrl_llm.models.base import ModelConfig
+from jaxrl_llm.models.config import GatedDelta
 
 # The dtype of the residual stream. A bf16 stream would add about half of the difference between
 # the sampler's log-probs and the trainer's. In generation float32 costs nothing.
@@ -75,6 +87,44 @@ class LayerCache(NamedTuple):
 
     prompts: jax.Array  # [C, K, 2, P, H]
     own: jax.Array  # [O, K, 2, R, H]
+
+
+class StateCache(NamedTuple):
+    """States of one layer of a gated delta rule."""
+
+    prompts: DeltaState  # [C, ...]; before the last token of the prompt
+    own: DeltaState  # [B, ...]; in a tail, of the first slots
+
+
+Cache = tuple[LayerCache | StateCache, ...]  # one a layer
+
+
+def keys_and_values(cache: Cache) -> LayerCache:
+    """The cache of the first layer that has keys and values; those of all layers are alike."""
+    return next(layer for layer in cache if isinstance(layer, LayerCache))
+
+
+def with_slots(cache: Cache, from_S: jax.Array) -> Cache:
+    """The cache with the states of the slots `from_S` first; keys and values stay in their pages.
+
+    Shapes stay, so that its memory can be donated.
+    """
+
+    def one(layer: LayerCache | StateCache) -> LayerCache | StateCache:
+        if isinstance(layer, LayerCache):
+            return layer
+        return layer._replace(
+            own=jax.tree.map(lambda x_B: _with_first(x_B, x_B[from_S]), layer.own)
+        )
+
+    return tuple(map(one, cache))
+
+
+def _with_first(x_B: jax.Array, new_S: jax.Array) -> jax.Array:
+    """x with other first entries. No scatter: the partitioner would not keep it to one replica."""
+    if x_B.shape == new_S.shape:
+        return new_S
+    return jax.lax.dynamic_update_slice_in_dim(x_B, new_S, 0, axis=0)
 
 
 def _own_kv_heads(heads: HeadAxes, num_kv_heads: int) -> bool:
@@ -159,17 +209,29 @@ def init_cache(
     prompt_length: int,
     num_pages: int,
     page_entries: int,
+    num_slots: int,
     dtype: jnp.dtype,
-) -> tuple[LayerCache, ...]:
+) -> Cache:
     """Zeroed caches, one a layer. The prompt length is rounded up to the kernel's blocks."""
     K, H = config.cache_heads
     if dtype != jnp.float32:
         prompt_length = cache_length(prompt_length, H)
     prompts, own = (num_prompts, K, 2, prompt_length, H), (num_pages, K, 2, page_entries, H)
-    return tuple(
-        LayerCache(jnp.zeros(prompts, dtype), jnp.zeros(own, dtype))
-        for _ in range(config.num_layers)
-    )
+
+    def one(layer: int) -> LayerCache | StateCache:
+        if config.delta is not None and config.is_linear(layer):
+            sizes = (num_prompts, num_slots)
+            return StateCache(*(_empty_states(config.delta, size, dtype) for size in sizes))
+        return LayerCache(jnp.zeros(prompts, dtype), jnp.zeros(own, dtype))
+
+    return tuple(map(one, range(config.num_layers)))
+
+
+def _empty_states(delta: GatedDelta, number: int, dtype: jnp.dtype) -> DeltaState:
+    keys, values = (delta.key_heads, delta.key_dim), (delta.value_heads, delta.value_dim)
+    memory = jnp.zeros((number, delta.value_heads, delta.key_dim, delta.value_dim), jnp.float32)
+    window = (jnp.zeros((number, delta.conv_size - 1, *x), dtype) for x in (keys, keys, values))
+    return DeltaState(memory, Streams(*window))
 
 
 def prefill_attend(
@@ -212,6 +274,50 @@ def prefill_attend(
         return out_ALNH, cache._replace(prompts=written)
 
     return attend
+
+
+def prefill_recur(start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array) -> Recur:
+    """The gated delta rule over rows of prompts that also writes their states into the cache.
+
+    `start_AL` is the first token of each token's prompt. The state after the token `last_AS` of a
+    row goes to row `rows_AS` of the cache.
+
+    Requires: what is not written has distinct rows out of range.
+    """
+
+    def recur(inputs: Inputs, cache: StateCache, /) -> tuple[jax.Array, StateCache]:
+        out_ALNV, states = gated_delta_states(inputs, Runs(start_AL), last_AS)
+        prompts = jax.tree.map(
+            lambda x, new: x.at[rows_AS].set(new.astype(x.dtype), mode="drop", unique_indices=True),
+            cache.prompts,
+            states,
+        )
+        return out_ALNV, cache._replace(prompts=prompts)
+
+    return recur
+
+
+def decode_recur(first_B: jax.Array, live_B: jax.Array, prompt_rows_B: jax.Array) -> Recur:
+    """The gated delta rule of one new token a slot, which goes on from the slot's state.
+
+    Slots of `first_B` go on from the state of their prompt. Only those of `live_B` get a new one.
+    """
+
+    def recur(inputs: Inputs, cache: StateCache, /) -> tuple[jax.Array, StateCache]:
+        def of_slots(choice_B: jax.Array, one: DeltaState, other: DeltaState) -> DeltaState:
+            def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
+                return jnp.where(choice_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+            return jax.tree.map(chosen, one, other)
+
+        of_prompts = jax.tree.map(lambda x: x[prompt_rows_B], cache.prompts)
+        num_slots = len(live_B)
+        own = jax.tree.map(lambda x: x[:num_slots], cache.own)
+        out_B1NV, after = gated_delta_step(inputs, of_slots(first_B, of_prompts, own))
+        after = of_slots(live_B, after, own)
+        return out_B1NV, cache._replace(own=jax.tree.map(_with_first, cache.own, after))
+
+    return recur
 
 
 def _attention_by_heads(

@@ -51,6 +51,9 @@ class PrefillRows(NamedTuple):
     real_AL: jax.Array  # False for padding
     place_AL: jax.Array  # number of its prompt within this prefill
     num_prompts: jax.Array
+    # Of each prompt that a row has room for, in turn.
+    place_AS: jax.Array  # number of the prompt within this prefill; -1: none
+    last_AS: jax.Array  # the token of the row that is the last but one of the prompt; -1: none
 
 
 def row_sizes(
@@ -115,6 +118,8 @@ def prefill_rows(packed: PackedPrompts, sizes: RowSizes, prefills: jax.Array) ->
     prompts_AS = jnp.minimum(prompts_AS, G - 1)
     start_AS = jnp.where(wanted_AS, packed.start_G[prompts_AS], sizes.tokens)
 
+    before_AS = jnp.where(wanted_AS, packed.lengths_G[prompts_AS] - 1, 0)
+
     tokens_L = jnp.arange(sizes.tokens, dtype=jnp.int32)
     begun_AL = jnp.sum(start_AS[:, None] <= tokens_L[:, None], axis=2, dtype=jnp.int32)
     prompt_AL = jnp.minimum(first_A[:, None] + jnp.maximum(begun_AL - 1, 0), G - 1)
@@ -126,4 +131,6 @@ def prefill_rows(packed: PackedPrompts, sizes: RowSizes, prefills: jax.Array) ->
         real_AL=real_AL,
         place_AL=prompt_AL - first_A[0],
         num_prompts=end_A[-1] - first_A[0],
+        place_AS=jnp.where(wanted_AS, prompts_AS - first_A[0], -1),
+        last_AS=jnp.where(before_AS > 0, start_AS + before_AS - 1, -1),
     )

@@ -8,12 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.generation.kv_cache import RESIDUAL_DTYPE, HeadAxes, prefill_attend
+from jaxrl_llm.generation.kv_cache import (
+    RESIDUAL_DTYPE,
+    HeadAxes,
+    prefill_attend,
+    prefill_recur,
+)
 from jaxrl_llm.generation.packed_prompts import prefill_rows
 from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sizes import EngineSizes
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.experts import Routing
 
@@ -48,16 +54,22 @@ def prefill(
     # Padding gets distinct rows out of range: the scatter drops them, and indices stay unique.
     dropped_AL = prompt_rows + jnp.arange(real_AL.size).reshape(real_AL.shape)
     cache_rows_AL = jnp.where(real_AL, free_C[rows.place_AL], dropped_AL)
+    token_L = jnp.arange(real_AL.shape[1])
+    start_AL = jnp.where(real_AL, token_L - rows.position_AL, real_AL.shape[1])
+    place_AS = rows.place_AS
+    dropped_AS = prompt_rows + jnp.arange(place_AS.size).reshape(place_AS.shape)
+    state_rows_AS = jnp.where(place_AS >= 0, free_C[place_AS], dropped_AS)
+    attend = prefill_attend(
+        cache_rows_AL,
+        rows.position_AL,
+        jnp.where(real_AL, rows.prompt_AL + 1, 0) if sizes.prefill.prompts > 1 else None,
+        attention,
+        heads,
+    )
     _, cache, routed = bind(spec, params).routed(
         jnp.where(real_AL, tokens_AL, 0),
         rows.position_AL,
-        attend=prefill_attend(
-            cache_rows_AL,
-            rows.position_AL,
-            jnp.where(real_AL, rows.prompt_AL + 1, 0) if sizes.prefill.prompts > 1 else None,
-            attention,
-            heads,
-        ),
+        attend=Mixers(attend, prefill_recur(start_AL, state_rows_AS, rows.last_AS)),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
         routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),

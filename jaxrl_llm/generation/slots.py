@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.generation.kv_cache import LayerCache, init_cache
+from jaxrl_llm.generation.kv_cache import Cache, init_cache
 from jaxrl_llm.generation.pages import PageSizes, PageTable, empty_table, num_admissible
 from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.models.base import ModelConfig
@@ -72,7 +72,7 @@ def no_routes(config: ModelConfig, rows: int, tokens: int) -> jax.Array:
 class State(NamedTuple):
     """The carry of all loops."""
 
-    cache: tuple[LayerCache, ...]
+    cache: Cache
     table: PageTable
     slots: Slots
     prompt_row_G: jax.Array  # row of the cache that holds a group's prompt
@@ -113,6 +113,7 @@ def empty_state(
         prompt_length=width,
         num_pages=pages.num_pages,
         page_entries=pages.entries,
+        num_slots=num_slots,
         dtype=cache_dtype,
     )
     return State(

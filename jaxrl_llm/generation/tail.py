@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl_llm.generation.kv_cache import with_slots
 from jaxrl_llm.generation.slots import State
 
 # With about 160 slots or more, matmuls bound a decode step. Each tail then has an eighth of the
@@ -40,4 +41,5 @@ def compact(state: State, num_slots: int) -> State:
     """
     _, from_S = lax.top_k(state.slots.live_B.astype(jnp.int32), num_slots)
     table = state.table._replace(pages_BT=state.table.pages_BT[from_S])
-    return state._replace(table=table, slots=jax.tree.map(lambda x_B: x_B[from_S], state.slots))
+    slots = jax.tree.map(lambda x_B: x_B[from_S], state.slots)
+    return state._replace(cache=with_slots(state.cache, from_S), table=table, slots=slots)

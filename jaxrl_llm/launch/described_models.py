@@ -14,6 +14,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.config_json import bad_value, read_config_json
 from jaxrl_llm.models.families import config_from_hf, hf_names
 from jaxrl_llm.models.lora_targets import chosen_modules
+from jaxrl_llm.plan.hybrids import check_hybrids
 
 
 def check_models(config: Config) -> None:
@@ -31,6 +32,7 @@ def check_models(config: Config) -> None:
     described: dict[str, ModelConfig | None] = {}
     for key, settings in every(config, ModelSettings):
         described[key] = _described(f"config.{key}", settings)
+    check_hybrids(config, described)
     for key, settings in every(config, AdaptedSettings):
         own = settings.path or settings.hf_config  # it may be a model of a hub, not seen yet
         model = described[key] if own else described["actor"]

@@ -25,12 +25,13 @@ from jaxrl_llm.kernels.flash_attention import (
     gathered,
     token_order,
 )
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, gated_delta
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
-from jaxrl_llm.models.attention import Attend
+from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.experts import Routed, Routing
@@ -144,7 +145,11 @@ def routed_states(
             )
             return out, cache
 
-        return attend
+        def recur(inputs: Inputs, cache: None) -> tuple[Array, None]:
+            runs = _runs(tokens, ranges, shared=rows is not None and rows.shared)
+            return gated_delta(inputs, runs), None
+
+        return Mixers(attend, recur)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     positions = positions if rows is None else rows.positions
@@ -178,6 +183,16 @@ def routed_states(
             routing=routing,
         )
     return hidden, routed
+
+
+def _runs(tokens: Int[Array, "B T"], ranges: Ranges | None, *, shared: bool) -> Runs:
+    """Which tokens follow which: those of their row, or as packed rows say."""
+    if ranges is None:
+        return Runs(jnp.zeros_like(tokens))
+    assert ranges.token is None, "tokens of a row that is split are refused"
+    if not shared:
+        return Runs(ranges.start)
+    return Runs(ranges.start, ranges.prefix_start, ranges.prefix_end)
 
 
 def spread(rows: Rows, layout: Layout | None) -> Rows:

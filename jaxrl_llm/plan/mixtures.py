@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.models.families import check_family
+from jaxrl_llm.plan.hybrids import check_hybrids
 from jaxrl_llm.plan.roles import Role
 
 _ROUTER_KEYS = {  # what switches each off
@@ -17,6 +18,7 @@ _ROUTER_KEYS = {  # what switches each off
 
 def check_mixtures(config: Config, roles: Mapping[str, Role]) -> None:
     """Raises: ConfigError for settings that a role's model does not work with, or cannot use."""
+    check_hybrids(config, {name: role.spec.config for name, role in roles.items()})
     for name, role in roles.items():
         check_family(role.spec.config, role.spec.kind)
         if role.spec.config.mixture is not None:

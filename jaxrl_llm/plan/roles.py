@@ -62,6 +62,7 @@ STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a
 # With Gemma's, log-probs differ in the last bits on a CPU. The others are not written strictly.
 UNLIKE_ON_CPU = (
     "unit_offset", "activation", "attention_sinks", "expert_bias", "swiglu_limit", "latent",
+    "attention_gate", "delta",
 )  # fmt: skip
 
 

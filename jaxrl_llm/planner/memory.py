@@ -5,7 +5,7 @@ The sums were compared with measured peaks and with programs that were compiled 
 """
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import kv_bytes_per_token
+from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.packing import (
     Rows,
@@ -88,8 +88,12 @@ def _generation(
     if rollout.quantization == "float8":
         weights += model.config.num_layers * layer_weights(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
+    # Of each slot, and of each prompt that waits for slots.
+    states = state_bytes_per_slot(model.config, itemsize) / tensor
+    cache_of_states = states * (slots_of(work, samples) + len(samples.prompts))
     logits = slots_of(work, samples) * model.config.vocab_size * 4
-    return weights / tensor + cache / _kv_parts(model.config, tensor) + logits / tensor
+    cache_of_keys = cache / _kv_parts(model.config, tensor)
+    return weights / tensor + cache_of_keys + cache_of_states + logits / tensor
 
 
 def _kv_parts(config: ModelConfig, tensor: int) -> int:

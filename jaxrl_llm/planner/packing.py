@@ -76,7 +76,8 @@ def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
     if experts is None:
         experts = 0 if config.mixture is None else config.mixture.num_experts
     chosen = experts * expert_matmuls(config)
-    if not config.mixture or not config.mixture.dense_layers:
+    alike = config.delta is None and not config.num_leading_layers
+    if alike:
         return shared_matmuls(config, 0) + chosen
     every = sum(shared_matmuls(config, i) for i in range(config.num_layers))
     return (every + config.num_expert_layers * chosen) / config.num_layers

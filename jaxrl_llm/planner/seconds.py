@@ -111,7 +111,9 @@ def _computing(
     config, rates = model.config, devices.rates
     layers = 2.0 * config.num_layers * active_weights(config) * rows.tokens
     head = 2.0 * head_weights(model) * (rows.targets if _packed(model) else rows.tokens)
-    attention = 4.0 * config.num_layers * config.num_heads * attended_dim(config) * rows.pairs
+    attention = (
+        4.0 * config.num_attention_layers * config.num_heads * attended_dim(config) * rows.pairs
+    )
     again = RECOMPUTED[model.settings.remat]
     if update:
         frozen = bool(model.adapters)  # weights without a gradient
@@ -258,5 +260,6 @@ def _prefill_flops(model: Model, samples: Samples) -> float:
     dense = 2.0 * config.num_layers * active_weights(config) * samples.prompts.sum()
     squares = (samples.prompts.astype(float) ** 2).sum() / 2
     return float(
-        dense + 4.0 * config.num_layers * config.num_heads * attended_dim(config) * squares
+        dense
+        + 4.0 * config.num_attention_layers * config.num_heads * attended_dim(config) * squares
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_offline_mesh import OPTIMIZER
-from tiny import DEEPSEEK, EXPERTS, GPT_OSS, MODEL
+from tiny import DEEPSEEK, EXPERTS, GPT_OSS, HYBRID, MODEL
 from tiny_iteration import (
     first_states,
     in_micro_batches,
@@ -187,10 +187,12 @@ def test_rows_that_the_devices_do_not_divide_are_computed_by_all():
 
 # ------------------------------------------------------------------------- whole iterations
 
+NEXT = {"model_type": "qwen3_next", "shared_expert_intermediate_size": 24}
 MODELS = {
     "qwen3_moe": (EXPERTS, {"router_z_loss_coef": 0.1}),
     "deepseek_v3": (DEEPSEEK, {"router_bias_rate": 0.1}),
     "gpt_oss": (GPT_OSS, {"router_z_loss_coef": 0.1}),
+    "qwen3_next": (EXPERTS | HYBRID | NEXT, {"router_z_loss_coef": 0.1}),
     "shared A": (
         GPT_OSS,
         {"router_aux_loss_coef": 0.0, "lora": c.LoraConfig(rank=2, targets=("gate_up_proj",))},
@@ -227,6 +229,7 @@ one_device = functools.cache(iterate)
         ("qwen3_moe", {"data": 2, "fsdp": 2}),
         ("deepseek_v3", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        ("qwen3_next", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("shared A", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("qwen3_moe", {"expert": 2, "sequence": 2, "tensor": 2}),
         ("qwen3_moe", {"pipeline": 2, "expert": 2, "fsdp": 2}),

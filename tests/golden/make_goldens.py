@@ -33,6 +33,27 @@ LONGROPE = {
 }
 
 
+HYBRID: dict[str, Any] = {
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+}
+
+
 def sizes(hidden: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     """A two-layer config.json with a vocabulary of 40."""
     return {
@@ -448,6 +469,22 @@ CASES: dict[str, dict[str, Any]] = {
             final_logit_softcapping=2.0,
             tie_word_embeddings=True,
         ),
+    ),
+    # One layer of a gated delta rule, then one of gated attention.
+    "qwen3_5": case(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        **sizes(16, 4, 2, **HYBRID, tie_word_embeddings=True),
+    ),
+    "qwen3_5_moe": case(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        **sizes(16, 2, 1, **HYBRID, **SHARED_EXPERT),
+    ),
+    "qwen3_next": case(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        **sizes(16, 2, 1, **HYBRID, **SHARED_EXPERT, norm_topk_prob=False),
     ),
 }
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import CONFIGS, our_params, their_tensors
+from tiny_models import CONFIGS, our_params, their_tensors, with_rule
 
 from jaxrl_llm.kernels.decode_attention import DecodeInputs, prefix_decode_attention
 from jaxrl_llm.kernels.flash_attention import attention
@@ -60,7 +60,7 @@ def head_output(spec, params, tokens, **options):
     """Logits or scores [B, T, ...] of whole rows, float32."""
     model = bind(spec, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model(tokens, positions, attend=full_attention, **options)
+    hidden, _ = model(tokens, positions, attend=with_rule(full_attention), **options)
     return model.logits(hidden) if spec.kind == "causal_lm" else model.scores(hidden)[..., None]
 
 
@@ -421,9 +421,9 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
     [
         ({"architectures": ["Gemma3nForCausalLM"]}, r"Gemma3nFor.*\(it needs per-layer embeddings"),
         ({"architectures": ["Bert"]}, "architecture Bert is not supported: supported are"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "gated delta rule"),
-        ({"architectures": ["Qwen3_5ForCausalLM"]}, "gated delta rule"),
-        ({"architectures": None, "model_type": "qwen3_next"}, "'qwen3_next' is not .*gated delta"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "the gate of its shared experts"),
+        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "an image encoder"),
+        ({"architectures": None, "model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not .*an image"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -12,7 +12,9 @@ from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
+from jaxrl_llm.kernels.gated_delta import Runs, gated_delta
 from jaxrl_llm.models import families
+from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import bind, model_spec
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
@@ -25,8 +27,10 @@ _spec.loader.exec_module(make_goldens)
 
 NAMES = [
     *("smollm3", "granite", "phi3_window", "phi3_partial_longrope"),
-    *("olmo2", "glm4", "gemma", "gemma2", "gemma3_text", "gpt_oss"),
+    *("olmo2", "glm4", "gemma", "gemma2", "gemma3_text", "gpt_oss", "qwen3_5"),
 ]
+EVERY = [*NAMES, "deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"]
+EVERY += ["qwen3_next", "qwen3_5_moe"]
 LENGTHS = (9, 3, 7)  # of the sequences in a packed row
 P, R = 9, 8  # tokens of the longest prompt and of a response
 
@@ -55,8 +59,13 @@ def our_logits(spec, params, tokens, positions, numbers):
             q, k, v, visibility=packed_visibility(numbers, window=window), **how
         ), cache
 
+    def recur(inputs, cache):
+        real = numbers > 0
+        start = jnp.where(real, jnp.arange(tokens.shape[1]) - positions, tokens.shape[1])
+        return gated_delta(inputs, Runs(start)), cache
+
     model = bind(spec, params)
-    return model.logits(model(tokens, positions, attend=attend)[0])
+    return model.logits(model(tokens, positions, attend=Mixers(attend, recur))[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,7 +101,7 @@ def test_packed_rows(name):
         np.testing.assert_allclose(found, expected, atol=1e-4 * max(scale, 1.0), err_msg=path)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", EVERY)
 def test_greedy_generation(name):
     """Our prefill of padded prompts and our decode steps choose the tokens of theirs."""
     theirs, spec, params = both(name)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import our_params, their_tensors
+from tiny_models import our_params, their_tensors, with_rule
 
 from jaxrl_llm.kernels.flash_attention import attention
 from jaxrl_llm.models import families
@@ -28,7 +28,7 @@ def our_output(spec, params, tokens):
     def run(params, tokens):
         model = bind(spec, params)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, _ = model(tokens, positions, attend=attend)
+        hidden, _ = model(tokens, positions, attend=with_rule(attend))
         return model.logits(hidden) if spec.kind == "causal_lm" else model.scores(hidden)[..., None]
 
     return jax.jit(run)(params, tokens)

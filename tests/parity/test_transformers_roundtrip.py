@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import CONFIGS, tiny_config, write_directory
+from tiny_models import CONFIGS, tiny_config, with_rule, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
 from jaxrl_llm.kernels.flash_attention import attention
@@ -30,7 +30,7 @@ def our_output(spec: ModelSpec, params: Params) -> np.ndarray:
     def run(params):
         model = bind(spec, params)
         positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-        hidden, _ = model(TOKENS, positions, attend=attend)
+        hidden, _ = model(TOKENS, positions, attend=with_rule(attend))
         return model.logits(hidden) if spec.kind == "causal_lm" else model.scores(hidden)
 
     return np.asarray(jax.jit(run)(params))

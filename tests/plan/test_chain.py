@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny import EXPERTS, MODEL
+from tiny import EXPERTS, HYBRID, MODEL
 from tiny_iteration import first_states, open_iteration, prompts, random_params, tiny_config
 
 from jaxrl_llm import config as c
@@ -34,7 +34,7 @@ def responses_of_two_steps(hf: dict, chained: bool, monkeypatch) -> tuple:
     if not chained:
         monkeypatch.setattr(Generate, "pieces", lambda self: None)
     config = tiny_config(model_reward=False)
-    config = replace(config, actor=replace(config.actor, hf_config=hf | ONE_LAYER))
+    config = replace(config, actor=replace(config.actor, hf_config=hf))
     # Generation merges projections and casts the weights: the norms alone are not new.
     iteration = open_iteration(replace(config, rollout=replace(config.rollout, dtype="bfloat16")))
     generation = iteration.program.segments[0]
@@ -55,12 +55,19 @@ def responses_of_two_steps(hf: dict, chained: bool, monkeypatch) -> tuple:
     return fetch(found)
 
 
-@pytest.mark.parametrize("hf", [MODEL, MODEL | EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "hf",
+    [
+        pytest.param(MODEL | ONE_LAYER, id="dense"),
+        pytest.param(MODEL | EXPERTS | ONE_LAYER, id="experts"),
+        pytest.param(MODEL | HYBRID, id="hybrid", marks=pytest.mark.slow),
+    ],
+)
 def test_a_chain_computes_the_bits_of_one_program(hf, monkeypatch):
     chain = responses_of_two_steps(hf, True, monkeypatch)
     whole = responses_of_two_steps(hf, False, monkeypatch)
     (batch, metrics), _ = chain
-    assert (batch[ROUTES] is not None) == (hf is not MODEL)
+    assert (batch[ROUTES] is not None) == ("num_experts" in hf)
     assert batch.mask.sum(axis=1).min() < batch.mask.sum(axis=1).max()
     assert metrics["rollout/decode_steps"] > 0
     for a, b in zip(*(jax.tree.leaves(x) for x in (chain, whole)), strict=True):

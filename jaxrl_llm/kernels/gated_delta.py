@@ -1,0 +1,329 @@
+"""The gated delta rule (arXiv:2412.06464) over rows of tokens, and of one token after others.
+
+A head has a state S of keys by values. Of a token with key k, value v, decay a = exp(g) and rate b:
+
+    S <- a S,    S <- S + k (b (v - S^T k))^T,    its output is S^T q
+
+In whole rows, chunks of tokens are computed by matmuls and the state goes from chunk to chunk. All
+is float32. A token follows the tokens of its run, and before these the prompt that its run answers;
+other tokens of the row do not touch its state. A convolution over the last tokens comes first.
+
+Shape letters: B rows, T tokens, X chunks, C tokens of a chunk, G key heads, N value heads, H dims
+of a key, V of a value, W tokens of the convolution, S tokens whose states are asked for.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64  # tokens
+_ByChunk = Callable[..., jax.Array]
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Streams(NamedTuple):
+    """Queries and keys [..., G, H] and values [..., N, V], or something for each of their dims."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+class Inputs(NamedTuple):
+    """What a layer makes of its tokens."""
+
+    streams: Streams  # before the convolution, [B, T, ...]
+    kernels: Streams  # of the convolution, [..., W]
+    log_decay_BTN: jax.Array  # float32, at most 0
+    rate_BTN: jax.Array  # float32, from 0 to 1
+
+
+class DeltaState(NamedTuple):
+    """What a layer keeps of the tokens that it has read."""
+
+    memory: jax.Array  # float32 [..., N, H, V]
+    window: Streams  # the last W - 1 tokens before the convolution, [..., W - 1, heads, dims]
+
+
+class Runs(NamedTuple):
+    """Which tokens of its row a token follows, int32 [B, T]."""
+
+    start_BT: jax.Array  # first token of its run; after the token itself for padding
+    # The prompt before the run, which is empty where both are equal. None: no run has one.
+    # Runs that answer a prompt lie between it and the next prompt.
+    prefix_start_BT: jax.Array | None = None
+    prefix_end_BT: jax.Array | None = None
+
+
+def gated_delta(inputs: Inputs, runs: Runs) -> jax.Array:
+    """The outputs of all tokens, float32 [B, T, N, V]."""
+    return _by_chunks(inputs, runs)[0]
+
+
+def gated_delta_states(
+    inputs: Inputs, runs: Runs, last_BS: jax.Array
+) -> tuple[jax.Array, DeltaState]:
+    """`gated_delta`, and the states after the tokens `last_BS`; -1 is the state before any token.
+
+    Requires: no run has a prompt before it.
+    """
+    assert runs.prefix_start_BT is None
+    out_BTNV, chunks, starts_XBNHV, values_XBNCV = _by_chunks(inputs, runs)
+    at_BS = jnp.maximum(last_BS, 0)
+    size = chunks.decay_XBNCC.shape[-1]
+    rows_B1 = jnp.arange(len(last_BS))[:, None]
+
+    def of_chunk(x_XB: jax.Array) -> jax.Array:
+        return x_XB[at_BS // size, rows_B1]
+
+    place_BSC = jax.nn.one_hot(at_BS % size, size)
+    decay_BSNC = _einsum("BSC,BSNCD->BSND", place_BSC, of_chunk(chunks.decay_XBNCC))
+    since_BSN = _einsum("BSC,BSNC->BSN", place_BSC, of_chunk(chunks.since_XBNC))
+    memory = since_BSN[..., None, None] * of_chunk(starts_XBNHV) + _einsum(
+        "BSNC,BSNCH,BSNCV->BSNHV", decay_BSNC, of_chunk(chunks.k_XBNCH), of_chunk(values_XBNCV)
+    )
+    some_BS = last_BS >= 0
+    memory = jnp.where(some_BS[..., None, None, None], memory, 0)
+    width = inputs.kernels.q.shape[-1]
+    tokens_BSW = at_BS[..., None] - jnp.arange(width - 2, -1, -1)
+    start_BS = jnp.take_along_axis(runs.start_BT, at_BS, axis=1)
+    seen_BSW = some_BS[..., None] & (tokens_BSW >= start_BS[..., None])
+    rows_B11 = rows_B1[..., None]
+
+    def window(x_BTGH: jax.Array) -> jax.Array:
+        found = x_BTGH[rows_B11, jnp.maximum(tokens_BSW, 0)]
+        return jnp.where(seen_BSW[..., None, None], found, 0)
+
+    return out_BTNV, DeltaState(memory, Streams(*map(window, inputs.streams)))
+
+
+def gated_delta_step(inputs: Inputs, state: DeltaState) -> tuple[jax.Array, DeltaState]:
+    """The output of one more token a row, float32 [B, 1, N, V], and the states after it."""
+    windows = Streams(
+        *(
+            jnp.concatenate([w, x], axis=1)
+            for w, x in zip(state.window, inputs.streams, strict=True)
+        )
+    )
+    q_BGH, k_BGH, v_BNV = (
+        _einsum("BWGH,GHW->BGH", x.astype(jnp.float32), kernel.astype(jnp.float32))
+        for x, kernel in zip(windows, inputs.kernels, strict=True)
+    )
+    q_BNH, k_BNH, v_BNV = _for_heads(q_BGH, k_BGH, v_BNV)
+    decay_BN, rate_BN = jnp.exp(inputs.log_decay_BTN[:, 0]), inputs.rate_BTN[:, 0]
+    memory = state.memory * decay_BN[..., None, None]
+    known_BNV = _einsum("BNHV,BNH->BNV", memory, k_BNH)
+    new_BNV = rate_BN[..., None] * (v_BNV - known_BNV)
+    memory += k_BNH[..., None] * new_BNV[..., None, :]
+    out_BNV = _einsum("BNHV,BNH->BNV", memory, q_BNH)
+    return out_BNV[:, None], DeltaState(memory, Streams(*(x[:, 1:] for x in windows)))
+
+
+def _for_heads(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Activated values, and queries and keys of unit length, for each value head."""
+    q, k, v = (jax.nn.silu(x) for x in (q, k, v))
+    repeats = v.shape[-2] // k.shape[-2]
+
+    def unit(x: jax.Array) -> jax.Array:
+        x *= jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return jnp.repeat(x, repeats, axis=-2) if repeats > 1 else x
+
+    return unit(q) * q.shape[-1] ** -0.5, unit(k), v
+
+
+def _convolved(x_BTGH: jax.Array, kernel_GHW: jax.Array, runs: Runs) -> jax.Array:
+    """The causal convolution over the tokens that each token follows, float32."""
+    x_BTGH, kernel_GHW = x_BTGH.astype(jnp.float32), kernel_GHW.astype(jnp.float32)
+    token_T, width = jnp.arange(x_BTGH.shape[1]), kernel_GHW.shape[-1]
+    y_BTGH = x_BTGH * kernel_GHW[..., -1]
+    for back in range(1, min(width, len(token_T))):
+        shifted = jnp.pad(x_BTGH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, : len(token_T)]
+        before_BT = token_T - back
+        in_run_BT = before_BT >= runs.start_BT
+        found = jnp.where(in_run_BT[..., None, None], shifted, 0)
+        if runs.prefix_start_BT is not None and runs.prefix_end_BT is not None:
+            of_prefix_BT = runs.prefix_end_BT - (runs.start_BT - before_BT)
+            inside_BT = ~in_run_BT & (of_prefix_BT >= runs.prefix_start_BT)
+            inside_BT &= runs.start_BT <= token_T
+            at_BT = jnp.where(inside_BT, of_prefix_BT, 0)
+            earlier = jnp.take_along_axis(x_BTGH, at_BT[..., None, None], axis=1)
+            found += jnp.where(inside_BT[..., None, None], earlier, 0)
+        y_BTGH += found * kernel_GHW[..., width - 1 - back]
+    return y_BTGH
+
+
+class _Chunks(NamedTuple):
+    """What does not depend on the states before a chunk."""
+
+    k_XBNCH: jax.Array
+    q_XBNCH: jax.Array  # with the decay since the chunk began
+    values_XBNCV: jax.Array  # what the tokens write, with empty states before the chunk
+    reads_XBNCH: jax.Array  # keys that read the state before the chunk
+    scores_XBNCC: jax.Array  # of queries and keys, decayed
+    decay_XBNCC: jax.Array  # from one token to another that follows it; 0 where none does
+    since_XBNC: jax.Array  # the decay since the chunk began
+
+
+class _Entering(NamedTuple):
+    """Which state from before the chunk its tokens follow: float32 [X, B, C] of 0 and 1."""
+
+    last: jax.Array  # the state of the last token
+    prompt: jax.Array  # that of the last prompt that ended
+    ending: jax.Array  # 1 at the last token of the chunk that ends a prompt
+
+
+def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, _Chunks, jax.Array, jax.Array]:
+    """Outputs [B, T, N, V], the chunks, the states before each and the values that tokens write."""
+    q, k, v = (_convolved(x, w, runs) for x, w in zip(*inputs[:2], strict=True))
+    streams = (*_for_heads(q, k, v), inputs.log_decay_BTN, inputs.rate_BTN)
+    length = v.shape[1]
+    size = min(CHUNK, max(8, 1 << (length - 1).bit_length()))
+    after = -length % size
+
+    def by_chunk(x_BT: jax.Array, fill: int = 0) -> jax.Array:
+        padding = ((0, 0), (0, after), *[(0, 0)] * (x_BT.ndim - 2))
+        x_BT = jnp.pad(x_BT, padding, constant_values=fill)
+        return jnp.moveaxis(x_BT.reshape(x_BT.shape[0], -1, size, *x_BT.shape[2:]), 1, 0)
+
+    q, k, v, log_decay, rate = (jnp.moveaxis(by_chunk(x), 3, 2) for x in streams)
+    start_XBC = by_chunk(runs.start_BT, length + after)
+    first_X11 = (size * jnp.arange(len(start_XBC)))[:, None, None]
+    visible_XBCC, entering = _following(runs, start_XBC, first_X11, by_chunk)
+    chunks = _chunks(q, k, v, log_decay, rate, visible_XBCC)
+    shared = runs.prefix_start_BT is not None
+    state_BNHV = jnp.zeros((*k.shape[1:3], k.shape[-1], v.shape[-1]), jnp.float32)
+
+    def step(
+        carry: tuple[jax.Array, jax.Array | None], chunk: tuple[_Chunks, _Entering]
+    ) -> tuple[tuple[jax.Array, jax.Array | None], tuple[jax.Array, ...]]:
+        (last, prompt), (of, entering) = carry, chunk
+
+        def entered(x_BNCH: jax.Array) -> jax.Array:
+            found = _einsum("BNCH,BNHV->BNCV", x_BNCH, last) * entering.last[:, None, :, None]
+            if prompt is None:
+                return found
+            more = _einsum("BNCH,BNHV->BNCV", x_BNCH, prompt)
+            return found + more * entering.prompt[:, None, :, None]
+
+        values = of.values_XBNCV - entered(of.reads_XBNCH)
+        out = entered(of.q_XBNCH) + _einsum("BNCD,BNDV->BNCV", of.scores_XBNCC, values)
+
+        def after(place_BC: jax.Array) -> jax.Array:
+            """The state after the token at this place."""
+            decay = _einsum("BC,BNCD->BND", place_BC, of.decay_XBNCC)
+            state = _einsum("BND,BNDH,BNDV->BNHV", decay, of.k_XBNCH, values)
+            since = _einsum("BC,BNC->BN", place_BC * entering.last, of.since_XBNC)
+            state += since[..., None, None] * last
+            if prompt is not None:
+                since = _einsum("BC,BNC->BN", place_BC * entering.prompt, of.since_XBNC)
+                state += since[..., None, None] * prompt
+            return state
+
+        final_C = jnp.arange(size) == size - 1
+        new = after(jnp.broadcast_to(final_C.astype(jnp.float32), entering.last.shape))
+        if prompt is None:
+            return (new, None), (out, last, values)
+        ends_B = entering.ending.sum(axis=-1)[:, None, None, None] > 0
+        return (new, jnp.where(ends_B, after(entering.ending), prompt)), (out, last, values)
+
+    carry = (state_BNHV, state_BNHV if shared else None)
+    _, (out, starts, values) = jax.lax.scan(step, carry, (chunks, entering))
+    out_BXCNV = out.transpose(1, 0, 3, 2, 4)
+    out_BTNV = out_BXCNV.reshape(len(out_BXCNV), -1, *out_BXCNV.shape[3:])
+    since = chunks.since_XBNC * entering.last[:, :, None]
+    return out_BTNV[:, :length], chunks._replace(since_XBNC=since), starts, values
+
+
+def _following(
+    runs: Runs, start_XBC: jax.Array, first_X11: jax.Array, by_chunk: _ByChunk
+) -> tuple[jax.Array, _Entering]:
+    """Which tokens of its chunk each token follows, itself included, and which states before it."""
+    size = start_XBC.shape[-1]
+    token_X1C = first_X11 + jnp.arange(size)
+    own_XBCC = token_X1C[..., None, :] >= start_XBC[..., None]
+    causal_CC = jnp.tril(jnp.ones((size, size), bool))
+    none = jnp.zeros(start_XBC.shape, jnp.float32)
+    if runs.prefix_start_BT is None or runs.prefix_end_BT is None:
+        last_XBC = start_XBC < first_X11
+        return own_XBCC & causal_CC, _Entering(last_XBC.astype(jnp.float32), none, none)
+    begin_XBC, end_XBC = by_chunk(runs.prefix_start_BT), by_chunk(runs.prefix_end_BT)
+    has_XBC = (begin_XBC < end_XBC) & (start_XBC <= token_X1C)
+    of_prefix_XBCC = token_X1C[..., None, :] >= begin_XBC[..., None]
+    of_prefix_XBCC &= token_X1C[..., None, :] < end_XBC[..., None]
+    begins_XBC = has_XBC & (start_XBC >= first_X11) & (begin_XBC < first_X11)
+    last_XBC = (start_XBC < first_X11) | (begins_XBC & (end_XBC > first_X11))
+    has_BT = runs.prefix_start_BT < runs.prefix_end_BT
+    ends_BT = jnp.where(has_BT, runs.prefix_end_BT - 1, has_BT.shape[1])
+    rows_B1 = jnp.arange(len(has_BT))[:, None]
+    marked_XBC = by_chunk(
+        jnp.zeros(has_BT.shape, jnp.int32).at[rows_B1, ends_BT].max(1, mode="drop")
+    )
+    place_XBC = jnp.where(marked_XBC > 0, jnp.arange(size), -1)
+    ending_XBC = jax.nn.one_hot(place_XBC.max(axis=-1), size)
+    prompt_XBC = begins_XBC & (end_XBC <= first_X11)
+    entering = _Entering(last_XBC.astype(jnp.float32), prompt_XBC.astype(jnp.float32), ending_XBC)
+    return (own_XBCC | (of_prefix_XBCC & has_XBC[..., None])) & causal_CC, entering
+
+
+def _chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    rate: jax.Array,
+    visible_XBCC: jax.Array,
+) -> _Chunks:
+    """The chunks of streams [X, B, N, C, ...]."""
+    follows = (visible_XBCC & ~jnp.eye(visible_XBCC.shape[-1], dtype=bool))[:, :, None]
+    visible = visible_XBCC.astype(jnp.float32)
+    total = _einsum("XBCD,XBND->XBNC", visible, log_decay)
+    # Summed for each pair: a difference of totals would lose digits where decays are strong.
+    between = _einsum("XBCE,XBNED->XBNCD", visible, log_decay[..., None] * follows)
+    decay = jnp.where(visible_XBCC[:, :, None], jnp.exp(between), 0)
+    since = jnp.exp(total)
+    written = jnp.tril(_einsum("XBNCH,XBNDH->XBNCD", k, k) * decay, -1) * rate[..., None]
+    solved = unit_lower_inverse(written)
+    return _Chunks(
+        k_XBNCH=k,
+        q_XBNCH=q * since[..., None],
+        values_XBNCV=_einsum("XBNCD,XBNDV->XBNCV", solved, rate[..., None] * v),
+        reads_XBNCH=_einsum("XBNCD,XBNDH->XBNCH", solved, (rate * since)[..., None] * k),
+        scores_XBNCC=_einsum("XBNCH,XBNDH->XBNCD", q, k) * decay,
+        decay_XBNCC=decay,
+        since_XBNC=since,
+    )
+
+
+@jax.custom_vjp
+def unit_lower_inverse(below: jax.Array) -> jax.Array:
+    """The inverse of 1 + `below`, which is zero on and over the diagonal; [..., C, C].
+
+    Inverses of blocks on the diagonal are joined to those of blocks of twice the size, by matmuls.
+    Requires: C is a power of 2.
+    """
+    size = below.shape[-1]
+    place = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    block = 1
+    while block < size:
+        pair, half = place // (2 * block), place // block % 2
+        corner = (pair[:, None] == pair) & (half[:, None] > half)
+        joining = jnp.where(corner, below, 0)
+        inverse -= _einsum("...CD,...DE,...EF->...CF", inverse, joining, inverse)
+        block *= 2
+    return inverse
+
+
+def _inverse_backward(inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return (-_einsum("...DC,...DE,...FE->...CF", inverse, gradient, inverse),)
+
+
+def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(below)
+    return inverse, inverse
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,60 @@
+"""What models with layers of a gated delta rule do not work with. Imports no jax."""
+
+from collections.abc import Iterator, Mapping
+
+from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.config.schema import every
+from jaxrl_llm.models.config import ModelConfig
+
+
+def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> None:
+    """Raises: ConfigError with a remedy for a setting that a hybrid model does not work with.
+
+    `models` are those of roles by their key in the config; None has the actor's, or is not known.
+    """
+    for name, model in models.items():
+        if model is None or model.delta is None:
+            continue
+        heads = model.delta.key_heads
+        for given, works in (*_refused(config, name), *_indivisible(config, name, heads)):
+            raise ConfigError(
+                f"config.{given} does not work with layers of a gated delta rule, which the model "
+                f"{name} has; --config.{works} works"
+            )
+
+
+def _refused(config: Config, name: str) -> Iterator[tuple[str, str]]:
+    """The settings of this config that a hybrid model `name` refuses, and what to set instead."""
+    mesh, fsdp = config.mesh, config.mesh.fsdp
+    for axis in ("sequence", "pipeline"):
+        if (size := getattr(mesh, axis)) > 1:
+            yield f"mesh.{axis}={size}", f"mesh.{axis}=1 --config.mesh.fsdp={fsdp * size}"
+    if config.exact == "strict":
+        yield "exact=strict", "exact=repeatable"
+    if config.rollout.quantization == "float8" and name == "actor":
+        yield "rollout.quantization=float8", "rollout.quantization=none"
+    for key, settings in _settings_of(config, name):
+        if isinstance(settings, AdaptedSettings) and settings.lora.enabled:
+            yield f"{key}.lora", f"{key}.lora={{}}"
+
+
+def _settings_of(config: Config, name: str) -> Iterator[tuple[str, ModelSettings]]:
+    """The settings of the model `name`, and of the roles that have the actor's."""
+    for key, settings in every(config, ModelSettings):
+        own = settings.path or settings.hf_config
+        if key == name or (name == "actor" and not own):
+            yield key, settings
+
+
+def _indivisible(config: Config, name: str, key_heads: int) -> Iterator[tuple[str, str]]:
+    """Tensor sizes that do not divide the heads of keys, and with them those of values."""
+    sizes = {
+        "mesh.tensor": config.mesh.tensor,
+        "mesh.generation.tensor": config.mesh.generation.tensor,
+        "mesh.passes.tensor": config.mesh.passes.tensor,
+        **{f"{key}.tensor": each.tensor for key, each in _settings_of(config, name)},
+    }
+    for key, size in sizes.items():
+        if size and key_heads % size:
+            fits = max(n for n in range(1, size + 1) if key_heads % n == 0 and size % n == 0)
+            yield f"{key}={size} with {key_heads} key heads", f"{key}={fits}"

@@ -1,0 +1,156 @@
+"""The gated delta rule by chunks against a loop over tokens, for rows of every kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.kernels import gated_delta as rule
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams
+
+G, N, H, V, W = 2, 4, 6, 5, 4
+# Two prompts of a row with two and three responses, then padding. Several runs share a chunk of 8.
+PROMPTS, RESPONSES = (5, 11), ((3, 7), (2, 9, 4))
+
+
+def inputs_of(rng, tokens):
+    """Streams of one row; decays from strong to nearly none."""
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    shapes = ((G, H), (G, H), (N, V))
+    return Inputs(
+        streams=Streams(*(normal(1, tokens, *shape) for shape in shapes)),
+        kernels=Streams(*(normal(*shape, W) for shape in shapes)),
+        log_decay_BTN=-np.exp(2 * normal(1, tokens, N) - 2),
+        rate_BTN=1 / (1 + np.exp(normal(1, tokens, N))),
+    )
+
+
+def by_tokens(inputs):
+    """The outputs of one sample, token by token in float64, and the last memory."""
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    streams, kernels, log_decay, rate = jax.tree.map(lambda x: np.asarray(x, np.float64), inputs)
+    length, memory, found = log_decay.shape[1], np.zeros((N, H, V)), []
+    for t in range(length):
+        seen = [x[0, max(t - W + 1, 0) : t + 1] for x in streams]
+        q, k, v = (
+            silu(sum(x[-1 - i] * w[..., -1 - i] for i in range(len(x))))
+            for x, w in zip(seen, kernels, strict=True)
+        )
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        for n in range(N):
+            own_k, own_q = k[n // (N // G)], q[n // (N // G)] * H**-0.5
+            memory[n] *= np.exp(log_decay[0, t, n])
+            change = rate[0, t, n] * (v[n] - memory[n].T @ own_k)
+            memory[n] += np.outer(own_k, change)
+            found.append(memory[n].T @ own_q)
+    return np.array(found).reshape(length, N, V), memory
+
+
+def packed():
+    """Runs of the row, and for each sample the tokens that it consists of."""
+    start, begin, end, samples, at = [], [], [], [], 0
+    for prompt, responses in zip(PROMPTS, RESPONSES, strict=True):
+        of_prompt = np.arange(at, at + prompt)
+        for i, length in enumerate(responses):
+            first = at if i == 0 else len(start)
+            size = length + (prompt if i == 0 else 0)
+            apart = (0, 0) if i == 0 else (at, at + prompt)
+            own = np.arange(len(start), len(start) + size)
+            samples.append(own if i == 0 else np.concatenate([of_prompt, own]))
+            start += [first] * size
+            begin += [apart[0]] * size
+            end += [apart[1]] * size
+        at = len(start)
+    padding = 3
+    start += [at + padding] * padding
+    begin, end = begin + [0] * padding, end + [0] * padding
+    return Runs(*(np.array([x], np.int32) for x in (start, begin, end))), samples
+
+
+def parts_of(inputs, tokens):
+    """The inputs of some tokens of the row."""
+    streams, kernels, *rates = inputs
+    of = [jax.tree.map(lambda x: x[:, tokens], x) for x in (streams, *rates)]
+    return Inputs(of[0], kernels, *of[1:])
+
+
+def test_packed_rows(monkeypatch):
+    """Every response continues the state of its own prompt, wherever chunks are cut."""
+    monkeypatch.setattr(rule, "CHUNK", 8)
+    runs, samples = packed()
+    inputs = inputs_of(np.random.default_rng(0), runs.start_BT.shape[1])
+    out = jax.jit(lambda inputs: rule.gated_delta(inputs, runs))(inputs)
+    for tokens in samples:
+        expected, _ = by_tokens(parts_of(inputs, tokens))
+        np.testing.assert_allclose(out[0, tokens], expected, atol=2e-5)
+
+
+def test_gradients_of_a_shared_prompt(monkeypatch):
+    """A packed row has the gradient of its samples in rows of their own."""
+    monkeypatch.setattr(rule, "CHUNK", 8)
+    runs, samples = packed()
+    rng = np.random.default_rng(1)
+    inputs = inputs_of(rng, runs.start_BT.shape[1])
+    weights = [rng.normal(size=(len(s), N, V)).astype(np.float32) for s in samples]
+    longest = max(map(len, samples))
+
+    def together(inputs):
+        out = rule.gated_delta(inputs, runs)[0]
+        return sum((out[s] * w).sum() for s, w in zip(samples, weights, strict=True))
+
+    def apart(inputs):
+        rows = [parts_of(inputs, np.resize(s, longest)) for s in samples]  # padded at the end
+        streams, rates = (
+            jax.tree.map(lambda *x: jnp.concatenate(x), *(pick(row) for row in rows))
+            for pick in (lambda row: row.streams, lambda row: row[2:])
+        )
+        none = jnp.zeros((len(samples), longest), jnp.int32)
+        out = rule.gated_delta(Inputs(streams, inputs.kernels, *rates), Runs(none))
+        return sum((x[: len(w)] * w).sum() for x, w in zip(out, weights, strict=True))
+
+    found, expected = (jax.jit(jax.grad(f))(inputs) for f in (together, apart))
+    for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-4 * max(1, np.abs(other).max()))
+
+
+def test_states_and_steps(monkeypatch):
+    """A state in the middle of a row, and steps from it, continue the sample."""
+    monkeypatch.setattr(rule, "CHUNK", 8)
+    lengths, start = (3, 13), 3
+    inputs = inputs_of(np.random.default_rng(2), sum(lengths))
+    runs = Runs(np.array([[0] * 3 + [start] * 13], np.int32))
+    last = np.array([[-1, 0, 3 + 9]])
+    run = jax.jit(lambda inputs: rule.gated_delta_states(inputs, runs, last))
+    out, states = jax.device_get(run(inputs))
+    whole, memory = by_tokens(parts_of(inputs, np.arange(start, 16)))
+    np.testing.assert_allclose(out[0, start:], whole, atol=2e-5)
+    assert not any(np.any(x[0, 0]) for x in jax.tree.leaves(states))
+    _, of_one = by_tokens(parts_of(inputs, np.arange(1)))
+    np.testing.assert_allclose(states.memory[0, 1], of_one, atol=2e-5)
+    np.testing.assert_array_equal(states.window.v[0, 1, :2], 0)  # before the first token
+    state, step = jax.tree.map(lambda x: x[0, 2:], states), jax.jit(rule.gated_delta_step)
+    for token in range(start + 10, 16):
+        out, state = step(parts_of(inputs, np.array([token])), state)
+        np.testing.assert_allclose(out[0, 0], whole[token - start], atol=2e-5)
+    np.testing.assert_allclose(state.memory[0], memory, atol=2e-5)
+
+
+def test_inverse_of_equal_keys():
+    """Equal tokens without decay: sums of powers of this matrix would lose all digits."""
+    below = np.tril(np.ones((64, 64), np.float32), -1)
+    gradient = np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32)
+
+    @jax.jit
+    def run(below, gradient):
+        inverse, pull = jax.vjp(rule.unit_lower_inverse, below)
+        return inverse, pull(gradient)[0]
+
+    inverse, found = run(below, gradient)
+    np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
+    exact = np.linalg.inv(np.eye(64) + np.tril(np.ones((64, 64)), -1))
+    np.testing.assert_allclose(found, -exact.T @ gradient @ exact.T, atol=1e-4)

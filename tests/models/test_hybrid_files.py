@@ -1,0 +1,93 @@
+"""Folders and configs of hybrid families: what is ignored, kept in its rows, and refused."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import HYBRID, MODEL
+from tiny_models import CONFIGS, HYBRID_FIELDS, tiny_config
+
+from jaxrl_llm.models import families
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.config import Mixture, ModelConfig
+from jaxrl_llm.models.lora import Lora
+
+EXPERTS = Mixture(
+    num_experts=4,
+    experts_per_token=2,
+    expert_size=8,
+    normalized=True,
+    shared_size=12,
+    shared_gate=True,
+)
+
+
+def test_published_configs_have_their_defaults():
+    """Sizes of Qwen3-Next-80B-A3B as its config class has them."""
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48}
+    given = sizes | {"model_type": "qwen3_next", "num_attention_heads": 16}
+    config = families.config_from_hf(given)
+    assert config.num_attention_layers == 12 and config.rotary_dim == 64
+    assert [config.is_linear(i) for i in range(4)] == [True, True, True, False]
+    assert config.delta is not None and config.mixture is not None
+    assert (config.delta.key_heads, config.delta.value_heads) == (16, 32)
+    assert (config.mixture.num_experts, config.mixture.shared_size) == (512, 512)
+
+
+def test_rows_of_a_key_head_lie_together():
+    """in_proj_qkvz has q, k, v and the gate of one key head after the other."""
+    config = tiny_config("qwen3_next", **HYBRID_FIELDS, mixture=EXPERTS)
+    names = families.hf_names(config, "causal_lm")
+    layer = ("decoder", "layers", "0", "attention")
+    theirs = np.arange(2 * (6 + 6 + 10 + 10))  # key heads, and rows of each
+    parts = {
+        name: names[*layer, name, "kernel"].parts[0] for name in ("q", "k", "v", "gate", "rate")
+    }
+    tensor = np.broadcast_to(theirs[:, None], (64, 48))
+    found = {name: parts[name].to_ours(tensor)[0] for name in ("q", "k", "v", "gate")}
+    np.testing.assert_array_equal(found["q"], [range(0, 6), range(32, 38)])
+    np.testing.assert_array_equal(found["k"], [range(6, 12), range(38, 44)])
+    np.testing.assert_array_equal(found["v"].reshape(2, 10), [range(12, 22), range(44, 54)])
+    np.testing.assert_array_equal(found["gate"].reshape(2, 10), [range(22, 32), range(54, 64)])
+    rates = parts["rate"].to_ours(np.broadcast_to(np.arange(8)[:, None], (8, 48)))
+    np.testing.assert_array_equal(rates[0], [0, 1, 4, 5])
+
+
+def test_layers_that_predict_further_tokens_are_not_read():
+    for config, ignored in ((CONFIGS["qwen3_5"], True), (CONFIGS["qwen3"], False)):
+        assert families.ignored_tensor(config, "causal_lm", "mtp.fc.weight") == ignored
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"delta": None}, "qwen3_5_text has layers of a gated delta rule"),
+        ({"attention_gate": False}, "qwen3_5_text has attention_gate=True"),
+        ({"family": "qwen3_next"}, "qwen3_next has experts: give mixture"),
+        ({"mixture": EXPERTS}, "qwen3_5_text has mixture=None"),
+        ({"family": "qwen3", "unit_offset": False, "rotary_factor": 1.0}, "attention_gate=False"),
+        (
+            {"family": "qwen3_5_moe_text", "mixture": replace(EXPERTS, normalized=False)},
+            "give normalized=True",
+        ),
+        (
+            {"family": "qwen3_next", "mixture": replace(EXPERTS, shared_gate=False)},
+            "a shared one with a gate",
+        ),
+    ],
+)
+def test_a_config_that_no_hybrid_family_has(changes, message):
+    config = CONFIGS["qwen3_5"]
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        families.check_family(ModelConfig(**(fields | changes)))
+
+
+def test_forms_that_were_not_made_are_refused():
+    config = families.config_from_hf(MODEL | HYBRID)
+    with pytest.raises(ValueError, match="rollout.quantization=none"):
+        model_spec(config, form="float8")
+    adapters = Lora(rank=2, alpha=1.0, modules=frozenset({"model.layers.1.self_attn.q_proj"}))
+    with pytest.raises(ValueError, match="merge the adapter into the model with PEFT"):
+        model_spec(config, lora=adapters)

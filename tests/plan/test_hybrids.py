@@ -1,0 +1,52 @@
+"""What a hybrid model refuses, before jax is imported and in the plan of a run."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from tiny import HYBRID, MODEL
+from tiny_iteration import open_iteration, tiny_config
+
+from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.launch.described_models import check_models
+
+OF_ACTOR = {f"actor.hf_config.{key}": value for key, value in (MODEL | HYBRID).items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.sequence": 2, "mesh.fsdp": 2}, "mesh.sequence=1 --config.mesh.fsdp=4 works"),
+        ({"mesh.pipeline": 2}, "mesh.pipeline=1 --config.mesh.fsdp=2 works"),
+        ({"mesh.tensor": 4}, "mesh.tensor=4 with 2 key heads.*mesh.tensor=2 works"),
+        ({"mesh.fsdp": 4, "mesh.generation.tensor": 4}, "--config.mesh.generation.tensor=2 works"),
+        ({"mesh.fsdp": 4, "actor.tensor": 4}, "--config.actor.tensor=2 works"),
+        ({"exact": "strict"}, "--config.exact=repeatable works"),
+        ({"rollout.quantization": "float8"}, "--config.rollout.quantization=none works"),
+        ({"actor.lora.rank": 2}, "config.actor.lora does not.*--config.actor.lora={} works"),
+        ({"actor.hf_config.linear_num_key_heads": 3}, "value_heads 4 is not a multiple"),
+        ({"actor.hf_config.linear_conv_kernel_dim": 1}, "conv_size is 1: it must be at least 2"),
+        ({"actor.hf_config.num_hidden_layers": 1}, "at least one layer has attention"),
+        (
+            {"actor.hf_config.layer_types": ["full_attention", "linear_attention"]},
+            "layer_types=.* is not supported: full_attention in every layer whose number is",
+        ),
+    ],
+)
+def test_what_a_hybrid_model_refuses(changes, message):
+    config = load_config("grpo", OF_ACTOR | changes)
+    with pytest.raises(ConfigError, match=message):
+        check_models(config)
+
+
+def test_the_remedy_for_adapters_works():
+    check_models(load_config("grpo", OF_ACTOR | {"actor.lora.rank": 2, "actor.lora": "{}"}))
+
+
+def test_the_plan_asks_again():
+    """A model of a hub is known only then."""
+    config = tiny_config(model_reward=False)
+    config = replace(config, actor=replace(config.actor, hf_config=MODEL | HYBRID))
+    config = replace(config, rollout=replace(config.rollout, quantization="float8"))
+    with pytest.raises(ConfigError, match=re.escape("rollout.quantization=none works")):
+        open_iteration(config)

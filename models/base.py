@@ -232,13 +232,9 @@ def init_sharded(spec: ModelSpec, key: jax.Array, shardings: Any) -> Params:
     A single program that draws all parameters of an 8B model takes minutes to compile.
     """
 
-    @functools.cache
-    def program(drawing: _Drawing, sharding: Any) -> Any:
-        return jax.jit(drawing.draw, out_shardings=sharding)
-
     def draw(path: tuple[Any, ...], sharding: Any) -> jax.Array:
         drawn, drawing = _drawing(spec, path)
-        run, of_leaf = program(drawing, sharding), _leaf_key(key, drawn)
+        run, of_leaf = _program_of(drawing, sharding), _leaf_key(key, drawn)
         return run(of_leaf) if holds(sharding) else results_elsewhere(run, (of_leaf,))
 
     return jax.tree.map_with_path(lambda path, _, place: draw(path, place), spec.params, shardings)
@@ -383,6 +379,12 @@ def _drawing(spec: ModelSpec, path: tuple[Any, ...]) -> tuple[tuple[str, ...], _
         return (*parents, KERNEL), drawing
     abstract = module[name]
     return (*parents, name), _Drawing(abstract.shape, abstract.dtype.name, init[name], std)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_of(drawing: _Drawing, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    """The same for every model: actor and critic have many shapes in common."""
+    return jax.jit(drawing.draw, out_shardings=sharding)
 
 
 def _at(tree: Any, path: Sequence[str]) -> Any:

@@ -17,6 +17,7 @@ from runs import ppo_run, shared
 from timing import CpuReport
 
 from jaxrl_llm.launch.runtime import IN_ORDER
+from jaxrl_llm.observability.garbage import end_without_search
 
 # A mesh may be smaller than the machine, so that tests of one device and of several share a
 # process. Processes that tests start have one device, as a user's do.
@@ -62,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Long runs and programs for a GPU are compiled as users have them, the others fast."""
     # Tracing makes many objects that live; looking for cycles among them took a sixth of the time.
     gc.set_threshold(200_000, 50, 100)
+    end_without_search()
     config.pluginmanager.register(CpuReport(), "cpu-report")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # What one test compiled is there for the others. Workers and other processes inherit it.

@@ -179,7 +179,7 @@ class TinyRun:
             code = process.poll()
             assert code is None, f"ended early with {code}\n{self._log.read_text()}"
             assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.001)
+            time.sleep(0.003)
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Each step's metrics, without times and bytes; every step must stand once and in order."""

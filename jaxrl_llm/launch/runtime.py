@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles, numbers_of_roles
+from jaxrl_llm.observability.garbage import end_without_search
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
@@ -83,6 +84,7 @@ def run_script(
     No error waits for programs that are compiled ahead.
     `--help` prints `help_text`, or else the docstring of the script.
     """
+    end_without_search()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         if callable(help_text):

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxrl_llm.algorithms.advantages import gae, score_to_rewards
 from jaxrl_llm.algorithms.group_advantages import grpo
@@ -61,15 +62,16 @@ def test_gae_by_hand(checked):
 def test_observation_tokens_are_stepped_over():
     # The masked middle token carries neither discount, value nor reward: the row with it removed
     # gives the same numbers.
-    with_gap = gae(
+    with_gap = compiled(
+        gae,
         jnp.array([[0.1, 7.0, 1.0]]),
         jnp.array([[0.5, 7.0, 0.25]]),
         jnp.array([[1.0, 0.0, 1.0]]),
         gamma=0.9,
         lam=0.8,
     )
-    without = gae(
-        jnp.array([[0.1, 1.0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)), gamma=0.9, lam=0.8
+    without = compiled(
+        gae, jnp.array([[0.1, 1.0]]), jnp.array([[0.5, 0.25]]), jnp.ones((1, 2)), gamma=0.9, lam=0.8
     )
     for gap, plain in zip(with_gap, without, strict=True):
         np.testing.assert_allclose(gap[:, [0, 2]], plain, rtol=1e-6)
@@ -82,8 +84,13 @@ def test_gae_equals_the_recursion(gamma, lam, holes):
     rewards, values, mask = random_case()
     if holes:
         mask = mask * (np.random.default_rng(1).random(mask.shape) < 0.7)
-    advantages, returns = gae(
-        jnp.array(rewards), jnp.array(values), jnp.array(mask, jnp.float32), gamma=gamma, lam=lam
+    advantages, returns = compiled(
+        gae,
+        jnp.array(rewards),
+        jnp.array(values),
+        jnp.array(mask, jnp.float32),
+        gamma=gamma,
+        lam=lam,
     )
     raw, expected = loop_gae(rewards, values, mask, gamma, lam)
     np.testing.assert_allclose(returns, expected, atol=1e-5)
@@ -92,29 +99,31 @@ def test_gae_equals_the_recursion(gamma, lam, holes):
 
 def test_defaults_give_the_monte_carlo_return():
     rewards, values, mask = random_case()
-    _, returns = gae(jnp.array(rewards), jnp.array(values), jnp.array(mask))
+    _, returns = compiled(gae, jnp.array(rewards), jnp.array(values), jnp.array(mask))
     to_go = np.cumsum((rewards * mask)[:, ::-1], axis=1)[:, ::-1]
     np.testing.assert_allclose(returns, to_go * mask, atol=1e-5)
 
 
 def test_padding_changes_nothing_and_permutation_permutes():
     rewards, values, mask = random_case()
-    base = gae(jnp.array(rewards), jnp.array(values), jnp.array(mask), gamma=0.9, lam=0.9)
+    base = compiled(gae, jnp.array(rewards), jnp.array(values), jnp.array(mask), gamma=0.9, lam=0.9)
     dirty = [jnp.array(np.where(mask > 0, x, np.nan)) for x in (rewards, values)]
-    for a, b in zip(base, gae(*dirty, jnp.array(mask), gamma=0.9, lam=0.9), strict=True):
+    for a, b in zip(base, compiled(gae, *dirty, jnp.array(mask), gamma=0.9, lam=0.9), strict=True):
         np.testing.assert_array_equal(a, b)
     order = np.array([3, 0, 4, 1, 2])
-    moved = gae(*(jnp.array(x[order]) for x in (rewards, values, mask)), gamma=0.9, lam=0.9)
+    moved = compiled(
+        gae, *(jnp.array(x[order]) for x in (rewards, values, mask)), gamma=0.9, lam=0.9
+    )
     for a, b in zip(base, moved, strict=True):
         np.testing.assert_allclose(np.array(a)[order], b, atol=1e-6)
     wider = [jnp.pad(jnp.array(x), ((0, 0), (0, 3))) for x in (rewards, values, mask)]
-    for a, b in zip(base, gae(*wider, gamma=0.9, lam=0.9), strict=True):
+    for a, b in zip(base, compiled(gae, *wider, gamma=0.9, lam=0.9), strict=True):
         np.testing.assert_allclose(a, b[:, :-3], atol=1e-6)
 
 
 def test_all_masked_batch_is_zero():
     ones, zeros = jnp.ones((2, 3)), jnp.zeros((2, 3))
-    for out in gae(ones, ones, zeros):
+    for out in compiled(gae, ones, ones, zeros):
         np.testing.assert_array_equal(out, zeros)
 
 

@@ -78,12 +78,13 @@ POLICY_LOSSES = {
 def value_and_gradient(fn, x, *others):
     """fn's first result, and the gradient of its sum in x."""
 
-    def total(x):
+    def total(x, *others):
         out = fn(x, *others)
         out = out[0] if isinstance(out, tuple) else out
         return out.sum(), out
 
-    (_, value), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(x))
+    run = jax.jit(jax.value_and_grad(total, has_aux=True))
+    (_, value), gradient = run(jnp.asarray(x), *others)
     return np.asarray(value), np.asarray(gradient)
 
 

@@ -1,6 +1,6 @@
 """Estimators over groups and variants of REINFORCE against arrays by hand, and properties."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -161,8 +161,11 @@ def random_fields(rows=7, length=5, seed=0):
     return {name: np.asarray(x, kinds.get(name, np.float32)) for name, x in fields.items()}
 
 
+one_program = cache(jax.jit)
+
+
 def call(fn, fields):
-    return fn(*(jnp.array(fields[name]) for name in field_names(fn)))
+    return one_program(fn)(*(fields[name] for name in field_names(fn)))
 
 
 @pytest.mark.parametrize("fn", EVERY, ids=name_of)

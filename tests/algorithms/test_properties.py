@@ -5,7 +5,7 @@ importance weights, rejection, and the aggregated losses with their gradients.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -103,8 +103,19 @@ class Outcome:
 
 
 def outcome(algorithm: Algorithm, fields: dict[str, np.ndarray]) -> Outcome:
+    """What one program makes of a batch."""
+    loss, of_tokens = program_of(algorithm)(fields)
+    return Outcome({name: np.asarray(x) for name, x in of_tokens.items()}, float(loss))
+
+
+@cache
+def program_of(algorithm: Algorithm) -> Any:
+    return jax.jit(partial(chain, algorithm))
+
+
+def chain(algorithm: Algorithm, fields: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
     """The chain of an iteration, as the stages and the learner's losses join it."""
-    known = {name: jnp.asarray(x) for name, x in fields.items()}
+    known = dict(fields)
 
     def read(fn, **settings):
         return fn(*(known[name] for name in field_names(fn)), **settings)
@@ -132,9 +143,8 @@ def outcome(algorithm: Algorithm, fields: dict[str, np.ndarray]) -> Outcome:
 
     moving = {name: known[name] for name in MOVING}
     loss, gradients = jax.value_and_grad(total)(moving)
-    of_tokens = {f"gradient of {name}": np.asarray(x) for name, x in gradients.items()}
-    of_tokens |= {name: np.asarray(known[name]) for name in ("advantages", "returns")}
-    return Outcome(of_tokens, float(loss))
+    of_tokens = {f"gradient of {name}": x for name, x in gradients.items()}
+    return loss, of_tokens | {name: known[name] for name in ("advantages", "returns")}
 
 
 def _aggregated(algorithm, fn, known):

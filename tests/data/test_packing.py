@@ -321,18 +321,24 @@ def test_strict_rows_hold_every_target_of_the_longest_samples():
         "responses": jnp.ones((2, R), jnp.int32),
         "mask": jnp.ones((2, R), jnp.float32),
     }
-    parts = Packed(row_tokens=P + R, align=64).split(fields)
-    rows = [parts.at(i)[ROWS] for i in range(int(parts.num))]
-    assert sum(int(each.num_targets.sum()) for each in rows) == 2 * R
+
+    @jax.jit
+    def targets(fields, i):
+        parts = Packed(row_tokens=P + R, align=64).split(fields)
+        return parts.num, parts.at(i)[ROWS].num_targets.sum()
+
+    num, _ = targets(fields, 0)
+    assert sum(int(targets(fields, i)[1]) for i in range(int(num))) == 2 * R
 
 
 def test_strict_rows_of_whole_blocks_hold_no_padding():
     """The last token of a response predicts nothing: 64 tokens take one block, not two."""
     lengths = jnp.full(4, 64, jnp.int32)
-    plan = plan_packing(lengths, lengths, row_tokens=64 * 5, group=4, num_replicas=1, align=64)
+    settings = {"row_tokens": 64 * 5, "group": 4, "num_replicas": 1, "align": 64}
+    plan = compiled(plan_packing, lengths, lengths, **settings)
     assert int(plan.num_rows) == 1
     tokens = jnp.arange(1, 1 + 4 * 64, dtype=jnp.int32).reshape(4, 64)
-    rows = packed_rows(plan, jnp.int32(0), tokens - 1000, lengths, tokens, lengths)
+    rows = ROW(plan, jnp.int32(0), tokens - 1000, lengths, tokens, lengths)
     predicted = rows.targets[0, : int(rows.num_targets[0])]
     np.testing.assert_array_equal(np.sort(predicted), tokens.reshape(-1))
     np.testing.assert_array_equal(rows.to_samples(rows.targets), tokens)

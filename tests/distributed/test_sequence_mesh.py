@@ -224,15 +224,19 @@ def test_whole_rows_come_back_in_their_order():
 def test_causal_work_is_balanced():
     assert token_order(12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
     layout = train_layout(make_mesh(sequence=4), num_kv_heads=2)
-    rows = spread(whole_rows(jnp.zeros((1, 64), jnp.int32)), layout)
-    assert rows.visible_pairs(None).tolist() == [[16 * 65 / 2] * 4]
-    # The first and the last eight tokens of the row are the first device's.
-    assert rows.visible_pairs(3)[0].tolist() == [1 + 2 + 3 * 14] + [3 * 16] * 3
     spec = model_spec(CONFIGS["qwen2_window"])  # one layer of each kind, with a window of 4
-    work = attention_work(
-        whole_rows(jnp.zeros((1, 64), jnp.int32)), spec, ForwardSettings(layout=layout)
-    )
-    largest, mean = work.values()
+
+    @jax.jit
+    def work_of(tokens):
+        rows = whole_rows(tokens)
+        parts = spread(rows, layout)
+        work = attention_work(rows, spec, ForwardSettings(layout=layout))
+        return parts.visible_pairs(None), parts.visible_pairs(3), list(work.values())
+
+    pairs, in_window, (largest, mean) = work_of(np.zeros((1, 64), np.int32))
+    assert pairs.tolist() == [[16 * 65 / 2] * 4]
+    # The first and the last eight tokens of the row are the first device's.
+    assert in_window[0].tolist() == [1 + 2 + 3 * 14] + [3 * 16] * 3
     assert (largest, mean) == (520 + 64, 520 + (4 * 64 - 6) / 4)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compiled import compiled
 from tiny import model_config
 from tiny_iteration import random_params
 
@@ -80,8 +81,8 @@ def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
     spec = frozen_spec(model_config(), "causal_lm", "float8", "float32", lora)
     plain = model_spec(model_config(), lora=lora)
     base, own = split(random_params(plain.params, 1, 0.2))
-    base = quantized_as(split(spec.params)[0], base)
-    dense = dequantized(base, "float32")
+    base = compiled(lambda base: quantized_as(split(spec.params)[0], base), base)
+    dense = compiled(lambda base: dequantized(base, "float32"), base)
 
     def attend(q, k, v, cache, *, window):
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
@@ -96,8 +97,13 @@ def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
     found, expected = run(own, spec, base), run(own, plain, dense)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
-    merged_spec, merged = merge_adapters(spec, join(base, own), "bfloat16")
-    assert merged_spec == model_spec(model_config())
+
+    def merge(params):
+        merged_spec, merged = merge_adapters(spec, params, "bfloat16")
+        assert merged_spec == model_spec(model_config())
+        return merged
+
+    merged = compiled(merge, join(base, own))
     kernels = [x for p, x in jax.tree_util.tree_leaves_with_path(merged) if p[-1].key == "kernel"]
     assert {str(x.dtype) for x in kernels} == {"bfloat16"}  # never float8
 

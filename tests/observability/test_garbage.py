@@ -1,6 +1,8 @@
-"""Garbage is collected rarely until the first step is done, and then as before."""
+"""Garbage is collected rarely until the first step is done, then as before, and not at the exit."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +37,17 @@ def test_what_a_program_chose_stays(thresholds, chosen):
     assert gc.get_threshold() == chosen
     collector.end_start()
     assert gc.get_threshold() == chosen
+
+
+@pytest.mark.parametrize("last_words, printed", [("", b"found"), ("end_without_search()", b"")])
+def test_no_cycle_is_looked_for_at_the_exit(last_words, printed):
+    program = f"""
+from jaxrl_llm.observability.garbage import end_without_search
+class Cycle:
+    def __init__(self): self.itself = self
+    def __del__(self, say=print): say("found", end="")
+Cycle()
+{last_words}
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=True, capture_output=True).stdout == printed

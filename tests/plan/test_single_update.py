@@ -1,10 +1,12 @@
 """An iteration of one optimizer step: the update's forward pass gives the old log-probs too."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from compiled import compiled
 from test_online_algorithms import config_of, stages_of
 from tiny_iteration import PROMPTS, first_states, in_micro_batches, open_iteration, packed, run_step
 
@@ -54,10 +56,12 @@ def test_it_is_the_step_with_a_pass_of_its_own(name, rows, monkeypatch):
     fields = {
         name: getattr(batch, name) for name in ("prompts", "prompt_lengths", "responses", "mask")
     }
-    logprobs, entropy = response_logprobs(
-        before, rows_of(fields), spec=role.spec, settings=role.forward, with_entropy=True
+    logprobs, entropy = compiled(
+        partial(response_logprobs, spec=role.spec, settings=role.forward, with_entropy=True),
+        before,
+        rows_of(fields),
     )
-    expected = mismatch_metrics(logprobs, batch.rollout_logprobs, batch.mask)
+    expected = compiled(mismatch_metrics, logprobs, batch.rollout_logprobs, batch.mask)
     expected["actor/entropy"] = (entropy * batch.mask).sum() / batch.mask.sum()
     for key, value in expected.items():
         np.testing.assert_allclose(metrics[key], value, rtol=1e-4, atol=1e-5, err_msg=key)

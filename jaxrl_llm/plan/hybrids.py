@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
-from jaxrl_llm.config.schema import every
+from jaxrl_llm.config.tree import every
 from jaxrl_llm.models.config import ModelConfig
 
 

@@ -153,8 +153,11 @@ def low_rank_of_all(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Arr
 
     Rows after the last expert's are 0.
     """
+    chosen_ME = _chosen(len(x_M), sizes_E)
+    # What the other rows hold must not reach a gradient.
+    x_M = jnp.where(chosen_ME.any(axis=1, keepdims=True), x_M, 0)
     low_MER = jnp.einsum("mi,eir->mer", x_M, a)
-    own_MER = jnp.where(_chosen(len(x_M), sizes_E)[:, :, None], low_MER, 0)
+    own_MER = jnp.where(chosen_ME[:, :, None], low_MER, 0)
     return jnp.einsum("mer,ero->mo", own_MER, b)
 
 

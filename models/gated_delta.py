@@ -20,6 +20,9 @@ from jaxrl_llm.models.config import GatedDelta, ModelConfig
 from jaxrl_llm.models.layers import Projection, gathering, parameter
 from jaxrl_llm.numerics import rms_norm
 
+# Parameters that are float32 in every dtype of computation: they go through exp.
+DECAY = ("log_speed", "decay_bias")
+
 
 class GatedDeltaNet(nnx.Module):
     """A short convolution, the gated delta rule, and a gated norm of its output.

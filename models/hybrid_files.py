@@ -40,7 +40,7 @@ def fields_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
 
     Raises: ValueError for what is not implemented.
     """
-    common.refuse_unless(hf, family, attention_bias=False)
+    common.refuse_unless(hf, family, attention_bias=False, attn_output_gate=True)
     own = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
     fields = common.common_from_hf(hf, family, **own, **defaults)
     features = {"qk_norm": True, "unit_offset": True, "attention_gate": True}

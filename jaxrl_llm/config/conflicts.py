@@ -29,7 +29,7 @@ class Setting(NamedTuple):
     """What a config may say at a key: any value but `otherwise`, or `value` alone."""
 
     key: str
-    otherwise: str  # a value that ends the conflict, as text
+    otherwise: str  # a value that ends the conflict, as text; nothing where that is another run
     value: str = ""
     only: Callable[[Config], object] = lambda _: True  # where it counts
 
@@ -50,7 +50,8 @@ class Conflict(NamedTuple):
     def fault(self, config: Config) -> str:
         """The sentence for a config in which both hold; rules.py says what <KEY> is."""
         word = "without" if is_empty(value_at(config, self.other.key)) else "with"
-        works = (f"--config.{each.key}={each.otherwise}" for each in (self.one, self.other))
+        ends = (each for each in (self.one, self.other) if each.otherwise)
+        works = (f"--config.{each.key}={each.otherwise}" for each in ends)
         return (
             f"<{self.one.key}> does not work {word} <{self.other.key}>: {self.why}; "
             f"{' or '.join(works)} works"
@@ -86,8 +87,8 @@ def _no_records(c: Config) -> bool:
 
 # ------------------------------------------------------------------------- settings of the run
 
-OFFLINE = Setting("algorithm", "grpo", only=is_offline)
-NO_RECORDS = Setting("algorithm", "sft", only=_no_records)
+OFFLINE = Setting("algorithm", "", only=is_offline)
+NO_RECORDS = Setting("algorithm", "", only=_no_records)
 ONE_SAMPLE = Setting("rollout.n", "8", value="1", only=_online)
 PRIORITY = Setting("data.priority", "null")
 SPREAD = PRIORITY._replace(only=lambda c: isinstance(c.data.priority, Spread))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from jaxrl_llm.distributed.sharding import HOST_MEMORY
 from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.models.config import BALANCE
+from jaxrl_llm.models.gated_delta import DECAY
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import MAGNITUDE, join
 
@@ -114,8 +115,8 @@ class CastAhead:
 def stays_float32(path: Any) -> bool:
     """Whether the parameter at this path of keys is float32 in every dtype of computation."""
     # A norm is divided by the float32 norm of a module: rounded, it would scale the output. The
-    # steps of a balance bias are smaller than what bfloat16 resolves.
-    return bool(path) and getattr(path[-1], "key", "") in (MAGNITUDE, BALANCE)
+    # steps of a balance bias are smaller than what bfloat16 resolves. Decays go through exp twice.
+    return bool(path) and getattr(path[-1], "key", "") in (MAGNITUDE, BALANCE, *DECAY)
 
 
 def cast(params: Params, dtype: str) -> Params:

@@ -1,16 +1,26 @@
 """What models with layers of a gated delta rule do not work with. Imports no jax."""
 
+import math
 from collections.abc import Iterator, Mapping
 
-from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.config import (
+    AdaptedSettings,
+    Config,
+    ConfigError,
+    ExtraModelConfig,
+    ModelSettings,
+)
 from jaxrl_llm.config.tree import every
 from jaxrl_llm.models.config import ModelConfig
+
+_ROLES = {"reward.model": "reward"}  # of keys that are not the name of their role
 
 
 def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> None:
     """Raises: ConfigError with a remedy for a setting that a hybrid model does not work with.
 
-    `models` are those of roles by their key in the config; None has the actor's, or is not known.
+    `models` are those of roles by name, or by key in the config; None has the actor's, or is not
+    known.
     """
     for name, model in models.items():
         if model is None or model.delta is None:
@@ -42,19 +52,23 @@ def _settings_of(config: Config, name: str) -> Iterator[tuple[str, ModelSettings
     """The settings of the model `name`, and of the roles that have the actor's."""
     for key, settings in every(config, ModelSettings):
         own = settings.path or settings.hf_config
-        if key == name or (name == "actor" and not own):
+        role = settings.name if isinstance(settings, ExtraModelConfig) else _ROLES.get(key, key)
+        if name in (key, role) or (name == "actor" and not own):
             yield key, settings
 
 
 def _indivisible(config: Config, name: str, key_heads: int) -> Iterator[tuple[str, str]]:
     """Tensor sizes that do not divide the heads of keys, and with them those of values."""
-    sizes = {
-        "mesh.tensor": config.mesh.tensor,
-        "mesh.generation.tensor": config.mesh.generation.tensor,
-        "mesh.passes.tensor": config.mesh.passes.tensor,
-        **{f"{key}.tensor": each.tensor for key, each in _settings_of(config, name)},
-    }
+    mesh, own = config.mesh, {key: each.tensor for key, each in _settings_of(config, name)}
+    sizes = {f"{key}.tensor": size for key, size in own.items()}
+    sizes["mesh.passes.tensor"] = mesh.passes.tensor
+    if name == "actor":
+        sizes["mesh.generation.tensor"] = mesh.generation.tensor
+    if not own or not all(own.values()):
+        sizes["mesh.tensor"] = mesh.tensor
     for key, size in sizes.items():
         if size and key_heads % size:
-            fits = max(n for n in range(1, size + 1) if key_heads % n == 0 and size % n == 0)
-            yield f"{key}={size} with {key_heads} key heads", f"{key}={fits}"
+            fits = math.gcd(size, key_heads)
+            # All devices stay in the mesh.
+            more = f" --config.mesh.fsdp={mesh.fsdp * size // fits}" if key == "mesh.tensor" else ""
+            yield f"{key}={size} with {key_heads} key heads", f"{key}={fits}{more}"

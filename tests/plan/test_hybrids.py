@@ -18,7 +18,7 @@ OF_ACTOR = {f"actor.hf_config.{key}": value for key, value in (MODEL | HYBRID).i
     [
         ({"mesh.sequence": 2, "mesh.fsdp": 2}, "mesh.sequence=1 --config.mesh.fsdp=4 works"),
         ({"mesh.pipeline": 2}, "mesh.pipeline=1 --config.mesh.fsdp=2 works"),
-        ({"mesh.tensor": 4}, "mesh.tensor=4 with 2 key heads.*mesh.tensor=2 works"),
+        ({"mesh.tensor": 4}, "tensor=4 with 2 key heads.*mesh.tensor=2 --config.mesh.fsdp=2 works"),
         ({"mesh.fsdp": 4, "mesh.generation.tensor": 4}, "--config.mesh.generation.tensor=2 works"),
         ({"mesh.fsdp": 4, "actor.tensor": 4}, "--config.actor.tensor=2 works"),
         ({"exact": "strict"}, "--config.exact=repeatable works"),
@@ -37,6 +37,15 @@ def test_what_a_hybrid_model_refuses(changes, message):
     config = load_config("grpo", OF_ACTOR | changes)
     with pytest.raises(ConfigError, match=message):
         check_models(config)
+
+
+def test_a_teacher_is_in_no_layout_of_generation():
+    of_teacher = {f"teacher.hf_config.{key}": value for key, value in (MODEL | HYBRID).items()}
+    own = {"mesh.fsdp": 4, "mesh.tensor": 4, "mesh.generation.tensor": 4, "actor.tensor": 1}
+    config = load_config("distillation", of_teacher | own | {"teacher.tensor": 2})
+    check_models(config)
+    with pytest.raises(ConfigError, match="teacher.tensor=4 with 2 key heads"):
+        check_models(load_config(config, {"teacher.tensor": 4}))
 
 
 def test_the_remedy_for_adapters_works():

@@ -58,6 +58,9 @@ class Algorithm:
     # outside it are in no loss and no mean
     rejection: Callable[..., Any] | None = None
     own_fields: tuple[str, ...] = ()  # that the functions read and stages of the user's write
+    # Whether a sample changes the losses of no other sample of its micro-batch. Then gradients are
+    # summed over the mesh axis `data` once an optimizer step, and else in every micro-batch.
+    by_sample: bool = False
 
     def __post_init__(self) -> None:
         rollout = {"advantage": self.advantage, "kl_reward": self.kl_reward}

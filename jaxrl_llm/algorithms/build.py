@@ -23,6 +23,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, compose
 from jaxrl_llm.algorithms.kl import kl_penalty
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
+from jaxrl_llm.config.algorithms import Shared
 from jaxrl_llm.references import call, check_settings, load
 
 
@@ -35,7 +36,8 @@ def build_algorithm(settings: c.AlgorithmSettings) -> Algorithm | OfflineAlgorit
     """
     if isinstance(settings, c.Custom):
         return _custom(settings)
-    return BUILDERS[type(settings)](settings)
+    algorithm = BUILDERS[type(settings)](settings)
+    return replace(algorithm, by_sample=not _compares_samples(settings))
 
 
 def build_online(settings: c.AlgorithmSettings) -> Algorithm:
@@ -50,6 +52,14 @@ def build_offline(settings: c.AlgorithmSettings) -> OfflineAlgorithm:
     algorithm = build_algorithm(settings)
     assert isinstance(algorithm, OfflineAlgorithm), settings
     return algorithm
+
+
+def _compares_samples(settings: c.AlgorithmSettings) -> bool:
+    """Whether a policy loss takes means, or chooses tokens, over all samples of a micro-batch."""
+    if isinstance(settings, Shared) and settings.bypass_mode:
+        return True  # weights are normalised over samples
+    covariance = isinstance(settings, c.ClipCov | c.KLCov)
+    return covariance or (isinstance(settings, c.Pair) and settings.loss_mode.endswith("_cov"))
 
 
 def _custom(settings: c.Custom) -> Algorithm | OfflineAlgorithm:

@@ -74,6 +74,8 @@ class OfflineAlgorithm:
     # For a loss on labelled completions with pairs as held-out data: log-probs of both completions
     # under policy and reference -> additional metrics
     judge_pairs: Callable[..., Any] | None = None
+    # Whether a record changes the loss of no other one of its micro-batch: see `Algorithm`.
+    by_sample: bool = False
 
     def __post_init__(self) -> None:
         if self.loss is None and self.token_loss is None:

@@ -9,6 +9,7 @@ in the compile cache times nothing. A mark in the cache's folder says that it is
 a hint: with a wrong mark, kernels are timed while the device works.
 """
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib.version
 
 COMPILING = "compiling"  # begins the name of a thread that compiles ahead
 MARKS = "programs"  # folder of the marks, in the compile cache's
@@ -127,7 +129,7 @@ class Compilers:
         found = self._programs[program]
         lowered = program.lower(*arguments)
         mark = marks.of(lowered)
-        is_known = mark is not None and mark.exists()
+        is_known = _exists(mark)
         independent = is_known or not times_kernels()
         start = partial(self._start, found, lowered, mark, independent)
         with self._lock:
@@ -154,7 +156,8 @@ class Marks:
         is_local = folder and "://" not in folder
         self._folder = Path(folder) / MARKS if is_local else None
         devices = ",".join(sorted({device.device_kind for device in jax.local_devices()}))
-        self._where = f"{jax.__version__} {devices} {os.environ.get('XLA_FLAGS', '')}"
+        versions = f"{jax.__version__} {jaxlib.version.__version__}"
+        self._where = f"{versions} {devices} {os.environ.get('XLA_FLAGS', '')}"
 
     def of(self, lowered: Any) -> Path | None:
         """The mark of a lowered program; None without a folder."""
@@ -181,8 +184,17 @@ def compiles_ahead() -> bool:
 def _compile(lowered: Any, mark: Path | None) -> None:
     lowered.compile()
     if mark is not None:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        with contextlib.suppress(OSError):  # a full or read-only folder ends no run
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+
+def _exists(mark: Path | None) -> bool:
+    """Whether there is a mark; False where its folder may not be read."""
+    try:
+        return mark is not None and mark.exists()
+    except OSError:
+        return False
 
 
 def _in_thread(run: Callable[[], None]) -> Future[None]:

@@ -150,6 +150,8 @@ class Program:
                 result = self._threads.submit(_call, compiled, arguments, segment, mesh, now)
                 now.add(mesh, segment, result.result)
             else:
+                if self._own_meshes and not known:
+                    now.wait()  # kernels may be timed on any of the devices
                 self._compilers.wait_for(compiled)
                 if mesh.size > 1 and segment.name not in self._called:
                     self._called[segment.name] = jax.tree.map(_abstract, arguments)

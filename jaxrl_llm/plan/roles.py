@@ -88,6 +88,10 @@ class Role:
     def mesh(self) -> Mesh:
         return self.layout.mesh
 
+    def groups_for(self, by_sample: bool) -> DataGroups | None:
+        """The groups for a loss; None where it compares samples, which may be in other groups."""
+        return self.data_groups if by_sample else None
+
     @property
     def generation_shardings(self) -> Params:
         """Shardings of the parameters in the generation layout."""

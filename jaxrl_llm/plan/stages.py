@@ -409,7 +409,7 @@ class Update(ModelStage):
             base=base,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=sizes.update,
-            groups=role.data_groups,
+            groups=role.groups_for(self.loss.algorithm.by_sample),
             measure=self.measure,
         )
         num_steps = sizes.num_mini_batches * sizes.num_epochs

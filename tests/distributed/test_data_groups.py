@@ -10,7 +10,8 @@ from tiny import EXPERTS, MODEL
 from tiny_iteration import random_params
 
 from jaxrl_llm import config as c
-from jaxrl_llm.algorithms.build import build_online
+from jaxrl_llm.algorithms.algorithm import Algorithm
+from jaxrl_llm.algorithms.build import build_algorithm, build_online
 from jaxrl_llm.config import MeshConfig, ModelSettings
 from jaxrl_llm.distributed.communication import collectives
 from jaxrl_llm.distributed.device_groups import MeshAxes
@@ -57,7 +58,7 @@ def role_on(sizes: dict[str, int], model: str) -> Role:
     return make_role("actor", spec, settings, make_mesh(**phases.sizes), phases=phases)
 
 
-def update(role: Role, row_tokens: int = 0) -> tuple[Any, str]:
+def update(role: Role, row_tokens: int = 0, algorithm: Algorithm = ALGORITHM) -> tuple[Any, str]:
     """Gradients and metrics of two or more micro-batches, and the compiled program."""
     layout, mesh = role.layout, role.mesh
     parts: Any = Padded(num=2, shard=shard_stacked(layout))
@@ -69,7 +70,7 @@ def update(role: Role, row_tokens: int = 0) -> tuple[Any, str]:
             shard=shard_rows(layout),
         )
     loss = PolicyLoss(
-        algorithm=ALGORITHM,
+        algorithm=algorithm,
         spec=role.spec,
         settings=role.forward,
         temperature=0.9,
@@ -85,7 +86,7 @@ def update(role: Role, row_tokens: int = 0) -> tuple[Any, str]:
             cast_ahead=role.forward.cast_ahead,
             micro_batches=parts,
             measure=lambda ratios, batch: {"ratios": ratios * batch["mask"]},
-            groups=role.data_groups,
+            groups=role.groups_for(algorithm.by_sample),
         )
 
     params = make_global(random_params(role.spec.params, 3, scale=0.2), role.param_shardings)
@@ -143,6 +144,33 @@ def test_one_sum_over_data_gives_the_gradients_of_one_device(sizes, model, row_t
     whole = gradient_bytes(role)
     assert sum(each) <= 0.02 * whole  # numbers of tokens alone
     assert whole <= sum(once) <= 1.02 * whole + 4 * B * R
+
+
+def test_a_loss_that_compares_samples_sees_those_of_all_groups():
+    """KL-Cov chooses tokens of a whole micro-batch."""
+    algorithm = build_online(c.KLCov(kl_cov_ratio=0.2))
+    (found, metrics), _ = update(role_on({"data": 2}, DENSE), algorithm=algorithm)
+    (expected, of_one), _ = update(role_on({}, DENSE), algorithm=algorithm)
+    np.testing.assert_allclose(metrics["loss"], of_one["loss"], rtol=1e-5)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_sample"),
+    [
+        (c.PPO(), True),
+        (c.GSPO(), True),
+        (c.DPO(), True),
+        (c.ClipCov(), False),
+        (c.Pair(loss_mode="kl_cov"), False),
+        (c.Pair(loss_mode="vanilla"), True),
+        (c.GRPO(bypass_mode=True), False),
+    ],
+    ids=str,
+)
+def test_which_losses_compare_samples(settings, by_sample):
+    assert build_algorithm(settings).by_sample == by_sample
 
 
 def test_where_micro_batches_sum_over_data_as_before():

@@ -196,3 +196,13 @@ def test_an_error_reaches_whoever_waits(marks):
     with pytest.raises(RuntimeError, match="XLA cannot"):
         compilers.wait_for(bad)
     assert not Marks().of(bad).exists()
+
+
+def test_a_folder_that_takes_no_marks_ends_no_run(marks):
+    """jax itself warns of such a cache, and computes."""
+    marks.write_text("a file where the folder of marks would be")
+    seen = []
+    compilers = Compilers()
+    compilers.begin([work(Lowered("one", seen))])
+    compilers.wait_for_all()
+    assert seen == ["lower one", "compile one"]

@@ -239,7 +239,8 @@ def _whole(metadata: Mapping[str, Any], key: str) -> int:
 
 def _number(metadata: Mapping[str, Any], key: str) -> float:
     value = _require(metadata, key)
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
         raise _damaged(key, value, "a positive number")
     return value
 

@@ -75,7 +75,7 @@ def tested(test: Callable[[Any], object]) -> AfterValidator:
 
 @dataclass(frozen=True)
 class UpTo:
-    """The bound that another key of the same record is: for `Annotated`, beside `Ge` and `Lt`."""
+    """For `Annotated`: an upper bound, which is the value of another key of the record."""
 
     key: str
     itself: bool = True  # whether the value may be equal to that of the key

@@ -34,6 +34,11 @@ class Devices:
         """Into how many parts stored weights and optimizer states are split."""
         return self.count // self.mesh.data
 
+    @property
+    def switches(self) -> bool:
+        """Whether generation has its weights in another layout than they are stored in."""
+        return not self.shards == self.mesh.tensor == self.tensor("generate")
+
     def tensor(self, does: str) -> int:
         """Devices that share the heads in a phase."""
         mesh = self.mesh

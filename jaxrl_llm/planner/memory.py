@@ -83,8 +83,9 @@ def _generation(
     tensor, rollout = devices.tensor("generate"), work.config.rollout
     dtype = rollout.dtype or model.settings.dtype
     itemsize = 1 if rollout.quantization == "float8" else BYTES[dtype]
-    copies = not own_weights and (not model.adapters or model.generates_merged)
-    weights = stored_parameters(model) * BYTES[dtype] if copies else 0.0
+    # A frozen base is copied only where another layout needs it.
+    copies = not model.adapters or model.generates_merged or devices.switches
+    weights = sampled_bytes(model, dtype) if copies and not own_weights else 0.0
     if rollout.quantization == "float8":
         weights += model.config.num_layers * layer_weights(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
@@ -94,6 +95,15 @@ def _generation(
     logits = slots_of(work, samples) * model.config.vocab_size * 4
     cache_of_keys = cache / _kv_parts(model.config, tensor)
     return weights / tensor + cache_of_keys + cache_of_states + logits / tensor
+
+
+def sampled_bytes(model: Model, dtype: str) -> float:
+    """Bytes of the weights that generate; a base in float8 that is not merged stays in it."""
+    size = stored_parameters(model) * BYTES[dtype]
+    if model.float8 and not model.generates_merged:
+        saved = layer_weights(model.config) * (BYTES[dtype] - 1)
+        size -= model.config.num_layers * (saved - layer_outputs(model.config) * SCALE)
+    return size
 
 
 def _kv_parts(config: ModelConfig, tensor: int) -> int:
@@ -128,7 +138,8 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
         saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
     in_flight = GATHERED_LAYERS * GATHERED * gathered_weights(config, mesh.expert) / mesh.tensor
-    working = BUFFERS + in_flight if devices.shards > 1 else 0.0
+    # The heads' own axis moves activations, and gathers no weights.
+    working = BUFFERS + in_flight if devices.shards > mesh.tensor else 0.0
     return (
         gradients
         + cast / devices.shards

@@ -15,13 +15,14 @@ import numpy as np
 
 from jaxrl_llm.models.expert_dispatch import exchanges_rows, round_rows
 from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.memory import sampled_bytes
 from jaxrl_llm.planner.packing import (
     Rows,
     expert_weights,
     learned_parameters,
     stored_parameters,
 )
-from jaxrl_llm.planner.work import BYTES, Model, Work
+from jaxrl_llm.planner.work import Model, Work
 
 WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # besides tensor
 OF_EXPERTS = ("pipeline", "fsdp", "sequence")  # along `expert` they stay where they are
@@ -118,7 +119,7 @@ def switch_bytes(model: Model, work: Work, devices: Devices) -> float:
     heads, so of each weight of its heads that is one part.
     """
     dtype = work.config.rollout.dtype or model.settings.dtype
-    needed = stored_parameters(model) * BYTES[dtype] / devices.tensor("generate")
+    needed = sampled_bytes(model, dtype) / devices.tensor("generate")
     return needed * _share(devices.shards // devices.mesh.tensor)
 
 

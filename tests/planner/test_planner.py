@@ -137,6 +137,36 @@ def test_adapters_make_room_for_a_large_model_and_save_time():
     assert 0.6 < seconds[1] / seconds[0] < 0.8
 
 
+@pytest.mark.parametrize(("base", "size"), [("", 2.0), ("float8", 1.0)])
+def test_a_base_is_copied_where_generation_has_another_layout(base, size):
+    config = replace(large(), rollout=c.RolloutConfig(n=4, num_slots=64))
+    lora = c.LoraConfig(rank=16, merge=False)
+    work = work_of(replace(config, actor=replace(config.actor, lora=lora, base_dtype=base)))
+
+    def found(**sizes: Any) -> float:
+        devices = Devices(mesh=c.MeshConfig(**sizes), hosts=1, rates=H200)
+        return estimate(work, devices).temporaries["gen"]
+
+    whole = size * num_parameters(work.actor.config)
+    # Two replicas have half of the samples each; a group of two has half of the heads.
+    in_place = found(tensor=2)
+    assert found(data=2) == pytest.approx(in_place, rel=0.02)
+    assert found(fsdp=2) - in_place == pytest.approx(whole, rel=0.06)
+    group = c.PhaseMeshConfig(tensor=2)
+    assert found(fsdp=2, generation=group) - in_place == pytest.approx(whole / 2, rel=0.06)
+
+
+def test_an_update_gathers_no_weights_over_the_axis_of_the_heads():
+    work = work_of(large(layers=4))
+
+    def found(**sizes: Any) -> float:
+        devices = Devices(mesh=c.MeshConfig(**sizes), hosts=1, rates=H200)
+        return estimate(work, devices).temporaries["update_actor"]
+
+    assert found(tensor=2) <= 0.55 * found()
+    assert found(fsdp=2, tensor=2) > found(tensor=4)
+
+
 @pytest.mark.parametrize("slots", [1, 3, 7, 20])
 def test_decode_steps_are_those_of_a_simulation_step_by_step(slots):
     lengths = np.random.default_rng(slots).integers(1, 12, 20)

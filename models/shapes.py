@@ -1,7 +1,7 @@
 """Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
 Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b,
-deepseek-ai/DeepSeek-V3 and meta-llama/Llama-3.1-8B.
+deepseek-ai/DeepSeek-V3, meta-llama/Llama-3.1-8B and -70B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
@@ -17,6 +17,23 @@ _qwen = partial(
     rms_norm_eps=1e-6,
     attention_bias=True,
     max_position_embeddings=32768,
+)
+
+_llama = partial(
+    ModelConfig,
+    family="llama",
+    rope_theta=5e5,
+    rope_scaling=Llama3Rope(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131072,
+    vocab_size=128256,
+    num_kv_heads=8,
+    head_dim=128,
 )
 
 SHAPES: dict[str, ModelConfig] = {
@@ -77,24 +94,17 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=8,
         head_dim=128,
     ),
-    "llama-3.1-8b": ModelConfig(
-        family="llama",
-        rope_theta=5e5,
-        rope_scaling=Llama3Rope(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-        rms_norm_eps=1e-5,
-        max_position_embeddings=131072,
-        vocab_size=128256,
+    "llama-3.1-8b": _llama(
         hidden_size=4096,
         intermediate_size=14336,
         num_layers=32,
         num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+    ),
+    "llama-3.1-70b": _llama(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
     ),
     "qwen3-30b-a3b": ModelConfig(
         family="qwen3_moe",

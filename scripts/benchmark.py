@@ -4,7 +4,7 @@ Random weights of a named shape; a correctness check first, then a warm-up, then
 repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performance.md.
 
 Flags:
-  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | -1.5b | -7b | -14b | -32b | llama-3.1-8b |
+  --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | -1.5b | -7b | -14b | -32b | llama-3.1-8b | -70b |
                            qwen3-30b-a3b | gpt-oss-20b, or the path of a Hugging Face folder or
                            config.json: its sizes, random weights
   --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill, lengths

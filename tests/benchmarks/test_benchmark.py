@@ -58,6 +58,7 @@ TINY = "--shape=tiny"
         ("qwen2.5-1.5b", 1_543_714_304),
         ("qwen2.5-7b", 7_615_616_512),
         ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
     ],
 )
 def test_parameter_counts_are_the_published_ones(shape, published):

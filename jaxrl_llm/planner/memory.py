@@ -25,6 +25,7 @@ LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are
 PIPELINE_COPIES = 2.0  # of what a pipeline keeps for its backward pass: it runs in a loop
 GATHERED_LAYERS = 3  # that a mesh has in flight
 GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
+GATHERED_FROZEN = 2  # of one below adapters, which has no gradient
 BUFFERS = 0.8e9  # of collectives
 SCALE = 4  # bytes of an output of a float8 projection
 
@@ -137,7 +138,8 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     if mesh.pipeline > 1:
         saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
-    in_flight = GATHERED_LAYERS * GATHERED * gathered_weights(config, mesh.expert) / mesh.tensor
+    each = GATHERED_FROZEN if model.adapters else GATHERED
+    in_flight = GATHERED_LAYERS * each * gathered_weights(config, mesh.expert) / mesh.tensor
     # The heads' own axis moves activations, and gathers no weights.
     working = BUFFERS + in_flight if devices.shards > mesh.tensor else 0.0
     return (

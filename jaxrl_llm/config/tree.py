@@ -32,6 +32,13 @@ def value_at(node: Any, key: str) -> Any:
     return node
 
 
+def default_at(config: Record, key: str) -> Any:
+    """The default of a dotted key; None where its record is not set."""
+    holder, _, name = key.rpartition(".")
+    record = value_at(config, holder) if holder else config
+    return record and fields_of(record)[name].get_default(call_default_factory=True)
+
+
 def as_text(value: Any) -> str:
     """A value as a command line takes it; … stands for what a record or a dict holds."""
     if isinstance(value, Kind):

@@ -99,16 +99,17 @@ def turned_on(config: Config, row: tuple[str, str, str], which: str) -> Config:
 def test_a_pair_is_refused_and_each_remedy_ends_it(row):
     config = turned_on(turned_on(BASE, row, "one"), row, "other")
     pair = pair_in(config, row)
-    assert pair.one.holds(config) and pair.other.holds(config)
+    assert pair.holds(config)
     said = pair.fault(config)
     assert said in conflicts(config)
     with pytest.raises(ConfigError, match="does not work with"):
         load_config(config)
-    assert pair.one.otherwise
-    for setting in (each for each in (pair.one, pair.other) if each.otherwise):
-        assert f"--config.{setting.key}={setting.otherwise}" in said
-        ended = apply_override(config, setting.key, setting.otherwise)
-        assert said not in conflicts(ended)
+    remedies = [*pair.one.remedy(config), *pair.other.remedy(config)]
+    assert remedies[0].startswith(f"--config.{pair.one.key}=")
+    for remedy in remedies:
+        assert remedy in said
+        key, _, value = remedy.removeprefix("--config.").partition("=")
+        assert said not in conflicts(apply_override(config, key, value))
 
 
 def test_every_value_is_of_a_pair():

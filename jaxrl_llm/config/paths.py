@@ -12,40 +12,26 @@ from jaxrl_llm.config.messages import Faults, fault_of
 from jaxrl_llm.config.python_objects import Given, GivenRows
 from jaxrl_llm.config.records import Custom
 from jaxrl_llm.config.schema import AdaptedSettings, Config, ModelSettings, SupervisedConfig
-from jaxrl_llm.config.tree import every
+from jaxrl_llm.config.tree import every, value_at
 from jaxrl_llm.data_files import check_files
-from jaxrl_llm.references import (
-    check_path,
-    is_file,
-    is_folder,
-    is_hub_name,
-    nearest,
-    nearest_file,
-)
+from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name, nearest, nearest_file
 
 # Trackers by their names in log.trackers, and the modules that they need. The extra of the package
 # has the tracker's name.
-PACKAGES = {
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-}
+PACKAGES = {"tensorboard": "tensorboardX"} | {n: n for n in ("wandb", "trackio", "mlflow")}
 
 
 def rows(c: Config) -> Faults:
     """Rows are there, of files and of a program. With a class for the data, it reads files."""
     for key, given in every(c, GivenRows):
         if given.rows is None:
-            yield (
-                f"<{key}>: the {given.num_rows} rows of a Python program are not in this file: "
-                f"rl.train(config, {key[5:].replace('rows', 'data')}=rows) gives them"
-            )
-    read = () if c.data.dataset_class else ("train_files", "val_files")
-    files = {f"data.{name}": getattr(c.data, name) for name in read}
-    files |= {f"{key}.files": training.files for key, training in every(c, SupervisedConfig)}
-    for key, names in files.items():
-        for i, name in enumerate(names):
+            works = f"rl.train(config, {key[5:].replace('rows', 'data')}=rows)"
+            why = f"the {given.num_rows} rows of a Python program are not in this file"
+            yield f"<{key}>: {why}: {works} gives them"
+    keys = [] if c.data.dataset_class else ["data.train_files", "data.val_files"]
+    keys += [f"{key}.files" for key, _ in every(c, SupervisedConfig)]
+    for key in keys:
+        for i, name in enumerate(value_at(c, key)):
             if fault := fault_of(check_files, name):
                 yield f"<{key}.{i}>: {fault}"
 
@@ -72,26 +58,23 @@ def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
             small = f"as scripts/prepare_model.py smollm2 --output={model.path} writes it"
             yield f"{key}.path", model.path, f"the folder of a model, {small}"
         if isinstance(model, AdaptedSettings) and model.lora.path:
-            expected = "a folder with adapter_config.json, as PEFT and `jaxrl export --adapter`"
             file = str(Path(model.lora.path) / "adapter_config.json")
-            yield f"{key}.lora.path", file, f"{expected} write it"
+            yield f"{key}.lora.path", file, "a folder with adapter_config.json, as PEFT writes it"
 
 
 def functions(c: Config) -> Faults:
     """Files and packages of the user's functions are there; objects of a program are given."""
+    named = {"data.dataset_class": c.data.dataset_class} if c.data.dataset_class else {}
     for key, given in every(c, Custom):
-        name = given.path.rpartition(":")[2]
         if not isinstance(given, Given):
-            if fault := fault_of(check_path, given.path):
-                yield f"<{key}.path>: {fault}"
+            named[f"{key}.path"] = given.path
         elif given.function is None:
-            yield (
-                f"<{key}>: the function {name} of a Python program is not in this file: "
-                f"rl.train(config, rewards=[{name}]) gives it, or write it in a file and name it, "
-                f"my_file.py:{name}"
-            )
-    if c.data.dataset_class and (fault := fault_of(check_path, c.data.dataset_class)):
-        yield f"<data.dataset_class>: {fault}"
+            name = given.path.rpartition(":")[2]
+            why = f"the function {name} of a Python program is not in this file"
+            yield f"<{key}>: {why}: rl.train(config, rewards=[{name}]) gives it"
+    for key, path in named.items():
+        if fault := fault_of(check_path, path):
+            yield f"<{key}>: {fault}"
 
 
 def trackers(c: Config) -> Faults:
@@ -108,10 +91,8 @@ def tracker_fault(name: str) -> str:
     if ":" in name:
         return fault_of(check_path, name)
     if name not in PACKAGES:
-        return (
-            f"there is no such tracker{nearest(name, PACKAGES)}\nthere are: "
-            f"{', '.join(PACKAGES)}, or a class of yours, my_file.py:MyTracker"
-        )
+        known = f"{', '.join(PACKAGES)}, or a class of yours, my_file.py:MyTracker"
+        return f"there is no such tracker{nearest(name, PACKAGES)}\nthere are: {known}"
     if importlib.util.find_spec(PACKAGES[name]) is None:
         return f"its package is not installed: pip install 'jaxrl_llm[{name}]'"
     return ""

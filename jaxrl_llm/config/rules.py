@@ -4,35 +4,26 @@ Bounds of one field stand on the field. A rule yields sentences: why a value can
 that does. In them <KEY> stands for config.KEY=VALUE. Rules of sizes are in size_rules.py.
 """
 
-import functools
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from jaxrl_llm.config import paths, size_rules
 from jaxrl_llm.config.algorithms import GDPO, Shared
 from jaxrl_llm.config.bounds import UpTo
 from jaxrl_llm.config.conflicts import conflicts
 from jaxrl_llm.config.graders import Code, Judge, MathAnswer, Remote
 from jaxrl_llm.config.messages import NO_KEY, ConfigError, Faults, fault_of, number_text
-from jaxrl_llm.config.paths import folders, functions, rows, trackers
 from jaxrl_llm.config.records import Record, fields_of
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
+    CriticConfig,
     ModelSettings,
     OptimizerConfig,
     is_offline,
     learns_offline,
-)
-from jaxrl_llm.config.size_rules import (
-    batches,
-    counts,
-    lengths,
-    phases_of_mesh,
-    placement,
-    splits,
-    trainings,
 )
 from jaxrl_llm.config.thresholds import parse_rules
 from jaxrl_llm.config.tree import as_text, every, is_empty, value_at
@@ -61,43 +52,28 @@ def _named(config: Config, key: re.Match[str]) -> str:
 def data(c: Config) -> Faults:
     """There are prompts, a model and a tokenizer."""
     if not (c.data.train_files or c.data.train_tasks or c.data.train_rows or c.data.dataset_class):
-        yield (
-            "<data>: it has no training data; set --config.data.train_files=[FILE] or "
-            "--config.data.train_tasks=[chain_sum]"
-        )
+        yield "<data>: it has no training data; set --config.data.train_files=[FILE]"
     if not c.actor.path and not c.actor.hf_config:
         yield "<actor>: it has no model; set --config.actor.path=HF_DIR, or hf_config in the file"
     if not c.data.tokenizer and not c.actor.path:
-        yield (
-            "<data.tokenizer>: it is empty, and config.actor.path, whose tokenizer would be taken, "
-            "too; --config.data.tokenizer=char works"
-        )
+        why = "it is empty, and no config.actor.path has a tokenizer"
+        yield f"<data.tokenizer>: {why}; --config.data.tokenizer=char works"
 
 
-def phases(c: Config) -> Faults:
-    """Phases are online, and leave steps for the algorithm."""
+def steps(c: Config) -> Faults:
+    """Phases are online, and leave steps for the algorithm. Traced steps are steps of the run."""
     for i, phase in enumerate(c.phases):
         if is_offline(c) or learns_offline(phase.algorithm):
-            yield (
-                f"<phases.{i}>: phases are of online algorithms, and an offline one is here; run "
-                "it alone and give its checkpoint as --config.actor.path"
-            )
+            why = "phases are of online algorithms, and an offline one is here"
+            yield f"<phases.{i}>: {why}; run it alone and give its checkpoint as config.actor.path"
     total = sum(phase.steps for phase in c.phases)
     if c.phases and total >= c.total_steps:
-        yield (
-            f"<phases>: they take {total} steps of <total_steps> and leave none for "
-            f"config.algorithm; --config.total_steps={total + 1} works"
-        )
-
-
-def run(c: Config) -> Faults:
-    """Traced steps are steps of the run."""
+        why = f"they take {total} steps of <total_steps> and leave none for config.algorithm"
+        yield f"<phases>: {why}; --config.total_steps={total + 1} works"
     if any(step > c.total_steps for step in c.profile.steps):
         works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
-        yield (
-            "<profile.steps>: <total_steps> is the last step, and none is traced after it; "
-            f"config.profile.steps={works} works"
-        )
+        why = "<total_steps> is the last step, and none is traced after it"
+        yield f"<profile.steps>: {why}; config.profile.steps={works} works"
 
 
 # ------------------------------------------------------------------------- functions
@@ -105,41 +81,34 @@ def run(c: Config) -> Faults:
 
 def rewards(c: Config) -> Faults:
     """An online run has a reward, its parts fit, and graders end before their call does."""
-    reward, write = c.reward, "set --config.reward.functions=[my_rewards.py:my_function]"
+    models: dict[str, Any] = {"teacher": c.teacher}
+    parts = len(c.reward.functions)
     if not is_offline(c):
-        if not reward.functions and reward.model is None:
-            yield f"<reward>: it has neither functions nor a model; {write}"
-        yield from _parts(c)
-        yield from _origin("reward.model", reward.model)
-    yield from _origin("teacher", c.teacher)
+        models["reward.model"] = c.reward.model
+        if not parts and c.reward.model is None:
+            works = "--config.reward.functions=[my_rewards.py:my_function]"
+            yield f"<reward>: it has neither functions nor a model; set {works}"
+        weights = {"reward.weights": c.reward.weights}
+        for key, algorithm in every(c, GDPO):
+            weights[f"{key}.reward_weights"] = algorithm.reward_weights
+            if not parts:
+                why = "it standardises the reward functions one by one, and there is none"
+                yield f"<{key}>: {why}; set --config.reward.functions=[exact_answer]"
+        for key, given in weights.items():
+            if given and len(given) != parts:
+                why = f"{len(given)} weights for {parts} functions of config.reward.functions"
+                yield f"<{key}>: {why}; [{','.join(['1'] * parts)}] works"
+    for key, model in models.items():
+        if model is not None and not model.path and model.training is None:
+            works = f"--config.{key}.path=DIR, or --config.{key}.training={{}}"
+            yield f"<{key}>: it has no path and no training; set {works} to train it in the run"
     limits = {Code: "total_s", Judge: "total_s", Remote: "total_s", MathAnswer: "seconds"}
     for kind, name in limits.items():
         for key, grader in every(c, kind):
             seconds = getattr(grader, name)
-            if seconds >= reward.timeout_s:
-                yield (
-                    f"<{key}.{name}>: it does not end before <reward.timeout_s>, so slow work "
-                    f"counts as a failed call: --config.reward.timeout_s={seconds + 5:g} works"
-                )
-
-
-def _parts(c: Config) -> Faults:
-    """There is a weight for each reward function, and a function for GDPO."""
-    weights, parts = {"reward.weights": c.reward.weights}, len(c.reward.functions)
-    for key, algorithm in every(c, GDPO):
-        weights[f"{key}.reward_weights"] = algorithm.reward_weights
-        if not parts:
-            yield (
-                f"<{key}>: it standardises the reward functions one by one, and there is none; set "
-                "--config.reward.functions=[exact_answer]"
-            )
-    for key, given in weights.items():
-        if given and len(given) != parts:
-            ones = ",".join(["1"] * parts)
-            yield (
-                f"<{key}>: {len(given)} weights for {parts} functions of config.reward.functions; "
-                f"[{ones}] works"
-            )
+            if seconds >= c.reward.timeout_s:
+                why = "it does not end before <reward.timeout_s>, so slow work counts as a failure"
+                yield f"<{key}.{name}>: {why}: --config.reward.timeout_s={seconds + 5:g} works"
 
 
 def bounds(c: Config) -> Faults:
@@ -153,7 +122,6 @@ def bounds(c: Config) -> Faults:
                 yield f"<{key}.{name}>: it is {word} <{key}.{bound.key}>; {fits}"
 
 
-@functools.cache
 def bounds_by_keys(cls: type[Record]) -> list[tuple[str, UpTo]]:
     """The fields of a record that another one bounds."""
     fields = fields_of(cls).items()
@@ -162,13 +130,10 @@ def bounds_by_keys(cls: type[Record]) -> list[tuple[str, UpTo]]:
 
 def optimizers(c: Config) -> Faults:
     """A schedule has steps after its warm-up."""
-    for key, optimizer in every(c, OptimizerConfig):
-        warmup, last = optimizer.warmup_steps, optimizer.total_steps
-        if optimizer.schedule != "constant" and 0 < last <= warmup:
-            yield (
-                f"<{key}.total_steps>: the warm-up of <{key}.warmup_steps> leaves no step for "
-                f"<{key}.schedule>; {warmup + 1} works, 0 takes the run's number"
-            )
+    for key, o in every(c, OptimizerConfig):
+        if o.schedule != "constant" and 0 < o.total_steps <= o.warmup_steps:
+            why = f"the warm-up of <{key}.warmup_steps> leaves no step for <{key}.schedule>"
+            yield f"<{key}.total_steps>: {why}; {o.warmup_steps + 1} works"
 
 
 def correction(c: Config) -> Faults:
@@ -177,14 +142,6 @@ def correction(c: Config) -> Faults:
         if s.rollout_rs is not None or s.rollout_rs_threshold is not None:
             if fault := fault_of(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
                 yield f"<{key}.rollout_rs_threshold>: {fault}"
-
-
-def _origin(key: str, model: Any) -> Faults:
-    if model is not None and not model.path and model.training is None:
-        yield (
-            f"<{key}>: it has no path and no training; set --config.{key}.path=DIR, or "
-            f"--config.{key}.training={{}} to train it in the run"
-        )
 
 
 # ------------------------------------------------------------------------- models
@@ -197,47 +154,36 @@ def models(c: Config) -> Faults:
         if name in names[:i]:
             yield f"<models.{i}.name>: another model has that name; {name}_{i} works"
     for key, model in every(c, ModelSettings):
-        yield from _weights(key, model)
-        yield from splits(c, key, model)
-        if isinstance(model, AdaptedSettings):
-            yield from _lora(c, key, model)
+        training = "training." if getattr(model, "training", None) else ""
+        adapted = isinstance(model, AdaptedSettings)
+        if (training or adapted) and model.param_dtype != "float32":
+            yield (
+                f"<{key}.param_dtype>: updates smaller than half a bfloat16 step would be lost, so "
+                f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
+                f"config.{key}.{training}optimizer.moment_dtype=bfloat16 saves memory"
+            )
+        yield from size_rules.splits(c, key, model)
+        if adapted and model.lora.enabled and not model.lora.targets:
+            yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
+        if isinstance(model, CriticConfig):
+            yield from _shared_weights(c, model)
 
 
-def _weights(key: str, model: ModelSettings) -> Faults:
-    training = "training." if getattr(model, "training", None) else ""
-    learns = training or isinstance(model, AdaptedSettings)
-    if learns and model.param_dtype != "float32":
-        yield (
-            f"<{key}.param_dtype>: updates smaller than half a bfloat16 step would be lost, so "
-            f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
-            f"config.{key}.{training}optimizer.moment_dtype=bfloat16 or .offload=true saves memory"
-        )
-
-
-def _lora(c: Config, key: str, model: AdaptedSettings) -> Faults:
-    """Adapters have a folder and targets, and share the actor's frozen weights as they are."""
-    lora, base = model.lora, f"{key}.base_dtype"
-    if not lora.enabled:
-        return
-    if not lora.targets:
-        yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
+def _shared_weights(c: Config, critic: CriticConfig) -> Faults:
+    """The critic's adapters take the actor's frozen weights as they are."""
     actor = c.actor
-    if key == "critic" and actor.lora.enabled and not model.path and not model.hf_config:
-        dtype = actor.base_dtype or actor.dtype
-        if (model.base_dtype or model.dtype) != dtype:
-            yield (
-                f"<{base}>: the critic shares the actor's frozen weights, which are {dtype}; "
-                f"--config.{base}={dtype} works"
-            )
-        if model.tensor != actor.tensor:
-            yield (
-                "<critic.tensor>: the critic shares the actor's frozen weights, which are split by "
-                "<actor.tensor>; give both the same"
-            )
+    if critic.path or critic.hf_config or not (critic.lora.enabled and actor.lora.enabled):
+        return
+    dtype, shares = actor.base_dtype or actor.dtype, "the critic shares the actor's frozen weights"
+    if (critic.base_dtype or critic.dtype) != dtype:
+        works = f"--config.critic.base_dtype={dtype}"
+        yield f"<critic.base_dtype>: {shares}, which are {dtype}; {works} works"
+    if critic.tensor != actor.tensor:
+        yield f"<critic.tensor>: {shares}, which are split by <actor.tensor>; give both the same"
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    counts, conflicts, placement, batches, lengths, rewards, bounds, optimizers, correction,
-    phases_of_mesh, trainings, phases, data, models, run,
-    rows, folders, functions, trackers,
+    size_rules.counts, conflicts, size_rules.placement, size_rules.batches, size_rules.lengths,
+    rewards, bounds, optimizers, correction, size_rules.phases_of_mesh, size_rules.trainings,
+    steps, data, models, paths.rows, paths.folders, paths.functions, paths.trackers,
 )  # fmt: skip

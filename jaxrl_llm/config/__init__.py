@@ -8,7 +8,7 @@ What sizes must divide: size_rules.py. Roles on devices: placement.py.
 A file, folder, function or package that must be there: paths.py.
 Any other rule of several keys: rules.py, which also lists all rules in their order.
 The words for a wrong type, bound or key: messages.py.
-Where a config comes from: loading.py. `--config.KEY=VALUE`: command_line.py, overrides.py.
+Where a config comes from, and flags of commands: loading.py. `--config.KEY=VALUE`: overrides.py.
 """
 # ruff: noqa: F403
 
@@ -16,7 +16,6 @@ from typing import Any
 
 from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
-from jaxrl_llm.config.command_line import *
 from jaxrl_llm.config.graders import *
 from jaxrl_llm.config.loading import *
 from jaxrl_llm.config.messages import *

@@ -87,12 +87,9 @@ class AlarmsConfig(Record):
     def _complete(cls, given: Any, field: ValidationInfo) -> Any:
         """An action alone, or some keys, set those; the others are the watcher's own."""
         default = getattr(cls, str(field.field_name))
-        if type(given) is Alarm:
-            given = given.action
+        given = given.action if type(given) is Alarm else given
         given = {"action": given} if isinstance(given, str) else given
-        if not isinstance(given, dict):
-            return given
-        return validate(type(default), vars(default) | given)
+        return validate(type(default), vars(default) | given) if isinstance(given, dict) else given
 
 
 def _all_of_one_action(given: Any) -> Any:

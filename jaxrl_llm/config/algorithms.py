@@ -4,7 +4,7 @@ A record that inherits from another has its settings, with another default where
 Names and defaults are verl's online, and those of the papers and TRL offline.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, Lt
 from pydantic import PlainValidator
@@ -58,9 +58,13 @@ Smoothing = Annotated[NotNegative, Lt(0.5)]  # the share of labels taken to be w
 class Online(Kind):
     """An algorithm that learns from its own samples."""
 
+    offline: ClassVar[bool] = False
+
 
 class Offline(Kind):
     """An algorithm that learns from fixed records."""
+
+    offline: ClassVar[bool] = True
 
 
 # ------------------------------------------------------------------------- online
@@ -69,8 +73,7 @@ class Offline(Kind):
 class Shared(Online):
     """Entropy, KL and rollout correction: settings that most online algorithms have.
 
-    The KL goes into the reward, into the loss, both or neither. A term whose coefficient is 0 is
-    left out, and without a KL term no reference model is loaded.
+    A term whose coefficient is 0 is left out. Without a KL term no reference model is loaded.
     """
 
     loss_scale: Maybe[Count] = None  # the length that seq-mean-token-sum-norm divides by
@@ -84,9 +87,8 @@ class Shared(Online):
     use_kl_loss: bool = False
     kl_loss_type: KLType = "low_var_kl"
     kl_loss_coef: float = 0.001
-    # Importance weights for the gap between sampler and trainer. The threshold is an upper bound,
-    # or a band "0.5_2.0" outside of which the weight is 0. None is 2, and for samples of
-    # config.max_staleness from 2 on what docs/placement.md says.
+    # Importance weights for the gap between sampler and trainer, up to the threshold, or 0 outside
+    # of a band "0.5_2.0". None is 2; with config.max_staleness from 2 on see docs/placement.md.
     rollout_is: Maybe[Literal["token", "sequence"]] = None
     rollout_is_threshold: Maybe[ImportanceThreshold] = None
     rollout_is_batch_normalize: bool = False
@@ -120,13 +122,10 @@ class PPO(Clipped, kind="ppo"):
 
 
 class GRPO(Clipped, kind="grpo"):
-    """GRPO: a sample is compared with the others of its group. arXiv:2402.03300.
-
-    The KL is in the loss, as in verl's recipes. The paper aggregates by seq-mean-token-mean.
-    """
+    """GRPO: a sample is compared with the others of its group. arXiv:2402.03300."""
 
     norm_adv_by_std: bool = True
-    use_kl_loss: bool = True
+    use_kl_loss: bool = True  # as in verl's recipes; the paper aggregates by seq-mean-token-mean
 
 
 class DrGRPO(Clipped, kind="dr_grpo"):
@@ -136,10 +135,7 @@ class DrGRPO(Clipped, kind="dr_grpo"):
 
 
 class DAPO(GRPO, kind="dapo"):
-    """DAPO: GRPO with a higher upper clip and no KL. arXiv:2503.14476.
-
-    Its other parts are `rollout.filter_groups` and the grader OverlongPenalty (configs/dapo.py).
-    """
+    """DAPO: GRPO with a higher upper clip and no KL; see configs/dapo.py. arXiv:2503.14476."""
 
     clip_high: NotNegative = 0.28
     use_kl_loss: bool = False
@@ -177,10 +173,7 @@ class ReMax(Clipped, kind="remax"):
 
 
 class OPO(Clipped, kind="opo"):
-    """OPO: the baseline is the group's mean weighted by length. arXiv:2505.23585.
-
-    The paper is on-policy: one mini-batch and one epoch an iteration.
-    """
+    """OPO, for one update an iteration: the baseline is weighted by length. arXiv:2505.23585."""
 
 
 class OptimalTokenBaseline(Clipped, kind="optimal_token_baseline"):
@@ -265,19 +258,13 @@ class DRO(GroupAdvantage, kind="dro"):
 
 
 class GPG(Composed, kind="gpg"):
-    """GPG: policy gradient on group advantages; no ratio, no old policy. arXiv:2504.02546.
-
-    Take one mini-batch and one epoch an iteration: later steps would be off-policy.
-    """
+    """GPG, for one update an iteration: group advantages without a ratio. arXiv:2504.02546."""
 
     f_norm: Positive = 1.0
 
 
 class Pair(Shared, kind="pair"):
-    """Any estimator under any policy loss, by verl's two names, each with its own defaults.
-
-    For other settings of the two, and for DRO's loss, write a function and take `Custom`.
-    """
+    """Any estimator under any policy loss, by verl's names. For other settings take `Custom`."""
 
     adv_estimator: Literal[
         "gae", "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus",
@@ -308,12 +295,9 @@ class FromTeacher(Online):
 
 
 class Distillation(FromTeacher, kind="distillation"):
-    """On-policy distillation: the reverse KL to a teacher, on the student's own samples.
+    """On-policy distillation: the reverse KL to a teacher, on own samples. arXiv:2306.13649."""
 
-    With k1 the teacher's log-prob less the policy's is a token's advantage under PPO's clipped
-    loss. With another estimator the estimate is the loss. arXiv:2306.13649.
-    """
-
+    # k1 makes the log-ratio an advantage under PPO's clipped loss. Other estimates are the loss.
     kl_type: KLType = "k1"
     clip_low: NotNegative = 0.2
     clip_high: NotNegative = 0.2
@@ -321,10 +305,7 @@ class Distillation(FromTeacher, kind="distillation"):
 
 
 class DistillationTopK(FromTeacher, kind="distillation_top_k"):
-    """On-policy distillation by the forward KL over the teacher's likeliest tokens.
-
-    `teacher.top_k` is how many tokens. arXiv:2306.13649.
-    """
+    """On-policy distillation: the forward KL over `teacher.top_k` tokens. arXiv:2306.13649."""
 
 
 # ------------------------------------------------------------------------- offline

@@ -35,11 +35,9 @@ def guess(value: Any) -> Any:
 def _alone(value: Any) -> Any:
     """Text without brackets is the only entry of a list; null is the empty one."""
     value = none_word(value)
-    if value is None:
-        return ()
     if isinstance(value, str):
         return (value,) if value else ()
-    return value
+    return () if value is None else value
 
 
 def none_word(value: Any) -> Any:
@@ -63,11 +61,12 @@ Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
 Processes = Annotated[int, Ge(1), Le(1024)]
 
 
-def tested(test: Callable[[Any], object]) -> AfterValidator:
-    """For `Annotated`: the values for which `test` raises no ValueError."""
+def tested(test: Callable[[Any], object], why: str = "") -> AfterValidator:
+    """For `Annotated`: `why` is the error where the test is False; it may also raise ValueError."""
 
     def read(value: T) -> T:
-        test(value)
+        if test(value) is False:
+            raise ValueError(why)
         return value
 
     return AfterValidator(read)

@@ -30,7 +30,6 @@ class Setting(NamedTuple):
     when: Callable[[Config], object] | None = None
 
     def holds(self, config: Config) -> bool:
-        """Whether the config says it."""
         if self.when is not None:
             return bool(self.when(config))
         return value_at(config, self.key) not in (None, default_at(config, self.key))
@@ -48,9 +47,6 @@ class Conflict(NamedTuple):
     other: Setting
     why: str
 
-    def holds(self, config: Config) -> bool:
-        return self.one.holds(config) and self.other.holds(config)
-
     def fault(self, config: Config) -> str:
         """The sentence for a config in which both hold; rules.py says what <KEY> is."""
         word = "without" if is_empty(value_at(config, self.other.key)) else "with"
@@ -64,7 +60,9 @@ Row = tuple[Setting | str, Setting | str, str]  # a text is a key with any value
 
 def conflicts(config: Config) -> Faults:
     """A sentence for each pair that the config has."""
-    return (pair.fault(config) for pair in pairs_of(config) if pair.holds(config))
+    for pair in pairs_of(config):
+        if pair.one.holds(config) and pair.other.holds(config):
+            yield pair.fault(config)
 
 
 def pairs_of(config: Config) -> list[Conflict]:
@@ -76,9 +74,6 @@ def pairs_of(config: Config) -> list[Conflict]:
     models = every(config, ModelSettings)
     rows = [*OF_THE_RUN, *(row for key, model in models for row in _of_a_model(key, model))]
     return [Conflict(setting(one), setting(other), why) for one, other, why in rows]
-
-
-# ------------------------------------------------------------------------- settings
 
 
 def _ahead_on_one_group(c: Config) -> bool:
@@ -111,8 +106,8 @@ AUTOMATIC = Setting("placement", "colocated", lambda c: c.placement == AUTO)
 NO_PIPELINE = Setting("mesh.pipeline", "2", lambda c: c.mesh.pipeline == 1)
 NO_FUNCTIONS = Setting(
     "reward.functions",
-    "[my_rewards.py:my_function]",
-    lambda c: not c.reward.functions and not is_offline(c),
+    "[my_file.py:my_function]",
+    lambda c: not (c.reward.functions or is_offline(c)),
 )
 NO_ROUTER_LOSS = Setting(
     "actor.router_aux_loss_coef", "0.01", lambda c: not c.actor.router_aux_loss_coef
@@ -121,8 +116,6 @@ EXACT = Setting("exact", "off", lambda c: c.exact != "off")
 STRICT = Setting("exact", "repeatable", lambda c: c.exact == "strict")
 OTHER_BITS = ("rollout.quantization", "partial_rollouts", *(f"mesh.{axis}" for axis in AXES))
 
-
-# ------------------------------------------------------------------------- pairs
 
 _WAITS = (
     "each round of generation waits for the rewards of the one before, so on one group of devices "

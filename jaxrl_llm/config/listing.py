@@ -34,7 +34,6 @@ from jaxrl_llm.config.schema import (
 from jaxrl_llm.config.tasks import PRIORITIES, TASKS
 from jaxrl_llm.config.tree import as_dict
 
-WIDTH = 100
 # Records that a key holds only where it is set, or in a list: (title, begin of the keys, record).
 OPTIONAL: tuple[tuple[str, str, type[Record]], ...] = (
     ("A supervised training: warmup, teacher.training, reward.model.training", "warmup",
@@ -60,7 +59,19 @@ Every key with its type, its default and its meaning. This page is generated: \
 `get_config()`,
 or from Python: `rl.load_config("grpo", {KEY: VALUE})`.
 Integers are below 2³¹. Numbers are finite, but for those that say `or inf`."""
-ELSEWHERE = {SupervisedConfig: "a training, see warmup", RewardModelConfig: "a reward model"}
+# Types as a user writes their values.
+NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true | false",
+    dict: "map",
+    NoneType: "null",
+    Any: "any",
+    SupervisedConfig: "a training, see warmup",
+    RewardModelConfig: "a reward model",
+}
+SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 
 class Key(NamedTuple):
@@ -96,16 +107,11 @@ def keys_of(cls: type[Record], prefix: str = "", instance: Record | None = None)
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Kind):
-        return value.kind
-    return "null" if value is None else json.dumps(as_dict(value), ensure_ascii=False)
-
-
-# ------------------------------------------------------------------------- types
+    return value.kind if isinstance(value, Kind) else json.dumps(as_dict(value), ensure_ascii=False)
 
 
 def type_name(annotation: Any, metadata: Any = ()) -> str:
-    """A type as a user writes its values."""
+    """A type as a user writes its values, and the bounds of a number."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_name(arguments[0], annotation.__metadata__)
@@ -113,35 +119,17 @@ def type_name(annotation: Any, metadata: Any = ()) -> str:
         return " | ".join(str(choice) or '""' for choice in arguments)
     if origin is tuple:
         return f"list of {type_name(arguments[0])}"
-    if origin is dict or annotation is dict:
-        return "map"
-    if arguments:  # a union
-        names = [type_name(each) for each in arguments if each is not NoneType]
-        null = ["null"] if NoneType in arguments else []
-        return " | ".join(dict.fromkeys([*names, *null]))
-    if annotation in ELSEWHERE:
-        return ELSEWHERE[annotation]
-    if inspect.isclass(annotation) and issubclass(annotation, Kind):
-        return "kind"
-    if inspect.isclass(annotation) and issubclass(annotation, Record):
-        return "record"
-    names = {int: "integer", float: "number", str: "text", bool: "true | false"}
-    return names.get(annotation, "any") + _bounds(metadata)
-
-
-def _bounds(metadata: Any) -> str:
-    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
-    found = [
-        f"{signs[type(bound)]} {dataclasses.astuple(bound)[0]:g}"
+    if origin is not dict and arguments:  # a union
+        return " | ".join(dict.fromkeys(map(type_name, arguments)))
+    name = NAMES.get(origin or annotation) or ("kind" if issubclass(annotation, Kind) else "record")
+    bounds = [
+        f"{SIGNS[type(bound)]} {dataclasses.astuple(bound)[0]:g}"
         for bound in metadata
-        if type(bound) in signs and bound != Le(MOST)
+        if type(bound) in SIGNS and bound != Le(MOST)
     ]
-    found += [f"{'≤' if b.itself else '<'} {b.key}" for b in metadata if isinstance(b, UpTo)]
+    bounds += [f"{'≤' if b.itself else '<'} {b.key}" for b in metadata if isinstance(b, UpTo)]
     infinite = " or inf" if AllowInfNan(True) in metadata else ""
-    return (f" {', '.join(found)}" if found else "") + infinite
-
-
-# ------------------------------------------------------------------------- comments
+    return f"{name} {', '.join(bounds)}".strip() + infinite
 
 
 def comments(cls: type) -> dict[str, str]:
@@ -164,9 +152,6 @@ def _comments_of(module: str) -> dict[str, dict[str, str]]:
             fields[name[1]] = " ".join([*above, comment]).strip()
         above = []
     return found
-
-
-# ------------------------------------------------------------------------- pages
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:
@@ -198,13 +183,13 @@ def help_text() -> str:
         for key in keys:
             default = f"default {key.default}" if key.default else "has to be given"
             text = "; ".join(filter(None, (f"{key.name}  {key.type}", default, key.comment)))
-            lines += _wrapped(f"  {text}", WIDTH, indent=6)
+            lines += _wrapped(f"  {text}", 100, indent=6)
     return "\n".join(lines)
 
 
 def page() -> str:
     """docs/config.md."""
-    lines = PAGE.splitlines()
+    lines = [PAGE]
     for title, introduction, keys in sections():
         level = "###" if " = " in title else "##"
         lines += ["", f"{level} {title}", "", introduction, *([""] if keys else [])]

@@ -1,8 +1,11 @@
-"""Where a config comes from: a Python file, a packaged one, a run's folder, or JSON."""
+"""Where a config comes from: a command line, a Python file, a packaged one, a run, or JSON."""
 
+import argparse
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -11,11 +14,12 @@ from jaxrl_llm.config.overrides import Overrides, apply_overrides
 from jaxrl_llm.config.records import validate
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.schema import Config
-from jaxrl_llm.config.tree import as_dict
+from jaxrl_llm.config.tree import as_dict, key_that_ends_in
 from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, shown, where
 
 __all__ = [
-    "from_json", "load_config", "open_config", "packaged_configs", "to_json",
+    "Parser", "from_json", "load_config", "open_config", "packaged_configs", "read_config",
+    "to_json",
 ]  # fmt: skip
 
 CONFIGS = "jaxrl_llm.configs"  # the packaged configs
@@ -36,13 +40,70 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
     return found
 
 
+class Parser(argparse.ArgumentParser):
+    """The flags of a command, none abbreviated. Mistakes are ConfigErrors."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The flags of a command that takes no config."""
+        self._check_names(argv, takes_config=False)
+        return self.parse_args(argv)
+
+    def read_with_config(
+        self, argv: Sequence[str]
+    ) -> tuple[argparse.Namespace, str, list[tuple[str, str]]]:
+        """The flags, --config, and the overrides as (key without "config.", text) in order."""
+        self.add_argument("--config")
+        self._check_names(argv, takes_config=True)
+        flags, words = self.parse_known_args(argv)
+        overrides: list[tuple[str, str]] = []
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.partition("=")
+            if not name.startswith("--config."):
+                raise ConfigError(f"{word!r} is no flag; write --config.key=value or --flag=value")
+            if not equals:
+                if not words or words[0].startswith("--"):
+                    raise ConfigError(f"{name} has no value; write {name}=VALUE")
+                value = words.pop(0)
+            overrides.append((name.removeprefix("--config."), value))
+        if not flags.config:
+            known = f"a run's folder, or one of {', '.join(packaged_configs())}"
+            raise ConfigError(f"--config=FILE is missing: a file with get_config(), {known}")
+        return flags, flags.config, overrides
+
+    def _check_names(self, argv: Sequence[str], *, takes_config: bool) -> None:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+            if name not in known and not (takes_config and name.startswith("--config.")):
+                key = key_that_ends_in(name[2:], Config()) if takes_config else ""
+                hint = f"; did you mean --config.{key}?" if key else nearest(name, known)
+                shown = [*known, "--config.KEY=VALUE"] if takes_config else known
+                raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(shown)}")
+
+
+def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.Namespace]:
+    """The checked config of a command line, and the command's other flags."""
+    flags, path, overrides = parser.read_with_config(argv)
+    return load_config(path, overrides), flags
+
+
+def packaged_configs() -> list[str]:
+    """The names of the configs that come with the package."""
+    folders = importlib.import_module(CONFIGS).__path__
+    return sorted(file.stem for folder in folders for file in Path(folder).glob("[!_]*.py"))
+
+
 def open_config(path: str | Path) -> Config:
     """The Config of a Python file, a packaged config's name, a run's folder or its config.json."""
     if not isinstance(path, str | Path) or "\0" in str(path):
-        raise ConfigError(
-            f"config={shown(path)}: expected a Config, a file with get_config(), the name of a "
-            "packaged config such as grpo, or a run's folder"
-        )
+        known = "a file with get_config(), the name of a packaged config such as grpo"
+        raise ConfigError(f"config={shown(path)}: expected a Config, {known}, or a run's folder")
     path = str(path)
     file = Path(path).expanduser()
     if path in packaged_configs():
@@ -50,24 +111,16 @@ def open_config(path: str | Path) -> Config:
     if is_file(file / "config.json"):
         file /= "config.json"
     if not is_file(file):
-        known = f"\npackaged configs: {', '.join(packaged_configs())}"
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
-        raise ConfigError(f"the config file {path} does not exist{hint}{known}")
-    if file.suffix == ".json":
-        try:
-            return from_json(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(
-                f"{file} is no JSON text: {error}; give a Python file with get_config(), or the "
-                "folder of another run"
-            ) from None
-    return _run(file, path)
-
-
-def packaged_configs() -> list[str]:
-    """The names of the configs that come with the package."""
-    folders = importlib.import_module(CONFIGS).__path__
-    return sorted(file.stem for folder in folders for file in Path(folder).glob("[!_]*.py"))
+        known = f"packaged configs: {', '.join(packaged_configs())}"
+        raise ConfigError(f"the config file {path} does not exist{hint}\n{known}")
+    if file.suffix != ".json":
+        return _run(file, path)
+    try:
+        return from_json(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        works = "give a Python file with get_config(), or the folder of another run"
+        raise ConfigError(f"{file} is no JSON text: {error}; {works}") from None
 
 
 def _run(file: Path, path: str) -> Config:
@@ -80,10 +133,8 @@ def _run(file: Path, path: str) -> Config:
         raise
     except Exception as error:  # the user's code may raise anything
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        if isinstance(cause, ValidationError):
-            text = str(explain(cause, Config, cause.title))
-        else:
-            text = reason(cause)
+        invalid = isinstance(cause, ValidationError)
+        text = str(explain(cause, Config, cause.title)) if invalid else reason(cause)
         raise ConfigError(f"{where(file, cause)}: {text}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"get_config() of {path} returned {type(config).__name__}, not a Config")

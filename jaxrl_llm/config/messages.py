@@ -38,8 +38,13 @@ EXPECTED = {
     "string": "text",
     "tuple": "a list [a,b,…]",
 }
-# A bound -> its words.
-_BOUNDS = {"ge": "", "le": "at most ", "gt": "above ", "lt": "below "}
+# A bound -> its words, and a value on the right side of it. Others of a field are on its far side.
+_BOUNDS: dict[str, tuple[str, Callable[[float], float]]] = {
+    "ge": ("{} or more", lambda bound: bound),
+    "le": ("at most {}", lambda bound: bound),
+    "gt": ("above {}", lambda bound: bound + 1),
+    "lt": ("below {}", lambda bound: bound / 2 if bound > 0 else bound - 1),
+}
 MOST_SHOWN = 200  # characters of a value in a message
 
 
@@ -86,26 +91,21 @@ def number_text(value: float) -> str:
 
 def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
     kind, given = error["type"], error["input"]
+    number = isinstance(works, int | float) and not isinstance(works, bool)
+    end = f"; {number_text(works)} works" if number else ""
     if kind == "literal_error":
         choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
         words = [str(choice) for choice in choices]
         return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
-    for name, words in _BOUNDS.items():
+    for name, (words, beyond) in _BOUNDS.items():
         if name in context:
             bound = context[name]
-            works = _within(name, bound) if works is None else works
-            end = " or more" if name == "ge" else ""
-            return f"must be {words}{number_text(bound)}{end}; {number_text(works)} works"
+            works = beyond(bound) if works is None else works
+            return f"must be {words.format(number_text(bound))}; {number_text(works)} works"
     if kind == "finite_number":
-        return "must be a finite number" + (f"; {works:g} works" if works is not None else "")
+        return f"must be a finite number{end}"
     if "min_length" in context or "max_length" in context:
         return error["msg"].replace("String should", "must").replace("Tuple should", "must")
-    expected = EXPECTED.get(kind.partition("_")[0])
-    return f"expected {expected}" if expected else error["msg"].removeprefix("Value error, ")
-
-
-def _within(name: str, bound: float) -> float:
-    """A value on the right side of a bound. Other bounds of the same field are on its far side."""
-    if name == "gt":
-        return bound + 1
-    return bound if name != "lt" else bound / 2 if bound > 0 else bound - 1
+    if expected := EXPECTED.get(kind.partition("_")[0]):
+        return f"expected {expected}{end}"
+    return error["msg"].removeprefix("Value error, ")

@@ -21,22 +21,14 @@ Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
     """`config` with each override in order; rules that span fields are not checked."""
-    for key, value in _pairs(overrides):
-        config = apply_override(config, key, value)
-    return config
-
-
-def _pairs(overrides: Any) -> list[tuple[Any, Any]]:
-    """The overrides in order. ConfigError for anything else than a dict or pairs."""
-    given = overrides.items() if isinstance(overrides, Mapping) else overrides
-    pairs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    given: Any = overrides.items() if isinstance(overrides, Mapping) else overrides
+    pairs = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ConfigError(
-                f"the overrides {shown(overrides)} are no dict and no list of pairs: write "
-                "{'rollout.n': 8}"
-            )
-    return [(key, value) for key, value in pairs]
+            why = f"the overrides {shown(overrides)} are no dict and no list of pairs"
+            raise ConfigError(f"{why}: write {{'rollout.n': 8}}")
+        config = apply_override(config, *pair)
+    return config
 
 
 def apply_override(config: Config, key: str, value: Any) -> Config:
@@ -108,9 +100,6 @@ def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) 
         ".".join([key, *parts]).removeprefix("config."),
         text,
     )
-
-
-# ------------------------------------------------------------------------- text
 
 
 def _parse(text: Any, key: str, *, raw: bool = False) -> Any:

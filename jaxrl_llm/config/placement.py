@@ -29,13 +29,12 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
     known, size = _roles(config), config.mesh.num_devices
     given = {} if config.placement == AUTO else _given(config, known)  # auto: not chosen yet
     found = {ACTOR: _devices(config, ACTOR, given[ACTOR]) if ACTOR in given else tuple(range(size))}
-    if len(found[ACTOR]) != size:
-        number = len(found[ACTOR])
+    if (number := len(found[ACTOR])) != size:
         fsdp, odd = divmod(number, size // config.mesh.fsdp)
         works = f"--config.mesh={{fsdp: {number}}}" if odd else f"--config.mesh.fsdp={fsdp}"
         raise ConfigError(
             f"config.placement.actor={given[ACTOR]} has {number} devices, and config.mesh has "
-            f"{size}: make their numbers the same, for example with {works}"
+            f"{size}; {works} has as many"
         )
     for role, text in given.items():
         owner = text if text in known else role  # "reference": "critic"
@@ -44,7 +43,7 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
         if text in known and given.get(owner, ACTOR) in known:
             raise ConfigError(
                 f"config.placement.{role}={owner}: config.placement.{owner} gives no device "
-                f"numbers; name them there, or write --config.placement.{role}=actor"
+                "numbers; name them there"
             )
         devices = _devices(config, owner, given[owner])
         if set(devices) != set(found[ACTOR]):
@@ -126,27 +125,21 @@ def _nodes(config: Config) -> list[tuple[str, int]]:
 def _given(config: Config, known: Sequence[str]) -> dict[str, str]:
     """The placement as text. With node groups the actor has the first one, if nothing is said."""
     placement: Any = config.placement
-    given: dict[str, str] = {}
+    groups, given = list(config.node_groups), {}
     for role, value in placement.items():
         values = value if isinstance(value, list | tuple) else (value,)  # 4,5 was read as a list
         given[role] = ",".join(str(each).strip() for each in values)
         if role not in known:
             hint = nearest(role, known) or f"; this run has {', '.join(known)}"
             raise ConfigError(f"config.placement.{role}: no role has that name{hint}")
-    for name in config.node_groups:
+    for name in groups:
         if name in known or re.fullmatch(r"node\d+", name):
-            raise ConfigError(
-                f"config.node_groups.{name}: that is the name of a role or of a node; call the "
-                "group otherwise, for example train"
-            )
-    if config.node_groups and not given:
-        raise ConfigError(
-            "config.node_groups: no role is placed on a group; say which, for example "
-            f"--config.placement.rollout={list(config.node_groups)[-1]}"
-        )
-    if config.node_groups:
-        given.setdefault(ACTOR, next(iter(config.node_groups)))
-    return given
+            why = "that is the name of a role or of a node; another works, for example train"
+            raise ConfigError(f"config.node_groups.{name}: {why}")
+    if groups and not given:
+        works = f"--config.placement.rollout={groups[-1]}"
+        raise ConfigError(f"config.node_groups: no role is placed on a group; set {works}")
+    return {**given, ACTOR: given.get(ACTOR, groups[0])} if groups else given
 
 
 def _devices(config: Config, role: str, text: str) -> Devices:
@@ -159,30 +152,28 @@ def _devices(config: Config, role: str, text: str) -> Devices:
         address = _ADDRESS.fullmatch(part.strip())
         if address is None or bool(address[1]) != on_nodes:
             groups = f", a group of config.node_groups ({', '.join(config.node_groups)})"
+            others = ", ".join(name for name in _roles(config) if name != role)
             raise ConfigError(
                 f"config.placement.{role}={text}: expected numbers of devices, for example 4-5 or "
                 f"4,6 or {NODES}{groups if config.node_groups else ''}, or the name of the role "
-                f"that it shares devices with: "
-                f"{', '.join(name for name in _roles(config) if name != role)}"
+                f"that it shares devices with: {others}"
             )
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", address[2]):
             numbers = range(int(first), int(last or first) + 1)
             if not numbers:
-                raise ConfigError(
-                    f"config.placement.{role}={text}: {first}-{last} names no device; the smaller "
-                    "number comes first"
-                )
+                why = f"{first}-{last} names no device; the smaller number comes first"
+                raise ConfigError(f"config.placement.{role}={text}: {why}")
             found += [(int(address[1]), each) for each in numbers] if on_nodes else numbers
     for node, number in found if on_nodes and nodes else ():
         if node >= len(nodes) or number >= nodes[node][1]:
+            sizes = sorted({size for _, size in nodes})
             raise ConfigError(
                 f"config.placement.{role} names device {number} of node{node}, and "
-                f"config.node_groups has {len(nodes)} nodes, numbered from 0, of "
-                f"{sorted({size for _, size in nodes})} devices; name one of these, or make a "
-                "group larger"
+                f"config.node_groups has {len(nodes)} nodes of {sizes} devices, numbered from 0; "
+                "name one of these"
             )
     if len(set(found)) < len(found):
-        raise ConfigError(f"config.placement.{role}={text} names a device twice")
+        raise ConfigError(f"config.placement.{role}={text} names a device twice; name it once")
     return tuple(found)
 
 
@@ -190,30 +181,26 @@ def _check_together(config: Config, given: dict[str, str], found: dict[str, Devi
     """All roles name nodes or none does; no group is idle; roles share all devices or none."""
     plain = [role for role, devices in found.items() if isinstance(devices[0], int)]
     if 0 < len(plain) < len(found):
+        role = plain[0]
         raise ConfigError(
-            f"config.placement.{plain[0]}={given.get(plain[0], 'the first devices')} has no nodes, "
-            "and others have: name the nodes of all, for example "
-            f"--config.placement.{plain[0]}={NODES}"
+            f"config.placement.{role}={given.get(role, 'the first devices')} has no nodes, and "
+            f"others have; name them, for example --config.placement.{role}={NODES}"
         )
     for name in config.node_groups:
         own = [f"node{node}:" for node, (group, _) in enumerate(_nodes(config)) if group == name]
         by_number = any(node in text for text in given.values() for node in own)
         if name not in given.values() and not by_number:
-            raise ConfigError(
-                f"config.node_groups.{name}: no role uses it, and its devices would be idle; place "
-                f"one there, for example --config.placement.critic={name}, or leave it out"
-            )
+            works = f"place one there, for example --config.placement.critic={name}"
+            raise ConfigError(f"config.node_groups.{name}: no role uses it; {works}")
     # The actor is the first: it is the other one, whose devices may be taken by its name.
     for role, devices in reversed(found.items()):
         for other, theirs in found.items():
             both = sorted(set(devices) & set(theirs))
             if both and set(devices) != set(theirs):
                 first = both[0] if isinstance(both[0], int) else f"{both[0][1]} of node{both[0][0]}"
-                raise ConfigError(
-                    f"config.placement: {role} and {other} share device {first} and not all "
-                    "others; give them other devices, or the same with "
-                    f"--config.placement.{role}={other}"
-                )
+                why = f"{role} and {other} share device {first} and not all others"
+                works = f"--config.placement.{role}={other} shares all"
+                raise ConfigError(f"config.placement: {why}; {works}")
 
 
 # ------------------------------------------------------------------------- what was started
@@ -221,13 +208,12 @@ def _check_together(config: Config, given: dict[str, str], found: dict[str, Devi
 
 def _check_ahead(config: Config, processes: int) -> None:
     """What is ahead of time can be exchanged in one order."""
-    filtered = config.max_staleness and config.rollout.filter_groups.enable
-    parts = f"partial_rollouts={config.partial_rollouts}" if config.partial_rollouts else ""
-    key = parts or ("rollout.filter_groups.enable" if filtered else "")
-    if key:
+    parts, filtered = config.partial_rollouts, config.rollout.filter_groups.enable
+    if parts or (config.max_staleness and filtered):
+        key = f"partial_rollouts={parts}" if parts else "rollout.filter_groups.enable"
         raise ConfigError(
             f"config.{key} does not work with config.max_staleness and roles placed on {processes} "
-            "processes; leave it out, or start one process"
+            "processes; leave it out"
         )
 
 
@@ -238,36 +224,29 @@ def _check_launch(config: Config, started: Sequence[int]) -> None:
         counts = " + ".join(f"{name} {g.count}" for name, g in config.node_groups.items())
         raise ConfigError(
             f"config.node_groups has {len(sizes)} nodes ({counts}), and {len(started)} processes "
-            "were started; a node is a process: start one a node, or change the counts"
+            "were started; start one a node, or change the counts"
         )
     for node, size in enumerate(sizes):
         if size != started[node]:
             raise ConfigError(
                 f"config.node_groups: node{node} has {started[node]} devices and "
-                f"gpus_per_node={size}; start one process a node with all of its devices, or "
-                "change gpus_per_node"
+                f"gpus_per_node={size}; start one process a node, or change gpus_per_node"
             )
 
 
 def _number(role: str, device: Device, nodes: Sequence[Sequence[int]]) -> int:
     """The number of a device over all nodes."""
-    key, count = f"config.placement.{role}", sum(map(len, nodes))
+    key, count = f"config.placement.{role} names", sum(map(len, nodes))
     if isinstance(device, int):
         if device >= count:
-            raise ConfigError(
-                f"{key} names device {device}, but {count} devices are available, numbered from 0 "
-                f"to {count - 1}."
-            )
+            why = f"device {device}, but {count} devices are available"
+            raise ConfigError(f"{key} {why}, numbered from 0 to {count - 1}")
         return device
     node, number = device
     if node >= len(nodes):
-        raise ConfigError(
-            f"{key} names node{node}, and there are {len(nodes)} processes, numbered from 0; a "
-            "node is a process: start one a node, or name one of these"
-        )
+        why = f"node{node}, and there are {len(nodes)} processes"
+        raise ConfigError(f"{key} {why}, numbered from 0; start one a node")
     if number >= len(nodes[node]):
-        raise ConfigError(
-            f"{key} names device {number} of node{node}, which has {len(nodes[node])}, numbered "
-            "from 0; start one process a node with all of its devices, or name one of these"
-        )
+        why = f"device {number} of node{node}, which has {len(nodes[node])}"
+        raise ConfigError(f"{key} {why}, numbered from 0; start one process a node")
     return nodes[node][number]

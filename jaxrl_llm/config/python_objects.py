@@ -6,7 +6,7 @@ the same object. Both records are made by the field that takes them.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -29,12 +29,20 @@ class Given(Custom, kind="given"):
     digest: str
     function: Any = Field(default=None, exclude=True, repr=False)
 
-    @classmethod
-    def of_object(cls, value: Any) -> "Given | None":
-        """The record of a function, or of an object that can be called; None of others."""
-        if not callable(value) or isinstance(value, type):
-            return None
-        return cls(path=f"object:{_name(value)}", digest=function_digest(value), function=value)
+
+def _as_given(value: Any) -> Any:
+    """A function, or an object that can be called, as its record; others as they are."""
+    if not callable(value) or isinstance(value, type):
+        return value
+    function = value
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = function.__name__ if inspect.isroutine(function) else type(function).__name__
+    path = f"object:{name.strip('<>')}"  # of a lambda
+    return Given(path=path, digest=function_digest(value), function=value)
+
+
+GIVEN = BeforeValidator(_as_given)
 
 
 class GivenRows(Record):
@@ -66,11 +74,3 @@ def _as_rows(value: Any) -> Any:
 
 
 Rows = Annotated[GivenRows | None, BeforeValidator(_as_rows)]
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """A name for metrics and messages."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = function.__name__ if inspect.isroutine(function) else type(function).__name__
-    return name.strip("<>")  # of a lambda

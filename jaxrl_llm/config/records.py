@@ -107,11 +107,6 @@ class Kind(Record):
         """The name for messages and model cards."""
         return self.kind
 
-    @classmethod
-    def of_object(cls, value: Any) -> "Kind | None":
-        """The record of an object of a Python program, for a kind that holds one."""
-        return None
-
 
 def kinds_of(*bases: type[Kind]) -> tuple[type[Kind], ...]:
     """The kinds that inherit from one of `bases`, in the order of the source."""
@@ -148,8 +143,6 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
     def read(value: Any) -> Any:
         if isinstance(value, kinds):
             return value
-        for made in filter(None, (cls.of_object(value) for cls in kinds)):
-            return made
         if isinstance(value, str):
             is_path = ":" in value and Custom in kinds and not value.startswith("jaxrl_llm.")
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
@@ -159,34 +152,23 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
         # Older forms named a function of ours by its path.
         old = (kind or str(value.get("path", value.get("name", "")))).rpartition(":")[2]
         if not kind:
-            form = f"{{kind: {_kind_for(value, old, table)}, …}}"
+            own = Custom in kinds and ("path" in value or len(kinds) == 1)
+            form = f"custom, path: {value.get('path', 'FILE.py:NAME')}" if own else "NAME"
+            form = f"{{kind: {old if old in table else form}, …}}"
             raise ValueError(f"expected a record with the key kind: write {form}")
         if kind not in table:
             hint = f": write {old}" if old in table else nearest(kind, table)
             raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
-        return _of_kind(table[kind], {name: value[name] for name in value if name != "kind"})
+        try:
+            return validate(table[kind], {key: value[key] for key in value if key != "kind"})
+        except ValidationError as error:  # of a missing key we say the kind, too
+            first = error.errors(include_url=False)[0]
+            if not first["type"].startswith("missing") or len(first["loc"]) != 1:
+                raise
+            context = {"name": first["loc"][0], "kind": kind}
+            raise PydanticCustomError(LACKS, "{name} is missing", context) from None
 
     return PlainValidator(read)
-
-
-def _kind_for(value: Mapping[str, Any], old: str, table: Mapping[str, Any]) -> str:
-    """What a record that lacks the key kind can have there, as far as its other keys say."""
-    if old in table:
-        return old
-    is_path = Custom.kind in table and ("path" in value or len(table) == 1)
-    return f"{Custom.kind}, path: {value.get('path', 'FILE.py:NAME')}" if is_path else "NAME"
-
-
-def _of_kind(cls: type[Kind], values: Any) -> Kind:
-    """The record of one kind. A key that is missing is reported with the kind."""
-    try:
-        return validate(cls, values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if not first["type"].startswith("missing") or len(first["loc"]) != 1:
-            raise
-        context = {"name": first["loc"][0], "kind": cls.kind}
-        raise PydanticCustomError(LACKS, "{name} is missing", context) from None
 
 
 def validate(cls: type[C], values: Any) -> C:

@@ -23,7 +23,6 @@ from jaxrl_llm.config.schema import (
     ModelSettings,
     OptimizerConfig,
     is_offline,
-    learns_offline,
 )
 from jaxrl_llm.config.thresholds import parse_rules
 from jaxrl_llm.config.tree import as_text, every, is_empty, value_at
@@ -46,9 +45,6 @@ def _named(config: Config, key: re.Match[str]) -> str:
     return f"config.{key[1]}" + ("" if is_empty(value) or "…" in text else f"={text}")
 
 
-# ------------------------------------------------------------------------- data and run
-
-
 def data(c: Config) -> Faults:
     """There are prompts, a model and a tokenizer."""
     if not (c.data.train_files or c.data.train_tasks or c.data.train_rows or c.data.dataset_class):
@@ -63,7 +59,7 @@ def data(c: Config) -> Faults:
 def steps(c: Config) -> Faults:
     """Phases are online, and leave steps for the algorithm. Traced steps are steps of the run."""
     for i, phase in enumerate(c.phases):
-        if is_offline(c) or learns_offline(phase.algorithm):
+        if is_offline(c) or phase.algorithm.offline:
             why = "phases are of online algorithms, and an offline one is here"
             yield f"<phases.{i}>: {why}; run it alone and give its checkpoint as config.actor.path"
     total = sum(phase.steps for phase in c.phases)
@@ -74,9 +70,6 @@ def steps(c: Config) -> Faults:
         works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
         why = "<total_steps> is the last step, and none is traced after it"
         yield f"<profile.steps>: {why}; config.profile.steps={works} works"
-
-
-# ------------------------------------------------------------------------- functions
 
 
 def rewards(c: Config) -> Faults:
@@ -142,9 +135,6 @@ def correction(c: Config) -> Faults:
         if s.rollout_rs is not None or s.rollout_rs_threshold is not None:
             if fault := fault_of(partial(parse_rules, s.rollout_rs), s.rollout_rs_threshold):
                 yield f"<{key}.rollout_rs_threshold>: {fault}"
-
-
-# ------------------------------------------------------------------------- models
 
 
 def models(c: Config) -> Faults:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
-from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings, Offline, Online
+from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.bounds import (
     BelowOne,
     Count,
@@ -33,7 +33,7 @@ from jaxrl_llm.config.bounds import (
 )
 from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
 from jaxrl_llm.config.python_objects import Rows
-from jaxrl_llm.config.records import Custom, Record, records_in, validate
+from jaxrl_llm.config.records import Record, records_in, validate
 from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
 from jaxrl_llm.config.times import end_time
 from jaxrl_llm.references import nearest
@@ -59,22 +59,8 @@ def _exact(value: Any) -> Any:
 
 
 Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
-
-
-def _tokens_of_a_part(value: Any) -> Any:
-    """A number of tokens; others have a switch here."""
-    if isinstance(guess(value), bool):
-        raise ValueError("expected the new tokens of a part, for example 512; 0 is off")
-    return value
-
-
-def _of_a_path(text: str) -> None:
-    if "\0" in text:
-        raise ValueError("it has a null character, which no path has; write it again")
-
-
-PathText = Annotated[str, tested(_of_a_path)]
-TokensOfAPart = Annotated[Whole, BeforeValidator(_tokens_of_a_part)]
+_NULL = "it has a null character, which no path has; write it again"
+PathText = Annotated[str, tested(lambda text: "\0" not in text, _NULL)]
 StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
@@ -96,8 +82,8 @@ class MeshConfig(Record):
     pipeline: Count = 1  # stages of layers; each is a replica of the batch outside of the layers
     # Groups of layers that a stage holds. More make the bubble smaller, and rows travel more.
     pipeline_rounds: Count = 1
-    # Micro-batches of a pass, for each stage. More make the bubble smaller. Padded: parts of the
-    # rows of a pass. Packed: rows of a pass, so activations take that many times the memory.
+    # Micro-batches of a pass, for each stage; more make the bubble smaller. Packed ones are rows of
+    # the pass, so activations take that many times the memory.
     pipeline_micro_batches: Count = 1
     generation: PhaseMeshConfig = PhaseMeshConfig()
     passes: PhaseMeshConfig = PhaseMeshConfig()  # without a gradient: old log-probs, values, ...
@@ -134,8 +120,7 @@ class MeshConfig(Record):
 class DataConfig(Record):
     """Where prompts come from. Files and tasks may be mixed."""
 
-    # .parquet, .jsonl, .csv, globs of them, Hugging Face dataset folders, FOLDER#SPLIT, or
-    # hf://OWNER/NAME#SPLIT
+    # .parquet, .jsonl, .csv, globs, Hugging Face folders, FOLDER#SPLIT, or hf://OWNER/NAME#SPLIT
     train_files: Many[str] = ()
     val_files: Many[str] = ()
     train_tasks: Many[TaskSettings] = ()
@@ -161,15 +146,13 @@ class DataConfig(Record):
     # Online: draw prompts by their earlier scores, instead of in shuffled epochs.
     priority: Maybe[PrioritySettings] = None
     priority_uniform: Fraction = 0.1  # share of the draws that is uniform
-    # Online: a column of numbers, such as difficulty or extra_info.level. The first batches go
-    # through the prompts from its lowest value to its highest; shuffled epochs follow.
+    # Online: a column of numbers, such as difficulty, by which the first batches are sorted.
     curriculum: str = ""
     curriculum_steps: Whole = 0  # batches of that; 0 takes each prompt once
     num_workers: Annotated[int, Ge(0), Le(1024)] = 0  # reader processes; 0 reads in a thread
     prefetch: Annotated[int, Ge(1), Le(10_000)] = 2  # batches
     max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
-    # Read training rows when a batch needs them, for files larger than memory: docs/data.md. Only
-    # the first 1,000 rows of each source are checked before the first step.
+    # Read training rows when a batch needs them, for files larger than memory: docs/data.md
     streaming: bool = False
     dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
 
@@ -192,12 +175,8 @@ class OptimizerConfig(Record):
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
     max_grad_norm: Unbounded = 1.0  # inf never clips
-    # bfloat16 halves the optimizer state. Updates are stochastically rounded; otherwise the second
-    # moment's small changes would round to zero.
-    moment_dtype: DType = "float32"
-    # Optimizer state in CPU memory (verl's optimizer_offload): saves 8 bytes a parameter on the
-    # device, and a step takes longer.
-    offload: bool = False
+    moment_dtype: DType = "float32"  # bfloat16 halves the state; updates are stochastically rounded
+    offload: bool = False  # optimizer state in CPU memory: 8 bytes a parameter less, slower steps
 
 
 class ModelSettings(Record):
@@ -208,17 +187,14 @@ class ModelSettings(Record):
     tensor: Whole = 0  # its own tensor size on the same devices; 0 takes mesh.tensor
     dtype: DType = "float32"  # of computation
     param_dtype: DType = "float32"  # of the stored (master) weights
-    # "cudnn" takes a sample a row: no micro_batch_tokens, and prompts one a row in a prefill. It
-    # has no paged cache, so a decode step then does what "auto" does.
+    # "cudnn" takes a sample a row: no micro_batch_tokens. A decode step then does as with "auto".
     attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
     # Activation checkpointing: what a backward pass computes again to save memory. "projections"
     # keeps projections and attention; "attention" keeps attention; "full" keeps layer inputs.
     remat: Literal["none", "projections", "attention", "full"] = "none"
-    # Of the residual stream. The sampler's is float32; bfloat16 here doubles the distance between
-    # the log-probs of trainer and sampler.
+    # Of the residual stream; the sampler's is float32. bfloat16 doubles the gap of their log-probs.
     residual_dtype: DType = "float32"
-    # One compiled layer in a loop: a smaller program, which compiles no faster. It copies the
-    # weights: 11 to 14 % more time and 13 % more memory at 7B.
+    # One compiled layer in a loop. It copies the weights: 11 to 14 % slower, 13 % larger at 7B.
     scan_layers: bool = False
 
 
@@ -234,8 +210,7 @@ class LoraConfig(Record):
     targets: Many[str] = ("all-linear",)
     rslora: bool = False  # alpha / sqrt(rank), for large ranks
     dora: bool = False  # the norm of each output learns too
-    # Compute with one copy of base plus adapters, made in each step: as fast as all weights.
-    # False computes the adapters apart: no copy, for a model that takes most of the memory.
+    # Compute with a copy of base plus adapters, as fast as all weights. False makes no copy.
     merge: bool = True
 
     @property
@@ -248,8 +223,7 @@ class AdaptedSettings(ModelSettings):
     """A model that learns, in full or by adapters on frozen weights."""
 
     lora: LoraConfig = LoraConfig()
-    # With lora: of the frozen weights. Empty takes that of computation. "float8" is of projections
-    # alone: embeddings, norms and head keep that of computation.
+    # With lora: of the frozen weights; empty takes dtype. "float8" is of projections alone.
     base_dtype: Literal["", "float32", "bfloat16", "float8"] = ""
 
 
@@ -259,23 +233,18 @@ class ActorConfig(AdaptedSettings):
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_mini_batch_size: Count = 128  # prompts an optimizer step
     ppo_epochs: Count = 1
-    # Mini-batches, the critic's too, hold samples in a random order, drawn again each epoch. False
-    # keeps whole prompts in order, whose samples `share_prompts` can compute together.
+    # Mini-batches of samples in random order. False keeps prompts whole, for `share_prompts`.
     shuffle: bool = False
     micro_batch_size: Whole = 0  # samples a device and forward pass; 0 takes the whole mini-batch
-    # Tokens a device and forward pass: samples are packed, without padding, into rows of this many.
-    # 0 gives each sample its own padded row.
+    # Samples are packed into rows of so many tokens a device and pass; 0 pads each in its own row
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
-    # Of a mixture of experts, in all of the actor's updates, the warm-up's too: coefficients of
-    # the load-balance loss (transformers' formula) and of the z-loss of the routers.
+    # Of experts: coefficients of the load-balance loss (transformers' formula) and routers' z-loss.
     router_aux_loss_coef: NotNegative = 0.0
     router_z_loss_coef: NotNegative = 0.0
-    # The load-balance loss of each layer by itself, averaged, and not transformers' formula. In
-    # that one, loads that differ from layer to layer cancel.
+    # The mean over layers instead of transformers' formula, in which loads of layers cancel.
     router_aux_loss_by_layer: bool = False
-    # Of a sigmoid router (DeepSeek-V3): a step of the bias that balances experts without a loss. It
-    # goes up for experts with fewer tokens than the mean and down for the others. The paper: 0.001.
+    # Step of the bias that balances experts of a sigmoid router without a loss. DeepSeek-V3: 0.001.
     router_bias_rate: NotNegative = 0.0
 
 
@@ -287,9 +256,7 @@ class CriticConfig(AdaptedSettings):
     micro_batch_size: Whole = 0
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True
-    # Iterations in which only the critic learns, from its first phase on. verl's critic_warmup of
-    # k + 1 is a warmup_steps of k.
-    warmup_steps: Whole = 0
+    warmup_steps: Whole = 0  # iterations in which only it learns; verl's critic_warmup less 1
 
 
 class SupervisedConfig(Record):
@@ -324,11 +291,14 @@ class TeacherConfig(ModelSettings):
 ROLES = ("actor", "critic", "reference", "reward", "teacher", "rollout", "base", "critic_base")
 
 
-def _new_role(name: str) -> None:
-    if not name.isidentifier():
-        raise ValueError("expected a name of letters, digits and _, such as cost_model")
-    if name in ROLES:
-        raise ValueError("a role of the trainer has that name; another works, such as cost_model")
+RoleName = Annotated[
+    str,
+    tested(str.isidentifier, "expected a name of letters, digits and _, such as cost_model"),
+    tested(
+        lambda name: name not in ROLES,
+        "a role of the trainer has that name; another works, such as cost_model",
+    ),
+]
 
 
 class ExtraModelConfig(ModelSettings):
@@ -337,7 +307,7 @@ class ExtraModelConfig(ModelSettings):
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: Annotated[str, tested(_new_role)]
+    name: RoleName
     kind: Literal["scalar", "causal_lm"] = "scalar"
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
@@ -364,15 +334,13 @@ class RolloutConfig(Record):
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
     cache_tokens: Whole = 0
     stop_token_ids: Many[Whole] = ()  # in addition to the tokenizer's own
-    # Strings that end a response once its text has one; they stay in it. At most 16, each of at
-    # most 32 characters. Of held-out answers too.
+    # Texts that end a response, held-out answers too: at most 16, each of at most 32 characters.
     stop: StopTexts = ()
     dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
     # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
     quantization: Literal["none", "float8"] = "none"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    # Of a mixture of experts: old log-probs and updates send each token to the experts that it had
-    # in the rollout. It takes layers × experts of a token bytes for each token of a batch.
+    # Of experts: log-probs and updates send a token to those that it had in the rollout.
     routing_replay: bool = True
 
 
@@ -430,13 +398,9 @@ class LogConfig(Record):
     # wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md
     trackers: Many[str] = ()
     trace: bool = True
-    # The first samples of a step, whose advantages, values and log-probs of the trainer and the
-    # reference are traced token by token.
-    trace_details: Whole = 16
+    trace_details: Whole = 16  # samples of a step whose advantages etc. are traced by token
     report: bool = True  # <run_dir>/report.html, written again while the run goes on
-    # Steps between tables of what the devices exchange, the first step's too; 0 never. The file
-    # and the metrics of it are written on any mesh of several devices.
-    communication_every: Whole = 100
+    communication_every: Whole = 100  # steps between tables of what devices exchange; 0 never
 
 
 class ProfileConfig(Record):
@@ -455,22 +419,19 @@ class CheckpointConfig(Record):
 
     keep_latest: Count = 2
     keep_best: Whole = 1  # by best_metric
-    # Larger is better; with a leading minus ("-eval_loss"), smaller. Empty takes the mean
-    # validation reward, or the held-out loss of an offline run that answers no prompts.
+    # "-eval_loss": smaller is better. Empty is the validation reward, or the held-out loss.
     best_metric: str = ""
     asynchronous: bool = True
     # Weights are not saved once their norm is so many times that of the start.
     max_growth: Unbounded = 100.0
-    # Save and end with exit code 130 before this time: 2026-11-25T18:00, +3h50m after the start,
-    # or epoch seconds such as $SLURM_JOB_END_TIME. Empty is off.
+    # Save and end with code 130 by 2026-11-25T18:00, +3h50m from the start, or $SLURM_JOB_END_TIME.
     save_by: Annotated[str, tested(_time)] = ""
 
 
 class WatchdogConfig(Record):
     """Ends a run that stands still, so that a launcher starts it again."""
 
-    # A stage may take ten times its longest so far, within these two. One that was not seen twice,
-    # and so may compile, has the ceiling. A ceiling of 0 turns the watchdog off.
+    # A stage may take ten times its longest within these; at first the ceiling. 0 there is off.
     floor_minutes: Annotated[float, Gt(0), Le(1e6)] = 1.5
     ceiling_minutes: Annotated[float, Ge(0), Le(1e6)] = 60.0
 
@@ -500,29 +461,23 @@ class Config(Record):
     save_every: Whole = 50  # steps; 0 only at the end
     resume: str = "auto"  # auto | never | the path of a checkpoint
     mesh: MeshConfig = MeshConfig()
-    # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"}.
-    # All others share the actor's, which are the first ones of the mesh.
-    # On several nodes "node0:0-7;node1:0-7", or a name of `node_groups`: docs/placement.md.
-    # "auto" lets the planner choose the mesh and the placement: docs/planner.md.
+    # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"};
+    # others share the actor's. Nodes and groups: docs/placement.md. "auto": docs/planner.md.
     placement: Placement = field(default_factory=dict)
     # All nodes of a run, in their order. The actor has the first group, if nothing else is said.
     node_groups: dict[str, Group] = field(default_factory=dict)
-    # How many updates the policy that samples may be behind. From 1 on, the next batches are
-    # generated ahead; with placement.rollout, while this one is learned from.
+    # How many updates the policy that samples may be behind; from 1 on, it generates ahead
     max_staleness: Whole = 0
-    # With max_staleness: new tokens that a response gets under one policy; what is longer goes on
-    # under the next one. 0 is off: one policy samples a whole response.
-    partial_rollouts: TokensOfAPart = 0
+    # With max_staleness: tokens of a response under one policy; it goes on under the next; 0 is off
+    partial_rollouts: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmSettings = PPO()
-    # Before `algorithm`, in turn, each for its part of `total_steps`. Roles, their optimizers and
-    # the data continue from one to the next; the reference stays the actor before the first.
+    # Before `algorithm`, in turn, each for its part of `total_steps`: docs/algorithms.md
     phases: Many[PhaseConfig] = ()
-    # Offline: the reference model's log-probs once, before the first step, instead of in each.
-    precompute_reference: bool = False
+    precompute_reference: bool = False  # offline: its log-probs once, before step 1
     reward: RewardConfig = RewardConfig()
     teacher: Maybe[TeacherConfig] = None  # of distillation
     # Your own models and stages (docs/add-a-stage.md). The function of a stage returns it.
@@ -545,12 +500,7 @@ class Config(Record):
 
 def is_offline(config: Config) -> bool:
     """Whether the run learns from fixed records."""
-    return learns_offline(config.algorithm)
-
-
-def learns_offline(algorithm: Online | Offline | Custom) -> bool:
-    """Whether an algorithm learns from fixed records."""
-    return isinstance(algorithm, Offline) or (isinstance(algorithm, Custom) and algorithm.offline)
+    return config.algorithm.offline
 
 
 __all__ = records_in(  # pyright: ignore

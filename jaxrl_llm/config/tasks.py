@@ -13,8 +13,6 @@ from jaxrl_llm.config.records import Custom, Kind, field_names, kinds_of, one_of
 
 Digits = Annotated[int, Ge(1), Le(18)]
 
-# ------------------------------------------------------------------------- priorities
-
 
 class Priority(Kind):
     """How much a prompt is wanted, by what the policy got on it before."""
@@ -37,9 +35,6 @@ class Spread(Priority, kind="spread"):
 
 PRIORITIES = kinds_of(Priority)
 PrioritySettings = Annotated[Priority | Custom, one_of(*PRIORITIES, Custom)]
-
-
-# ------------------------------------------------------------------------- tasks
 
 
 class Task(Kind):

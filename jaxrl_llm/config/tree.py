@@ -1,6 +1,5 @@
 """A config as a tree: its values by their dotted keys, as plain JSON types, and compared."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -12,16 +11,11 @@ __all__ = ["as_dict", "differences"]
 R = TypeVar("R", bound=Record)
 
 
-@functools.cache
-def _kept(cls: type[Record]) -> list[str]:
-    """The fields of a record without objects of a Python program."""
-    return [name for name, entry in fields_of(cls).items() if not entry.exclude]
-
-
 def entries(node: Any) -> Iterable[tuple[Any, Any]]:
     """(key, value) of what a record, dict or list holds; objects of a program are left out."""
     if isinstance(node, Record):
-        return [(name, getattr(node, name)) for name in _kept(type(node))]
+        kept = (name for name, entry in fields_of(node).items() if not entry.exclude)
+        return [(name, getattr(node, name)) for name in kept]
     return enumerate(node) if isinstance(node, tuple | list) else getattr(node, "items", tuple)()
 
 

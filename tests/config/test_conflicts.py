@@ -99,7 +99,7 @@ def turned_on(config: Config, row: tuple[str, str, str], which: str) -> Config:
 def test_a_pair_is_refused_and_each_remedy_ends_it(row):
     config = turned_on(turned_on(BASE, row, "one"), row, "other")
     pair = pair_in(config, row)
-    assert pair.holds(config)
+    assert pair.one.holds(config) and pair.other.holds(config)
     said = pair.fault(config)
     assert said in conflicts(config)
     with pytest.raises(ConfigError, match="does not work with"):

@@ -132,13 +132,10 @@ def _model_spec(
     config: ModelConfig, kind: Kind, name: str, form: Form, lora: Lora | None
 ) -> ModelSpec:
     check_family(config)
-    if config.delta is not None and (form == FROZEN or form.startswith("float8")):
-        key = "actor.base_dtype=bfloat16" if form == FROZEN else "rollout.quantization=none"
-        raise ValueError(f"layers of a gated delta rule have no float8 form: set --config.{key}")
-    if config.delta is not None and lora is not None:
+    if config.delta is not None and form.startswith("float8"):
         raise ValueError(
-            "adapters of models with layers of a gated delta rule are not supported: set "
-            "--config.actor.lora={}, or merge the adapter into the model with PEFT first"
+            "layers of a gated delta rule have no float8 form for generation: set "
+            "--config.rollout.quantization=none"
         )
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if config.mixture is not None and (form == FROZEN or form.startswith("float8")):

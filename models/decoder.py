@@ -154,7 +154,7 @@ def _mixer(
 ) -> Attention | LatentAttention | GatedDeltaNet:
     """What mixes the tokens of a layer."""
     if config.delta is not None and kind[1] == LINEAR:
-        return GatedDeltaNet(config, config.delta, dtype=dtype)
+        return GatedDeltaNet(config, config.delta, form=form, dtype=dtype)
     if config.latent is not None:
         return LatentAttention(config, config.latent, kind=kind, form=form, dtype=dtype)
     return Attention(config, kind=kind, form=form, dtype=dtype)

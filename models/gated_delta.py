@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.gated_delta import Inputs, Streams
 from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.config import GatedDelta, ModelConfig
-from jaxrl_llm.models.layers import Projection, gathering, parameter
+from jaxrl_llm.models.layers import Form, Projection, gathering, parameter, projection_of
 from jaxrl_llm.numerics import rms_norm
 
 # Parameters that are float32 in every dtype of computation: they go through exp.
@@ -30,18 +30,21 @@ class GatedDeltaNet(nnx.Module):
     Heads are split as those of attention: an axis of the mesh divides both kinds.
     """
 
-    def __init__(self, config: ModelConfig, delta: GatedDelta, *, dtype: DTypeLike) -> None:
+    def __init__(
+        self, config: ModelConfig, delta: GatedDelta, *, form: Form, dtype: DTypeLike
+    ) -> None:
         D, G, N = config.hidden_size, delta.key_heads, delta.value_heads
         H, V, W = delta.key_dim, delta.value_dim, delta.conv_size
         self.eps = config.rms_norm_eps
         heads = ("q_heads", "head_dim")
-        projection = partial(Projection, dtype=dtype)
+        projection = partial(projection_of(form), dtype=dtype)
+        small = partial(Projection, dtype=dtype)  # never in float8: they go through exp
         self.q = projection((D, G, H), ("embed", *heads))
         self.k = projection((D, G, H), ("embed", *heads))
         self.v = projection((D, N, V), ("embed", *heads))
         self.gate = projection((D, N, V), ("embed", *heads))
-        self.rate = projection((D, N), ("embed", "q_heads"))
-        self.decay = projection((D, N), ("embed", "q_heads"))
+        self.rate = small((D, N), ("embed", "q_heads"))
+        self.decay = small((D, N), ("embed", "q_heads"))
         shapes = {"q_conv": (G, H, W), "k_conv": (G, H, W), "v_conv": (N, V, W)}
         for name, shape in shapes.items():
             setattr(self, name, parameter(shape, (*heads, "norm"), "normal", dtype))

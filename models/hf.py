@@ -47,6 +47,11 @@ class HFTensor:
         return self.of_rows is not None or self.of_turns > 1
 
     @property
+    def rows(self) -> dict[str, Any]:
+        """Where our part has its rows in their tensor, as keyword arguments."""
+        return {name: getattr(self, name) for name in ("first_row", "of_rows", "groups")}
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of their whole tensor."""
         if self.of_turns > 1:

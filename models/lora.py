@@ -30,8 +30,9 @@ from jaxrl_llm.numerics import round_by_chance
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
 DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
-# The modules of one tensor share A, which the first of them has in the parameters.
-SHARED_WITH = {"q": "k", "v": "k", "up": "gate"}
+# Of two modules of one tensor that share A, the one that has it in the parameters, or whose own
+# is that of a third.
+SHARED_WITH = {"q": "k", "v": "k", "k": "gate", "up": "gate", "rate": "decay"}
 HEAD = "score"  # of a scalar model: it learns in full
 
 Tree = Any  # nested dicts of arrays with str keys
@@ -309,12 +310,16 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
     Raises: ValueError for a tied embedding, and for DoRA of a table.
     """
     _attach_each(model, paths, lora)
-    for path, tensor in paths.items():  # parts of one tensor read the same input
-        first = (*path[:-2], SHARED_WITH.get(path[-2], ""), path[-1])
-        if path[-1] == "kernel" and paths.get(first) == tensor:
-            module, owner = (_at(model, each[:-1]) for each in (path, first))
-            if module.adapter is not None:
-                module.adapter.a = owner.adapter.a
+    for path in paths:  # parts of one tensor read the same input
+        module = _at(model, path[:-1]) if path[-1] == "kernel" else None
+        if getattr(module, "adapter", None) is not None:
+            module.adapter.a = _at(model, _owner(path, paths)[:-1]).adapter.a
+
+
+def _owner(path: Path, paths: Mapping[Path, str]) -> Path:
+    """The kernel whose module has the A of this one in the parameters: of the same tensor."""
+    first = (*path[:-2], SHARED_WITH.get(path[-2], ""), path[-1])
+    return _owner(first, paths) if paths.get(first) == paths[path] else path
 
 
 def _attach_each(model: nnx.Module, paths: Mapping[Path, str], lora: Lora) -> None:
@@ -457,8 +462,9 @@ def _each_adapted(
         return change(path, tree, tree[ADAPTER].get("a", a))
 
     def shared(name: str) -> Any:
-        owner = tree.get(SHARED_WITH.get(name, ""), {})
-        return owner.get(ADAPTER, {}).get("a")
+        owner = SHARED_WITH.get(name, "")
+        adapter = tree.get(owner, {}).get(ADAPTER, {})
+        return adapter["a"] if "a" in adapter else shared(owner) if adapter else None
 
     return {
         name: _each_adapted(value, change, (*path, name), shared(name))

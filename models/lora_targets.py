@@ -7,6 +7,7 @@ from jaxrl_llm.references import nearest
 
 ALL_LINEAR = "all-linear"  # PEFT's name for every projection of the layers
 EXPERTS = ".experts."  # in the names of the projections of a mixture of experts
+SHARED_GATE = "shared_expert_gate"  # a projection, for PEFT too
 EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
 
 
@@ -20,7 +21,11 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
     """
     given = list(dict.fromkeys(tensors))
     every = [name.removesuffix(".weight") for name in given if name.endswith(".weight")]
-    linear = [name for name in every if "_proj" in name.rpartition(".")[2] or EXPERTS in name]
+    linear = [
+        name
+        for name in every
+        if "_proj" in (end := name.rpartition(".")[2]) or EXPERTS in name or end == SHARED_GATE
+    ]
     stacks = [name for name in given if is_stack(name)]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
     named = [*linear, *stacks, *tables]

@@ -112,6 +112,18 @@ CONFIGS = {
     ),
     "qwen3_5": tiny_config("qwen3_5_text", **HYBRID_FIELDS),
 }
+HYBRID_EXPERTS = tiny_config(
+    "qwen3_next",
+    **HYBRID_FIELDS,
+    mixture=Mixture(
+        num_experts=4,
+        experts_per_token=2,
+        expert_size=8,
+        normalized=True,
+        shared_size=12,
+        shared_gate=True,
+    ),
+)
 
 
 def with_rule(attend: Attend) -> Mixers:

@@ -116,7 +116,7 @@ def adapter_tensors(spec: ModelSpec) -> Names:
             found[path] = _of_stack(path[-1], whole, leaf.shape, modules)
             continue
         shape = leaf.shape[1:] if stacked else leaf.shape
-        rows = {"first_row": whole.first_row, "of_rows": whole.of_rows} if path[-1] != "a" else {}
+        rows = {} if path[-1] == "a" else whole.rows
         parts = tuple(
             HFTensor(
                 PREFIX + tensor.name.removesuffix(".weight") + suffixes[path[-1]],

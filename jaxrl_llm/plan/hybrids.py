@@ -3,13 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from jaxrl_llm.config import (
-    AdaptedSettings,
-    Config,
-    ConfigError,
-    ExtraModelConfig,
-    ModelSettings,
-)
+from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig, ModelSettings
 from jaxrl_llm.config.tree import every
 from jaxrl_llm.models.config import ModelConfig
 
@@ -43,9 +37,6 @@ def _refused(config: Config, name: str) -> Iterator[tuple[str, str]]:
         yield "exact=strict", "exact=repeatable"
     if config.rollout.quantization == "float8" and name == "actor":
         yield "rollout.quantization=float8", "rollout.quantization=none"
-    for key, settings in _settings_of(config, name):
-        if isinstance(settings, AdaptedSettings) and settings.lora.enabled:
-            yield f"{key}.lora", f"{key}.lora={{}}"
 
 
 def _settings_of(config: Config, name: str) -> Iterator[tuple[str, ModelSettings]]:

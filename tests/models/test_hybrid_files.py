@@ -6,21 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tiny import HYBRID, MODEL
-from tiny_models import CONFIGS, HYBRID_FIELDS, tiny_config
+from tiny_models import CONFIGS, HYBRID_EXPERTS
 
 from jaxrl_llm.models import families
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.models.config import Mixture, ModelConfig
-from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.config import ModelConfig
 
-EXPERTS = Mixture(
-    num_experts=4,
-    experts_per_token=2,
-    expert_size=8,
-    normalized=True,
-    shared_size=12,
-    shared_gate=True,
-)
+EXPERTS = HYBRID_EXPERTS.mixture
+assert EXPERTS is not None
 
 
 def test_published_configs_have_their_defaults():
@@ -37,8 +30,7 @@ def test_published_configs_have_their_defaults():
 
 def test_rows_of_a_key_head_lie_together():
     """in_proj_qkvz has q, k, v and the gate of one key head after the other."""
-    config = tiny_config("qwen3_next", **HYBRID_FIELDS, mixture=EXPERTS)
-    names = families.hf_names(config, "causal_lm")
+    names = families.hf_names(HYBRID_EXPERTS, "causal_lm")
     layer = ("decoder", "layers", "0", "attention")
     theirs = np.arange(2 * (6 + 6 + 10 + 10))  # key heads, and rows of each
     parts = {
@@ -88,6 +80,3 @@ def test_forms_that_were_not_made_are_refused():
     config = families.config_from_hf(MODEL | HYBRID)
     with pytest.raises(ValueError, match="rollout.quantization=none"):
         model_spec(config, form="float8")
-    adapters = Lora(rank=2, alpha=1.0, modules=frozenset({"model.layers.1.self_attn.q_proj"}))
-    with pytest.raises(ValueError, match="merge the adapter into the model with PEFT"):
-        model_spec(config, lora=adapters)

@@ -7,18 +7,21 @@ import pytest
 from flax import nnx
 from tiny import model_config
 from tiny_iteration import random_params
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, HYBRID_EXPERTS, with_rule
 
-from jaxrl_llm.models.base import bind, merge_adapters, model_spec
+from jaxrl_llm.models.base import bind, draw_params, frozen_spec, merge_adapters, model_spec
 from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.frozen import dequantized, is_frozen, quantized_as
 from jaxrl_llm.models.layers import Projection
-from jaxrl_llm.models.lora import Lora, join, merged_ahead, split
+from jaxrl_llm.models.lora import Lora, first_magnitudes, join, merged_ahead, split
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.models.weight import Weight
 
 NAMES = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qo"]
 NAMES += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
 TOKENS = jnp.arange(10).reshape(2, 5)
+# The modules of Qwen3-Next's rule and their leaves. Those of Qwen3.5 share less.
+RULE = {"gate": "ab", "k": "b", "q": "b", "v": "b", "decay": "ab", "rate": "b", "o": "ab"}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def logits(spec, params):
 
     model = bind(spec, params)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    return model.logits(model(TOKENS, positions, attend=attend)[0])
+    return model.logits(model(TOKENS, positions, attend=with_rule(attend))[0])
 
 
 @pytest.mark.parametrize(
@@ -66,27 +69,104 @@ def test_merged_weights_are_the_same_model(flags, targets):
 
 
 @pytest.mark.parametrize(
-    ("name", "modules"),
-    [("phi3", {"k": "ab", "q": "b", "v": "b", "o": "ab"}), ("gpt_oss", {"gate": "ab", "up": "b"})],
+    ("config", "layer", "modules"),
+    [
+        (CONFIGS["phi3"], "1", {"k": "ab", "q": "b", "v": "b", "o": "ab"}),
+        (CONFIGS["gpt_oss"], "1", {"gate": "ab", "up": "b"}),
+        (CONFIGS["qwen3_5"], "0", RULE | {"k": "ab", "gate": "ab", "rate": "ab"}),
+        (HYBRID_EXPERTS, "0", RULE),
+    ],
+    ids=["phi3", "gpt_oss", "qwen3_5", "qwen3_next"],
 )
-def test_modules_of_one_tensor_share_a(name, modules):
-    spec = check_merged(CONFIGS[name], ("all-linear", "gate_up_proj", "down_proj"))
-    layer = spec.learned["decoder"]["layers"]["1"]
+def test_modules_of_one_tensor_share_a(config, layer, modules):
+    stacks = ("gate_up_proj", "down_proj") if config.family == "gpt_oss" else ()
+    spec = check_merged(config, ("all-linear", *stacks))
+    layer = spec.learned["decoder"]["layers"][layer]
     found = layer["mlp" if "up" in modules else "attention"]
     assert {module: "".join(sorted(found[module]["adapter"])) for module in modules} == modules
 
 
+def test_a_hybrid_model_with_new_adapters_is_its_base():
+    for flags in ({}, {"dora": True}):
+        config = CONFIGS["qwen3_5"]
+        spec = model_spec(config, lora=lora_of(config, **flags))
+        base = random_params(model_spec(config).params, 1, 0.2)
+        own = draw_params(spec, spec.learned, jax.random.key(0))
+        found = logits(spec, first_magnitudes(join(base, own), spec.lora))
+        np.testing.assert_allclose(found, logits(model_spec(config), base), atol=1e-5)
+    layer = spec.learned["decoder"]["layers"]["0"]["attention"]
+    assert set(layer) == {"q", "k", "v", "gate", "rate", "decay", "o"}
+    assert layer["decay"]["adapter"]["magnitude"].shape == (4,)
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
+def test_gradients_of_the_rule_follow_from_those_of_its_weights(merge):
+    """d A = s d W B^T and d B = s A^T d W, added up over the parts of a tensor for their A."""
+    spec = model_spec(HYBRID_EXPERTS, lora=lora_of(HYBRID_EXPERTS, (r".*linear_attn\..*",)))
+    params = random_params(spec.params, 1, 0.2)
+    base, own = split(params)
+    dense, weights = merge_adapters(spec, params)
+    ahead = merged_ahead(params, spec.lora, "float32") if merge else base
+
+    def total(spec, params):
+        return jnp.sin(3 * logits(spec, params)).sum()
+
+    found = jax.jit(jax.grad(lambda own: total(spec, join(ahead, own))))(own)
+    of_weights = jax.jit(jax.grad(lambda weights: total(dense, weights)))(weights)
+    layer = ("decoder", "layers", "0", "attention")
+    found, own, of_weights = (of_layer(tree, layer) for tree in (found, own, of_weights))
+    tensors = (("gate", "q", "k", "v"), ("decay", "rate"), ("o",))
+    assert set(found) == {part for parts in tensors for part in parts}
+    for parts in tensors:
+        a, rank = own[parts[0]]["adapter"]["a"], spec.lora.rank
+        of_a = 0
+        for part in parts:
+            b = own[part]["adapter"]["b"].reshape(rank, -1)
+            of_kernel = of_weights[part]["kernel"].reshape(a.size // rank, -1)
+            of_a += spec.lora.scale * of_kernel @ b.T
+            of_b = spec.lora.scale * a.reshape(-1, rank).T @ of_kernel
+            one = found[part]["adapter"]["b"].reshape(rank, -1)
+            assert np.linalg.norm(one - of_b) <= 1e-4 * np.linalg.norm(of_b), part
+        one = found[parts[0]]["adapter"]["a"].reshape(-1, rank)
+        assert np.linalg.norm(one - of_a) <= 1e-4 * np.linalg.norm(of_a), parts[0]
+
+
+def of_layer(tree, path):
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def test_a_hybrid_base_in_float8_equals_one_that_was_dequantised_before():
+    """What goes through exp is not in float8."""
+    config = CONFIGS["qwen3_5"]
+    lora = lora_of(config)
+    spec = frozen_spec(config, "causal_lm", "float8", "float32", lora)
+    dense = model_spec(config, lora=lora)
+    params = random_params(dense.params, 1, 0.2)
+    base, own = split(params)
+    frozen = quantized_as(split(spec.params)[0], base)
+    rule = frozen["decoder"]["layers"]["0"]["attention"]
+    assert {name for name in rule if is_frozen(rule[name])} == {"q", "k", "v", "gate", "o"}
+    before = dequantized(frozen, "float32")
+    assert np.abs(logits(dense, join(before, own)) - logits(dense, params)).max() > 1e-3
+    found = logits(spec, join(frozen, own))
+    np.testing.assert_allclose(found, logits(dense, join(before, own)), atol=1e-5)
+    np.testing.assert_allclose(logits(*merge_adapters(spec, join(frozen, own))), found, atol=1e-4)
+
+
 def check_merged(config, targets, **flags):
     spec = model_spec(config, lora=lora_of(config, targets, **flags))
+    atol = 1e-5 if config.delta is None else 1e-4  # units of small keys: rounding grows
     params = random_params(spec.params, 1, 0.2)
     base, own = split(params)
     assert jax.tree.structure(join(base, own)) == jax.tree.structure(params)
     expected = logits(spec, params)
     assert np.abs(expected - logits(model_spec(config), base)).max() > 0.1
-    np.testing.assert_allclose(logits(*merge_adapters(spec, params)), expected, atol=1e-5)
+    np.testing.assert_allclose(logits(*merge_adapters(spec, params)), expected, atol=atol)
     if spec.lora.merges_updates:
         ahead = join(merged_ahead(params, spec.lora, "float32"), own)
-        np.testing.assert_allclose(logits(spec, ahead), expected, atol=1e-5)
+        np.testing.assert_allclose(logits(spec, ahead), expected, atol=atol)
     return spec
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_models import CONFIGS, their_tensors, write_directory
+from tiny_models import CONFIGS, HYBRID_EXPERTS, their_tensors, with_rule, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import import_params
 from jaxrl_llm.checkpoint.peft import adapter_tensors, export_adapter, import_adapter, read_lora
@@ -35,12 +35,19 @@ KINDS = {
     "fused_dora": {"dora": True},
     "experts": {"targets": ("all-linear", "gate_up_proj", "down_proj")},
     "inner experts": {"targets": ("o_proj", "experts.gate_up_proj")},
+    "hybrid": {},
+    "hybrid_dora": {"dora": True},
+    "hybrid_fused": {"targets": (r".*linear_attn\..*", "q_proj")},
+    "hybrid_fused_dora": {"targets": (r".*linear_attn\..*",), "dora": True},
 }
 FAMILY = {"tables": "llama"}  # with a head of its own
 FAMILY |= {"fused": "phi3", "fused_dora": "phi3", "experts": "gpt_oss", "inner experts": "gpt_oss"}
+FAMILY |= {"hybrid": "qwen3_5", "hybrid_dora": "qwen3_5"}
 
 
 def config_of(kind):
+    if kind.startswith("hybrid_fused"):
+        return HYBRID_EXPERTS
     name = next(n for n in CONFIGS if n.startswith(FAMILY.get(kind, "qwen2")))
     if kind == "tables":
         name = next(n for n, c in CONFIGS.items() if not c.tie_word_embeddings)
@@ -57,7 +64,7 @@ def hidden_of(model):
         return attention(q, k, v, **how), cache
 
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    return model(TOKENS, positions, attend=attend)[0]
+    return model(TOKENS, positions, attend=with_rule(attend))[0]
 
 
 def our_loss(spec, base, own):
@@ -144,17 +151,18 @@ def test_peft_computes_the_same(tmp_path, kind):
     np.testing.assert_allclose(model.logits(hidden_of(model)), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "fused", "experts"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "fused", "experts", "hybrid", "hybrid_fused"])
 def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]
     source = write_directory(tmp_path / "source", config)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     torch.manual_seed(0)
     parameters = ["experts.gate_up_proj", "experts.down_proj"] if kind == "experts" else None
+    linear = r".*(linear_attn|self_attn)\..*_proj.*" if kind == "hybrid_fused" else "all-linear"
     theirs = peft.get_peft_model(
         model,
         peft.LoraConfig(
-            r=3, lora_alpha=7, target_modules="all-linear", use_dora="dora" in flags,
+            r=3, lora_alpha=7, target_modules=linear, use_dora="dora" in flags,
             use_rslora=kind != "experts", init_lora_weights=False, target_parameters=parameters,
         ),
     )  # fmt: skip

@@ -23,7 +23,6 @@ OF_ACTOR = {f"actor.hf_config.{key}": value for key, value in (MODEL | HYBRID).i
         ({"mesh.fsdp": 4, "actor.tensor": 4}, "--config.actor.tensor=2 works"),
         ({"exact": "strict"}, "--config.exact=repeatable works"),
         ({"rollout.quantization": "float8"}, "--config.rollout.quantization=none works"),
-        ({"actor.lora.rank": 2}, "config.actor.lora does not.*--config.actor.lora={} works"),
         ({"actor.hf_config.linear_num_key_heads": 3}, "value_heads 4 is not a multiple"),
         ({"actor.hf_config.linear_conv_kernel_dim": 1}, "conv_size is 1: it must be at least 2"),
         ({"actor.hf_config.num_hidden_layers": 1}, "at least one layer has attention"),
@@ -48,8 +47,14 @@ def test_a_teacher_is_in_no_layout_of_generation():
         check_models(load_config(config, {"teacher.tensor": 4}))
 
 
-def test_the_remedy_for_adapters_works():
-    check_models(load_config("grpo", OF_ACTOR | {"actor.lora.rank": 2, "actor.lora": "{}"}))
+@pytest.mark.parametrize("target", ["in_proj_z", "in_proj_zz"])
+def test_projections_of_the_rule_have_adapters(target):
+    config = load_config("grpo", OF_ACTOR | {"actor.lora.rank": 2, "actor.lora.targets": [target]})
+    if target == "in_proj_z":
+        check_models(config)
+    else:
+        with pytest.raises(ConfigError, match="no module is called 'in_proj_zz'.*in_proj_qkv"):
+            check_models(config)
 
 
 def test_the_plan_asks_again():

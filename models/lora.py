@@ -311,9 +311,10 @@ def attach(model: nnx.Module, paths: Mapping[tuple[str, ...], str], lora: Lora) 
     """
     _attach_each(model, paths, lora)
     for path in paths:  # parts of one tensor read the same input
-        module = _at(model, path[:-1]) if path[-1] == "kernel" else None
-        if getattr(module, "adapter", None) is not None:
-            module.adapter.a = _at(model, _owner(path, paths)[:-1]).adapter.a
+        if path[-1] == "kernel" and (owner := _owner(path, paths)) != path:
+            module = _at(model, path[:-1])
+            if module.adapter is not None:
+                module.adapter.a = _at(model, owner[:-1]).adapter.a
 
 
 def _owner(path: Path, paths: Mapping[Path, str]) -> Path:

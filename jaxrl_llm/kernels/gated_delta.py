@@ -12,15 +12,14 @@ Shape letters: B rows, T tokens, X chunks, C tokens of a chunk, G key heads, N v
 of a key, V of a value, W tokens of the convolution, S tokens whose states are asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 CHUNK = 64  # tokens
-_ByChunk = Callable[..., jax.Array]
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -140,19 +139,133 @@ def _convolved(x_BTGH: jax.Array, kernel_GHW: jax.Array, runs: Runs) -> jax.Arra
     token_T, width = jnp.arange(x_BTGH.shape[1]), kernel_GHW.shape[-1]
     y_BTGH = x_BTGH * kernel_GHW[..., -1]
     for back in range(1, min(width, len(token_T))):
-        shifted = jnp.pad(x_BTGH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, : len(token_T)]
-        before_BT = token_T - back
-        in_run_BT = before_BT >= runs.start_BT
-        found = jnp.where(in_run_BT[..., None, None], shifted, 0)
-        if runs.prefix_start_BT is not None and runs.prefix_end_BT is not None:
-            of_prefix_BT = runs.prefix_end_BT - (runs.start_BT - before_BT)
-            inside_BT = ~in_run_BT & (of_prefix_BT >= runs.prefix_start_BT)
-            inside_BT &= runs.start_BT <= token_T
-            at_BT = jnp.where(inside_BT, of_prefix_BT, 0)
-            earlier = jnp.take_along_axis(x_BTGH, at_BT[..., None, None], axis=1)
-            found += jnp.where(inside_BT[..., None, None], earlier, 0)
+        in_run_BT = token_T - back >= runs.start_BT
+        found = jnp.where(in_run_BT[..., None, None], _moved(x_BTGH, back), 0)
         y_BTGH += found * kernel_GHW[..., width - 1 - back]
+    return (
+        y_BTGH if runs.prefix_start_BT is None else y_BTGH + _over_prompts(x_BTGH, kernel_GHW, runs)
+    )
+
+
+def _moved(x_BT: jax.Array, places: int) -> jax.Array:
+    """x so many tokens later, or earlier where that is negative; zeros move in."""
+    before, after = max(places, 0), max(-places, 0)
+    padded = jnp.pad(x_BT, ((0, 0), (before, after), *[(0, 0)] * (x_BT.ndim - 2)))
+    return padded[:, after : after + x_BT.shape[1]]
+
+
+@jax.custom_vjp
+def _over_prompts(x_BTGH: jax.Array, kernel_GHW: jax.Array, runs: Runs) -> jax.Array:
+    """What the convolution takes from prompts, for the first tokens of the runs that answer them.
+
+    Its gradient has no scatter, which is slow where it is exact.
+    """
+    y_BTGH = jnp.zeros_like(x_BTGH)
+    for back, earlier_BTGH in _of_prompts(x_BTGH, kernel_GHW.shape[-1], runs):
+        y_BTGH += earlier_BTGH * kernel_GHW[..., -1 - back]
     return y_BTGH
+
+
+def _of_prompts(x_BTGH: jax.Array, width: int, runs: Runs) -> Iterator[tuple[int, jax.Array]]:
+    """For so many tokens back: what each token finds there, where it is in the run's prompt."""
+    assert runs.prefix_start_BT is not None and runs.prefix_end_BT is not None
+    token_T = jnp.arange(x_BTGH.shape[1])
+    for back in range(1, width):
+        at_BT = runs.prefix_end_BT - (runs.start_BT - (token_T - back))
+        inside_BT = (token_T - back < runs.start_BT) & (at_BT >= runs.prefix_start_BT)
+        inside_BT &= runs.start_BT <= token_T
+        at_BT = jnp.where(inside_BT, at_BT, 0)
+        earlier_BTGH = jnp.take_along_axis(x_BTGH, at_BT[..., None, None], axis=1)
+        yield back, jnp.where(inside_BT[..., None, None], earlier_BTGH, 0)
+
+
+def _over_prompts_backward(residuals: Any, gradient_BTGH: jax.Array) -> tuple[Any, Any, None]:
+    """A token of a prompt adds up what the runs that answer it give, by matmuls with 0 and 1.
+
+    Y are chunks, too. E are the tokens of a chunk, with the last ones of the chunk before.
+    """
+    x_BTGH, kernel_GHW, runs = residuals
+    (length, width), token_T = (x_BTGH.shape[1], kernel_GHW.shape[-1]), jnp.arange(x_BTGH.shape[1])
+    taps = [jnp.zeros_like(kernel_GHW[..., 0])]  # of the token itself: none is of a prompt
+    for _, earlier_BTGH in _of_prompts(x_BTGH, width, runs):
+        taps.append((earlier_BTGH * gradient_BTGH).sum(axis=(0, 1)))
+    size = max(_chunk_size(length), width)
+    lead = width - 2  # tokens of the chunk before
+    place_E = jnp.arange(-lead, size)
+    prompts = _prompts_of(runs, size)
+    first_XBC = prompts.first_XBC
+    at_XBC = prompts.end_XBC - 1 - size * jnp.arange(len(first_XBC))[:, None, None]
+    total_XBEGH = jnp.zeros((*first_XBC.shape[:2], lead + size, *x_BTGH.shape[2:]), jnp.float32)
+    for behind in range(width - 1):  # tokens after it in the prompt
+        given_BTGH = jnp.zeros_like(gradient_BTGH)  # at the first token of a run, by all of it
+        for token in range(width - 1 - behind):
+            in_run_BT = (_moved(runs.start_BT, -token) == token_T) & (token_T < length - token)
+            of_tap_BTGH = gradient_BTGH * kernel_GHW[..., -2 - token - behind]
+            given_BTGH += jnp.where(in_run_BT[..., None, None], _moved(of_tap_BTGH, -token), 0)
+        given_XBCGH = _by_chunk(given_BTGH, size)
+        gives_XBC = first_XBC & (prompts.length_XBC > behind)
+        near_XBCE = (at_XBC - behind)[..., None] == place_E
+        near_XBCE &= (gives_XBC & (at_XBC >= 0))[..., None]
+        total_XBEGH += _einsum("XBCE,XBCGH->XBEGH", near_XBCE.astype(jnp.float32), given_XBCGH)
+        far_XBC = (gives_XBC & (at_XBC < 0)).astype(jnp.float32)
+        far_XBGH = _einsum("XBC,XBCGH->XBGH", far_XBC, given_XBCGH)
+        far_YBGH = _einsum("XBY,XBGH->YBGH", prompts.chunk_XBY.astype(jnp.float32), far_XBGH)
+        place_YBE = (prompts.last_YB - behind)[..., None] == place_E
+        place_YBE &= (prompts.last_YB >= 0)[..., None]
+        total_XBEGH += jnp.where(place_YBE[..., None, None], far_YBGH[:, :, None], 0)
+    own, before = total_XBEGH[:, :, lead:], total_XBEGH[1:, :, :lead]
+    own += jnp.pad(before, ((0, 1), (0, 0), (size - lead, 0), (0, 0), (0, 0)))
+    of_x_BTGH = jnp.moveaxis(own, 0, 1).reshape(len(x_BTGH), -1, *x_BTGH.shape[2:])[:, :length]
+    return of_x_BTGH, jnp.stack(taps[::-1], axis=-1), None
+
+
+_over_prompts.defvjp(
+    lambda x, kernel, runs: (_over_prompts(x, kernel, runs), (x, kernel, runs)),
+    _over_prompts_backward,
+)
+
+
+def _chunk_size(length: int) -> int:
+    return min(CHUNK, max(8, 1 << (length - 1).bit_length()))
+
+
+def _by_chunk(x_BT: jax.Array, size: int, fill: int = 0) -> jax.Array:
+    """The tokens by chunk, [X, B, C, ...]; `fill` pads the last one."""
+    padding = ((0, 0), (0, -x_BT.shape[1] % size), *[(0, 0)] * (x_BT.ndim - 2))
+    x_BT = jnp.pad(x_BT, padding, constant_values=fill)
+    return jnp.moveaxis(x_BT.reshape(x_BT.shape[0], -1, size, *x_BT.shape[2:]), 1, 0)
+
+
+class _Prompts(NamedTuple):
+    """The prompts before runs, by chunk. A chunk follows one of those that ended before it."""
+
+    end_XBC: jax.Array
+    length_XBC: jax.Array  # 0: none is before the token's run
+    first_XBC: jax.Array  # whether a token is the first of a run with a prompt
+    earlier_XBC: jax.Array  # whether the run begins in the chunk, and the prompt ended before it
+    chunk_XBY: jax.Array  # whether it ended in chunk Y
+    last_YB: jax.Array  # place in Y of its last token; -1: no later chunk follows a prompt there
+
+
+def _prompts_of(runs: Runs, size: int) -> _Prompts:
+    assert runs.prefix_start_BT is not None and runs.prefix_end_BT is not None
+    start_XBC = _by_chunk(runs.start_BT, size, fill=-1)
+    begin_XBC = _by_chunk(runs.prefix_start_BT, size)
+    end_XBC = _by_chunk(runs.prefix_end_BT, size)
+    first_X11 = size * jnp.arange(len(start_XBC))[:, None, None]
+    token_X1C = first_X11 + jnp.arange(size)
+    has_XBC = (begin_XBC < end_XBC) & (start_XBC <= token_X1C)
+    earlier_XBC = has_XBC & (start_XBC >= first_X11) & (end_XBC <= first_X11)
+    last_XB1 = jnp.where(earlier_XBC, end_XBC - 1, -1).max(axis=-1, keepdims=True)
+    chunk_XBY = last_XB1 // size == jnp.arange(len(start_XBC))
+    return _Prompts(
+        end_XBC=end_XBC,
+        length_XBC=jnp.where(has_XBC, end_XBC - begin_XBC, 0),
+        first_XBC=has_XBC & (start_XBC == token_X1C),
+        earlier_XBC=earlier_XBC,
+        chunk_XBY=chunk_XBY,
+        last_YB=jnp.where(chunk_XBY, last_XB1 % size, -1).max(axis=0).T,
+    )
 
 
 class _Chunks(NamedTuple):
@@ -171,8 +284,8 @@ class _Entering(NamedTuple):
     """Which state from before the chunk its tokens follow: float32 [X, B, C] of 0 and 1."""
 
     last: jax.Array  # the state of the last token
-    prompt: jax.Array  # that of the last prompt that ended
-    ending: jax.Array  # 1 at the last token of the chunk that ends a prompt
+    prompt: jax.Array  # that of the prompt that ended last
+    ending: jax.Array  # 1 at the last token of a prompt that later chunks follow
 
 
 def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, _Chunks, jax.Array, jax.Array]:
@@ -180,18 +293,9 @@ def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, _Chunks, jax.Arra
     q, k, v = (_convolved(x, w, runs) for x, w in zip(*inputs[:2], strict=True))
     streams = (*_for_heads(q, k, v), inputs.log_decay_BTN, inputs.rate_BTN)
     length = v.shape[1]
-    size = min(CHUNK, max(8, 1 << (length - 1).bit_length()))
-    after = -length % size
-
-    def by_chunk(x_BT: jax.Array, fill: int = 0) -> jax.Array:
-        padding = ((0, 0), (0, after), *[(0, 0)] * (x_BT.ndim - 2))
-        x_BT = jnp.pad(x_BT, padding, constant_values=fill)
-        return jnp.moveaxis(x_BT.reshape(x_BT.shape[0], -1, size, *x_BT.shape[2:]), 1, 0)
-
-    q, k, v, log_decay, rate = (jnp.moveaxis(by_chunk(x), 3, 2) for x in streams)
-    start_XBC = by_chunk(runs.start_BT, length + after)
-    first_X11 = (size * jnp.arange(len(start_XBC)))[:, None, None]
-    visible_XBCC, entering = _following(runs, start_XBC, first_X11, by_chunk)
+    size = _chunk_size(length)
+    q, k, v, log_decay, rate = (jnp.moveaxis(_by_chunk(x, size), 3, 2) for x in streams)
+    visible_XBCC, entering = _following(runs, size)
     chunks = _chunks(q, k, v, log_decay, rate, visible_XBCC)
     shared = runs.prefix_start_BT is not None
     state_BNHV = jnp.zeros((*k.shape[1:3], k.shape[-1], v.shape[-1]), jnp.float32)
@@ -237,11 +341,10 @@ def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, _Chunks, jax.Arra
     return out_BTNV[:, :length], chunks._replace(since_XBNC=since), starts, values
 
 
-def _following(
-    runs: Runs, start_XBC: jax.Array, first_X11: jax.Array, by_chunk: _ByChunk
-) -> tuple[jax.Array, _Entering]:
+def _following(runs: Runs, size: int) -> tuple[jax.Array, _Entering]:
     """Which tokens of its chunk each token follows, itself included, and which states before it."""
-    size = start_XBC.shape[-1]
+    start_XBC = _by_chunk(runs.start_BT, size, fill=runs.start_BT.shape[1] + size)
+    first_X11 = size * jnp.arange(len(start_XBC))[:, None, None]
     token_X1C = first_X11 + jnp.arange(size)
     own_XBCC = token_X1C[..., None, :] >= start_XBC[..., None]
     causal_CC = jnp.tril(jnp.ones((size, size), bool))
@@ -249,22 +352,16 @@ def _following(
     if runs.prefix_start_BT is None or runs.prefix_end_BT is None:
         last_XBC = start_XBC < first_X11
         return own_XBCC & causal_CC, _Entering(last_XBC.astype(jnp.float32), none, none)
-    begin_XBC, end_XBC = by_chunk(runs.prefix_start_BT), by_chunk(runs.prefix_end_BT)
-    has_XBC = (begin_XBC < end_XBC) & (start_XBC <= token_X1C)
+    prompts = _prompts_of(runs, size)
+    end_XBC, has_XBC = prompts.end_XBC, prompts.length_XBC > 0
+    begin_XBC = end_XBC - prompts.length_XBC
     of_prefix_XBCC = token_X1C[..., None, :] >= begin_XBC[..., None]
     of_prefix_XBCC &= token_X1C[..., None, :] < end_XBC[..., None]
     begins_XBC = has_XBC & (start_XBC >= first_X11) & (begin_XBC < first_X11)
     last_XBC = (start_XBC < first_X11) | (begins_XBC & (end_XBC > first_X11))
-    has_BT = runs.prefix_start_BT < runs.prefix_end_BT
-    ends_BT = jnp.where(has_BT, runs.prefix_end_BT - 1, has_BT.shape[1])
-    rows_B1 = jnp.arange(len(has_BT))[:, None]
-    marked_XBC = by_chunk(
-        jnp.zeros(has_BT.shape, jnp.int32).at[rows_B1, ends_BT].max(1, mode="drop")
-    )
-    place_XBC = jnp.where(marked_XBC > 0, jnp.arange(size), -1)
-    ending_XBC = jax.nn.one_hot(place_XBC.max(axis=-1), size)
-    prompt_XBC = begins_XBC & (end_XBC <= first_X11)
-    entering = _Entering(last_XBC.astype(jnp.float32), prompt_XBC.astype(jnp.float32), ending_XBC)
+    ending_XBC = jax.nn.one_hot(prompts.last_YB, size)
+    prompt_XBC = prompts.earlier_XBC.astype(jnp.float32)
+    entering = _Entering(last_XBC.astype(jnp.float32), prompt_XBC, ending_XBC)
     return (own_XBCC | (of_prefix_XBCC & has_XBC[..., None])) & causal_CC, entering
 
 

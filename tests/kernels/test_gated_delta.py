@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl_llm.kernels import gated_delta as rule
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams
@@ -51,10 +52,10 @@ def by_tokens(inputs):
     return np.array(found).reshape(length, N, V), memory
 
 
-def packed():
+def packed(prompts=PROMPTS, every=RESPONSES):
     """Runs of the row, and for each sample the tokens that it consists of."""
     start, begin, end, samples, at = [], [], [], [], 0
-    for prompt, responses in zip(PROMPTS, RESPONSES, strict=True):
+    for prompt, responses in zip(prompts, every, strict=True):
         of_prompt = np.arange(at, at + prompt)
         for i, length in enumerate(responses):
             first = at if i == 0 else len(start)
@@ -116,6 +117,39 @@ def test_gradients_of_a_shared_prompt(monkeypatch):
     found, expected = (jax.jit(jax.grad(f))(inputs) for f in (together, apart))
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, other, atol=1e-4 * max(1, np.abs(other).max()))
+
+
+@pytest.mark.parametrize("width", [2, 4, 11])  # the last one is more than a chunk
+def test_the_convolution_and_its_gradient(monkeypatch, width):
+    """Of random rows, with runs of one token: each tap is a matrix of 0 and 1."""
+    monkeypatch.setattr(rule, "CHUNK", 8)
+    rng = np.random.default_rng(width)
+    prompts = rng.integers(1, 14, 9)
+    responses = [rng.integers(1, 9, rng.integers(1, 6)) for _ in prompts]
+    runs, samples = packed(prompts, responses)
+    length = runs.start_BT.shape[1]
+    taps = np.zeros((width, length, length), np.float32)  # [back, token, the one that it takes]
+    for sample in samples:
+        for back in range(width):
+            taps[back, sample[back:], sample[: max(len(sample) - back, 0)]] = 1
+    real = runs.start_BT[0] <= np.arange(length)
+    x, given = rng.normal(size=(2, 1, length, G, H)).astype(np.float32)
+    given *= real[:, None, None]
+    kernel = rng.normal(size=(G, H, width)).astype(np.float32)
+
+    @jax.jit
+    def run(x, kernel, given):
+        out, pull = jax.vjp(lambda x, kernel: rule._convolved(x, kernel, runs), x, kernel)
+        return out, *pull(given)
+
+    out, of_x, of_kernel = run(x, kernel, given)
+    back = kernel[..., ::-1]
+    expected = np.einsum("bts,xsgh,ghb->xtgh", taps, x, back)
+    np.testing.assert_allclose(out[:, real], expected[:, real], atol=2e-5)
+    expected = np.einsum("bts,xtgh,ghb->xsgh", taps, given, back)
+    np.testing.assert_allclose(of_x, expected, atol=2e-5)
+    expected = np.einsum("bts,xsgh,xtgh->ghb", taps, x, given)[..., ::-1]
+    np.testing.assert_allclose(of_kernel, expected, atol=1e-4)
 
 
 def test_states_and_steps(monkeypatch):

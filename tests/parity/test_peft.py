@@ -54,6 +54,11 @@ def config_of(kind):
     return CONFIGS[name]
 
 
+def atol_of(config):
+    """The rule of a hybrid divides by norms of small keys: rounding grows."""
+    return 1e-5 if config.delta is None else 1e-4
+
+
 def make_lora(config, *, targets=("all-linear",), kind="causal_lm", **flags):
     names = [tensor.name for tensor in hf_names(config, kind).values()]
     return Lora(rank=3, alpha=5.0, modules=chosen_modules(targets, names), **flags)
@@ -92,6 +97,7 @@ def peft_name(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_computes_the_same(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]
+    atol = atol_of(config)
     source = write_directory(tmp_path / "source", config)
     spec = model_spec(config, lora=make_lora(config, **flags))
     base = import_params(source, model_spec(config))
@@ -113,8 +119,8 @@ def test_peft_computes_the_same(tmp_path, kind):
     (loss, logits), grads = jax.jit(
         jax.value_and_grad(partial(our_loss, spec, base), has_aux=True)
     )(own)
-    np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-5)
-    np.testing.assert_allclose(loss, out.loss.item(), atol=1e-5)
+    np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=atol)
+    np.testing.assert_allclose(loss, out.loss.item(), atol=atol)
 
     learned = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     adam = torch.optim.Adam(learned.values(), lr=RATE, eps=1e-4)
@@ -123,7 +129,7 @@ def test_peft_computes_the_same(tmp_path, kind):
     found = tensors_of(spec, grads)
     assert found.keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[name], expected[name], atol=atol, err_msg=name)
 
     adam.step()
     ours = optax.adam(RATE, eps=1e-4)
@@ -131,14 +137,14 @@ def test_peft_computes_the_same(tmp_path, kind):
     found = tensors_of(spec, optax.apply_updates(own, updates))
     for name, p in learned.items():
         key = peft_name(name)
-        np.testing.assert_allclose(found[key], p.detach().numpy(), atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[key], p.detach().numpy(), atol=atol, err_msg=name)
 
     # With merged weights, as updates compute.
     ahead = merged_ahead(join(base, own), spec.lora, "float32")
     again = jax.jit(jax.grad(lambda own: our_loss(spec, ahead, own)[0]))(own)
     if spec.lora.merges_updates:
         for one, other in zip(*map(jax.tree.leaves, (again, grads)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(one, other, rtol=atol, atol=atol)
 
     # The merged model has the same outputs as PEFT's merged model.
     theirs = peft.PeftModel.from_pretrained(
@@ -148,12 +154,13 @@ def test_peft_computes_the_same(tmp_path, kind):
     model = bind(dense, params)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(TOKENS).long()).logits.numpy()
-    np.testing.assert_allclose(model.logits(hidden_of(model)), expected, atol=1e-5)
+    np.testing.assert_allclose(model.logits(hidden_of(model)), expected, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "fused", "experts", "hybrid", "hybrid_fused"])
 def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]
+    atol = atol_of(config)
     source = write_directory(tmp_path / "source", config)
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     torch.manual_seed(0)
@@ -178,7 +185,7 @@ def test_an_adapter_of_peft_is_read_and_written(tmp_path, kind):
     base = import_params(source, model_spec(config))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(TOKENS).long()).logits.numpy()
-    np.testing.assert_allclose(our_loss(spec, base, own)[1], expected, atol=1e-5)
+    np.testing.assert_allclose(our_loss(spec, base, own)[1], expected, atol=atol)
 
     export_adapter(tmp_path / "ours", spec, own, base=str(source))
     again = peft.PeftModel.from_pretrained(

@@ -297,48 +297,59 @@ def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, _Chunks, jax.Arra
     q, k, v, log_decay, rate = (jnp.moveaxis(_by_chunk(x, size), 3, 2) for x in streams)
     visible_XBCC, entering = _following(runs, size)
     chunks = _chunks(q, k, v, log_decay, rate, visible_XBCC)
-    shared = runs.prefix_start_BT is not None
-    state_BNHV = jnp.zeros((*k.shape[1:3], k.shape[-1], v.shape[-1]), jnp.float32)
+    # P, Q: the state of the last token, and where runs have prompts that of the last prompt.
+    final_C = (jnp.arange(size) == size - 1).astype(jnp.float32)
+    enters, places = [entering.last], [jnp.broadcast_to(final_C, entering.last.shape)]
+    if runs.prefix_start_BT is not None:
+        enters, places = [*enters, entering.prompt], [*places, entering.ending]
+    enters_XBPC, places_XBPC = jnp.stack(enters, axis=2), jnp.stack(places, axis=2)
+
+    keeps_XBNPQ = _einsum("XBPC,XBQC,XBNC->XBNPQ", places_XBPC, enters_XBPC, chunks.since_XBNC)
+    if len(enters) > 1:  # a prompt that no other one follows
+        keeps_XBNPQ += (places_XBPC.sum(axis=-1) == 0)[:, :, None, :, None] * jnp.eye(2)
+    moves = _Moves(
+        values_XBNCV=chunks.values_XBNCV,
+        reads_XBNCH=chunks.reads_XBNCH,
+        k_XBNCH=chunks.k_XBNCH,
+        decay_XBNCP=_einsum("XBPD,XBNDC->XBNCP", places_XBPC, chunks.decay_XBNCC),
+        enters_XBPC=enters_XBPC,
+        keeps_XBNPQ=keeps_XBNPQ,
+    )
+
+    def entered(enters_PC: jax.Array, found_NCPV: jax.Array) -> jax.Array:
+        enters_CP = jnp.swapaxes(enters_PC, -1, -2)
+        return (found_NCPV * enters_CP[..., None, :, :, None]).sum(axis=-2)
 
     def step(
-        carry: tuple[jax.Array, jax.Array | None], chunk: tuple[_Chunks, _Entering]
-    ) -> tuple[tuple[jax.Array, jax.Array | None], tuple[jax.Array, ...]]:
-        (last, prompt), (of, entering) = carry, chunk
+        states_BNHPV: jax.Array, moves: _Moves
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        values, reads, k_BNCH, decay_BNCP, enters_BPC, keeps_BNPQ = moves
+        values -= entered(enters_BPC, _einsum("BNCH,BNHPV->BNCPV", reads, states_BNHPV))
+        writes_BNCPV = decay_BNCP[..., None] * values[..., None, :]
+        new = _einsum("BNCH,BNCPV->BNHPV", k_BNCH, writes_BNCPV)
+        for q in range(len(enters)):
+            new += keeps_BNPQ[:, :, None, :, q, None] * states_BNHPV[..., q, None, :]
+        return new, (states_BNHPV, values)
 
-        def entered(x_BNCH: jax.Array) -> jax.Array:
-            found = _einsum("BNCH,BNHV->BNCV", x_BNCH, last) * entering.last[:, None, :, None]
-            if prompt is None:
-                return found
-            more = _einsum("BNCH,BNHV->BNCV", x_BNCH, prompt)
-            return found + more * entering.prompt[:, None, :, None]
-
-        values = of.values_XBNCV - entered(of.reads_XBNCH)
-        out = entered(of.q_XBNCH) + _einsum("BNCD,BNDV->BNCV", of.scores_XBNCC, values)
-
-        def after(place_BC: jax.Array) -> jax.Array:
-            """The state after the token at this place."""
-            decay = _einsum("BC,BNCD->BND", place_BC, of.decay_XBNCC)
-            state = _einsum("BND,BNDH,BNDV->BNHV", decay, of.k_XBNCH, values)
-            since = _einsum("BC,BNC->BN", place_BC * entering.last, of.since_XBNC)
-            state += since[..., None, None] * last
-            if prompt is not None:
-                since = _einsum("BC,BNC->BN", place_BC * entering.prompt, of.since_XBNC)
-                state += since[..., None, None] * prompt
-            return state
-
-        final_C = jnp.arange(size) == size - 1
-        new = after(jnp.broadcast_to(final_C.astype(jnp.float32), entering.last.shape))
-        if prompt is None:
-            return (new, None), (out, last, values)
-        ends_B = entering.ending.sum(axis=-1)[:, None, None, None] > 0
-        return (new, jnp.where(ends_B, after(entering.ending), prompt)), (out, last, values)
-
-    carry = (state_BNHV, state_BNHV if shared else None)
-    _, (out, starts, values) = jax.lax.scan(step, carry, (chunks, entering))
+    shape = *k.shape[1:3], k.shape[-1], len(enters), v.shape[-1]
+    _, (starts, values) = jax.lax.scan(step, jnp.zeros(shape, jnp.float32), moves)
+    out = entered(enters_XBPC, _einsum("XBNCH,XBNHPV->XBNCPV", chunks.q_XBNCH, starts))
+    out += _einsum("XBNCD,XBNDV->XBNCV", chunks.scores_XBNCC, values)
     out_BXCNV = out.transpose(1, 0, 3, 2, 4)
     out_BTNV = out_BXCNV.reshape(len(out_BXCNV), -1, *out_BXCNV.shape[3:])
     since = chunks.since_XBNC * entering.last[:, :, None]
-    return out_BTNV[:, :length], chunks._replace(since_XBNC=since), starts, values
+    return out_BTNV[:, :length], chunks._replace(since_XBNC=since), starts[..., 0, :], values
+
+
+class _Moves(NamedTuple):
+    """What a step from chunk to chunk reads: all else is computed for all chunks at once."""
+
+    values_XBNCV: jax.Array  # of the tokens, with empty states before the chunk
+    reads_XBNCH: jax.Array  # of the states before it
+    k_XBNCH: jax.Array
+    decay_XBNCP: jax.Array  # from a token to each state after it
+    enters_XBPC: jax.Array  # whether a token follows a state before it
+    keeps_XBNPQ: jax.Array  # the share of a state before it in each state after it
 
 
 def _following(runs: Runs, size: int) -> tuple[jax.Array, _Entering]:

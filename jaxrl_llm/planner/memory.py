@@ -4,6 +4,7 @@ The sums were compared with measured peaks and with programs that were compiled 
 `docs/planner.md`.
 """
 
+from jaxrl_llm.kernels.gated_delta import CHUNK
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.planner.devices import Devices
@@ -28,6 +29,11 @@ GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in f
 GATHERED_FROZEN = 2  # of one below adapters, which has no gradient
 BUFFERS = 0.8e9  # of collectives
 SCALE = 4  # bytes of an output of a float8 projection
+# Float32 numbers of a token and head in a gated delta rule: for each dim of a key or value, each
+# token of a chunk, and each chunk's share of a state. What is kept for the backward pass, and what
+# that pass has at once besides, as multiples of them.
+RULE_DIMS, RULE_PAIRS, RULE_STATES = 6, 16, 3
+RULE_KEPT, RULE_GRADIENTS = 1.6, 1.4
 
 
 def kept(model: Model, devices: Devices) -> float:
@@ -147,7 +153,7 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
         + cast / devices.shards
         + saved
         + scanned
-        + tokens * _layer_bytes(model)
+        + tokens * (_layer_bytes(model) + _rule_bytes(model))
         + working
         + _logits(model, rows, devices, "update")
     )
@@ -176,12 +182,18 @@ def saved_bytes(model: Model) -> float:
     kv = 2 * config.num_kv_heads * config.head_dim
     queries = config.num_heads * config.head_dim
     residual = D * BYTES[model.settings.residual_dtype]
-    attention = (queries + 4) * size
+    share = config.num_attention_layers / config.num_layers  # the others have a gated delta rule
+    attention = share * (queries + 4) * size
+    mixed = share * (queries * (2 if config.attention_gate else 1) + kv)
+    if (delta := config.delta) is not None:
+        streams = delta.key_heads * delta.key_dim + delta.value_heads * (delta.value_dim + 1)
+        mixed += (1 - share) * 2 * streams
     # A norm behind the MLP reads what its last projection wrote. One behind attention reads what is
     # kept for the residual sum in any case, unless everything is kept: then the sum is.
     behind = 0 if config.norms == "before" else D
-    projections = (queries + kv + 2 * F + copied_elements(config) + behind) * size
-    normed = queries + kv / 2 if config.qk_norm else 0  # heads before their norm, and after
+    projections = (mixed + 2 * F + copied_elements(config) + behind) * size
+    # Heads before their norm, and after.
+    normed = share * (queries + kv / 2) if config.qk_norm else 0
     return (
         residual
         + {
@@ -191,6 +203,18 @@ def saved_bytes(model: Model) -> float:
             "none": attention + projections + (F + 2 * D + behind + normed) * size,
         }[model.settings.remat]
     )
+
+
+def _rule_bytes(model: Model) -> float:
+    """Bytes of one token in the rule whose backward pass runs, and in the others that are kept."""
+    config = model.config
+    if (delta := config.delta) is None:
+        return 0.0
+    numbers = RULE_DIMS * (delta.key_dim + delta.value_dim) + RULE_PAIRS * CHUNK
+    numbers += RULE_STATES * delta.key_dim * delta.value_dim / CHUNK
+    rules = config.num_layers - config.num_attention_layers
+    kept = RULE_KEPT * (rules if model.settings.remat == "none" else 1)
+    return 4.0 * delta.value_heads * numbers * (kept + RULE_GRADIENTS)
 
 
 def _layer_bytes(model: Model) -> float:

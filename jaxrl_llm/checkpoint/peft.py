@@ -62,6 +62,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 Leaf = tuple[str, ...]  # path of a parameter
+_LOST_EXPERTS = ("qwen3_5_moe_text",)  # families whose experts PEFT 0.21.2 does not join
 # Of a layer of experts in one tensor: PEFT's module of the first is inside that of the second.
 _STACKS, _INNER = ("gate_up_proj", "down_proj"), ".base_layer"
 
@@ -179,6 +180,12 @@ def export_adapter(
         raise ConfigError(
             f"PEFT loses the adapter of {lost[0]}: with transformers 5 it takes each module of "
             "that name for one of the experts. Write the merged model, without --adapter"
+        )
+
+    if lora.adapts_experts and spec.config.family in _LOST_EXPERTS:
+        raise ConfigError(
+            f"PEFT loses adapters of experts of {spec.config.family}: it has no rule that joins "
+            "them. Write the merged model, without --adapter"
         )
 
     @lru_cache(maxsize=1)  # the experts of a stack follow each other

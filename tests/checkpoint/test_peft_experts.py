@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tiny import model_config
+from tiny_models import HYBRID_EXPERTS
 
 from jaxrl_llm.checkpoint.peft import export_adapter
 from jaxrl_llm.config import ConfigError
@@ -27,5 +28,15 @@ def test_gate_or_up_alone_is_refused(tmp_path, targets, named):
     names = [tensor.name for tensor in hf_names(config, "causal_lm").values()]
     lora = Lora(rank=2, alpha=4.0, modules=chosen_modules(targets, names))
     with pytest.raises(ConfigError, match=f"{named} has an adapter without the other.*merged"):
+        export_adapter(tmp_path / "adapter", model_spec(config, lora=lora), {}, base="base")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_experts_that_peft_does_not_join_are_refused(tmp_path):
+    config = replace(HYBRID_EXPERTS, family="qwen3_5_moe_text")
+    names = [tensor.name for tensor in hf_names(config, "causal_lm").values()]
+    modules = chosen_modules([r".*\.experts\..*"], names)
+    lora = Lora(rank=2, alpha=4.0, modules=modules)
+    with pytest.raises(ConfigError, match="loses adapters of experts of qwen3_5_moe_text"):
         export_adapter(tmp_path / "adapter", model_spec(config, lora=lora), {}, base="base")
     assert not (tmp_path / "adapter").exists()

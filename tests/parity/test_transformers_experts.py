@@ -175,6 +175,11 @@ def test_adapters_of_experts_are_those_of_peft(folder, tmp_path):
     spec = model_spec(config, lora=Lora(rank=3, alpha=5.0, modules=modules - {*lost}))
     base = import_params(path, model_spec(config))
     own = random_params(spec.learned, 1, 0.2)
+    if config.family == "qwen3_5_moe_text":
+        with pytest.raises(ConfigError, match="PEFT loses adapters of experts of qwen3_5_moe_text"):
+            export_adapter(tmp_path / "lost", spec, own, base=str(path))
+        return
+    atol = 1e-5 if config.delta is None else 1e-4  # the rule divides by norms of small keys
     out = export_adapter(tmp_path / "adapter", spec, own, base=str(path))
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     model = peft.PeftModel.from_pretrained(model, out, is_trainable=True)
@@ -195,13 +200,13 @@ def test_adapters_of_experts_are_those_of_peft(folder, tmp_path):
     merged = merged_ahead(join(base, own), spec.lora, "float32")
     for form in (base, merged):
         (_, ours), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(own, form)
-        np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
+        np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=atol)
         of_experts = [
             x
             for p, x in jax.tree_util.tree_leaves_with_path(found)
-            if p[-1].key == "a" and "mlp" in {entry.key for entry in p}
+            if p[-1].key == "a" and x.ndim == 3 and "mlp" in {entry.key for entry in p}
         ]
-        np.testing.assert_allclose(sum((x**2).sum() for x in of_experts), expected, rtol=1e-5)
+        np.testing.assert_allclose(sum((x**2).sum() for x in of_experts), expected, rtol=atol)
 
     again = import_adapter(
         out,

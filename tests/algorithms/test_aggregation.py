@@ -1,15 +1,17 @@
 """The five aggregations by hand, and that micro-batches add up."""
 
+from functools import cache
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from finite_differences import numeric_gradient
 
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, aggregation, global_counts
 
-X = jnp.array([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-MASK = jnp.array([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+X = np.float32([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+MASK = np.float32([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
 BY_HAND = {  # sequence sums 6 and 4, means 2 and 4; the third sequence has no token
     "token-mean": 10 / 4,
     "token-sum": 10.0,
@@ -24,14 +26,27 @@ def counts(mask):
     return {"global_tokens": tokens, "global_sequences": sequences}
 
 
+@cache
+def with_gradient(name):
+    """(x, mask, the mask of the whole batch) to the value and its gradient, one program a shape."""
+
+    def value(x, mask, whole):
+        return AGGREGATIONS[name](x, mask, **counts(whole))
+
+    return jax.jit(jax.value_and_grad(value))
+
+
 def test_every_name_has_a_case():
     assert BY_HAND.keys() == AGGREGATIONS.keys()
 
 
 @pytest.mark.parametrize("name", list(BY_HAND))
 def test_by_hand(name, checked):
-    assert (counts(MASK)["global_tokens"], counts(MASK)["global_sequences"]) == (4.0, 2.0)
-    got = checked(AGGREGATIONS[name])(X, MASK, **counts(MASK))
+    def value(x, mask):
+        return checked(AGGREGATIONS[name])(x, mask, **counts(mask)), counts(mask)
+
+    got, found = compiled(value, X, MASK)
+    assert (found["global_tokens"], found["global_sequences"]) == (4.0, 2.0)
     np.testing.assert_allclose(got, BY_HAND[name], rtol=1e-6)
 
 
@@ -53,10 +68,8 @@ def loops(name, x, mask):
 def test_value_and_gradient_against_loops_and_finite_differences(name):
     x = np.random.default_rng(1).normal(size=(5, 4))
     mask = np.arange(4) < np.array([4, 0, 1, 3, 2])[:, None]
-    ours, known = jnp.array(x, jnp.float32), jnp.array(mask, jnp.float32)
-    value, gradient = jax.value_and_grad(lambda x: AGGREGATIONS[name](x, known, **counts(known)))(
-        ours
-    )
+    known = mask.astype(np.float32)
+    value, gradient = with_gradient(name)(x.astype(np.float32), known, known)
     np.testing.assert_allclose(value, loops(name, x, mask), rtol=1e-5)
     expected = numeric_gradient(lambda x: loops(name, x, mask), x)
     np.testing.assert_allclose(gradient, expected, atol=1e-5)
@@ -66,34 +79,35 @@ def test_value_and_gradient_against_loops_and_finite_differences(name):
 @pytest.mark.parametrize("sizes", [(1,) * 6, (4, 2), (1, 5)])
 def test_micro_batches_add_up_in_value_and_gradient(name, sizes):
     rng = np.random.default_rng(0)
-    x = jnp.array(rng.normal(size=(6, 5)), jnp.float32)
-    mask = jnp.array(np.arange(5) < np.array([5, 0, 3, 1, 2, 4])[:, None], jnp.float32)
-    whole = counts(mask)
-    fn = AGGREGATIONS[name]
-    value, gradient = jax.value_and_grad(lambda x: fn(x, mask, **whole))(x)
+    x = rng.normal(size=(6, 5)).astype(np.float32)
+    mask = (np.arange(5) < np.array([5, 0, 3, 1, 2, 4])[:, None]).astype(np.float32)
+    run = with_gradient(name)
+    value, gradient = run(x, mask, mask)
     starts = np.cumsum((0, *sizes))
     slices = [slice(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    parts = [jax.value_and_grad(lambda x, m: fn(x, m, **whole))(x[s], mask[s]) for s in slices]
+    parts = [run(x[s], mask[s], mask) for s in slices]
     np.testing.assert_allclose(sum(p[0] for p in parts), value, rtol=1e-6)
     np.testing.assert_array_equal(np.concatenate([p[1] for p in parts]), gradient)
 
 
 @pytest.mark.parametrize("name", list(BY_HAND))
 def test_order_padding_and_empty_batches(name):
-    fn = AGGREGATIONS[name]
-    base = fn(X, MASK, **counts(MASK))
-    order = jnp.array([2, 0, 1])
-    np.testing.assert_allclose(fn(X[order], MASK[order], **counts(MASK)), base, rtol=1e-6)
-    dirty = jnp.where(MASK > 0, X, jnp.nan)
-    np.testing.assert_array_equal(fn(dirty, MASK, **counts(MASK)), base)
-    empty = jnp.zeros_like(MASK)
-    assert fn(X, empty, **counts(empty)) == 0.0
-    assert np.isfinite(jax.grad(lambda x: fn(x, empty, **counts(empty)))(X)).all()
+    run = with_gradient(name)
+    base, _ = run(X, MASK, MASK)
+    order = np.array([2, 0, 1])
+    np.testing.assert_allclose(run(X[order], MASK[order], MASK)[0], base, rtol=1e-6)
+    dirty = np.where(MASK > 0, X, np.float32(np.nan))
+    np.testing.assert_array_equal(run(dirty, MASK, MASK)[0], base)
+    empty = np.zeros_like(MASK)
+    value, gradient = run(X, empty, empty)
+    assert value == 0.0
+    assert np.isfinite(gradient).all()
 
 
 def test_scale_and_names():
     fn = aggregation("seq-mean-token-sum-norm", scale=10)
-    np.testing.assert_allclose(fn(X, MASK, **counts(MASK)), 0.5, rtol=1e-6)
+    found = compiled(lambda x, mask: fn(x, mask, **counts(mask)), X, MASK)
+    np.testing.assert_allclose(found, 0.5, rtol=1e-6)
     assert aggregation("token-mean") is AGGREGATIONS["token-mean"]
     with pytest.raises(ValueError, match="did you mean 'token-mean'"):
         aggregation("token_mean")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from finite_differences import numeric_gradient
 
 from jaxrl_llm import config as c
@@ -14,19 +15,24 @@ from jaxrl_llm.algorithms.kl import kl_penalty
 
 # Two groups of three, interleaved: group 7 is rows 0, 2, 4. Sums of rewards: 1, 3, 3, 3, 2, 0; the
 # last row has no token, so that its reward of 9 is padding.
-REWARDS = jnp.array([[0.0, 1.0], [3.0, 9.0], [1.0, 2.0], [0.0, 3.0], [0.0, 2.0], [9.0, 9.0]])
-MASK = jnp.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
-GROUPS = jnp.array([7, 4, 7, 4, 7, 4])
-LOGPROBS = jnp.array([[-0.5, -1.0], [-2.0, 99.0]])
-TEACHER = jnp.array([[-0.2, -3.0], [-1.5, jnp.nan]])
-TWO = jnp.array([[1.0, 1.0], [1.0, 0.0]])  # their mask
+REWARDS = np.float32([[0.0, 1.0], [3.0, 9.0], [1.0, 2.0], [0.0, 3.0], [0.0, 2.0], [9.0, 9.0]])
+MASK = np.float32([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+GROUPS = np.int32([7, 4, 7, 4, 7, 4])
+LOGPROBS = np.float32([[-0.5, -1.0], [-2.0, 99.0]])
+TEACHER = np.float32([[-0.2, -3.0], [-1.5, np.nan]])
+TWO = np.float32([[1.0, 1.0], [1.0, 0.0]])  # their mask
 
 
 # ------------------------------------------------------------------------- best of n
 
 
+def best_of_n(rewards, mask, groups, **settings):
+    """The weights and returns, computed by one program."""
+    return compiled(imitation.best_of_n, rewards, mask, groups, **settings)
+
+
 def test_best_of_n_by_hand(checked):
-    weights, returns = checked(imitation.best_of_n)(REWARDS, MASK, GROUPS)
+    weights, returns = compiled(checked(imitation.best_of_n), REWARDS, MASK, GROUPS)
     # Rows 1 and 3 share the place in group 4: the first of them has it.
     np.testing.assert_array_equal(weights, [[0, 0], [1, 0], [1, 1], [0, 0], [0, 0], [0, 0]])
     np.testing.assert_array_equal(returns, weights)
@@ -34,41 +40,43 @@ def test_best_of_n_by_hand(checked):
 
 @pytest.mark.parametrize(("threshold", "kept"), [(2.9, [1, 2]), (3.0, []), (-5.0, [1, 2])])
 def test_what_does_not_pass_the_threshold_teaches_nothing(threshold, kept):
-    weights, _ = imitation.best_of_n(REWARDS, MASK, GROUPS, threshold=threshold)
-    assert np.flatnonzero(weights.max(axis=1)).tolist() == kept
+    weights, _ = best_of_n(REWARDS, MASK, GROUPS, threshold=threshold)
+    assert np.flatnonzero(np.array(weights).max(axis=1)).tolist() == kept
 
 
 def test_a_group_of_one_keeps_its_sample_and_an_empty_one_nothing():
-    weights, _ = imitation.best_of_n(-REWARDS, MASK, jnp.arange(6))
+    run = jax.jit(imitation.best_of_n)
+    weights, _ = run(-REWARDS, MASK, np.arange(6, dtype=np.int32))
     np.testing.assert_array_equal(weights, MASK)
-    nothing, _ = imitation.best_of_n(REWARDS, jnp.zeros_like(MASK), GROUPS)
-    np.testing.assert_array_equal(nothing, jnp.zeros_like(MASK))
+    nothing, _ = run(REWARDS, np.zeros_like(MASK), GROUPS)
+    np.testing.assert_array_equal(nothing, np.zeros_like(MASK))
 
 
 def test_best_of_n_moves_with_its_samples_and_reads_no_padding():
     rng = np.random.default_rng(0)
-    rewards = jnp.array(rng.normal(size=(12, 3)), jnp.float32)
-    mask = jnp.array(np.arange(3) < rng.integers(0, 4, (12, 1)), jnp.float32)
-    groups = jnp.array(rng.permutation(np.arange(12) % 3))
-    weights, _ = imitation.best_of_n(rewards, mask, groups)
+    rewards = rng.normal(size=(12, 3)).astype(np.float32)
+    mask = (np.arange(3) < rng.integers(0, 4, (12, 1))).astype(np.float32)
+    groups = rng.permutation(np.arange(12) % 3)
+    run = jax.jit(imitation.best_of_n)
+    weights, _ = run(rewards, mask, groups)
     order = rng.permutation(12)
-    moved, _ = imitation.best_of_n(rewards[order], mask[order], groups[order])
-    np.testing.assert_array_equal(moved, weights[order])
-    noisy, _ = imitation.best_of_n(jnp.where(mask != 0, rewards, jnp.nan), mask, groups)
+    moved, _ = run(rewards[order], mask[order], groups[order])
+    np.testing.assert_array_equal(moved, np.array(weights)[order])
+    noisy, _ = run(np.where(mask != 0, rewards, np.float32(np.nan)), mask, groups)
     np.testing.assert_array_equal(noisy, weights)
 
 
 def test_kept_samples_and_their_share(checked):
-    weights, _ = imitation.best_of_n(REWARDS, MASK, GROUPS)
-    kept, metrics = checked(imitation.keep_chosen)(weights, MASK)
+    weights = np.array(best_of_n(REWARDS, MASK, GROUPS)[0])
+    kept, metrics = compiled(checked(imitation.keep_chosen), weights, MASK)
     np.testing.assert_array_equal(kept, weights * MASK)
     assert float(metrics["rejection_sampling/kept_fraction"]) == pytest.approx(2 / 5)
 
 
 def test_nll_is_minus_the_log_prob_where_there_is_a_token(checked):
-    loss, _ = checked(imitation.nll)(LOGPROBS, TWO)
+    loss, _ = compiled(checked(imitation.nll), LOGPROBS, TWO)
     np.testing.assert_array_equal(loss, [[0.5, 1.0], [2.0, 0.0]])
-    gradient = jax.grad(lambda x: imitation.nll(x, TWO)[0].sum())(LOGPROBS)
+    gradient = compiled(jax.grad(lambda x: imitation.nll(x, TWO)[0].sum()), LOGPROBS)
     np.testing.assert_array_equal(gradient, -TWO)
 
 
@@ -86,29 +94,32 @@ def test_rejection_sampling_needs_no_critic_no_reference_and_no_second_pass():
 # ------------------------------------------------------------------------- distillation
 
 
+def log_softmax(x):
+    return x - np.log(np.exp(x).sum())
+
+
 def test_teacher_advantage_by_hand(checked):
-    advantages, _ = checked(imitation.teacher_advantage)(LOGPROBS, TEACHER, TWO)
+    advantages, _ = compiled(checked(imitation.teacher_advantage), LOGPROBS, TEACHER, TWO)
     np.testing.assert_allclose(advantages, [[0.3, -2.0], [0.5, 0.0]], atol=1e-6)
 
 
 def test_the_policy_gradient_of_the_teachers_advantage_is_that_of_the_reverse_kl():
     """Over a whole vocabulary: sum of p (teacher - log p) grad log p = -grad KL(p || teacher)."""
     rng = np.random.default_rng(1)
-    logits, teacher = rng.normal(size=5), jax.nn.log_softmax(jnp.array(rng.normal(size=5)))
+    logits, teacher = rng.normal(size=5), log_softmax(rng.normal(size=5))
 
     def kl(logits):
         logp = logits - np.log(np.exp(logits).sum())
-        return float((np.exp(logp) * (logp - np.asarray(teacher, np.float64))).sum())
+        return float((np.exp(logp) * (logp - teacher)).sum())
 
     def surrogate(logits):  # each token as often as the policy draws it
         logp = jax.nn.log_softmax(logits)
         sampled = jax.lax.stop_gradient(logp)[:, None]
-        advantages, _ = imitation.teacher_advantage(
-            sampled, teacher[:, None], jnp.ones_like(sampled)
-        )
+        given = jnp.float32(teacher)[:, None]
+        advantages, _ = imitation.teacher_advantage(sampled, given, jnp.ones_like(sampled))
         return (jnp.exp(sampled) * advantages * logp[:, None]).sum()
 
-    gradient = jax.grad(surrogate)(jnp.array(logits, jnp.float32))
+    gradient = compiled(jax.grad(surrogate), logits.astype(np.float32))
     np.testing.assert_allclose(gradient, -numeric_gradient(kl, logits), atol=1e-5)
 
 
@@ -120,9 +131,8 @@ def test_the_policy_gradient_of_the_teachers_advantage_is_that_of_the_reverse_kl
     ],
 )
 def test_reverse_kl_by_hand(checked, kind, expected):
-    loss, metrics = checked(imitation.reverse_kl)(
-        LOGPROBS, TEACHER, TWO, estimator=kl_penalty(kind)
-    )
+    reverse_kl = checked(imitation.reverse_kl)
+    loss, metrics = compiled(reverse_kl, LOGPROBS, TEACHER, TWO, estimator=kl_penalty(kind))
     np.testing.assert_allclose(loss, expected, atol=1e-6)
     np.testing.assert_allclose(
         metrics["distillation/reverse_kl"], [[-0.3, 2.0], [-0.5, 0.0]], atol=1e-6
@@ -141,15 +151,16 @@ def test_reverse_kl_gradient_by_finite_differences():
         return imitation.reverse_kl(x, jnp.array(teacher), TWO, estimator=estimator)[0].sum()
 
     x = np.array([[-0.5, -1.0], [-2.0, -3.0]])
-    gradient = jax.grad(loss)(jnp.array(x, jnp.float32))
+    gradient = compiled(jax.grad(loss), x.astype(np.float32))
     np.testing.assert_allclose(gradient, numeric_gradient(k3, x), atol=1e-4)
 
 
 def test_forward_kl_top_k_by_hand(checked):
     q = np.array([[[0.5, 0.25], [0.9, 0.1]], [[0.6, 0.2], [1.0, 1.0]]])
     p = np.array([[[0.25, 0.5], [0.9, 0.1]], [[0.3, 0.4], [0.2, 0.3]]])
-    top = jnp.log(jnp.array(q)).at[1, 1].set(jnp.nan)  # padding
-    loss, metrics = checked(imitation.forward_kl_top_k)(jnp.log(jnp.array(p)), top, TWO)
+    chosen, top = (np.log(x).astype(np.float32) for x in (p, q))
+    top[1, 1] = np.nan  # padding
+    loss, metrics = compiled(checked(imitation.forward_kl_top_k), chosen, top, TWO)
     log2 = np.log(2.0)
     np.testing.assert_allclose(loss, [[0.25 * log2, 0.0], [0.4 * log2, 0.0]], atol=1e-6)
     np.testing.assert_allclose(
@@ -161,9 +172,6 @@ def test_forward_kl_over_the_whole_vocabulary_is_the_kl_with_its_gradient():
     rng = np.random.default_rng(2)
     logits, teacher = rng.normal(size=6), rng.normal(size=6)
 
-    def log_softmax(x):
-        return x - np.log(np.exp(x).sum())
-
     def kl(logits):
         q = log_softmax(teacher)
         return float((np.exp(q) * (q - log_softmax(logits))).sum())
@@ -173,26 +181,23 @@ def test_forward_kl_over_the_whole_vocabulary_is_the_kl_with_its_gradient():
         given = jnp.array(log_softmax(teacher), jnp.float32)[None, None]
         return imitation.forward_kl_top_k(student, given, jnp.ones((1, 1)))[0].sum()
 
-    x = jnp.array(logits, jnp.float32)
-    assert float(loss(x)) == pytest.approx(kl(logits), abs=1e-5)
-    np.testing.assert_allclose(jax.grad(loss)(x), numeric_gradient(kl, logits), atol=1e-5)
+    value, gradient = compiled(jax.value_and_grad(loss), logits.astype(np.float32))
+    assert float(value) == pytest.approx(kl(logits), abs=1e-5)
+    np.testing.assert_allclose(gradient, numeric_gradient(kl, logits), atol=1e-5)
 
 
 def test_a_masked_token_has_no_gradient_however_wild():
-    wild = jnp.array([[-0.5, jnp.nan]])
-    mask = jnp.array([[1.0, 0.0]])
-    teacher = jnp.array([[-0.1, -jnp.inf]])
+    wild = np.float32([[-0.5, np.nan]])
+    mask = np.float32([[1.0, 0.0]])
+    teacher = np.float32([[-0.1, -np.inf]])
     estimator = kl_penalty("k2")
-    gradients = [
-        jax.grad(lambda x: imitation.nll(x, mask)[0].sum())(wild),
-        jax.grad(lambda x: imitation.reverse_kl(x, teacher, mask, estimator=estimator)[0].sum())(
-            wild
-        ),
-        jax.grad(
-            lambda x: imitation.forward_kl_top_k(x[..., None], teacher[..., None], mask)[0].sum()
-        )(wild),
-    ]
-    for gradient in gradients:
+    losses = (
+        lambda x: imitation.nll(x, mask),
+        lambda x: imitation.reverse_kl(x, teacher, mask, estimator=estimator),
+        lambda x: imitation.forward_kl_top_k(x[..., None], teacher[..., None], mask),
+    )
+    for loss in losses:
+        gradient = compiled(jax.grad(lambda x, loss=loss: loss(x)[0].sum()), wild)
         assert np.isfinite(gradient).all() and gradient[0, 1] == 0 and gradient[0, 0] != 0
 
 

@@ -4,12 +4,13 @@ A gradient is compared with finite differences of a loss written in numpy, in wh
 has no gradient (a clipped weight, a choice of tokens) is taken at a fixed point `at`.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from finite_differences import numeric_gradient
 
 from jaxrl_llm.algorithms.covariance_losses import clip_cov, kl_cov
@@ -50,9 +51,32 @@ def case(seed=0, rows=6, length=5):
     return tuple(np.asarray(x, np.float32) for x in (logprobs, old, advantages, mask))
 
 
-def call(loss, logprobs, old, advantages, mask):
-    known = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "mask": mask}
-    return loss(*(jnp.asarray(known[name]) for name in field_names(loss)))
+@cache
+def program(name):
+    """The loss of that name by (logprobs, old, advantages, mask), one program of all tests.
+
+    It gives (loss, metrics, gradient of the loss's sum, gradient of the metrics' sum).
+    """
+    fn = LOSSES[name]
+
+    def call(*arrays):
+        known = dict(zip(("logprobs", "old_logprobs", "advantages", "mask"), arrays, strict=True))
+        return fn(*(known[name] for name in field_names(fn)))
+
+    def total(logprobs, *others):
+        loss, metrics = call(logprobs, *others)
+        return loss.sum(), (loss, metrics)
+
+    def of_metrics(logprobs, *others):
+        found = call(logprobs, *others)[1]
+        return sum(value.sum() for value in found.values()) + 0.0 * logprobs.sum()
+
+    @jax.jit
+    def run(*arrays):
+        gradient, (loss, metrics) = jax.grad(total, has_aux=True)(*arrays)
+        return loss, metrics, gradient, jax.grad(of_metrics)(*arrays)
+
+    return run
 
 
 def mean(x, mask):
@@ -131,37 +155,28 @@ def numpy_loss(name, x, at, old, a, m):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_value_and_gradient_in_float64(name, seed):
-    logprobs, old, advantages, mask = case(seed)
-
-    def total(x):
-        return (call(LOSSES[name], x, old, advantages, mask)[0] * mask).sum()
-
-    wide = [np.asarray(x, np.float64) for x in (logprobs, old, advantages, mask)]
+    arrays = case(seed)
+    wide = [np.asarray(x, np.float64) for x in arrays]
 
     def fn(x):
         return numpy_loss(name, x, wide[0], *wide[1:])
 
-    np.testing.assert_allclose(total(logprobs), fn(wide[0]), rtol=1e-5)
-    found = jax.grad(total)(jnp.asarray(logprobs))
-    np.testing.assert_allclose(found, numeric_gradient(fn, wide[0]), atol=2e-4)
+    loss, _, gradient, _ = program(name)(*arrays)
+    np.testing.assert_allclose(np.array(loss).sum(), fn(wide[0]), rtol=1e-5)
+    np.testing.assert_allclose(gradient, numeric_gradient(fn, wide[0]), atol=2e-4)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_padding_changes_nothing_and_is_zero(name):
     logprobs, old, advantages, mask = case()
     keep = mask > 0
-    clean = call(LOSSES[name], logprobs, old, advantages, mask)
+    clean = program(name)(logprobs, old, advantages, mask)[:3]
     dirty = [np.where(keep, x, np.nan).astype(np.float32) for x in (logprobs, old, advantages)]
-    for a, b in zip(
-        jax.tree.leaves(clean), jax.tree.leaves(call(LOSSES[name], *dirty, mask)), strict=True
-    ):
+    found = program(name)(*dirty, mask)[:3]
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(found), strict=True):
         assert np.isfinite(b).all() and not np.array(b)[~keep].any()
         np.testing.assert_array_equal(a, b)
-    gradient = jax.grad(lambda x: call(LOSSES[name], x, *dirty[1:], mask)[0].sum())(
-        jnp.asarray(dirty[0])
-    )
-    assert np.isfinite(gradient).all() and not np.array(gradient)[~keep].any()
-    empty = call(LOSSES[name], logprobs, old, advantages, np.zeros_like(mask))
+    empty = program(name)(logprobs, old, advantages, np.zeros_like(mask))[:2]
     for x in jax.tree.leaves(empty):
         np.testing.assert_array_equal(x, 0.0)
 
@@ -170,8 +185,7 @@ def test_padding_changes_nothing_and_is_zero(name):
 def test_rows_may_come_in_any_order(name):
     arrays = case()
     order = np.array([4, 2, 0, 5, 1, 3])
-    loss, _ = call(LOSSES[name], *arrays)
-    moved, _ = call(LOSSES[name], *(x[order] for x in arrays))
+    loss, moved = program(name)(*arrays)[0], program(name)(*(x[order] for x in arrays))[0]
     np.testing.assert_allclose(np.array(loss)[order], moved, rtol=1e-5, atol=1e-6)
 
 
@@ -179,23 +193,14 @@ def test_rows_may_come_in_any_order(name):
 def test_at_the_old_policy_the_gradient_is_that_of_reinforce(name):
     """Also where log-probs are equal bit for bit: no branch of a clip may cut it off."""
     logprobs, _, advantages, mask = case()
-
-    def total(x):
-        return (call(LOSSES[name], x, logprobs, advantages, mask)[0] * mask).sum()
-
+    gradient = program(name)(logprobs, logprobs, advantages, mask)[2]
     expected = -advantages * mask  # geo_mean: -A / length on each of length tokens, on each of them
-    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(logprobs)), expected, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_metrics_have_no_gradient_and_old_logprobs_neither(name):
-    logprobs, old, advantages, mask = case()
-
-    def metrics(x):
-        found = call(LOSSES[name], x, old, advantages, mask)[1]
-        return sum(value.sum() for value in found.values()) + 0.0 * x.sum()
-
-    np.testing.assert_array_equal(jax.grad(metrics)(jnp.asarray(logprobs)), 0.0)
+    np.testing.assert_array_equal(program(name)(*case())[3], 0.0)
 
 
 def test_what_clip_cov_draws_is_held_fixed_in_its_gradient():
@@ -205,23 +210,16 @@ def test_what_clip_cov_draws_is_held_fixed_in_its_gradient():
     have no gradient at all and the others that of PPO; a batch moved by less than they step by
     draws other tokens.
     """
-    logprobs, old, advantages, mask = case()
-    wide = [np.asarray(x, np.float64) for x in (logprobs, old, advantages, mask)]
+    arrays = case()
+    wide = [np.asarray(x, np.float64) for x in arrays]
     drawn, eligible = numpy_drawn(*wide)
     assert 0 < drawn.sum() < eligible.sum()
-
-    def total(x):
-        loss, metrics = call(LOSSES["clip_cov"], x, old, advantages, mask)
-        return loss.sum(), metrics["actor/pg_clipfrac"]
-
-    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(logprobs))
-    np.testing.assert_array_equal(found, drawn)
-    plain = jax.grad(lambda x: call(ppo_clip, x, old, advantages, mask)[0].sum())(
-        jnp.asarray(logprobs)
-    )
+    _, metrics, gradient, _ = program("clip_cov")(*arrays)
+    np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], drawn)
+    plain = program("ppo_clip")(*arrays)[2]
     np.testing.assert_array_equal(gradient, np.where(drawn, 0.0, plain))
     assert np.abs(np.asarray(plain)[drawn]).min() > 0.1
-    nearest = np.nextafter(logprobs, np.float32(-9)).astype(np.float64)
+    nearest = np.nextafter(arrays[0], np.float32(-9)).astype(np.float64)
     assert (numpy_drawn(nearest, *wide[1:])[0] != drawn).any()
 
 
@@ -236,14 +234,14 @@ def one_row(ratio, advantages, old=-1.0):
 
 def test_cispo_by_hand(checked):
     arrays = tuple(map(jnp.array, one_row([1.0, 2.0, 0.5], [1.0, 1.0, -2.0])))
-    loss, metrics = checked(cispo)(*arrays, clip_low=0.3, clip_high=0.4)
+    loss, metrics = compiled(checked(cispo), *arrays, clip_low=0.3, clip_high=0.4)
     logprobs = np.array(arrays[0])
     np.testing.assert_allclose(loss, [-logprobs[0] * [1.0, 1.4, 0.7 * -2.0]], rtol=1e-5)
     np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], [[0, 1, 1]])
 
 
 def test_sapo_by_hand(checked):
-    loss, _ = checked(sapo)(*map(jnp.array, one_row([1.0, 2.0], [1.0, -1.0])), tau_neg=2.0)
+    loss, _ = compiled(checked(sapo), *one_row([1.0, 2.0], [1.0, -1.0]), tau_neg=2.0)
     gate = 1 / (1 + np.exp(-2.0))
     np.testing.assert_allclose(loss, [[-2.0, 2.0 * gate]], rtol=1e-5)  # 4 / tau sigmoid
     with pytest.raises(ValueError, match="tau_pos 0"):
@@ -252,10 +250,10 @@ def test_sapo_by_hand(checked):
 
 def test_policy_gradient_and_dro_by_hand(checked):
     logprobs, old, advantages, mask = map(jnp.array, one_row([np.e, 1.0], [2.0, -1.0]))
-    loss, metrics = checked(policy_gradient)(logprobs, advantages, mask)
+    loss, metrics = compiled(checked(policy_gradient), logprobs, advantages, mask)
     np.testing.assert_allclose(loss, [[0.0, -1.0]], atol=1e-6)  # log-probs 0 and -1
     assert metrics == {}
-    loss, _ = checked(dro)(logprobs, old, advantages, mask, beta=0.5)
+    loss, _ = compiled(checked(dro), logprobs, old, advantages, mask, beta=0.5)
     np.testing.assert_allclose(loss, [[0.25, -1.0]], atol=1e-6)
     with pytest.raises(ValueError, match="beta is 0"):
         dro(logprobs, old, advantages, mask, beta=0.0)
@@ -269,10 +267,10 @@ def test_dppo_by_hand(checked):
     arrays = tuple(map(jnp.array, (np.log(p), old, a, np.ones_like(p))))
     kept = np.array([[1, 0, 1, 1, 0]])  # moved too far, and further: the second and the last
     for fn in (dppo_tv, dppo_kl):
-        loss, metrics = checked(fn)(*arrays)
+        loss, metrics = compiled(checked(fn), *arrays)
         np.testing.assert_allclose(loss, -a * p / 0.4 * np.log(p) * kept, rtol=1e-5)
         np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], 1 - kept)
-    loss, metrics = dppo_tv(*arrays, clip_c=1.1)
+    loss, metrics = compiled(dppo_tv, *arrays, clip_c=1.1)
     np.testing.assert_allclose(loss[0, 2], 1.1 * np.log(0.7), rtol=1e-5)
     np.testing.assert_array_equal(metrics["actor/pg_clipfrac_lower"], [[1, 0, 1, 0, 0]])
     with pytest.raises(ValueError, match="clip_c 1.0 must be over 1"):
@@ -281,23 +279,23 @@ def test_dppo_by_hand(checked):
 
 def test_gspo_by_hand(checked):
     # row 0: log-ratios 0.2, 0.4, mean 0.3; row 1: -0.6 alone
-    old = jnp.array([[-1.0, -1.0], [-1.0, 5.0]])
-    logprobs = old + jnp.array([[0.2, 0.4], [-0.6, 3.0]])
-    mask = jnp.array([[1.0, 1.0], [1.0, 0.0]])
-    advantages = jnp.array([[1.0, 1.0], [-1.0, 9.0]])
-    loss, metrics = checked(gspo)(logprobs, old, advantages, mask, clip_low=0.2, clip_high=0.2)
+    old = np.float32([[-1.0, -1.0], [-1.0, 5.0]])
+    logprobs = old + np.float32([[0.2, 0.4], [-0.6, 3.0]])
+    mask = np.float32([[1.0, 1.0], [1.0, 0.0]])
+    arrays = logprobs, old, np.float32([[1.0, 1.0], [-1.0, 9.0]]), mask
+    loss, metrics = compiled(checked(gspo), *arrays, clip_low=0.2, clip_high=0.2)
     np.testing.assert_allclose(loss, [[-1.2, -1.2], [0.8, 0.0]], rtol=1e-5)
     np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], [[1, 1], [1, 0]])
-    loss, _ = gspo(logprobs, old, advantages, mask, clip_low=1.0, clip_high=1.0)
+    loss, _ = compiled(gspo, *arrays, clip_low=1.0, clip_high=1.0)
     np.testing.assert_allclose(loss, [[-np.exp(0.3), -np.exp(0.3)], [np.exp(-0.6), 0.0]], rtol=1e-5)
 
 
 def test_geo_mean_by_hand(checked):
     # row 0, A = 2: 0.1 and 0.9 held at 0.4, mean 0.25; row 1, A = -1: -0.9 held at -0.4, and 0.5
-    old = jnp.full((2, 2), -1.0)
-    logprobs = old + jnp.array([[0.1, 0.9], [-0.9, 0.5]])
-    advantages = jnp.array([[2.0, 2.0], [-1.0, -1.0]])
-    loss, metrics = checked(geo_mean)(logprobs, old, advantages, jnp.ones((2, 2)))
+    old, ones = np.full((2, 2), -1.0, np.float32), np.ones((2, 2), np.float32)
+    logprobs = old + np.float32([[0.1, 0.9], [-0.9, 0.5]])
+    advantages = np.float32([[2.0, 2.0], [-1.0, -1.0]])
+    loss, metrics = compiled(checked(geo_mean), logprobs, old, advantages, ones)
     expected = [-2 * np.exp(0.25), np.exp(0.05)]
     np.testing.assert_allclose(loss, np.array(expected)[:, None] * [1, 1], rtol=1e-5)
     np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], [[0, 1], [0, 0]])
@@ -306,12 +304,10 @@ def test_geo_mean_by_hand(checked):
 
 def test_kl_cov_by_hand(checked):
     # mean advantage 0, mean log-prob -1: covariances -1, 1, 0, 0; one of four is chosen
-    logprobs = jnp.array([[-2.0, 0.0, -1.0, -1.0]])
-    advantages = jnp.array([[1.0, 1.0, -1.0, -1.0]])
-    old = logprobs - 0.5
-    loss, metrics = checked(kl_cov)(
-        logprobs, old, advantages, jnp.ones((1, 4)), kl_cov_ratio=0.25, ppo_kl_coef=2.0
-    )
+    logprobs = np.float32([[-2.0, 0.0, -1.0, -1.0]])
+    advantages = np.float32([[1.0, 1.0, -1.0, -1.0]])
+    arrays = logprobs, logprobs - np.float32(0.5), advantages, np.ones_like(logprobs)
+    loss, metrics = compiled(checked(kl_cov), *arrays, kl_cov_ratio=0.25, ppo_kl_coef=2.0)
     ratio = np.exp(0.5)
     np.testing.assert_allclose(loss, [[-ratio, -ratio + 1.0, ratio, ratio]], rtol=1e-5)
     np.testing.assert_allclose(metrics["actor/ppo_kl"], 0.5)
@@ -323,24 +319,24 @@ def test_clip_cov_draws_its_share_of_the_eligible(checked):
     advantages = rng.normal(size=mask.shape).astype(np.float32)
     settings = {"clip_cov_lb": 0.1, "clip_cov_ub": 3.0}
     arrays = tuple(map(jnp.array, (logprobs, old, advantages, mask)))
-    plain, _ = ppo_clip(*arrays, clip_c=1e9)
+    plain, _ = compiled(ppo_clip, *arrays, clip_c=1e9)
     product = covariance(advantages.astype(np.float64), logprobs.astype(np.float64), mask)
     ratio = np.exp(logprobs - old)
     clipped = -advantages * np.clip(ratio, 0.8, 1.2) > -advantages * ratio
     eligible = (product > 0.1) & (product < 3.0) & ~clipped & (mask > 0)
     assert eligible.sum() > 2
     for ratio, count in ((1e-4, 1), (0.12, 2), (1.0, eligible.sum())):
-        loss, metrics = checked(clip_cov)(*arrays, clip_cov_ratio=ratio, **settings)
+        draw = jax.jit(partial(checked(clip_cov), clip_cov_ratio=ratio, **settings))
+        loss, metrics = draw(*arrays)
         drawn = np.array(metrics["actor/pg_clipfrac"]) > 0
         assert drawn.sum() == count and eligible[drawn].all()
         np.testing.assert_allclose(loss, np.where(drawn, 0.0, plain), rtol=1e-6)
-        again, _ = clip_cov(*arrays, clip_cov_ratio=ratio, **settings)
-        np.testing.assert_array_equal(loss, again)
+        np.testing.assert_array_equal(loss, draw(*arrays)[0])
     # Another batch draws other positions: the draw is not a fixed pattern.
-    seen = set()
+    seen, draw = set(), jax.jit(partial(clip_cov, clip_cov_ratio=1e-4, **settings))
     for shift in range(12):
-        moved = (arrays[0] - 0.001 * shift, arrays[1] - 0.001 * shift, *arrays[2:])
-        found = clip_cov(*moved, clip_cov_ratio=1e-4, **settings)[1]["actor/pg_clipfrac"]
+        less = np.float32(0.001 * shift)
+        found = draw(logprobs - less, old - less, *arrays[2:])[1]["actor/pg_clipfrac"]
         seen.add(int(np.argmax(found)))
     assert len(seen) > 1
     with pytest.raises(ValueError, match="clip_cov_ratio 0"):

@@ -40,7 +40,7 @@ def random_case(seed=0, rows=5, length=9):
 def test_score_goes_to_the_last_token_of_the_mask(checked):
     mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]])
     scores = np.array([2.0, -1.0, 5.0, 0.5, 3.0], np.float32)
-    rewards = checked(score_to_rewards)(jnp.array(scores), jnp.array(mask, jnp.float32))
+    rewards = compiled(checked(score_to_rewards), scores, mask.astype(np.float32))
     expected = [[0, 0, 2, 0], [-1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 3]]
     np.testing.assert_array_equal(rewards, np.array(expected, np.float32))
 
@@ -53,7 +53,7 @@ def test_gae_by_hand(checked):
     rewards = jnp.array([[0.0, 1.0, 9.0], [0.0, 9.0, 9.0]])
     values = jnp.array([[0.6, 0.8, 9.0], [0.4, 9.0, 9.0]])
     mask = jnp.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    advantages, returns = checked(gae)(rewards, values, mask, gamma=0.5, lam=0.5)
+    advantages, returns = compiled(checked(gae), rewards, values, mask, gamma=0.5, lam=0.5)
     np.testing.assert_allclose(returns, [[0.45, 1.0, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)
     raw = np.array([[-0.15, 0.2, 0.0], [-0.4, 0.0, 0.0]])
     np.testing.assert_allclose(advantages, whiten(raw, np.array(mask)), atol=1e-5)
@@ -141,10 +141,10 @@ def test_grpo_by_hand(checked):
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
     groups = jnp.array([0, 0, 0, 1, 2, 2], jnp.int32)
     expected = np.array([[1, 1], [-1, 0], [0, 0], [0.7, 0], [0, 0], [0, 0]])
-    advantages, returns = checked(grpo)(rewards, mask, groups)
+    advantages, returns = compiled(checked(grpo), rewards, mask, groups)
     np.testing.assert_allclose(advantages, expected, atol=1e-5)
     np.testing.assert_array_equal(advantages, returns)
-    plain, _ = grpo(rewards, mask, groups, norm_adv_by_std=False)
+    plain, _ = compiled(grpo, rewards, mask, groups, norm_adv_by_std=False)
     np.testing.assert_allclose(plain, expected * [[0.5], [0.5], [1], [1], [1], [1]], atol=1e-6)
 
 
@@ -164,12 +164,11 @@ def test_grpo_equals_a_loop_over_groups_in_any_order(norm_adv_by_std):
             mean, std = totals[members].mean(), totals[members].std(ddof=1) + 1e-6
         for i in members:
             expected[i] = (totals[i] - mean) / (std if norm_adv_by_std else 1.0) * mask[i]
-    found, _ = grpo(
-        jnp.array(rewards), jnp.array(mask), jnp.array(groups), norm_adv_by_std=norm_adv_by_std
-    )
+    found, _ = compiled(grpo, rewards, mask, groups, norm_adv_by_std=norm_adv_by_std)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_grpo_of_empty_responses_is_finite():
-    advantages, _ = grpo(jnp.ones((3, 4)), jnp.zeros((3, 4)), jnp.array([0, 0, 1], jnp.int32))
+    ones, zeros = np.ones((3, 4), np.float32), np.zeros((3, 4), np.float32)
+    advantages, _ = compiled(grpo, ones, zeros, np.array([0, 0, 1], np.int32))
     np.testing.assert_array_equal(advantages, np.zeros((3, 4)))

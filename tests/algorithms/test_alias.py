@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms import (
@@ -97,10 +98,9 @@ def test_kl_in_the_reward_and_its_controller():
     assert algorithm.kl_controller == kl.AdaptiveKL(0.2, horizon=10000.0, target=0.1)
     names = field_names(algorithm.kl_reward)
     assert names == ("scores", "mask", "old_logprobs", "reference_logprobs")
-    mask = jnp.ones((1, 2))
-    rewards, penalty = algorithm.kl_reward(
-        jnp.array([1.0]), mask, -mask, -2 * mask, coef=algorithm.kl_controller.init()
-    )
+    mask, coef = np.ones((1, 2), np.float32), algorithm.kl_controller.init()
+    arrays = np.float32([1.0]), mask, -mask, -2 * mask
+    rewards, penalty = compiled(algorithm.kl_reward, *arrays, coef=coef)
     np.testing.assert_allclose(penalty, [[0.5, 0.5]])
     np.testing.assert_allclose(rewards, [[-0.1, 0.9]], rtol=1e-6)
     assert build_online(c.PPO(kl_coef=0.2)).kl_controller.init() == 0.0
@@ -115,10 +115,10 @@ def test_importance_correction_adds_the_field():
     algorithm = build_online(c.PPO(rollout_is="token", rollout_is_threshold=3.0))
     assert field_names(algorithm.importance) == ("old_logprobs", "rollout_logprobs", "mask")
     assert field_names(algorithm.policy_loss)[-1] == "importance_weights"
-    ones = jnp.ones((1, 1))
-    weights, _ = algorithm.importance(8 * ones, ones, ones)
+    ones = np.ones((1, 1), np.float32)
+    weights, _ = compiled(algorithm.importance, 8 * ones, ones, ones)
     np.testing.assert_allclose(weights, [[3.0]])
-    half, _ = algorithm.policy_loss(ones, ones, ones, ones, 0.5 * ones)
+    half, _ = compiled(algorithm.policy_loss, ones, ones, ones, ones, ones / 2)
     np.testing.assert_allclose(half, [[-0.5]])
 
 
@@ -132,15 +132,16 @@ def test_settings_reach_the_functions():
             loss_scale=10,
         )
     )
-    ones = jnp.ones((1, 2))
-    _, returns = algorithm.advantage(jnp.zeros((1, 2)), jnp.array([[1.0, 3.0]]), ones)
+    ones = np.ones((1, 2), np.float32)
+    _, returns = compiled(algorithm.advantage, 0 * ones, np.float32([[1.0, 3.0]]), ones)
     np.testing.assert_allclose(returns, [[3.0, 0.0]])  # lam 0: the return is V of the next token
-    ratio = jnp.log(jnp.array([[1.4, 1.6]]))
-    loss, _ = algorithm.policy_loss(ratio, 0 * ones, ones, ones)
+    ratio = np.log(np.float32([[1.4, 1.6]]))
+    loss, _ = compiled(algorithm.policy_loss, ratio, 0 * ones, ones, ones)
     np.testing.assert_allclose(loss, [[-1.4, -1.5]], rtol=1e-6)
-    loss, _ = algorithm.value_loss(8 * ones, 0 * ones, 0 * ones, ones)
+    loss, _ = compiled(algorithm.value_loss, 8 * ones, 0 * ones, 0 * ones, ones)
     np.testing.assert_allclose(loss, [[32.0, 32.0]])
-    total = algorithm.aggregate(loss, ones, global_tokens=2.0, global_sequences=1.0)
+    counts = {"global_tokens": 2.0, "global_sequences": 1.0}
+    total = compiled(algorithm.aggregate, loss, ones, **counts)
     np.testing.assert_allclose(total, 6.4, rtol=1e-6)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 
 from jaxrl_llm.algorithms import advantages, group_advantages
 from jaxrl_llm.algorithms.fields import field_names
@@ -28,41 +29,43 @@ def whiten(x, mask=MASK):
 
 def test_rloo_by_hand(checked):
     # the others of group 4 have means 0.25, 0.75, 0.5; of group 9 0.8 and 0.2
-    found, returns = checked(group_advantages.rloo)(*map(jnp.array, (REWARDS, MASK, GROUPS)))
+    found, returns = compiled(checked(group_advantages.rloo), REWARDS, MASK, GROUPS)
     np.testing.assert_allclose(found, on_tokens([0.75, -0.75, 0, -0.6, 0.6]), atol=1e-6)
     np.testing.assert_array_equal(found, returns)
 
 
 def test_pass_at_k_by_hand(checked):
-    arrays = tuple(map(jnp.array, (REWARDS, MASK, GROUPS)))
-    plain, _ = checked(group_advantages.grpo_passk)(*arrays, norm_adv_by_std=False)
+    arrays = REWARDS, MASK, GROUPS
+    plain, _ = compiled(checked(group_advantages.grpo_passk), *arrays, norm_adv_by_std=False)
     np.testing.assert_allclose(plain, on_tokens([0.5, 0, 0, 0, 0.6]), atol=1e-6)
-    by_std, _ = group_advantages.grpo_passk(*arrays)  # of 1, 0, 0.5 it is 0.5; of 0.2, 0.8 0.424
+    by_std, _ = compiled(group_advantages.grpo_passk, *arrays)
+    # The deviation of 1, 0, 0.5 is 0.5; that of 0.2, 0.8 is 0.424.
     np.testing.assert_allclose(by_std, on_tokens([1, 0, 0, 0, 0.6 / 0.424264]), rtol=1e-4)
-    tie = jnp.array([[1.0], [1.0], [0.0]])
-    found, _ = group_advantages.grpo_passk(tie, jnp.ones((3, 1)), jnp.zeros(3, jnp.int32))
+    tie = np.float32([[1.0], [1.0], [0.0]])
+    one_group = np.ones_like(tie), np.zeros(3, np.int32)
+    found, _ = compiled(group_advantages.grpo_passk, tie, *one_group)
     np.testing.assert_array_equal(found, 0.0)
 
 
 def test_reinforce_plus_plus_baseline_by_hand(checked):
     fn = checked(group_advantages.reinforce_plus_plus_baseline)
-    found, _ = fn(*map(jnp.array, (REWARDS, MASK, GROUPS)))
+    found, _ = compiled(fn, REWARDS, MASK, GROUPS)
     np.testing.assert_allclose(found, whiten(on_tokens([0.5, -0.5, 0, -0.3, 0.3])), atol=1e-5)
 
 
 def test_opo_by_hand(checked):
     # group 4: lengths 2, 2, 1: (2 * 1 + 0 + 1 * 0.5) / 5 = 0.5; group 9: equal lengths, 0.5
-    found, _ = checked(group_advantages.opo)(*map(jnp.array, (REWARDS, MASK, GROUPS)))
+    found, _ = compiled(checked(group_advantages.opo), REWARDS, MASK, GROUPS)
     np.testing.assert_allclose(found, on_tokens([0.5, -0.5, 0, -0.3, 0.3]), atol=1e-6)
     # group 4 with lengths 2, 2, 1 and rewards 1, 1, 0: (2 + 2) / 5 = 0.8
-    rewards = jnp.array([[0, 1.0], [0, 1.0], [0, 9.0]])
-    found, _ = group_advantages.opo(rewards, jnp.array(MASK[:3]), jnp.zeros(3, jnp.int32))
+    rewards = np.float32([[0, 1.0], [0, 1.0], [0, 9.0]])
+    found, _ = compiled(group_advantages.opo, rewards, MASK[:3], np.zeros(3, np.int32))
     np.testing.assert_allclose(found, on_tokens([0.2, 0.2, -0.8], MASK[:3]), atol=1e-6)
 
 
 def test_gpg_by_hand(checked):
     # 4 of 5 samples got something: alpha = 5 / 4
-    found, _ = checked(group_advantages.gpg)(*map(jnp.array, (REWARDS, MASK, GROUPS)), f_norm=2.0)
+    found, _ = compiled(checked(group_advantages.gpg), REWARDS, MASK, GROUPS, f_norm=2.0)
     expected = 1.25 * np.array([0.5, -0.5, 0, -0.3, 0.3]) / 2
     np.testing.assert_allclose(found, on_tokens(expected), atol=1e-6)
     with pytest.raises(ValueError, match="f_norm is 0"):
@@ -72,9 +75,9 @@ def test_gpg_by_hand(checked):
 def test_gdpo_by_hand(checked):
     # The second part says nothing of the last sample of group 4, and is a hundred times as large.
     parts = np.array([[1, 100], [0, 300], [0.5, np.nan], [0, 0], [1, 0]], np.float32)
-    arrays = (jnp.array(parts), jnp.array(MASK), jnp.array(GROUPS))
+    arrays = parts, MASK, GROUPS
     fn = partial(group_advantages.gdpo, reward_weights=(1.0, 0.5))
-    found, _ = checked(fn)(*arrays)
+    found, _ = compiled(checked(fn), *arrays)
     first = np.array([1, -1, 0, -0.7071068, 0.7071068])
     second = np.array([-0.7071068, 0.7071068, 0, 0, 0])  # equal rewards give 0
     np.testing.assert_allclose(found, whiten(on_tokens(first + 0.5 * second)), atol=1e-4)
@@ -84,10 +87,10 @@ def test_gdpo_by_hand(checked):
 
 def test_reinforce_plus_plus_by_hand(checked):
     # gamma 0.5; the masked middle token of row 1 is stepped over without discount
-    rewards = jnp.array([[0.0, 1.0, 2.0], [0.0, 9.0, 1.0]])
+    rewards = np.float32([[0.0, 1.0, 2.0], [0.0, 9.0, 1.0]])
     mask = np.array([[1, 1, 1], [1, 0, 1]], np.float32)
     fn = partial(advantages.reinforce_plus_plus, gamma=0.5)
-    found, returns = checked(fn)(rewards, jnp.array(mask))
+    found, returns = compiled(checked(fn), rewards, mask)
     expected = np.array([[1.0, 2.0, 2.0], [0.5, 0.0, 1.0]])
     np.testing.assert_allclose(returns, expected, atol=1e-6)
     np.testing.assert_allclose(found, whiten(expected, mask), atol=1e-5)
@@ -96,9 +99,10 @@ def test_reinforce_plus_plus_by_hand(checked):
 
 
 def test_remax_by_hand(checked):
-    rewards = jnp.array([[-0.1, 1.0], [0.0, 9.0]])
-    mask = jnp.array([[1.0, 1.0], [1.0, 0.0]])
-    found, returns = checked(advantages.remax)(rewards, jnp.array([0.25, 0.5]), mask)
+    rewards = np.float32([[-0.1, 1.0], [0.0, 9.0]])
+    mask = np.float32([[1.0, 1.0], [1.0, 0.0]])
+    remax = checked(advantages.remax)
+    found, returns = compiled(remax, rewards, np.float32([0.25, 0.5]), mask)
     np.testing.assert_allclose(returns, [[0.9, 1.0], [0.0, 0.0]], atol=1e-6)
     np.testing.assert_allclose(found, [[0.65, 0.75], [-0.5, 0.0]], atol=1e-6)
 
@@ -107,20 +111,21 @@ def test_optimal_token_baseline_by_hand(checked):
     # w = 1 - 2 p + s:   row 0: 1 - 1 + 0.5 = 0.5, 1 - 0.5 + 0.5 = 1     W = 0.5, 1.5
     #                    row 1: 1 - 0.4 + 0.4 = 1, (masked)               W = 1
     # G: row 0: 1, 1; row 1: 0. Baseline at token 0: 0.5 / 1.5; at token 1 row 0 is alone: 0.
-    rewards = jnp.array([[0.0, 1.0], [0.0, 9.0]])
-    mask = jnp.array([[1.0, 1.0], [1.0, 0.0]])
-    old = jnp.log(jnp.array([[0.5, 0.25], [0.2, 1.0]]))
-    squares = jnp.array([[0.5, 0.5], [0.4, 7.0]])
-    arrays = (rewards, mask, jnp.array([3, 3], jnp.int32), old, squares)
-    found, returns = checked(group_advantages.optimal_token_baseline)(*arrays)
+    rewards = np.float32([[0.0, 1.0], [0.0, 9.0]])
+    mask = np.float32([[1.0, 1.0], [1.0, 0.0]])
+    old = np.log(np.float32([[0.5, 0.25], [0.2, 1.0]]))
+    squares = np.float32([[0.5, 0.5], [0.4, 7.0]])
+    arrays = (rewards, mask, np.array([3, 3], np.int32), old, squares)
+    baseline = group_advantages.optimal_token_baseline
+    found, returns = compiled(checked(baseline), *arrays)
     np.testing.assert_allclose(returns, [[1, 1], [0, 0]], atol=1e-6)
     np.testing.assert_allclose(found, [[2 / 3, 1], [-1 / 3, 0]], atol=1e-5)
-    tail, _ = group_advantages.optimal_token_baseline(*arrays, handle_zero_tail=False)
+    tail, _ = compiled(baseline, *arrays, handle_zero_tail=False)
     np.testing.assert_allclose(tail, [[2 / 3, 0], [-1 / 3, 0]], atol=1e-5)
     # Importance weights 1, 2 | 3: w is 0.5, 4 | 9; the baseline at token 0 is 0.5 / 9.5.
-    weights = jnp.array([[1.0, 2.0], [3.0, 5.0]])
+    weights = np.float32([[1.0, 2.0], [3.0, 5.0]])
     fn = checked(group_advantages.corrected_optimal_token_baseline)
-    found, _ = fn(*arrays, weights)
+    found, _ = compiled(fn, *arrays, weights)
     np.testing.assert_allclose(found, [[1 - 1 / 19, 1], [-1 / 19, 0]], atol=1e-5)
 
 
@@ -209,7 +214,7 @@ def test_a_batch_without_tokens_is_zero_and_no_gradient_flows(fn):
     def total(x):
         return call(fn, fields | {reward: x})[0].sum()
 
-    np.testing.assert_array_equal(jax.grad(total)(jnp.array(fields[reward])), 0.0)
+    np.testing.assert_array_equal(compiled(jax.grad(total), fields[reward]), 0.0)
 
 
 # The token baselines are left out: theirs is a mean, whose rounding no std magnifies.

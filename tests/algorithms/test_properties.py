@@ -49,13 +49,16 @@ def makers(base) -> dict[str, Any]:
 ONLINE = makers(c.Online)
 OFFLINE = makers(c.Offline)
 CASES = dict(ONLINE)
+OF_KL = []
 for kind in dict.fromkeys(ESTIMATORS.values()):
     name = next(name for name, fn in ESTIMATORS.items() if fn is kind)
     for end in ("", "+"):
         in_loss = {"use_kl_loss": True, "kl_loss_type": name + end, "kl_loss_coef": 0.3}
         CASES[f"kl loss {name}{end}"] = partial(made, c.RLOO, **in_loss)
+        OF_KL.append(f"kl loss {name}{end}")
     in_reward = {"use_kl_in_reward": True, "kl_reward_type": name, "kl_coef": 0.3}
     CASES[f"kl reward {name}"] = partial(made, c.PPO, **in_reward)
+    OF_KL.append(f"kl reward {name}")
 for name in AGGREGATIONS:
     CASES[name] = partial(made, c.PPO, loss_aggregation=name)
 for level in ("token", "sequence"):
@@ -66,6 +69,9 @@ CASES["distillation by a loss"] = partial(made, c.Distillation, kl_type="k3+")
 CASES["all rules of rejection"] = partial(
     made, c.RLOO, rollout_rs=",".join(RULES), rollout_rs_threshold=3.0
 )
+
+# An estimator is a function of a token: three of them run where a batch grows by a sample.
+GROWN = [pytest.param(name, marks=pytest.mark.slow if name in OF_KL[3:] else ()) for name in CASES]
 
 
 def batch(seed: int = 0) -> dict[str, np.ndarray]:
@@ -207,6 +213,7 @@ def test_the_order_of_the_samples_says_nothing(judged):
     assert_same(outcome(algorithm, moved), base, order)
 
 
+@pytest.mark.parametrize("judged", GROWN, indirect=True)
 def test_a_sample_without_a_token_leaves_the_others_alone(judged):
     """Alone in its group, whatever reward it got."""
     name, algorithm, base = judged
@@ -265,37 +272,49 @@ def records(algorithm: OfflineAlgorithm, size: int = 6) -> dict[str, np.ndarray]
     return fields
 
 
-def offline_outcome(algorithm: OfflineAlgorithm, fields) -> tuple[np.ndarray, dict[str, Any]]:
+def offline_outcome(name: str, fields) -> tuple[np.ndarray, dict[str, Any]]:
     """Loss of every record, its likelihood term included, and the gradients of the total."""
-    known = {name: jnp.asarray(x) for name, x in fields.items()}
+    values, gradients = offline_program(name)(fields)
+    return np.asarray(values), {key: np.asarray(x) for key, x in gradients.items()}
 
-    def read(fn):
-        return fn(*(known[name] for name in field_names(fn)))
 
-    if algorithm.baseline is not None:
-        known["baseline"] = read(algorithm.baseline)
+@cache
+def offline_program(name: str) -> Any:
+    """`offline_outcome` of an algorithm, one program of all tests."""
+    algorithm = OFFLINE[name]()
 
-    def total(moving):
-        known.update(moving)
-        values = jnp.zeros(len(next(iter(fields.values()))))
-        if algorithm.loss is not None:
-            values += read(algorithm.loss)[0]
-        if algorithm.token_loss is not None:
-            values += algorithm.token_loss_coef * read(algorithm.token_loss)[0]
-        return values.sum(), values
+    @jax.jit
+    def run(fields):
+        known = dict(fields)
 
-    names = [n for n in algorithm.update_reads if n.endswith(("logprobs", "scores"))]
-    moving = {name: known[name] for name in names if not name.startswith("reference")}
-    (_, values), gradients = jax.value_and_grad(total, has_aux=True)(moving)
-    return np.asarray(values), {name: np.asarray(x) for name, x in gradients.items()}
+        def read(fn):
+            return fn(*(known[name] for name in field_names(fn)))
+
+        if algorithm.baseline is not None:
+            known["baseline"] = read(algorithm.baseline)
+
+        def total(moving):
+            known.update(moving)
+            values = jnp.zeros(len(next(iter(fields.values()))))
+            if algorithm.loss is not None:
+                values += read(algorithm.loss)[0]
+            if algorithm.token_loss is not None:
+                values += algorithm.token_loss_coef * read(algorithm.token_loss)[0]
+            return values.sum(), values
+
+        names = [n for n in algorithm.update_reads if n.endswith(("logprobs", "scores"))]
+        moving = {name: known[name] for name in names if not name.startswith("reference")}
+        (_, values), gradients = jax.value_and_grad(total, has_aux=True)(moving)
+        return values, gradients
+
+    return run
 
 
 @pytest.mark.parametrize("name", OFFLINE)
 def test_the_order_of_the_records_says_nothing(name):
-    algorithm = OFFLINE[name]()
-    fields, order = records(algorithm), np.array([4, 1, 5, 0, 3, 2])
-    values, gradients = offline_outcome(algorithm, fields)
-    moved = offline_outcome(algorithm, {key: x[order] for key, x in fields.items()})
+    fields, order = records(OFFLINE[name]()), np.array([4, 1, 5, 0, 3, 2])
+    values, gradients = offline_outcome(name, fields)
+    moved = offline_outcome(name, {key: x[order] for key, x in fields.items()})
     np.testing.assert_allclose(moved[0], values[order], rtol=1e-5)
     for key, x in gradients.items():
         np.testing.assert_allclose(moved[1][key], x[order], rtol=1e-5, atol=1e-7, err_msg=key)
@@ -305,9 +324,8 @@ def test_the_order_of_the_records_says_nothing(name):
 @pytest.mark.parametrize("name", OFFLINE)
 def test_a_completion_without_a_token_is_finite_and_alone(name):
     """Truncated to nothing: its log-probs are sums over no token."""
-    algorithm = OFFLINE[name]()
-    fields = records(algorithm)
-    values, gradients = offline_outcome(algorithm, fields)
+    fields = records(OFFLINE[name]())
+    values, gradients = offline_outcome(name, fields)
     ends = ("logprobs", "lengths")
     empty = {
         k: np.where(np.arange(6) == 2, 0, x) if k.endswith(ends) else x for k, x in fields.items()
@@ -315,8 +333,8 @@ def test_a_completion_without_a_token_is_finite_and_alone(name):
     kept = np.arange(6) != 2
     if "weights" in fields:  # the estimate of a KL is a mean over all records
         empty["weights"] = fields["weights"] = np.where(kept, 1.0, 0.0).astype(np.float32)
-        values, gradients = offline_outcome(algorithm, fields)
-    found = offline_outcome(algorithm, empty)
+        values, gradients = offline_outcome(name, fields)
+    found = offline_outcome(name, empty)
     np.testing.assert_allclose(found[0][kept], values[kept], rtol=1e-5)
     assert np.isfinite(found[0]).all()
     for key, x in gradients.items():

@@ -1,8 +1,8 @@
 """Sinks and soft caps in decode attention: XLA and the interpreted kernel against float64."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled
 from test_decode_attention import Case, assert_close, case_fields
 
 from jaxrl_llm.kernels.decode_attention import prefix_decode_attention_reference
@@ -16,8 +16,8 @@ def test_sinks():
     assert_close(case.run(), case.answer())
     finite = Case(**{**case_fields(case), "garbage": 300.0})
     assert_close(finite.run("xla"), finite.answer())
-    sinks = jnp.array(case.sinks)
-    reference = prefix_decode_attention_reference(case.inputs(), window=90, sinks=sinks)
+    sinks = np.float32(case.sinks)
+    reference = compiled(prefix_decode_attention_reference, case.inputs(), window=90, sinks=sinks)
     np.testing.assert_allclose(reference, case.answer(), atol=1e-5, rtol=1e-4)
 
 
@@ -35,5 +35,5 @@ def test_a_soft_cap(G):
     assert_close(case.run(softcap=cap), case.answer(cap))
     finite = Case(**{**case_fields(case), "garbage": 300.0})
     assert_close(finite.run("xla", softcap=cap), finite.answer(cap))
-    reference = prefix_decode_attention_reference(case.inputs(), window=90, softcap=cap)
+    reference = compiled(prefix_decode_attention_reference, case.inputs(), window=90, softcap=cap)
     np.testing.assert_allclose(reference, case.answer(cap), atol=1e-5, rtol=1e-4)

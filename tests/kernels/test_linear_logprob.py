@@ -26,13 +26,14 @@ def case(shape=(7,), width=5, vocab=11, dtype=jnp.float32, seed=0):
     return hidden, weight, jnp.array(rng.integers(0, vocab, shape), jnp.int32)
 
 
-def total(fn, targets, **settings):
-    """A scalar that weighs every token and both outputs differently."""
+def total(fn, targets, has_aux=False, **settings):
+    """A scalar that weighs every token and both outputs differently; with the outputs if asked."""
 
     def loss(hidden, weight):
         logprobs, entropy = fn(hidden, weight, targets, **settings)
         ramp = jnp.linspace(0.5, 2.0, targets.size).reshape(targets.shape)
-        return (ramp * logprobs).sum() + (ramp[..., ::-1] * entropy).sum()
+        value = (ramp * logprobs).sum() + (ramp[..., ::-1] * entropy).sum()
+        return (value, (logprobs, entropy)) if has_aux else value
 
     return loss
 
@@ -54,13 +55,13 @@ def test_values_and_gradients_equal_whole_logits(shape, chunk, temperature, soft
 
     @partial(jax.jit, static_argnums=0)
     def results(fn, hidden, weight):
-        gradients = jax.grad(total(fn, targets), argnums=(0, 1))(hidden, weight)
-        return fn(hidden, weight, targets), gradients
+        loss = total(fn, targets, has_aux=True)
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
 
     how = {"temperature": temperature, "softcap": softcap}
     chunked = partial(linear_logprob, chunk=chunk, with_entropy=True, **how)
     whole = partial(linear_logprob_reference, **how)
-    (outputs, got), (expected_outputs, expected) = (
+    (got, outputs), (expected, expected_outputs) = (
         results(fn, hidden, weight) for fn in (chunked, whole)
     )
     for a, b in zip(outputs, expected_outputs, strict=True):
@@ -132,8 +133,8 @@ def test_against_float64_finite_differences():
 def test_a_chunk_does_not_see_the_others():
     hidden, weight, targets = case((9,))
     changed = hidden.at[4].set(jnp.inf)
-    before = linear_logprob(hidden, weight, targets, chunk=2)[0]
-    after = linear_logprob(changed, weight, targets, chunk=2)[0]
+    run = jax.jit(partial(linear_logprob, chunk=2))
+    before, after = (run(x, weight, targets)[0] for x in (hidden, changed))
     keep = np.arange(9) != 4
     np.testing.assert_array_equal(np.array(before)[keep], np.array(after)[keep])
 
@@ -141,12 +142,15 @@ def test_a_chunk_does_not_see_the_others():
 def test_bfloat16_accumulates_in_float32():
     # The weight gradient is a sum over tokens: in bfloat16 it would stop growing after some 256
     # equal terms. Here 4096 tokens in 64 chunks add the same one.
-    hidden = jnp.ones((4096, 2), jnp.bfloat16)
-    weight = jnp.zeros((4, 2), jnp.bfloat16)
-    targets = jnp.zeros(4096, jnp.int32)
-    logprobs, _ = linear_logprob(hidden, weight, targets, chunk=64)
+    hidden, weight = np.ones((4096, 2), jnp.bfloat16), np.zeros((4, 2), jnp.bfloat16)
+    targets = np.zeros(4096, np.int32)
+
+    def loss(weight):
+        logprobs, _ = linear_logprob(hidden, weight, targets, chunk=64)
+        return logprobs.sum(), logprobs
+
+    gradient, logprobs = compiled(jax.grad(loss, has_aux=True), weight)
     assert logprobs.dtype == jnp.float32
-    gradient = jax.grad(lambda w: linear_logprob(hidden, w, targets, chunk=64)[0].sum())(weight)
     assert gradient.dtype == jnp.bfloat16
     expected = 4096 * (np.eye(4)[0] - 0.25)
     np.testing.assert_allclose(
@@ -236,12 +240,12 @@ def test_refusals():
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 def test_squared_probabilities_equal_those_of_whole_logits(chunk):
     rng = np.random.default_rng(0)
-    hidden = jnp.array(rng.normal(size=(2, 5, 8)), jnp.float32)
-    weight = jnp.array(rng.normal(size=(11, 8)), jnp.float32)
-    probs = jax.nn.softmax(jnp.einsum("btd,vd->btv", hidden, weight) / 0.7)
-    found = sum_squared_probs(hidden, weight, temperature=0.7, chunk=chunk)
+    hidden, weight = (rng.normal(size=size).astype(np.float32) for size in ((2, 5, 8), (11, 8)))
+    weights = np.exp(np.einsum("btd,vd->btv", np.float64(hidden), np.float64(weight)) / 0.7)
+    probs = weights / weights.sum(-1, keepdims=True)
+    found = compiled(sum_squared_probs, hidden, weight, temperature=0.7, chunk=chunk)
     np.testing.assert_allclose(found, (probs**2).sum(-1), rtol=1e-5)
-    gradient = jax.grad(lambda h: sum_squared_probs(h, weight, chunk=chunk).sum())(hidden)
+    gradient = compiled(jax.grad(lambda h: sum_squared_probs(h, weight, chunk=chunk).sum()), hidden)
     np.testing.assert_array_equal(gradient, 0.0)
 
 

@@ -25,6 +25,7 @@ from jaxrl_llm.models.lora import Lora, join, split
 
 TOKENS = jnp.arange(10).reshape(2, 5)
 MODULES = frozenset(f"model.layers.0.{n}" for n in ("self_attn.o_proj", "mlp.up_proj"))
+CONFIG = model_config(num_layers=1, sliding_window=(None,))
 LORA = Lora(rank=2, alpha=2.0, modules=MODULES)
 
 
@@ -60,8 +61,8 @@ def test_the_gradient_of_x_goes_through_the_same_weights(contract):
 
 
 def test_first_weights_are_those_of_a_dense_model_quantised():
-    spec = frozen_spec(model_config(), "causal_lm", "float8", "bfloat16")
-    dense = init_params(model_spec(model_config(), dtype="bfloat16"), jax.random.key(3))
+    spec = frozen_spec(CONFIG, "causal_lm", "float8", "bfloat16")
+    dense = init_params(model_spec(CONFIG, dtype="bfloat16"), jax.random.key(3))
     found = jax.jit(init_params, static_argnums=0)(spec, jax.random.key(3))
     expected = jax.jit(lambda x: quantized_as(spec.params, x))(dense)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -78,8 +79,8 @@ def test_first_weights_are_those_of_a_dense_model_quantised():
 @pytest.mark.parametrize("changes", [{"merge": False}, {"dora": True}], ids=str)
 def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
     lora = replace(LORA, **changes)
-    spec = frozen_spec(model_config(), "causal_lm", "float8", "float32", lora)
-    plain = model_spec(model_config(), lora=lora)
+    spec = frozen_spec(CONFIG, "causal_lm", "float8", "float32", lora)
+    plain = model_spec(CONFIG, lora=lora)
     base, own = split(random_params(plain.params, 1, 0.2))
     base = compiled(lambda base: quantized_as(split(spec.params)[0], base), base)
     dense = compiled(lambda base: dequantized(base, "float32"), base)
@@ -100,7 +101,7 @@ def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
 
     def merge(params):
         merged_spec, merged = merge_adapters(spec, params, "bfloat16")
-        assert merged_spec == model_spec(model_config())
+        assert merged_spec == model_spec(CONFIG)
         return merged
 
     merged = compiled(merge, join(base, own))
@@ -109,16 +110,16 @@ def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
 
 
 def test_experts_are_refused_by_name():
-    from test_experts import CONFIG
+    from test_experts import CONFIG as OF_EXPERTS
 
     with pytest.raises(ValueError, match="experts have no float8.*actor.base_dtype=bfloat16"):
-        frozen_spec(CONFIG, "causal_lm", "float8", "bfloat16", LORA)
+        frozen_spec(OF_EXPERTS, "causal_lm", "float8", "bfloat16", LORA)
 
 
 @pytest.mark.parametrize(("of", "to"), [("float8", "float32"), ("float32", "float8")])
 def test_a_scalar_model_is_made_of_either_kind_of_decoder(of, to):
-    language = frozen_spec(model_config(), "causal_lm", of, "float32")
-    scalar = frozen_spec(model_config(), "scalar", to, "float32")
+    language = frozen_spec(CONFIG, "causal_lm", of, "float32")
+    scalar = frozen_spec(CONFIG, "scalar", to, "float32")
     params = random_params(language.params, 1)
     found = scalar_params_from(params, scalar, jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(

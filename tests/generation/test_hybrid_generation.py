@@ -54,7 +54,7 @@ def test_samples_do_not_depend_on_slots():
         num_slots=5,
         group=GROUP,
         prefill=RowSizes(rows=1, tokens=13, prompts=3),
-        tail_slots=(3, 2),
+        tail_slots=(2,),
         cache_tokens=28,
         tokens_a_page=2,
     )

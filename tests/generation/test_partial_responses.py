@@ -91,7 +91,7 @@ def test_experts_of_parts_come_to_their_places():
     assert found.tolist() == [[30, 31, -1, 32, 33, 34, -1]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_responses_that_go_on_share_slots_with_new_ones(temperature):
     """The tokens are those of two calls, each row has its own key, and fewer steps are taken."""
     spec = model_spec(replace(model("qwen2")[0].config, max_position_embeddings=P + 2 * R))

@@ -1,5 +1,7 @@
 """Routing replay: the rollout records the experts of every token, and the trainer takes them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,17 +53,18 @@ def rollout(params):
 def passed(params, fields, kind):
     """Log-probs, and for each token of the rows its experts and those of the record."""
 
-    @jax.jit
-    def run(params, fields):
-        part = ROWS[kind].split(fields).at(0)
-        rows = rows_of(part)
-        found = response_statistics(params, rows, spec=SPEC, settings=ForwardSettings())
-        recorded = rows.routes if ROUTES in fields else None
-        return found.logprobs, jnp.moveaxis(found.routed.chosen_BTK, 0, 2), recorded, rows.real
-
     if kind == "packed":
         assert int(ROWS[kind].split(fields).num) == 1
-    return jax.tree.map(np.asarray, run(params, fields))
+    return jax.tree.map(np.asarray, pass_over(params, fields, kind))
+
+
+@partial(jax.jit, static_argnames="kind")
+def pass_over(params, fields, kind):
+    part = ROWS[kind].split(fields).at(0)
+    rows = rows_of(part)
+    found = response_statistics(params, rows, spec=SPEC, settings=ForwardSettings())
+    recorded = rows.routes if ROUTES in fields else None
+    return found.logprobs, jnp.moveaxis(found.routed.chosen_BTK, 0, 2), recorded, rows.real
 
 
 @pytest.mark.parametrize("kind", ROWS)

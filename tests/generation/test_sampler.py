@@ -181,7 +181,7 @@ def test_filtered_draws_follow_the_renormalised_softmax():
 def test_logprob_is_of_the_full_softmax_at_the_temperature(temperature):
     logits = np.random.default_rng(3).normal(size=(64, 40), scale=2).astype(np.float32)
     settings = params(temperature=temperature, top_k=5, top_p=0.9, min_p=0.01)
-    tokens, logprobs = sample(jnp.asarray(logits), keys(64), settings)
+    tokens, logprobs = jax.jit(sample, static_argnums=2)(logits, keys(64), settings)
     z = logits.astype(np.float64) / (temperature or 1)
     expected = np.log(softmax(z))[np.arange(64), np.asarray(tokens)]
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)

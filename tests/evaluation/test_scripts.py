@@ -40,7 +40,7 @@ MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
 }
@@ -112,7 +112,8 @@ def run_script(name: str, *flags: str, **environment: str) -> subprocess.Complet
 
 def test_a_checkpoint_its_run_and_its_export_answer_alike(checkpoint, exported):
     texts = set()
-    for path in (checkpoint, checkpoint.parent.parent, exported):
+    assert find_model_path(str(checkpoint.parent.parent)) == find_model_path(str(checkpoint))
+    for path in (checkpoint, exported):
         model = open_model(find_model_path(str(path)))
         (answer,) = model.generate("1+2=", max_new_tokens=6, temperature=0.0)
         (completion,) = answer.completions
@@ -196,7 +197,7 @@ def test_evaluation_repeats_the_runs_validation(checkpoint, config_file, tmp_pat
     last = json.loads(rows[-1])
     output = tmp_path / "new" / "eval.json"
     flags = (f"--model={checkpoint}", f"--config={config_file}", f"--output={output}")
-    result = run_script("evaluate.py", *flags)
+    result = run_here(partial(commands.run, commands.evaluate, list(flags)), flags)
     assert result.returncode == 0, result.stderr
     report = json.loads(output.read_text())
     assert report["metrics"] == {name: x for name, x in last.items() if name.startswith("val-")}
@@ -377,6 +378,8 @@ MISTAKES = [
     ("export_hf.py", ["--role=policy"], "--role: invalid choice: 'policy'"),
 ]
 
+HELP = ("generate.py", "evaluate.py", "export_hf.py")
+
 # Runs all commands and prints [exit code, stdout, stderr, seconds] of each as JSON.
 # The first has the start of the process in its time.
 IN_ONE_PROCESS = """
@@ -398,14 +401,15 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def mistakes(checkpoint, config_file, poison, tmp_path_factory) -> list[list]:
-    """What each of MISTAKES ended with, where jax cannot be imported."""
+def without_jax(checkpoint, config_file, poison, tmp_path_factory) -> list[list]:
+    """What each of MISTAKES, then --help of each script ended with, where jax is not imported."""
     empty = tmp_path_factory.mktemp("empty")
     names = {"run": checkpoint.parent.parent, "config": config_file, "empty": empty}
     commands = [
         [str(SCRIPTS / script), *(f.format(**names) for f in flags)]
         for script, flags, _ in MISTAKES
     ]
+    commands += [[str(SCRIPTS / script), "--help"] for script in HELP]
     result = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS, str(time.time()), json.dumps(commands)],
         env={**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{poison}"},
@@ -418,8 +422,8 @@ def mistakes(checkpoint, config_file, poison, tmp_path_factory) -> list[list]:
 
 
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
-def test_mistakes_end_fast_without_jax_or_traceback(number, mistakes):
-    code, output, errors, seconds = mistakes[number]
+def test_mistakes_end_fast_without_jax_or_traceback(number, without_jax):
+    code, output, errors, seconds = without_jax[number]
     assert seconds < 2
     assert code == 2
     assert MISTAKES[number][2] in errors
@@ -427,12 +431,12 @@ def test_mistakes_end_fast_without_jax_or_traceback(number, mistakes):
     assert output == ""
 
 
-@pytest.mark.parametrize("script", ["generate.py", "evaluate.py", "export_hf.py"])
-def test_help_is_the_docstring(script):
-    result = run_script(script, "--help")
-    assert result.returncode == 0
+@pytest.mark.parametrize("script", HELP)
+def test_help_is_the_docstring(script, without_jax):
+    code, output, _, _ = without_jax[len(MISTAKES) + HELP.index(script)]
+    assert code == 0
     name = script.removesuffix(".py").removesuffix("_hf")
-    assert f"jaxrl {name} --model=PATH" in result.stdout and "Flags:" in result.stdout
+    assert f"jaxrl {name} --model=PATH" in output and "Flags:" in output
 
 
 def test_a_role_that_is_not_there_is_named(checkpoint, tmp_path):

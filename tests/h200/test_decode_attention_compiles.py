@@ -57,15 +57,15 @@ class Resources:
         return min(SM_REGISTERS // registers, SM_SHARED_BYTES // shared)
 
 
-def compile_decode(
+def lower_decode(
     shape: str,
     num_splits: int,
     window: int | None,
     cache: str,
     shared: bool = False,
     calls: int = 1,
-) -> str:
-    """The optimised HLO of some decode attention calls, prompts `shared` by a schedule."""
+) -> jax.stages.Lowered:
+    """Some decode attention calls for the card, prompts `shared` by a schedule."""
     K, N, H = SHAPES.get(shape, WIDE)
     q, new, prefix, own = (
         jax.ShapeDtypeStruct(dims, dtype)
@@ -101,8 +101,12 @@ def compile_decode(
         return q, own
 
     jitted = jax.jit(decode, donate_argnames="own")
-    lowered = jitted.lower(*abstract((schedule, *arguments), one_h200()))
-    return lowered.compile().as_text()
+    return jitted.lower(*abstract((schedule, *arguments), one_h200()))
+
+
+def compile_decode(*arguments: Any, **settings: Any) -> str:
+    """The optimised HLO of what `lower_decode` lowers."""
+    return lower_decode(*arguments, **settings).compile().as_text()
 
 
 # Parts of a slot, window, cache, whether a schedule lets slots share prompts.
@@ -176,7 +180,7 @@ def test_positions_are_counted_along_the_last_dimension(cache: str, monkeypatch)
         return real(dtype, shape, dimension, layout, **options)
 
     monkeypatch.setattr(fragmented_array.FragmentedArray, "broadcasted_iota", staticmethod(counted))
-    compile_decode("1.5B", 1, None, cache)
+    lower_decode("1.5B", 1, None, cache)
     assert seen and all(last for *_, last in seen), seen
 
 
@@ -184,7 +188,7 @@ def test_lowering_starts_ptxas_once_at_most_to_ask_for_its_version():
     """jax asks at every conversion of a truth value, and would start a process each time."""
     bindings = vars(fragmented_array)["mgpu_lib"]
     ask = bindings._mosaic_gpu_ext._get_ptxas_isa_version
-    compile_decode("1.5B", 1, None, "bfloat16")
+    lower_decode("1.5B", 1, None, "bfloat16")
     assert ask.cache_info().hits > 20 and ask.cache_info().misses <= 1
 
 

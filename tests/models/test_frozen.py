@@ -121,7 +121,8 @@ def test_a_scalar_model_is_made_of_either_kind_of_decoder(of, to):
     language = frozen_spec(CONFIG, "causal_lm", of, "float32")
     scalar = frozen_spec(CONFIG, "scalar", to, "float32")
     params = random_params(language.params, 1)
-    found = scalar_params_from(params, scalar, jax.random.key(0))
+    key = jax.random.key(0)
+    found = compiled(lambda params, key: scalar_params_from(params, scalar, key), params, key)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
         lambda x: (x.shape, x.dtype), scalar.params
     )

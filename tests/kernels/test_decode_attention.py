@@ -22,13 +22,11 @@ from jaxrl_llm.kernels import decode_attention
 from jaxrl_llm.kernels.decode_attention import (
     DecodeInputs,
     DecodeSchedule,
-    cache_length,
     decode_schedule,
     prefix_decode_attention,
     prefix_decode_attention_reference,
 )
 from jaxrl_llm.kernels.decode_attention.pipeline import DecodeTuning, default_tuning
-from jaxrl_llm.kernels.decode_attention.schedule import choose_num_splits, choose_prompt_splits
 
 
 @dataclass
@@ -246,14 +244,18 @@ def test_entries_before_the_window_do_not_count():
     ("name", "num_splits"),
     [("ragged", 9), *(pytest.param("ragged", n, marks=pytest.mark.slow) for n in (2, 16))],
 )
-def test_split_equals_float64(name: str, num_splits: int):
+def test_split_equals_float64(name: str, num_splits: int, monkeypatch: pytest.MonkeyPatch):
     """Also where a slot has fewer blocks than parts, or none; more than eight merge differently."""
-    case = CASES[name]
-    assert_close(case.run(num_splits=num_splits), case.answer())
+    few_ctas(monkeypatch)
+    case, slots = CASES[name], [0, 2, 4]
+    assert_close(case.run(num_splits=num_splits, slots=slots), case.answer()[slots])
 
 
 @pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_bits_do_not_depend_on_batch_index_or_neighbours(num_splits: int):
+def test_bits_do_not_depend_on_batch_index_or_neighbours(
+    num_splits: int, monkeypatch: pytest.MonkeyPatch
+):
+    few_ctas(monkeypatch)
     case = CASES["ragged"]
     whole = case.run(num_splits=num_splits)
     part = case.run(num_splits=num_splits, slots=[5, 4, 2])
@@ -280,8 +282,11 @@ SHARED = {
 
 @pytest.mark.parametrize("case", fast_and_slow(SHARED, "ragged"))
 @pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_shared_prompts_equal_float64_with_nan_past_every_length(case: Case, num_splits: int):
+def test_shared_prompts_equal_float64_with_nan_past_every_length(
+    case: Case, num_splits: int, monkeypatch: pytest.MonkeyPatch
+):
     """With as many parts of the prompts; the second number has parts without a block."""
+    few_ctas(monkeypatch)
     assert_close(case.run(schedule=case.schedule(num_splits)), case.answer())
 
 
@@ -292,15 +297,22 @@ def test_shared_prompts_and_split_own_rows_equal_float64():
     assert_close(case.run(schedule=case.schedule(2, num_splits=3)), case.answer())
 
 
-@pytest.mark.parametrize("slots_per_prompt", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("slots_per_prompt", "cache_dtype"),
+    [
+        *(pytest.param(n, jnp.bfloat16, marks=pytest.mark.slow) for n in (1, 2)),
+        (2, jnp.float8_e4m3fn),
+    ],
+)
 def test_a_cta_goes_through_several_tile_jobs(
-    monkeypatch: pytest.MonkeyPatch, slots_per_prompt: int
+    monkeypatch: pytest.MonkeyPatch, slots_per_prompt: int, cache_dtype: Any
 ):
     """More jobs than a whole round, fewer than all splits of all slots.
 
     Splits that the schedule does not list are never written, and not merged."""
     few_ctas(monkeypatch)
-    case = Case([0, 1, 0, 0], [33, 64, 33, 0], [1, 200, 0, 130], G=3, K=2, P=64, R=256, page=64)
+    sizes = dict(G=3, K=2, P=64, R=256, page=64, cache_dtype=cache_dtype)
+    case = Case([0, 1, 0, 0], [33, 64, 33, 0], [1, 200, 0, 130], **sizes)
     schedule = case.schedule(4, slots_per_prompt=slots_per_prompt, num_splits=4)
     assert 4 < int(schedule.jobs.num_jobs[0]) < 16
     assert_close(case.run(schedule=schedule), case.answer())
@@ -325,7 +337,10 @@ def races_but_for_new_entries(printed: str) -> list[str]:
 
 
 def few_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two or three, so that small cases have several tile jobs per CTA."""
+    """Two or three, so that small cases have several tile jobs per CTA.
+
+    The interpreter also takes half as long as with a CTA for each.
+    """
     monkeypatch.setattr(decode_attention.kernel, "SMS", 1)
 
 
@@ -375,9 +390,9 @@ def test_no_race_between_tile_jobs(
 @pytest.mark.parametrize(
     ("G", "shared"),
     [
-        (16, True),
         (17, False),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((16, False), (17, True))),
+        # 16 shared: in test_blocks_at_head_dim_64
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((16, True), (16, False), (17, True))),
         *(pytest.param(63, x, marks=pytest.mark.slow) for x in (False, True)),
     ],
 )
@@ -387,72 +402,17 @@ def test_many_queries_a_head(G: int, shared: bool):
     assert_close(case.run(schedule=case.schedule(2) if shared else None), case.answer())
 
 
-def test_a_window_uses_no_schedule():
+def test_a_window_uses_no_schedule(monkeypatch: pytest.MonkeyPatch):
+    given, kernel = [], decode_attention.decode_attention_mosaic
+
+    def seen(inputs: DecodeInputs, **options: Any) -> tuple[jax.Array, jax.Array]:
+        given.append(options["schedule"])
+        return kernel(inputs, **options)
+
+    monkeypatch.setattr(decode_attention, "decode_attention_mosaic", seen)
     case = Case([1, 0, 1], [65, 0, 65], [3, 64, 65], G=30, window=70)
-    out = case.run()
-    np.testing.assert_array_equal(case.run(schedule=case.schedule()), out)
-    assert_close(out, case.answer())
-
-
-SIZES = dict(
-    num_kv_heads=2, prefix_capacity=1024, own_capacity=1024, tuning=DecodeTuning(), num_splits=4
-)
-
-
-@pytest.mark.parametrize("slots_per_prompt", [1, 4])
-def test_schedule_lists_every_split_that_holds_an_entry_longest_first(slots_per_prompt: int):
-    rng = np.random.default_rng(0)
-    rows, prefix_lengths, lengths = (rng.integers(0, top, 40) for top in (3, 500, 1025))
-    lengths[:2], prefix_lengths[:2] = (0, 0), (0, 1)
-    arguments = [on_device(x, np.int32) for x in (rows, prefix_lengths, lengths)]
-    sizes = SIZES | dict(group_size=6, slots_per_prompt=slots_per_prompt)
-    schedule = compiled(decode_schedule, *arguments, **sizes)
-    listed = np.asarray(schedule.jobs.table_U4)[: int(schedule.jobs.num_jobs[0])]
-    listed, *numbers = listed.T
-    for number, of_slot in zip(numbers, (rows, prefix_lengths, lengths), strict=True):
-        np.testing.assert_array_equal(number, of_slot[listed // 4])
-    blocks = -(-lengths // 64) + (-(-prefix_lengths // 64) if slots_per_prompt == 1 else 0)
-    a_part = 4 if slots_per_prompt > 1 else 8  # a quarter of what there is room for
-    sizes = {
-        4 * slot + part: min(a_part, int(blocks[slot]) - a_part * part)
-        for slot in range(40)
-        for part in range(4)
-        if not part or blocks[slot] > a_part * part
-    }
-    assert sorted(listed) == sorted(sizes)
-    assert np.all(np.diff([sizes[part] for part in listed]) <= 0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_slot_with_a_prompt_is_in_one_prompt_tile(seed: int):
-    rng = np.random.default_rng(seed)
-    B, group_size = 40, 13  # four slots a prompt tile
-    rows, lengths = rng.integers(0, 6, B), rng.integers(1, 999, B)
-    prefix_lengths = np.where(rng.random(B) < 0.2, 0, 5 + rows + (rng.random(B) < 0.2))
-    arguments = [on_device(x, np.int32) for x in (rows, prefix_lengths, lengths)]
-    sizes = SIZES | dict(group_size=group_size, slots_per_prompt=4)
-    tiles = compiled(decode_schedule, *arguments, **sizes).prompts
-    (num_tiles,) = tiles.num_tiles
-    found = set()
-    for tile in range(int(num_tiles)):
-        count = int(tiles.num_slots_W[tile])
-        assert 1 <= count <= 4
-        for slot in np.asarray(tiles.slots_WI[tile, :count]):
-            assert int(slot) not in found
-            found.add(int(slot))
-            assert rows[slot] == tiles.rows_W[tile]
-            assert prefix_lengths[slot] == tiles.lengths_W[tile]
-    assert found == set(np.flatnonzero(prefix_lengths))
-    prompts = np.stack([rows, prefix_lengths])[:, prefix_lengths > 0]
-    _, sizes = np.unique(prompts, axis=1, return_counts=True)
-    assert num_tiles == np.ceil(sizes / 4).sum()
-    assert ((0 <= tiles.slots_WI) & (tiles.slots_WI < B)).all()
-
-
-def test_prompt_splits_come_from_shapes_and_fill_the_card():
-    assert choose_prompt_splits(1024 * 8 // 8, 512, 64) == 1
-    assert choose_prompt_splits(256 * 2 // 8, 512, 64) == 4
-    assert choose_prompt_splits(2, 128, 64) == 2  # no part under a block
+    assert_close(case.run(schedule=case.schedule()), case.answer())
+    assert given == [None]
 
 
 @pytest.mark.slow
@@ -464,9 +424,12 @@ def test_tunings_agree(tuning: DecodeTuning):
 
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_at_head_dim_64(shared: bool):
-    """Never as many entries as a head has dimensions: see `default_tuning`."""
+    """Never as many entries as a head has dimensions: see `default_tuning`.
+
+    Of the most queries a head that are taken as columns.
+    """
     assert default_tuning(64).block == 128
-    case = Case([1, 0, 1], [200, 0, 200], [300, 1, 129], G=7, P=256, R=384, page=128)
+    case = Case([1, 0, 1], [200, 0, 200], [300, 1, 129], G=16, P=256, R=384, page=128)
     tuning = default_tuning(64)
     schedule = case.schedule(2, tuning=tuning) if shared else None
     assert_close(case.run(tuning=tuning, schedule=schedule), case.answer())
@@ -522,11 +485,15 @@ FLOAT8 = dict(cache_dtype=jnp.float8_e4m3fn, G=3, K=2, R=192)
 @pytest.mark.parametrize(
     ("H", "num_splits"), [pytest.param(64, 1, marks=pytest.mark.slow), (128, 2)]
 )
-def test_float8_cache_equals_float64_with_nan_past_every_length(H: int, num_splits: int):
+def test_float8_cache_equals_float64_with_nan_past_every_length(
+    H: int, num_splits: int, monkeypatch: pytest.MonkeyPatch
+):
+    few_ctas(monkeypatch)
     case = Case([1, 0, 1], [70, 0, 128], [1, 0, 150], H=H, window=190, **FLOAT8)
     assert_close(case.run(num_splits=num_splits), case.answer())
 
 
+@pytest.mark.slow  # so they are in test_a_cta_goes_through_several_tile_jobs
 def test_float8_shared_prompts():
     case = Case([0, 1, 0], [128, 70, 128], [1, 0, 77], **FLOAT8)
     assert_close(case.run(schedule=case.schedule(2)), case.answer())
@@ -680,21 +647,3 @@ def test_refuses_a_schedule_of_other_slots():
         Case([0, 0], [4, 4], [4, 4], G=64).schedule()
     with pytest.raises(ValueError, match="prompt_splits is 5"):
         case.schedule(5)
-
-
-def test_splits_come_from_shapes_and_fill_the_card():
-    tuning = default_tuning(128)
-    assert choose_num_splits(1024, 8, 4096, tuning) == 1
-    assert choose_num_splits(1, 2, 4096, tuning) == 16
-    assert choose_num_splits(1, 2, 512, tuning) == 2  # no part under four blocks
-    assert choose_num_splits(64, 2, 1024, tuning) == 1  # nor under sixteen, once SMs are busy,
-    assert choose_num_splits(64, 2, 1024, tuning, shared=True) == 2  # or eight of a slot's own
-    assert choose_num_splits(256, 2, 8192, tuning) == 8
-
-
-@pytest.mark.parametrize(
-    ("tokens", "head_dim", "entries"),
-    [(0, 128, 64), (1, 128, 64), (64, 128, 64), (65, 128, 128), (65, 64, 128), (129, 64, 256)],
-)
-def test_cache_length_rounds_up_to_the_block(tokens: int, head_dim: int, entries: int):
-    assert cache_length(tokens, head_dim) == entries

@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 from unittest import mock
 
-from jaxrl_llm.launch import runtime
+from jaxrl_llm.launch import local, runtime
 
 
 def run_here(command: Callable[[], NoReturn], words: Sequence[str]) -> subprocess.CompletedProcess:
@@ -24,3 +26,9 @@ def run_here(command: Callable[[], NoReturn], words: Sequence[str]) -> subproces
             code = ended.code
     assert isinstance(code, int), f"{words} ended with {code!r}"
     return subprocess.CompletedProcess(list(words), code, output.getvalue(), errors.getvalue())
+
+
+def launch_here(*words: str) -> subprocess.CompletedProcess:
+    """`python -m jaxrl_llm.launch.local` of `words` in this process; its processes are real."""
+    with mock.patch.dict(os.environ, JAX_PLATFORMS="cpu"):  # the launcher notes when it began
+        return run_here(lambda: sys.exit(local.main(words)), words)

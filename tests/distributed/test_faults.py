@@ -1,11 +1,11 @@
 """One process of several fails in every way: the run ends or goes on by itself, and says who."""
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from in_process import launch_here
 from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
 from jaxrl_llm.supervision.watchdog import STALLED
@@ -40,12 +40,7 @@ def test_a_process_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     started = time.monotonic()
-    found = subprocess.run(
-        [*LAUNCH, "--processes=2", "--", str(program), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    found = launch_here("--processes=2", "--", str(program), str(tmp_path))
     assert found.returncode == STALLED, found.stderr
     assert time.monotonic() - started < 30
     assert "process 1 lags: it is in step 4, stage grade" in found.stderr

@@ -1,14 +1,14 @@
 """Several processes on this machine: output, exit codes, signals, and a real jax.distributed."""
 
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from in_process import launch_here
 
-from jaxrl_llm.launch import gang, local
+from jaxrl_llm.launch import gang
 from jaxrl_llm.launch.local import process_environments
 from jaxrl_llm.supervision.signals import STOP_SIGNALS
 
@@ -28,9 +28,9 @@ def write(folder: Path, source: str) -> str:
     return str(script)
 
 
-def launch(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [*LAUNCH, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_output_carries_the_rank(tmp_path):
@@ -79,12 +79,12 @@ def test_a_mistake_that_one_process_alone_finds_ends_all(tmp_path):
         "    barrier('never')\n"
         "runtime.run_script(main)\n",
     )
-    result = launch("--processes=2", "--restarts=2", "--", script)
+    result = launch_here("--processes=2", "--restarts=2", "--", script)
     assert result.returncode == 2 and "[0] error: no such tracker" in result.stderr
 
 
 def test_a_negative_number_of_devices_is_refused():
-    result = launch("--processes=1", "--devices-per-process=-1", "--", __file__)
+    result = launch_here("--processes=1", "--devices-per-process=-1", "--", __file__)
     assert result.returncode == 2 and "--devices-per-process=-1: must be 1" in result.stderr
 
 
@@ -97,7 +97,7 @@ def test_one_failure_ends_the_gang(tmp_path):
         "time.sleep(60)\n",
     )
     start = time.monotonic()
-    assert launch("--processes=3", "--", script).returncode == 7
+    assert launch_here("--processes=3", "--", script).returncode == 7
     assert time.monotonic() - start < 30
 
 
@@ -146,7 +146,7 @@ def test_mistakes_have_one_message(tmp_path):
         (["--processes=0", "--", "x"], "must be 1 or more"),
         (["--processes=2", "--", str(tmp_path / "none.py")], "does not exist"),
     ]:
-        result = launch(*arguments)
+        result = launch_here(*arguments)
         assert result.returncode == 2
         assert message in result.stderr
         assert "Traceback" not in result.stderr
@@ -195,8 +195,7 @@ Path(RUN_DIR, f"result{jax.process_index()}").write_text(result)
 
 def test_processes_join_and_compute_together(tmp_path):
     script = write(tmp_path, PROGRAM.replace("RUN_DIR", repr(str(tmp_path))))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = launch("--processes=2", "--devices-per-process=2", "--", script, env=environment)
+    result = launch_here("--processes=2", "--devices-per-process=2", "--", script)
     assert result.returncode == 0, result.stderr
     # In files: gloo's own threads write to the same standard output, also between our characters.
     assert (tmp_path / "result0").read_text() == "2 4 28.0"
@@ -225,7 +224,7 @@ time.sleep(0.5)
 def starts(tmp_path: Path, *words: str, restarts: int) -> tuple[int, int, str]:
     """Exit code, number of starts, and stderr of a program that fails."""
     count = tmp_path / "count"
-    result = launch(
+    result = launch_here(
         "--processes=2",
         f"--restarts={restarts}",
         "--",
@@ -254,10 +253,8 @@ def test_a_mistake_an_alarm_and_a_stop_are_not_started_again(tmp_path: Path, cod
     assert starts(tmp_path, str(code), restarts=3)[:2] == (code, 1)
 
 
-def test_a_step_that_always_fails_is_given_up(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_step_that_always_fails_is_given_up(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gang, "WAIT_S", 0.01)
-    count = tmp_path / "count"
-    command = ["--processes=2", "--restarts=99", "--", write(tmp_path, COUNTED), str(count), "9"]
-    assert local.main(command) == 9
-    assert count.read_text() == str(gang.SAME_STEP)
-    assert "not started again: it failed 5 times in step 8" in capsys.readouterr().err
+    code, number, errors = starts(tmp_path, "9", restarts=99)
+    assert (code, number) == (9, gang.SAME_STEP)
+    assert "not started again: it failed 5 times in step 8" in errors

@@ -1,28 +1,26 @@
 """Roles on different processes: the metrics of one process, at the same time."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from in_process import launch_here
 from placed_steps import small_config
 from tiny_iteration import OF_THE_DECODE_LOOP, first_states, open_iteration, run_step
 from tiny_run import REPOSITORY
 
 STEPS = 3  # that are compared
 MORE_STEPS = 12  # in one of which updates overlap, also on a busy machine
-LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
 GROUPS = {"critic": "node1:0", "reference": "critic", "rollout": "node2:0", "actor": "node0:0"}
 
 
 def placed(folder: Path, processes: int, placement: dict[str, Any]) -> list[dict[str, Any]]:
     """What each process found of the steps."""
     script = [str(REPOSITORY / "tests" / "placed_steps.py"), str(folder), json.dumps(placement)]
-    command = [*LAUNCH, f"--processes={processes}", "--", *script, str(STEPS + MORE_STEPS)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    words = [f"--processes={processes}", "--", *script, str(STEPS + MORE_STEPS)]
+    result = launch_here(*words)
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(processes)]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from in_process import launch_here
 from tiny_run import TinyRun, assert_same_bits
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
@@ -20,14 +21,13 @@ from jaxrl_llm.distributed.hardware import HARDWARE, Hardware, hardware_of
 from jaxrl_llm.launch import commands, doctor, runtime
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]
 SCRIPT = str(ROOT / "scripts" / "doctor.py")
 
 
 def test_two_processes_see_each_other_and_each_measures_its_devices(tmp_path):
     folder, output = tmp_path / "runs", tmp_path / "report.json"
-    command = [*LAUNCH, SCRIPT, f"--folder={folder}", f"--json={output}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    words = ["--processes=2", "--", SCRIPT, f"--folder={folder}", f"--json={output}"]
+    result = launch_here(*words)
     assert result.returncode == 0, result.stderr
     report = json.loads(output.read_text())
     found = {(row["process"], row["what"]): row for row in report["findings"]}
@@ -181,8 +181,7 @@ def test_a_slow_network_between_two_processes_is_named_by_one(tmp_path):
     """And a network that is as fast as its data sheet says is not."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    command = [*LAUNCH, str(script)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = launch_here("--processes=2", "--", str(script))
     assert result.returncode == 0, result.stderr
     first, second = result.stderr.split("[0] slow network\n")
     assert "[0] healthy network\n" in first and "expected" not in first

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from in_process import launch_here
 
 from jaxrl_llm.config import Config, ConfigError, LogConfig, MeshConfig
 from jaxrl_llm.supervision import run_folder
@@ -40,10 +41,14 @@ def a_run(folder: Path, step: int = 5, **changes) -> Path:
     return folder
 
 
+def lock_text(**values) -> str:
+    own = {"host": socket.gethostname(), "pid": 1, "process_started": None, "started": "then"}
+    return json.dumps(own | values)
+
+
 def lock_of(folder: Path, **values) -> None:
     folder.mkdir(exist_ok=True)
-    own = {"host": socket.gethostname(), "pid": 1, "process_started": None, "started": "then"}
-    (folder / LOCK).write_text(json.dumps(own | values))
+    (folder / LOCK).write_text(lock_text(**values))
 
 
 def refusal(config: Config) -> str:
@@ -231,6 +236,7 @@ def test_a_lock_cut_off_while_it_was_written_is_taken_over(tmp_path):
         pass
 
 
+# The lock of another process, whose text is the second argument, lies there before the second try.
 TWO = """
 import sys
 from pathlib import Path
@@ -243,10 +249,15 @@ from jaxrl_llm.supervision.run_folder import open_run_folder
 def main(argv):
     runtime.prepare()
     runtime.join_processes()
-    with open_run_folder(Config(run_dir=sys.argv[1])) as folder:
-        locked = (folder.path / "run.lock").exists()
-        Path(f"{sys.argv[1]}.{jax.process_index()}").write_text(str(locked))
+    config, text = Config(run_dir=argv[0]), argv[1]
+    with open_run_folder(config) as folder:
+        lock = folder.path / "run.lock"
+        Path(f"{argv[0]}.{jax.process_index()}").write_text(str(lock.exists()))
         multihost.barrier("looked")
+    if multihost.is_main():
+        lock.write_text(text)
+    multihost.barrier("locked")
+    with open_run_folder(config):
         return 0
 
 runtime.run_script(main)
@@ -256,18 +267,9 @@ runtime.run_script(main)
 def test_several_processes_share_a_folder_and_are_refused_together(tmp_path):
     folder, script = tmp_path / "run", tmp_path / "program.py"
     script.write_text(TWO)
-    launch = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-
-    def run() -> subprocess.CompletedProcess:
-        command = [*launch, str(script), str(folder)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-    found = run()
-    assert found.returncode == 0, found.stderr
-    assert [(tmp_path / f"run.{i}").read_text() for i in (0, 1)] == ["True", "True"]
-    lock_of(folder, pid=os.getpid())
-    found = run()
+    text = lock_text(pid=os.getpid())
+    found = launch_here("--processes=2", "--", str(script), str(folder), text)
+    assert [(tmp_path / f"run.{i}").read_text() for i in (0, 1)] == ["True", "True"], found.stderr
     assert found.returncode == 2
     for rank in (0, 1):
         message = f"[{rank}] error: another process uses the run folder {folder}: pid {os.getpid()}"

@@ -66,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
     end_without_search()
     config.pluginmanager.register(CpuReport(), "cpu-report")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Or each process that a test starts would compile the modules of the package again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # What one test compiled is there for the others. Workers and other processes inherit it.
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder = config.rootpath / CACHE

@@ -1,8 +1,6 @@
 """Hugging Face directories in and out: every tensor bit for bit, every mismatch by name."""
 
 import json
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -22,6 +20,8 @@ from jaxrl_llm.checkpoint.huggingface import (
     load_model_kind,
     model_directory,
 )
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.sharding import TRAIN_RULES, shardings
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -383,54 +383,32 @@ def test_model_directory(tmp_path, monkeypatch):
         model_directory("owner/name")
 
 
-_ON_EIGHT_DEVICES = """
-import sys, tracemalloc
-import jax, numpy as np
-from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
-from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.distributed.sharding import TRAIN_RULES, shardings
-from jaxrl_llm.models.base import model_spec
-
-source, out = sys.argv[1:]
-assert len(jax.devices()) == 8
-spec = model_spec(load_model_config(source))
-whole = import_params(source, spec)
-for sizes in [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)]:
-    placed = shardings(spec.axes, spec.params, make_mesh(**sizes), TRAIN_RULES)
-    params = import_params(source, spec, placed)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.array(a), b), params, whole)
-    for value, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(placed), strict=True):
-        assert value.sharding == sharding
-    kernel = params["decoder"]["layers"]["0"]["mlp"]["gate"]["kernel"]
-    assert kernel.addressable_shards[0].data.size * 8 // sizes.get("data", 1) == kernel.size
-
-params = import_params(source, spec, placed)  # arrays that no one has fetched yet
-largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 15 * largest
-tracemalloc.start()
-export(out, spec, params, tokenizer_files_from=source)
-now, peak = tracemalloc.get_traced_memory()
-assert peak < 3 * largest + 1_000_000, (peak, largest)
-assert now < 2 * largest, now  # no array kept a copy of itself on the host
-print("done")
-"""
-
-
 def test_import_and_export_on_eight_devices(tmp_path):
     config = tiny_config(
         num_layers=6, hidden_size=256, num_heads=8, head_dim=32, intermediate_size=512
     )
     source, out = write_directory(tmp_path / "source", config), tmp_path / "out"
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_EIGHT_DEVICES, source, out],
-        env={
-            "PATH": "/usr/bin:/bin",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr
+    assert len(jax.devices()) == 8
+    spec = model_spec(load_model_config(source))
+    whole = import_params(source, spec)
+    for sizes in [dict(fsdp=8), dict(data=2, fsdp=2, tensor=2)]:
+        placed = shardings(spec.axes, spec.params, make_mesh(**sizes), TRAIN_RULES)
+        params = import_params(source, spec, placed)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.array(a), b), params, whole)
+        for value, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(placed), strict=True):
+            assert value.sharding == sharding
+        kernel = params["decoder"]["layers"]["0"]["mlp"]["gate"]["kernel"]
+        assert kernel.addressable_shards[0].data.size * 8 // sizes.get("data", 1) == kernel.size
+
+    params = import_params(source, spec, placed)  # arrays that no one has fetched yet
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 15 * largest
+    tracemalloc.start()
+    try:
+        export(out, spec, params, tokenizer_files_from=source)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * largest + 1_000_000, (peak, largest)
+    assert now < 2 * largest, now  # no array kept a copy of itself on the host
     assert_same_bits(stored(source), stored(out))

@@ -12,7 +12,6 @@ SHORT = (
     "--config.total_steps=3",
     "--config.warmup.steps=2",
     "--config.save_every=3",
-    "--config.actor.hf_config.num_hidden_layers=1",
 )
 FILTERED = (
     "--config.algorithm=dapo",

@@ -167,7 +167,7 @@ def iterate(sizes, *, row_tokens=0, critic=0):
     """
     mesh = MeshConfig(**sizes)
     # Eight samples a pass, on one device as on the replicas of a mesh together.
-    config = in_micro_batches(tiny_config(num_layers=2), 8 // mesh.num_replicas)
+    config = in_micro_batches(tiny_config(), 8 // mesh.num_replicas)
     if row_tokens:
         config = packed(config, row_tokens)
     config = replace(config, mesh=mesh, critic=replace(config.critic, tensor=critic))
@@ -212,6 +212,7 @@ def check_iteration(sizes, **settings):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
 
 
+@pytest.mark.slow
 def test_iteration_fsdp_8():
     check_iteration(MESHES[0])
 

@@ -20,7 +20,7 @@ from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.models.base import init_params, model_spec
 
 VOCAB, P, R, N = 24, 6, 10, 24
-SPEC = model_spec(model_config(vocab_size=VOCAB))
+SPEC = model_spec(model_config(vocab_size=VOCAB, num_layers=1))
 
 
 def inputs():
@@ -76,14 +76,19 @@ def test_a_float8_rollout_with_heads_on_two_devices():
     assert gap.max() < 0.05 and gap.mean() < 1e-3
 
 
+@functools.cache
+def on_one_device(sampling):
+    settings = GenerationSettings(sampling=sampling, num_slots=5)
+    return jax.jit(functools.partial(generate, SPEC, settings=settings))(*inputs())
+
+
 def check(sizes, sampling, *, tensor=0, **whole):
     """Tokens equal one device's, replicas stop by themselves, collectives keep to their axis.
 
     `tensor` is generation's own tensor size. `whole` names logical axes that are not split, each
     with None.
     """
-    settings = GenerationSettings(sampling=sampling, num_slots=5)
-    one = jax.jit(functools.partial(generate, SPEC, settings=settings))(*inputs())
+    one = on_one_device(sampling)
     cuts = () if whole else cuts_for(sizes, [tensor], [KV_HEADS])
     mesh = make_mesh(**sizes, cuts=cuts)
     layout, stored = layout_of(mesh, tensor, **whole), stored_in(mesh, **whole)
@@ -160,6 +165,7 @@ def test_fsdp_8():
     check({"fsdp": 8}, SAMPLED)
 
 
+@pytest.mark.slow
 def test_fsdp_4_tensor_2():
     check({"fsdp": 4, "tensor": 2}, SAMPLED)
 

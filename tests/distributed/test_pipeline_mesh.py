@@ -78,7 +78,8 @@ one_device = functools.cache(lambda kind, num_layers: iterate(kind, num_layers, 
 @pytest.mark.parametrize(
     ("kind", "num_layers", "sizes"),
     [
-        ("ppo", 4, TWO_ROUNDS),
+        ("ppo", 2, {"data": 2, "pipeline": 2}),
+        pytest.param("ppo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
         pytest.param("grpo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
         pytest.param("ppo", 2, MIX, marks=pytest.mark.slow),
         pytest.param("ppo", 2, {"pipeline": 2}, marks=pytest.mark.slow),

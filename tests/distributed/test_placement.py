@@ -100,7 +100,7 @@ def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
     assert any(each.overlap("ref+values", "reward") for each in spans[1:])
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_generation_apart_gives_the_same_samples(tensor):
     """The weights go to the devices of the rollout once a step, and nothing else changes."""
     config = config_with({"rollout": "4-7"})

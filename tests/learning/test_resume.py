@@ -149,6 +149,7 @@ def on_mesh(**sizes: int) -> list[str]:
     return [f"--devices={math.prod(sizes.values())}", *keys]
 
 
+TWO_LAYERS = ("--config.actor.hf_config.num_hidden_layers=2",)  # one for each stage of a pipeline
 MIX = on_mesh(pipeline=2, fsdp=2, tensor=2)
 OTHER_MIX = on_mesh(data=2, fsdp=2, sequence=2)
 APART = ["--devices=2", "--config.placement.critic=1", "--config.placement.reference=critic"]
@@ -178,11 +179,15 @@ def assert_close_run(run: TinyRun, reference: TinyRun) -> None:
         assert samples[key]["tokens"] == sample["tokens"], key
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [MIX, *(pytest.param(x, marks=pytest.mark.slow) for x in (on_mesh(fsdp=8), APART))],
-    ids=["mix", "fsdp", "apart"],
-)
+def test_a_run_moves_to_a_mix_of_axes(tmp_path: Path) -> None:
+    grpo = "--config.algorithm=grpo", "--config.warmup=null", "--config.total_steps=4"
+    run = TinyRun(tmp_path / "one", *TWO_LAYERS, *grpo)
+    run.finish_here()
+    assert_close_run(resume_copy(tmp_path / "mix", run, MIX), run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [on_mesh(fsdp=8), APART], ids=["fsdp", "apart"])
 def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, flags: list[str]) -> None:
     assert_close_run(resume_copy(tmp_path, reference, flags), reference)
 
@@ -196,7 +201,7 @@ def test_a_run_moves_to_other_devices(tmp_path: Path, reference: TinyRun, flags:
 def test_a_run_on_devices_resumes_there_and_on_others(
     tmp_path: Path, flags: list[str], others: list[str]
 ) -> None:
-    placed = TinyRun(tmp_path / "placed", "--config.total_steps=4")
+    placed = TinyRun(tmp_path / "placed", *TWO_LAYERS, "--config.total_steps=4")
     placed.finish(*flags)
     again = resume_copy(tmp_path / "again", placed, flags)
     assert again.metrics() == placed.metrics()

@@ -18,7 +18,6 @@ SMALL = {
     "algorithm": "grpo",
     "data.val_tasks": "[]",
     "warmup.steps": "1",
-    "actor.hf_config.num_hidden_layers": "1",
     "actor.ppo_epochs": "1",
     "checkpoint.best_metric": "",
     "checkpoint.asynchronous": "false",

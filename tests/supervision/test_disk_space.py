@@ -68,8 +68,9 @@ def fill(file: Path, left: int) -> None:
 
 
 def test_a_run_on_a_full_disk_is_refused_and_one_that_fills_it_waits(small_disk, tmp_path):
-    run = TinyRun(tmp_path / "run", "--config.reward.timeout_s=60")
-    flags = (f"--config.run_dir={small_disk}/run",)
+    small = "--config.algorithm=grpo", "--config.warmup=null", "--config.data.val_tasks=[]"
+    run = TinyRun(tmp_path / "run", *small, "--config.reward.timeout_s=60")
+    flags = (f"--config.run_dir={small_disk}/run", "--config.total_steps=6")
     filler = small_disk / FILLER
     fill(filler, 10**5)
     output = run.finish_here(*flags, code=2)
@@ -77,8 +78,9 @@ def test_a_run_on_a_full_disk_is_refused_and_one_that_fills_it_waits(small_disk,
     assert not (small_disk / "run" / "checkpoints" / "frozen").exists()
     filler.unlink()
     run.pause_at(5)
+    last_file = small_disk / "run" / "checkpoints" / "global_step_4" / "digests.json"
     with run.process(*flags) as process:
-        run.wait_for(run.paused, process)
+        run.wait_for(lambda: run.paused() and last_file.exists(), process)
         fill(filler, 10**5)
         run.unpause()
         log = run.folder / "log.txt"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiny_iteration import tiny_config
-from tiny_run import TOTAL_STEPS, TinyRun
+from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -22,8 +22,16 @@ def digits(completions, trainer_state):
 """
 
 
+SMALL = (
+    "--config.algorithm=grpo",
+    "--config.warmup=null",
+    "--config.data.val_tasks=[]",
+    "--config.total_steps=8",
+)
+
+
 def run_with(folder: Path, steps: list[int]) -> TinyRun:
-    run = TinyRun(folder)
+    run = TinyRun(folder, *SMALL)
     (folder / "reward.py").write_text(FAILING.format(steps=steps))
     return run
 
@@ -36,7 +44,7 @@ def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     assert run.saved_steps()[-1] == 6
     run_with(tmp_path, [])
     assert f"resumed from {run.step_path(6)}" in run.finish_here()
-    assert run.saved_steps()[-1] == TOTAL_STEPS
+    assert run.saved_steps()[-1] == 8
 
 
 def test_a_column_that_the_config_renames_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -42,35 +42,28 @@ def measured(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_that_saves_only_at_its_end_begins_again_with_the_same_bits(tmp_path, capsys):
+    """Until then another run does not overwrite what is there."""
+
     def fail(report):
         if report.step:
             raise KeyboardInterrupt  # as a kill: nothing is saved
 
     one, two = tmp_path / "one", tmp_path / "two"
+    killed = config(one)
     with pytest.raises(KeyboardInterrupt):
-        rl.train(config(one), train_data=ROWS, callbacks=[fail])
+        rl.train(killed, train_data=ROWS, callbacks=[fail])
     assert saved(one) == []
+    before = (one / "metrics.jsonl").read_bytes()
+    for other in (replace(killed, seed=1), replace(killed, resume="never")):
+        with pytest.raises(rl.ConfigError, match="holds a run without a checkpoint"):
+            rl.train(other, train_data=ROWS)
+    assert (one / "metrics.jsonl").read_bytes() == before and b'"critic/score' in before
     for folder in (one, two):
         capsys.readouterr()
         rl.train(config(folder), train_data=ROWS)
         assert ("so the run begins again" in capsys.readouterr().out) == (folder == one)
         assert saved(folder) == ["global_step_2"]
     assert measured(one) == measured(two) and len(measured(one)) >= 2
-
-
-def test_a_run_without_a_checkpoint_is_not_overwritten(tmp_path):
-    def fail(report):
-        if report.step:
-            raise KeyboardInterrupt
-
-    killed = config(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        rl.train(killed, train_data=ROWS, callbacks=[fail])
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    for other in (replace(killed, seed=1), replace(killed, resume="never")):
-        with pytest.raises(rl.ConfigError, match="holds a run without a checkpoint"):
-            rl.train(other, train_data=ROWS)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before and b'"critic/score' in before
 
 
 def test_weights_that_grow_are_not_saved_without_a_first_checkpoint_either(tmp_path):

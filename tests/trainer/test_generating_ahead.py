@@ -30,10 +30,9 @@ SMALL = {
     "warmup": "null",
     "algorithm": "reinforce_plus_plus",
     "algorithm.use_kl_in_reward": "false",
-    "validation.every": "0",
-    "validation.before_train": "false",
+    "data.val_tasks": "[]",
+    "checkpoint.best_metric": "",
     "log.tensorboard": "false",
-    "actor.hf_config.num_hidden_layers": "1",
     "actor.ppo_epochs": "1",
 }
 ALWAYS = {"max_staleness": "1"}
@@ -246,7 +245,14 @@ def test_other_settings_generate_again_what_was_ahead(tmp_path, apart):
     assert {key: s["prompt"] for key, s in again.samples("train").items()} == prompts
 
 
-@pytest.mark.parametrize("changes", [{"partial_rollouts": "2"}, {"max_staleness": "1"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"partial_rollouts": "2"},
+        pytest.param({"max_staleness": "1"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_parts_begin_again_after_a_resume_with_other_settings(tmp_path, in_parts, changes):
     """Nothing of the batches ahead can be used: they begin under the policy of the resume."""
     again = resume_copy(tmp_path, in_parts, **(LEARNING_IN_PARTS | changes))

@@ -154,10 +154,16 @@ def test_a_run_goes_on_from_an_adapter_of_peft(tmp_path, base, trained):
     assert_same_bits(found, {k: v for k, v in of_first.items() if k.startswith("actor[")})
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float8", marks=pytest.mark.slow)])
-def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path, dtype):
-    run, config = config_of(tmp_path, **GRPO | {"total_steps": "1", "actor__base_dtype": dtype})
-    checkpoint = train(config).checkpoint
+@pytest.fixture(scope="module", params=["float32", pytest.param("float8", marks=pytest.mark.slow)])
+def warmed(request, tmp_path_factory):
+    """A run of one step whose warm-up trained the base, and the dtype of that."""
+    flags = GRPO | {"total_steps": "1", "actor__base_dtype": request.param}
+    run, config = config_of(tmp_path_factory.mktemp("warmed"), **flags)
+    return request.param, run, train(config).checkpoint
+
+
+def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path, warmed):
+    dtype, run, checkpoint = warmed
     frozen = {name: x for name, x in run.weights(1).items() if name.startswith("frozen")}
     assert frozen and all("['base']" in name for name in frozen)
     kernels = {str(x.dtype) for name, x in frozen.items() if name.endswith("['kernel']")}
@@ -166,6 +172,13 @@ def test_a_warm_up_trains_the_base_which_is_saved_once(tmp_path, dtype):
     # No file holds the base alone: PEFT must not join the adapter to the model before the warm-up.
     folder = export_checkpoint(checkpoint, tmp_path / "adapter", adapter=True)
     assert json.loads((folder / CONFIG).read_text())["base_model_name_or_path"] in ("", None)
+
+
+def test_a_warm_up_is_not_taken_away_from_a_run_with_adapters(tmp_path, warmed):
+    dtype, run, _ = warmed
+    flags = GRPO | {"resume": str(run.step_path(1)), "actor__base_dtype": dtype, "warmup": "null"}
+    with pytest.raises(ConfigError, match="give the warm-up and the adapters"):
+        train(config_of(tmp_path, **flags)[1])
 
 
 def test_a_base_in_float8_is_read_again_and_exported_dequantised(tmp_path, base, capsys):
@@ -239,14 +252,6 @@ def test_an_adapter_alone_is_not_evaluated(tmp_path, base, trained):
     lora = {"actor__path": str(base), "actor__lora__path": str(folder)}
     with pytest.raises(ConfigError, match="an adapter alone is not evaluated"):
         evaluate(config_of(tmp_path, **GRPO | lora)[1])
-
-
-def test_a_warm_up_is_not_taken_away_from_a_run_with_adapters(tmp_path):
-    run, config = config_of(tmp_path, **GRPO | {"total_steps": "1"})
-    train(config)
-    with pytest.raises(ConfigError, match="give the warm-up and the adapters"):
-        again = tmp_path / "again"
-        train(config_of(again, resume=str(run.step_path(1)), warmup="null", **GRPO)[1])
 
 
 def test_an_adapter_with_a_number_that_is_none_is_refused(tmp_path, base, trained):

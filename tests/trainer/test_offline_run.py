@@ -121,7 +121,7 @@ def test_reference_log_probs_computed_once_give_the_same_run(dpo, tmp_path):
 def test_a_table_of_the_reference_is_not_taken_for_that_of_other_held_out_records(
     changed, tmp_path
 ):
-    small = {"actor__hf_config__num_hidden_layers": "1", "total_steps": "2", "save_every": "1"}
+    small = {"total_steps": "2", "save_every": "1"}
     small |= {"precompute_reference": "true", "data__val_tasks__0__size": "10"}
     train(tiny(tmp_path, "dpo", **small))
     shutil.rmtree(run_of(tmp_path).step_path(2))
@@ -202,8 +202,7 @@ def test_a_policy_of_kto_is_judged_on_pairs_as_one_of_dpo(packed, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_kto_reports_what_its_policy_makes_of_held_out_pairs(tmp_path):
-    small = {"actor__hf_config__num_hidden_layers": "1", "actor__micro_batch_tokens": "16"}
-    train(tiny(tmp_path, "kto", total_steps="3", **small))
+    train(tiny(tmp_path, "kto", total_steps="3", actor__micro_batch_tokens="16"))
     metrics = run_of(tmp_path).metrics()
     assert metrics[0]["eval_rewards/accuracies"] == 0.0  # the policy is its own reference
     assert 0 < metrics[3]["eval_rewards/accuracies"] <= 1

@@ -1,5 +1,6 @@
 """The offline step: sums over completions, accumulation, packing, records that do not count."""
 
+import functools
 from functools import partial
 
 import jax
@@ -86,7 +87,8 @@ def make_batch(algorithm, *, num=B, size=B, seed=0, length=LENGTH):
     return jax.tree.map(jnp.asarray, batch.replace(**given))
 
 
-def gradients(algorithm, batch, micro_batches):
+@functools.cache
+def program(algorithm, micro_batches):
     spec = SPECS[algorithm.model_kind]
     loss = RecordLoss(algorithm=algorithm, spec=spec, settings=SETTINGS)
 
@@ -101,7 +103,11 @@ def gradients(algorithm, batch, micro_batches):
         )
         return grads, means(algorithm, metrics)
 
-    return run(PARAMS[algorithm.model_kind], batch)
+    return run
+
+
+def gradients(algorithm, batch, micro_batches):
+    return program(algorithm, micro_batches)(PARAMS[algorithm.model_kind], batch)
 
 
 @jax.jit

@@ -1,6 +1,7 @@
 """Runs that lack something, go on from another model's checkpoint, or must end early."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -15,13 +16,13 @@ from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.supervision import deadline
 from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.progress import Summary
 from jaxrl_llm.trainer.run import train
 
 SMALL = {
     "total_steps": "1",
     "data.val_tasks": "[]",
     "warmup.steps": "1",
-    "actor.hf_config.num_hidden_layers": "1",
     "actor.ppo_epochs": "1",
     "checkpoint.best_metric": "",
     "log.tensorboard": "false",
@@ -35,9 +36,14 @@ def config_of(folder, **changes):
     return run, load_config(str(folder / "tiny.py"), list(flags.items()))
 
 
-def test_a_run_without_validation_data_runs_without_validation(tmp_path):
-    run, config = config_of(tmp_path)
-    summary = train(config)
+@pytest.fixture(scope="module")
+def of_one_step(tmp_path_factory) -> tuple[TinyRun, Summary]:
+    run, config = config_of(tmp_path_factory.mktemp("run"))
+    return run, train(config)
+
+
+def test_a_run_without_validation_data_runs_without_validation(of_one_step):
+    run, summary = of_one_step
     assert summary.step == 1 and not summary.totals.last
     metrics = run.metrics()
     assert list(metrics) == [0, 1] and "critic/score/mean" in metrics[1]
@@ -60,10 +66,11 @@ def test_a_warm_up_on_prompts_alone_names_the_key_that_leaves_it_out(tmp_path):
         sft_batches(config, config.warmup, load_tokenizer("char"), tmp_path, no_rows)
 
 
-def test_a_checkpoint_is_of_one_model(tmp_path, capsys):
+def test_a_checkpoint_is_of_one_model(tmp_path, of_one_step, capsys):
     """Fault 6: a resume, an export and an opened model each compare what the files describe."""
-    run, config = config_of(tmp_path)
-    checkpoint = train(config).checkpoint
+    run = TinyRun(tmp_path)
+    shutil.copytree(of_one_step[0].run_dir, run.run_dir)
+    checkpoint = run.step_path(1)
     record = read_identity(checkpoint)
     assert record is not None and set(record[MODELS]) == {"actor", "critic", "reference"}
     assert record[TOKENIZER] == load_tokenizer("char").digest()

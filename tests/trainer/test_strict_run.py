@@ -11,7 +11,6 @@ FLAGS = {
     "algorithm": "grpo",
     "data.val_tasks": "[]",
     "warmup": "null",
-    "actor.hf_config.num_hidden_layers": "1",
     "actor.ppo_epochs": "1",
     "actor.shuffle": "false",
     "actor.micro_batch_tokens": "40",

@@ -1,6 +1,5 @@
 """The tiny model of the tests. A test that needs other sizes changes only those."""
 
-from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.models.base import ModelConfig
@@ -62,7 +61,7 @@ HYBRID = {
 
 def model_config(**changes: Any) -> ModelConfig:
     """The same model as our own record, with `changes`."""
-    config = ModelConfig(
+    sizes = dict(
         family="qwen2",
         vocab_size=24,
         hidden_size=32,
@@ -75,7 +74,7 @@ def model_config(**changes: Any) -> ModelConfig:
         attention_bias=True,
         tie_word_embeddings=True,
     )
-    return replace(config, **changes)
+    return ModelConfig(**(sizes | changes))
 
 
 # A model whose vocabulary is the tokenizer's, and rows for it.

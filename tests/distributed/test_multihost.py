@@ -1,4 +1,4 @@
-"""Two real processes over loopback: joining, barriers, rows of hosts, draws by priority."""
+"""Two real processes over loopback: joining, barriers, rows of hosts, draws, an exported model."""
 
 import os
 import socket
@@ -9,6 +9,8 @@ import textwrap
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from tiny_models import tiny_config, write_directory
 
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -18,10 +20,12 @@ PROGRAM = """
     import sys, time
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
+    from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
     from jaxrl_llm.data.priority import PriorityLoader
     from jaxrl_llm.distributed import multihost
     from jaxrl_llm.distributed.mesh import make_mesh
-    from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+    from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
+    from jaxrl_llm.models.base import model_spec
     from jaxrl_llm.types import Prompt
 
     process = int(sys.argv[1])
@@ -100,6 +104,15 @@ PROGRAM = """
             raise SystemExit("a value was gathered from one process")
         except multihost.BarrierTimeout as error:
             assert error.missing == (1,), error
+    multihost.barrier("not lonely", timeout_s=60)
+
+    # Each holds half of a model. Both import it, both export it, one of them writes.
+    source, out = sys.argv[3:]
+    spec = model_spec(load_model_config(source))
+    placed = shardings(spec.axes, spec.params, mesh, TRAIN_RULES)
+    params = import_params(source, spec, placed)
+    assert not params["decoder"]["embed"]["table"].is_fully_addressable
+    export(out, spec, params, tokenizer_files_from=source)
     multihost.barrier("end", timeout_s=60)
     print("process", process, "is done")
 """
@@ -111,10 +124,11 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def test_two_processes_share_arrays_and_a_barrier_names_who_is_missing():
+def test_two_processes_share_arrays_and_a_model_and_a_barrier_names_who_is_missing(tmp_path):
     port, env = free_port(), dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    source, out = write_directory(tmp_path / "source", tiny_config()), tmp_path / "out"
     commands = [
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(process), str(port)]
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(process), str(port), source, out]
         for process in range(2)
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -125,6 +139,9 @@ def test_two_processes_share_arrays_and_a_barrier_names_who_is_missing():
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (source, out))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
 @pytest.mark.parametrize(

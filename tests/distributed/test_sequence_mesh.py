@@ -274,6 +274,7 @@ def check_updated(config, sizes, **rows):
             )
 
 
+@pytest.mark.slow
 def test_grpo_packed_on_data_2_sequence_4():
     check_updated(single(config_of("grpo")), WITH_DATA, row_tokens=33)
 

@@ -48,6 +48,7 @@ ALGORITHMS = {
     "simpo": build_offline(c.SimPO()),
     "cpo": build_offline(c.CPO()),
 }
+LIKE_DPO = ("ipo", "simpo")  # a mean over pairs; DPO has one over tokens on top
 SINGLE = ("sft", "reward_regression", "kto")  # one row a record
 
 
@@ -128,7 +129,13 @@ def assert_same(found, expected):
         )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_DPO else [])
+        for name in ALGORITHMS
+    ],
+)
 def test_accumulation_equals_the_whole_batch(name):
     """The micro-batches hold very different numbers of tokens."""
     algorithm = ALGORITHMS[name]

@@ -102,6 +102,7 @@ def test_useless_weights_do_not_replace_a_checkpoint(tmp_path):
         total_steps="3",
         save_every="1",
         checkpoint__keep_latest="1",
+        algorithm='{"kind": "grpo"}',
         actor__ppo_mini_batch_size="16",  # one update: the gradient of a second is not finite
         actor__optimizer='{"learning_rate": 1e30}',
     )
@@ -112,7 +113,8 @@ def test_useless_weights_do_not_replace_a_checkpoint(tmp_path):
 
 def test_a_run_saves_and_ends_before_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(deadline, "MARGIN_S", 3600.0)
-    run, config = config_of(tmp_path, total_steps="9", checkpoint__save_by="+50m")
+    grpo = {"algorithm": '{"kind": "grpo"}'}
+    run, config = config_of(tmp_path, **grpo, total_steps="9", checkpoint__save_by="+50m")
     summary = train(config)
     assert summary.interrupted and summary.step == 1
     assert run.saved_steps() == [0, 1]

@@ -17,13 +17,47 @@ else:
             from jax.experimental.pallas import mosaic_gpu
 
             cache_ptxas_version()
+            number_no_kernels()
             found = getattr(mosaic_gpu, name)
             setattr(self, name, found)  # the next read ends here
             return found
 
     plgpu = _Imported()
 
-__all__ = ["cache_ptxas_version", "plgpu"]
+_DUMPS = "mosaic_gpu.dump_basename"  # attribute of a kernel's module
+
+__all__ = ["cache_ptxas_version", "find_kernel_runtime", "number_no_kernels", "plgpu"]
+
+
+def find_kernel_runtime() -> None:
+    """What an executable with such kernels needs before it is read: jax sets it at an import."""
+    import jax.experimental.mosaic.gpu  # noqa: F401
+
+
+def number_no_kernels() -> None:
+    """Make jax name a kernel's dumps by its name alone.
+
+    jax 0.11 adds a number that counts the kernels which a process has lowered, and this name is in
+    the program. So the program, and its key in the compile cache, depended on what came before.
+
+    Guarantees: no effect without jax's CUDA plugin or in jax 0.10, and none on a second call.
+    """
+    import jax.experimental.mosaic.gpu as gpu
+    from jax.extend.mlir import ir
+
+    dialect: Any = vars(gpu)["dialect"]
+    options_of = getattr(dialect, "get_or_set_dump_options", None)
+    if options_of is None or hasattr(options_of, "__wrapped__"):
+        return
+
+    @functools.wraps(options_of)
+    def named_alike(module: Any) -> Any:
+        attributes = module.operation.attributes
+        if _DUMPS not in attributes and "sym_name" in attributes:
+            attributes[_DUMPS] = ir.StringAttr.get(attributes["sym_name"].value, module.context)
+        return options_of(module)
+
+    dialect.get_or_set_dump_options = named_alike
 
 
 def cache_ptxas_version() -> None:

@@ -205,6 +205,7 @@ def start(
     elif not os.environ.get(COMPILE_CACHE):
         run_dir = config.run_dir or str(Path("runs") / config.name)
         enable_compile_cache(str(Path(run_dir) / "compile_cache"))
+    _cache_short_programs()
     if check_links():
         _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))
     return config
@@ -220,7 +221,8 @@ def _devices_are_opened() -> Iterator[None]:
 
     def open_devices() -> None:
         with suppress(Exception):  # the next call raises it again
-            jax.devices()
+            for device in jax.local_devices():
+                jax.device_put(0.0, device)  # it claims the device's memory, which takes a second
 
     opening = threading.Thread(target=open_devices, daemon=True)
     if not _is_one_of_several():
@@ -286,6 +288,18 @@ def _say_slow_links(numbers: Sequence[int]) -> None:
     if jax.process_index() == 0:
         for line in lines:
             print(line, file=sys.stderr, flush=True)
+
+
+def _cache_short_programs() -> None:
+    """Keep short programs in the compile cache, unless the environment says how short.
+
+    A start has a hundred that draw or measure an array, and a GPU's take 30 to 600 ms each.
+    """
+    import jax
+
+    if not os.environ.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        least = 0.0 if jax.default_backend() == "gpu" else 0.1
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def devices_are_used() -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.plan.compiling import Compilers, Link, Run, Work
 from jaxrl_llm.plan.dataflow import Pieces, Segment
@@ -42,6 +42,8 @@ class Chain:
         A call waits for each program that `compilers` compile ahead.
         """
         self._compilers = compilers
+        assert isinstance(place.mesh, Mesh)
+        self.setting = setting_of(place.mesh, compiler_options)
         jit = partial(jax.jit, compiler_options=compiler_options)
         name, moved = whole.__name__, num_arguments + 2
         self._place = place
@@ -59,15 +61,12 @@ class Chain:
 
     def __call__(self, *arguments: Any) -> Any:
         """Dispatch every program, as soon as it is compiled."""
-        wait_for = self._compilers.wait_for
-        wait_for(self._begin)
-        kept, passed, moved = self._begin(*arguments)
+        ready = self._compilers.ready
+        kept, passed, moved = ready(self._begin)(*arguments)
         for piece in self._middle:
-            wait_for(piece, passed)
-            passed, moved = piece(*arguments, kept, passed, moved)
+            passed, moved = ready(piece, passed)(*arguments, kept, passed, moved)
         del kept, moved  # memory that `end` does not read
-        wait_for(self._end, passed)
-        return self._end(*arguments, passed)
+        return ready(self._end, passed)(*arguments, passed)
 
     def eval_shape(self, *arguments: Any) -> Any:
         """Shapes of the results. The first program and the last one are traced."""
@@ -122,11 +121,27 @@ def chain_of(
     )
 
 
-def work_of(program: Any, arguments: tuple[Any, ...], *, is_long: bool = False) -> Work:
-    """The programs that are compiled for a function, a chain or one that is jitted."""
+def work_of(
+    program: Any, arguments: tuple[Any, ...], setting: str = "", *, is_long: bool = False
+) -> Work:
+    """The programs that are compiled for a function, a chain or one that is jitted.
+
+    `setting` is that of a jitted one; a chain knows its own.
+    """
     if isinstance(program, Chain):
-        return Work(program.programs, program.links(*arguments), is_long)
-    return Work([program], iter([(program, arguments)]), is_long)
+        return Work(program.programs, program.links(*arguments), program.setting, is_long)
+    return Work([program], iter([(program, arguments)]), setting, is_long)
+
+
+def programs_of(program: Any) -> Sequence[Any]:
+    """The jitted functions that are called for a function, a chain or one that is jitted."""
+    return program.programs if isinstance(program, Chain) else [program]
+
+
+def setting_of(mesh: Mesh, compiler_options: dict[str, Any] | None) -> str:
+    """What decides an executable of a jitted function and is not in its lowered program."""
+    devices = [device.id for device in mesh.devices.flat]
+    return f"devices {devices}, options {sorted((compiler_options or {}).items())}"
 
 
 def _named(name: str, run: Run) -> Run:

@@ -4,28 +4,29 @@ Tracing and lowering are Python's: one program at a time. XLA compiles side by s
 that runs first is lowered first, and may run while the others are lowered. Those for which XLA
 takes longest come next: reading them from the compile cache takes longest, too.
 
-On a GPU, XLA chooses kernels by timing them, and must have the device to itself. A program that is
-in the compile cache times nothing. A mark in the cache's folder says that it is there. It is only
-a hint: with a wrong mark, kernels are timed while the device works.
+On a GPU, XLA chooses kernels by timing them, and must have the device to itself. A program that
+is on disk times nothing (stored.py).
 """
 
 import contextlib
-import hashlib
-import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jaxlib.version
+from jax import monitoring
+
+from jaxrl_llm.plan.guards import COMPILED
+from jaxrl_llm.plan.stored import Start, StoredPrograms, UnreadableProgram
+
+T = TypeVar("T")
 
 COMPILING = "compiling"  # begins the name of a thread that compiles ahead
-MARKS = "programs"  # folder of the marks, in the compile cache's
 
 Run = Callable[..., Any]
 Link = tuple[Any, tuple[Any, ...]]  # a jitted function and its arguments
@@ -36,27 +37,34 @@ class Work(NamedTuple):
 
     programs: Sequence[Any]  # jitted functions
     links: Iterator[Link]  # the same with arguments, in order; what comes next may trace them
+    setting: str = ""  # options and devices, which are not in the programs
     is_long: bool = False  # XLA takes longer for it than for others
 
 
 @dataclass(eq=False)
 class _Program:
-    # Set when it is lowered: whether it can be compiled while the device works.
+    # Set when it is lowered or stored: whether it can be compiled while the device works.
     independent: Future[bool] = field(default_factory=Future)
-    compiled: Future[None] | None = None  # None until a thread compiles it
+    compiled: Future[Run] | None = None  # None until a thread compiles it
+    setting: str = ""  # that of `Work`
+    name: str = ""  # of its file, once it is lowered or stored
+    run: Run | None = None  # what `compiled` gave, once it was waited for
+    is_new: bool = False  # whether this process compiled it
 
 
 class Compilers:
-    """Threads that compile programs; jax finds what is compiled when it calls them."""
+    """Threads that compile programs or read them from disk; they give what is called."""
 
     def __init__(self) -> None:
-        self._programs: dict[Any, _Program] = {}  # by jitted function; those not waited for yet
-        self._begun: set[Any] = set()  # jitted functions
-        self.reads_cache = False  # whether what `begin_first` lowered is in the compile cache
+        self._programs: dict[Any, _Program] = {}  # by jitted function
+        self.reads_cache = False  # whether what was begun first is on disk
+        self.reads_stored = False  # whether everything is read by `begin_stored`
         self._lock = threading.Lock()
         self._device_works = False
-        self._timing: list[Future[None]] = []  # compilations that need the device
+        self._timing: list[Future[Run]] = []  # compilations that need the device
         self._deferred: list[Callable[[], None]] = []  # those until the device is free
+        self._compare: Callable[[], None] | None = None  # of programs that run before
+        self._compared: Future[None] | None = None
 
     def begin_first(self, work: Work) -> None:
         """Lower the first program, and begin to compile it.
@@ -64,46 +72,84 @@ class Compilers:
         It is lowered here: another thread would take turns with this one, and both would be slow.
         """
         program, arguments = next(work.links)
-        self._announce([program])
-        self.reads_cache = self._lower(program, arguments, Marks())
+        self._announce([program], work.setting)
+        self.reads_cache = self._lower(program, arguments, StoredPrograms())
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """Begin to lower and to compile what was not begun before, the very first program first."""
-        every = [program for work in works for program in work.programs]
-        programs = self._announce([program for program in every if program not in self._begun])
-        lowering = _in_thread(partial(self._lower_all, works, set(programs)))
+    def begin_stored(
+        self, programs: Sequence[Any], start: Start, works: Callable[[], Sequence[Work]]
+    ) -> bool:
+        """Begin to read the programs that an earlier `start` kept. False if they are not all there.
+
+        They may be called before they are lowered. After the first call a thread lowers `works`,
+        and compares: see `check`.
+        """
+        stored, names = StoredPrograms(), start.names()
+        if len(names) != len(programs) or not all(map(stored.has, names)):
+            return False
+        for program, name in zip(programs, names, strict=True):
+            found = self._programs[program] = _Program(name=name)
+            found.independent.set_result(True)
+            found.compiled = _in_thread(partial(_load, stored, name, program))
+        self._compare = partial(self._compare_all, works, stored, start)
+        self.reads_cache = self.reads_stored = True
+        return True
+
+    def begin(self, works: Sequence[Work], start: Start | None = None) -> None:
+        """Begin to lower and to compile what was not begun before, the very first program first.
+
+        `start` keeps the names of all of them.
+        """
+        programs: dict[Any, _Program] = {}
+        for work in works:
+            programs |= self._announce(work.programs, work.setting)
+        lowering = _in_thread(partial(self._lower_all, works, set(programs), start))
         lowering.add_done_callback(partial(_pass_on, list(programs.values())))
 
-    def _announce(self, programs: Sequence[Any]) -> "dict[Any, _Program]":
-        found = {program: _Program() for program in programs}
-        self._begun |= found.keys()
+    def _announce(self, programs: Sequence[Any], setting: str) -> "dict[Any, _Program]":
+        """Those of `programs` that were not begun before."""
+        new = [program for program in programs if program not in self._programs]
+        found = {program: _Program(setting=setting) for program in new}
         self._programs |= found
         return found
 
-    def wait_for(self, program: Any, running: Any = ()) -> None:
-        """Wait until `program` may be called; at once if nothing was begun for it.
+    def ready(self, program: Any, running: Any = ()) -> Run:
+        """What to call for `program`: it waits until that is there. Itself if nothing was begun.
 
         `running` are arrays that the device still computes.
 
-        Raises: what tracing, lowering or compiling it raised.
+        Raises: what tracing, lowering, compiling or reading it raised.
         """
         found = self._programs.get(program)
         if found is None:
-            return
+            return program
+        if found.run is not None:
+            return found.run
         if not found.independent.result():
             jax.block_until_ready(running)
             self.wait_for_all()
-            return
-        with self._lock:
-            self._device_works = True
-            timing = list(self._timing)
-        wait(timing)
+        else:
+            with self._lock:
+                self._device_works = True
+                timing = list(self._timing)
+            wait(timing)
         assert found.compiled is not None
-        found.compiled.result()
-        self._programs.pop(program, None)
+        found.run = found.compiled.result()
+        with self._lock:
+            if self._compare is not None:
+                self._compared, self._compare = _in_thread(self._compare), None
+        return found.run
+
+    def check(self) -> None:
+        """Wait until what was called before it was lowered is compared. Nothing may leave before.
+
+        Raises: StalePrograms; what tracing or lowering raised.
+        """
+        if self._compared is not None:
+            self._compared.result()
+            self._compared = None
 
     def wait_for_all(self) -> None:
-        """Wait for every program. Requires: the device is idle. Raises what `wait_for` raises."""
+        """Wait for every program. Requires: the device is idle. Raises what `ready` raises."""
         with self._lock:
             self._device_works = False
             deferred, self._deferred = self._deferred, []
@@ -113,25 +159,30 @@ class Compilers:
             found.independent.result()
             assert found.compiled is not None
             found.compiled.result()
-        self._programs.clear()
 
-    def _lower_all(self, works: Sequence[Work], programs: set[Any]) -> None:
+    def _lower_all(self, works: Sequence[Work], programs: set[Any], start: Start | None) -> None:
         """Lower each of `programs` and begin to compile it; others were begun before."""
-        marks = Marks()
+        stored = StoredPrograms()
         by_length = sorted(works, key=lambda work: not work.is_long)
         rest = chain.from_iterable(work.links for work in by_length)
         for program, arguments in chain(islice(works[0].links, 1), rest):
             if program in programs:
-                self._lower(program, arguments, marks)
+                self._lower(program, arguments, stored)
+        every = [self._programs[program] for work in works for program in work.programs]
+        if start is not None:
+            start.write([found.name for found in every])
+        for found in every:  # after the lowering, which is waited for
+            if found.compiled is not None and found.compiled.exception() is None and found.is_new:
+                stored.save(found.name, found.compiled.result())
 
-    def _lower(self, program: Any, arguments: tuple[Any, ...], marks: "Marks") -> bool:
-        """Lower a program and begin to compile it. Whether the compile cache has it."""
+    def _lower(self, program: Any, arguments: tuple[Any, ...], stored: StoredPrograms) -> bool:
+        """Lower a program and begin to compile it. Whether it is on disk."""
         found = self._programs[program]
         lowered = program.lower(*arguments)
-        mark = marks.of(lowered)
-        is_known = _exists(mark)
+        found.name = stored.name_of(lowered, found.setting)
+        is_known = stored.has(found.name)
         independent = is_known or not times_kernels()
-        start = partial(self._start, found, lowered, mark, independent)
+        start = partial(self._start, program, lowered, stored, independent)
         with self._lock:
             if self._device_works and not independent:
                 self._deferred.append(start)
@@ -140,31 +191,31 @@ class Compilers:
         found.independent.set_result(independent)
         return is_known
 
-    def _start(self, found: _Program, lowered: Any, mark: Path | None, independent: bool) -> None:
-        found.compiled = _in_thread(partial(_compile, lowered, mark))
+    def _start(self, program: Any, lowered: Any, stored: StoredPrograms, independent: bool) -> None:
+        found = self._programs[program]
+        found.compiled = _in_thread(partial(_compile, program, found, lowered, stored))
         if not independent:
             self._timing.append(found.compiled)
 
+    def _compare_all(
+        self, works: Callable[[], Sequence[Work]], stored: StoredPrograms, start: Start
+    ) -> None:
+        """Lower every program that was called before, and compare it with what was called."""
+        for work in works():
+            for program, arguments in work.links:
+                name = stored.name_of(program.lower(*arguments), work.setting)
+                if name != self._programs[program].name:
+                    start.forget()
+                    raise StalePrograms(
+                        "this run's programs are not those that an earlier start of this config "
+                        "kept, so its first step is dropped: something that its key does not know "
+                        "has changed (for example a file that your own code reads); start the "
+                        "command again, which compiles them"
+                    )
 
-class Marks:
-    """Files that say which programs the compile cache has."""
 
-    def __init__(self) -> None:
-        settings: Any = jax.config  # its attributes are made at run time
-        folder: str = settings.jax_compilation_cache_dir or ""
-        # A cache in the cloud has none: asking for each would take long.
-        is_local = folder and "://" not in folder
-        self._folder = Path(folder) / MARKS if is_local else None
-        devices = ",".join(sorted({device.device_kind for device in jax.local_devices()}))
-        versions = f"{jax.__version__} {jaxlib.version.__version__}"
-        self._where = f"{versions} {devices} {os.environ.get('XLA_FLAGS', '')}"
-
-    def of(self, lowered: Any) -> Path | None:
-        """The mark of a lowered program; None without a folder."""
-        if self._folder is None:
-            return None
-        digest = hashlib.sha256(f"{self._where} {lowered.as_text()}".encode()).hexdigest()
-        return self._folder / digest[:32]
+class StalePrograms(RuntimeError):
+    """Programs that were kept under the key of a start are not those of this start."""
 
 
 def times_kernels() -> bool:
@@ -181,23 +232,46 @@ def compiles_ahead() -> bool:
     return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
 
-def _compile(lowered: Any, mark: Path | None) -> None:
-    lowered.compile()
-    if mark is not None:
-        with contextlib.suppress(OSError):  # a full or read-only folder ends no run
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+def _compile(program: Any, found: _Program, lowered: Any, stored: StoredPrograms) -> Run:
+    """Read a lowered program from disk, or compile it.
+
+    What jax reads from its own cache is not new: XLA writes it without its functions, on a CPU.
+    """
+    if stored.has(found.name):
+        with contextlib.suppress(UnreadableProgram):
+            return _load(stored, found.name, program)
+    with _hits_of_jax() as hits:
+        compiled = lowered.compile()
+    found.is_new = not hits
+    return compiled
 
 
-def _exists(mark: Path | None) -> bool:
-    """Whether there is a mark; False where its folder may not be read."""
+def _load(stored: StoredPrograms, name: str, program: Any) -> Run:
+    """Read an executable. It counts as compiled, as what jax reads from its cache does."""
+    start = time.perf_counter()
+    run = stored.load(name)
+    seconds = time.perf_counter() - start
+    monitoring.record_event_duration_secs(COMPILED, seconds, fun_name=program.__name__)
+    return run
+
+
+@contextlib.contextmanager
+def _hits_of_jax() -> Iterator[list[str]]:
+    """What this thread reads from jax's compile cache."""
+    hits, thread = [], threading.get_ident()
+
+    def listen(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
+            hits.append(event)
+
+    monitoring.register_event_listener(listen)
     try:
-        return mark is not None and mark.exists()
-    except OSError:
-        return False
+        yield hits
+    finally:
+        monitoring.unregister_event_listener(listen)
 
 
-def _in_thread(run: Callable[[], None]) -> Future[None]:
+def _in_thread(run: Callable[[], T]) -> Future[T]:
     """What `run` gives, in a thread that ends with it."""
     threads = ThreadPoolExecutor(1, COMPILING)
     found = threads.submit(run)

@@ -17,6 +17,7 @@ from jaxrl_llm.learner.losses import tree_names
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import Segment
 
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, also of what it reads
 SHOWN = 5
 VALIDATION = "validation"  # name of the program of held-out evaluation
 
@@ -157,7 +158,7 @@ class CompileCounter:
         return self.names[f"jit({name})"] + self.names[name]
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event == COMPILED:
             self.names[str(kwargs.get("fun_name", "?"))] += 1
             self.seconds += duration_secs
 

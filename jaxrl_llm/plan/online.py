@@ -35,6 +35,7 @@ from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, ROLLOUT_ROLE, Role, roles_of, rollout_role
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.plan.stages import KL_CONTROLLER
+from jaxrl_llm.plan.stored import Start
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import RolloutBatch
 
@@ -112,6 +113,11 @@ class Iteration:
             }
             self.continuing.trace(states, batch.replace(**of_older))
         return batch
+
+    def begin_stored(self, start: Start) -> bool:
+        """Begin to read the programs of a step that an earlier `start` kept; False without any."""
+        states, batch = self.abstract_states(), self.abstract_batch()
+        return self.program.begin_stored(states, batch, start)
 
     def compile_ahead(self) -> None:
         """Begin to compile the programs of a step in threads."""
@@ -242,13 +248,17 @@ class OnlinePlan:
         """The first state of the last phase's KL controller."""
         return self.iterations[-1].controller_state()
 
-    def trace(self, *, compiles_first: bool = False) -> None:
+    def trace(self, start: Start | None = None) -> None:
         """Trace every program on abstract arrays; a run does not trace them again.
 
-        `compiles_first` is that of `Program.trace`, in a run of one phase.
+        With the `start` of a run of one phase, programs that an earlier one kept are read, and
+        traced in the first step. Without them the first program begins to be compiled.
         """
+        first, *phases = self.iterations
+        if start is not None and not phases and first.begin_stored(start):
+            return
         for iteration in self.iterations:
-            iteration.trace(compiles_first=compiles_first and len(self.iterations) == 1)
+            iteration.trace(compiles_first=start is not None and not phases)
 
 
 # ------------------------------------------------------------------------- planning

@@ -30,11 +30,12 @@ from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.chain import chain_of, work_of
+from jaxrl_llm.plan.chain import Chain, chain_of, programs_of, setting_of, work_of
 from jaxrl_llm.plan.compiling import Compilers, Work
 from jaxrl_llm.plan.dataflow import Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.stored import Start
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
@@ -87,6 +88,8 @@ class Program:
         self._group = group
         self._traced: set[str] = set()
         self._compilers = Compilers()  # of `compile_ahead`
+        self._start: Start | None = None
+        self._settings: dict[str, str] = {}  # what a segment is compiled with, see `Work`
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
@@ -147,12 +150,13 @@ class Program:
             arguments = (learning, fixed, reads, device_step)
             compiled, known = self._compiled[segment.name], segment.name in self._traced
             if self._threads is not None and known:
-                result = self._threads.submit(_call, compiled, arguments, segment, mesh, now)
+                ready = self._ready(compiled)
+                result = self._threads.submit(_call, ready, arguments, segment, mesh, now)
                 now.add(mesh, segment, result.result)
             else:
                 if self._own_meshes and not known:
                     now.wait()  # kernels may be timed on any of the devices
-                self._compilers.wait_for(compiled)
+                compiled = self._ready(compiled)
                 if mesh.size > 1 and segment.name not in self._called:
                     self._called[segment.name] = jax.tree.map(_abstract, arguments)
                 with transfer_guard() if known else nullcontext(), memory_guard(segment):
@@ -173,6 +177,7 @@ class Program:
             moved = moves.to(self.mesh, {name: now.batch[name] for name in written})
             now.batch = now.batch.replace(**moved)
             now.metrics[MOVED] = moves.bytes / 1e9
+        self._compilers.check()
         if between:
             self.share_times(timer)
         return now.states, now.batch, now.metrics
@@ -258,25 +263,42 @@ class Program:
         """Whether the program that `trace` began to compile is in the compile cache."""
         return self._compilers.reads_cache
 
+    def begin_stored(self, states: States, batch: Any, start: Start) -> bool:
+        """Begin to read the programs that an earlier `start` kept; False if it kept none.
+
+        `states` and `batch` are those of `trace`, which need not be called before: the first `run`
+        traces and compares. Without any, `start` keeps what `compile_ahead` compiles.
+        """
+        self._start = start
+        if jax.process_count() > 1:
+            return False
+        every = [program for each in self._compiled.values() for program in programs_of(each)]
+        return self._compilers.begin_stored(every, start, partial(self._works, states, batch))
+
     def compile_ahead(self, states: States, batch: Any) -> None:
         """Begin to compile every device segment, side by side in threads; `run` finds the results.
 
         `states` and `batch` are those of `trace`. Several processes compile together in `run`
         instead, as they wait for one another.
         """
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 or self._compilers.reads_stored:
             return
+        works = self._works(states, batch)
+        if works:
+            self._compilers.begin(works, self._start)
+
+    def _works(self, states: States, batch: Any) -> list[Work]:
         works: list[Work] = []
         for segment in self.segments:
             if not segment.is_host:
                 works.append(self._work(segment, states, batch))
             batch = self._traced_batch(segment, states, batch)
-        if works:
-            self._compilers.begin(works)
+        return works
 
     def _work(self, segment: Segment, states: States, batch: Any) -> Work:
         arguments = self._arguments(segment, states, batch)
-        return work_of(self._compiled[segment.name], arguments, is_long=bool(segment.updated))
+        compiled, setting = self._compiled[segment.name], self._settings[segment.name]
+        return work_of(compiled, arguments, setting, is_long=bool(segment.updated))
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs. Requires: the device is idle."""
@@ -307,12 +329,19 @@ class Program:
     def compiled(self, segment: Segment) -> jax.stages.Compiled | None:
         """The program that `run` has compiled, to look into; None on one device.
 
-        It is not compiled again: jax keeps it by the same arguments.
+        It is not compiled again.
 
         Requires: `run` has run the segment; every process calls this.
         """
-        called = self._called.get(segment.name)
-        return None if called is None else self._compiled[segment.name].lower(*called).compile()
+        called, program = self._called.get(segment.name), self._compiled[segment.name]
+        if called is None:
+            return None
+        ready: Any = self._compilers.ready(program)
+        return ready if ready is not program else program.lower(*called).compile()
+
+    def _ready(self, program: Any) -> Any:
+        """What to call for a segment's program. A chain waits for each of its own."""
+        return program if isinstance(program, Chain) else self._compilers.ready(program)
 
     def _arguments(self, segment: Segment, states: States, batch: Any) -> tuple[Any, ...]:
         """Abstract arguments, placed as `run` places them.
@@ -368,6 +397,7 @@ class Program:
         out_shardings = (learning_shardings, batch_sharding(mesh), replicated(mesh))
         if any(other != options for other in others):
             options = None
+        self._settings[segment.name] = setting_of(mesh, options)
         # Several processes compile a segment together.
         alone = mesh.size == 1 and jax.process_count() == 1
         if alone and (pieces := segment.stages[0].pieces()) is not None:

@@ -1,8 +1,11 @@
 """What a run is: recorded in its checkpoints, on the console, and in RUN/about.json."""
 
+import hashlib
 import json
 import os
 import platform
+import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -17,12 +20,17 @@ from jaxrl_llm.checkpoint.identity import (
     model_record,
     package_versions,
 )
+from jaxrl_llm.config import Config
+from jaxrl_llm.config.tree import as_dict
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.stored import Start
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.progress import Plan
 
 ABOUT = "about.json"
+PACKAGES = ("jaxrl_llm", "jaxrl_llm.models")  # whose code decides programs
+NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
 
 
 def run_identity(plan: Plan, tokenizer: Tokenizer) -> Record:
@@ -45,6 +53,32 @@ def run_identity(plan: Plan, tokenizer: Tokenizer) -> Record:
         LEARNER: plan.learner.name,
         SETTING: setting,
     }
+
+
+def start_of(config: Config, plan: Plan, tokenizer: Tokenizer) -> Start:
+    """The start of a run, by its config, its identity, its code, and what jax reads.
+
+    The code is all of this package, and what was imported from outside of Python's own folders.
+    """
+    given = {key: value for key, value in as_dict(config).items() if key not in NOT_IN_PROGRAMS}
+    read = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))}
+    read = {key: value for key, value in read.items() if "CACHE" not in key}
+    settings = {key: value for key, value in jax.config.values.items() if "cache" not in key}
+    known = [given, run_identity(plan, tokenizer), read, settings, _code()]
+    text = json.dumps(known, sort_keys=True, default=str)
+    return Start(hashlib.sha256(text.encode()).hexdigest()[:32])
+
+
+def _code() -> dict[str, str]:
+    """The digest of each source file."""
+    packages = [Path(folder) for name in PACKAGES for folder in sys.modules[name].__path__]
+    files = {str(file): file for folder in packages for file in folder.rglob("*.py")}
+    theirs = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.suffix == ".py" and not any(map(file.is_relative_to, theirs)):
+            files[name] = file
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
 
 
 def _sizes(role: Role) -> str:

@@ -56,7 +56,7 @@ from jaxrl_llm.trainer.batches import (
 )
 from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
-from jaxrl_llm.trainer.identity import about, about_lines, run_identity, write_about
+from jaxrl_llm.trainer.identity import about, about_lines, run_identity, start_of, write_about
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
 from jaxrl_llm.trainer.rewarding import open_reward
@@ -408,9 +408,7 @@ def open_run(
         STATUS("reading the data and tracing the programs")
         compilations = stack.enter_context(count_compilations())
         begins = config.total_steps > 0 and not has_supervised(config)  # with the plan's programs
-        plan, data = open_plan_and_data(
-            config, tokenizer, meshes, run_dir, stack, compiles_first=begins
-        )
+        plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack, begins=begins)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
@@ -517,12 +515,12 @@ def open_plan_and_data(
     run_dir: Path,
     stack: ExitStack,
     *,
-    compiles_first: bool = False,
+    begins: bool = False,
 ) -> tuple[Plan, RunData]:
     """What the algorithm of `config` makes of a run. `stack` closes what was opened.
 
     Every program is traced here, so that shapes and fields that do not fit are refused.
-    `compiles_first` begins to compile the one that runs first.
+    Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
     records, validator = None, None
     if is_offline(config):
@@ -545,7 +543,7 @@ def open_plan_and_data(
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
-        plan.trace(compiles_first=compiles_first)
+        plan.trace(start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
     data = RunData(

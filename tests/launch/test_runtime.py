@@ -222,9 +222,10 @@ def test_devices_are_opened_while_something_else_is_done(monkeypatch):
 
     def devices():
         assert meanwhile.wait(20)
-        opened.append(True)
+        return ["device"]
 
-    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr(jax, "local_devices", devices)
+    monkeypatch.setattr(jax, "device_put", lambda _, device: opened.append(device))
     with runtime._devices_are_opened():
         meanwhile.set()
     assert opened

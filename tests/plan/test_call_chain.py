@@ -37,7 +37,7 @@ def test_the_chain_from_the_command_to_the_formula(tmp_path, monkeypatch):
 
     monkeypatch.setattr(policy_losses, "ppo_clip", formula)
     # Nothing is traced ahead: the chain is that of a step.
-    monkeypatch.setattr(trainer.OnlinePlan, "trace", lambda self, **_: None)
+    monkeypatch.setattr(trainer.OnlinePlan, "trace", lambda self, *_: None)
     monkeypatch.setattr(Iteration, "compile_ahead", lambda self: None)
     run = TinyRun(tmp_path)
     overrides = {

@@ -3,18 +3,24 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from jaxrl_llm.plan import compiling
-from jaxrl_llm.plan.compiling import Compilers, Marks, Work
+from jaxrl_llm.plan import compiling, stored
+from jaxrl_llm.plan.compiling import Compilers, StalePrograms, Work
+from jaxrl_llm.plan.stored import Start, StoredPrograms, UnreadableProgram
 
 TIMEOUT_S = 20
 
 
 class Lowered:
     """A jitted function and its lowered program; `arguments` are none."""
+
+    __name__ = "iteration"
+    args_info, out_tree = (), ()
+    _lowering = SimpleNamespace(compile_args={"kept_var_idx": set()})
 
     def __init__(self, name, seen, then=lambda: None):
         self.name, self.seen, self.then = name, seen, then
@@ -29,28 +35,55 @@ class Lowered:
     def compile(self):
         self.then()
         self.seen.append(f"compile {self.name}")
+        return f"compiled {self.name}"
 
 
 def work(*programs, is_long=False):
-    return Work(programs, iter([(program, ()) for program in programs]), is_long)
+    return Work(programs, iter([(program, ()) for program in programs]), is_long=is_long)
 
 
 @pytest.fixture
-def marks(tmp_path, monkeypatch):
-    """A folder of marks of its own, on a device where XLA times kernels."""
+def folder(tmp_path, monkeypatch):
+    """A folder of programs of its own, on a device where XLA times kernels.
+
+    A file holds the name of its program.
+    """
+
+    def save(self, name, compiled):
+        if name and not self.has(name):
+            self._file(name).parent.mkdir(exist_ok=True)
+            self._file(name).write_text(str(compiled))
+
+    def load(self, name):
+        text = self._file(name).read_text()
+        if text == "cut":
+            self._file(name).unlink()
+            raise UnreadableProgram("cut")
+        return f"read {text}"
+
     monkeypatch.setattr(compiling, "times_kernels", lambda: True)
+    monkeypatch.setattr(StoredPrograms, "save", save)
+    monkeypatch.setattr(StoredPrograms, "load", load)
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path / compiling.MARKS
+    yield tmp_path / stored.PROGRAMS
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def mark(*programs):
-    """What an earlier run has left."""
-    for program in programs:
-        found = Marks().of(program)
-        found.parent.mkdir(exist_ok=True)
-        found.touch()
+def store(*programs):
+    """What an earlier run has left; the names of the files."""
+    kept = StoredPrograms()
+    names = [kept.name_of(program, "") for program in programs]
+    for name, program in zip(names, programs, strict=True):
+        kept.save(name, program.name)
+    return names
+
+
+def wait_until(condition):
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def lowered(seen):
@@ -76,7 +109,7 @@ def test_programs_are_lowered_one_by_one_and_compiled_together():
     assert all(program.seen == [f"compile {program.name}"] for program in programs)
 
 
-def test_the_first_is_lowered_first_and_then_the_longest(marks):
+def test_the_first_is_lowered_first_and_then_the_longest(folder):
     """`A` and `B` are the long ones."""
     seen = []
     a, b, A, B = (Lowered(name, seen) for name in "abAB")
@@ -84,10 +117,10 @@ def test_the_first_is_lowered_first_and_then_the_longest(marks):
     compilers.begin([work(a, b), work(A, B, is_long=True)])
     compilers.wait_for_all()
     assert lowered(seen) == ["a", "A", "B", "b"]
-    assert len(list(marks.iterdir())) == 4
+    wait_until(lambda: folder.exists() and len(list(folder.iterdir())) == 4)
 
 
-def test_the_first_program_is_lowered_at_once_and_not_again(marks):
+def test_the_first_program_is_lowered_at_once_and_not_again(folder):
     seen = []
     a, b = Lowered("a", seen), Lowered("b", seen)
     compilers = Compilers()
@@ -96,16 +129,17 @@ def test_the_first_program_is_lowered_at_once_and_not_again(marks):
     compilers.begin([work(a, b)])
     compilers.wait_for_all()
     assert lowered(seen) == ["a", "b"]
+    wait_until(lambda: folder.exists() and len(list(folder.iterdir())) == 2)
     again = Compilers()
     again.begin_first(work(a, b))
     again.wait_for_all()
     assert again.reads_cache and lowered(seen) == ["a", "b", "a"]
 
 
-def test_a_known_program_runs_before_the_next_one_is_lowered(marks):
+def test_a_known_program_runs_before_the_next_one_is_lowered(folder):
     seen, ran = [], threading.Event()
     a, b = Lowered("a", seen), Lowered("b", seen)
-    mark(a, b)
+    store(a, b)
 
     def links():
         yield a, ()
@@ -114,18 +148,18 @@ def test_a_known_program_runs_before_the_next_one_is_lowered(marks):
 
     compilers = Compilers()
     compilers.begin([Work([a, b], links())])
-    compilers.wait_for(a)
+    compilers.ready(a)
     assert lowered(seen) == ["a"]
     ran.set()
-    compilers.wait_for(b)
-    assert seen[-1] == "compile b"
+    compilers.ready(b)
+    assert seen == ["lower a", "lower b"], "what is on disk was compiled"
 
 
-def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(marks):
+def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(folder):
     """`b` is new: it waits until `a` has run, and nothing else does."""
-    seen, known_is_there = [], threading.Event()
-    a, b, c = Lowered("a", seen), Lowered("b", seen), Lowered("c", seen, known_is_there.set)
-    mark(a, c)
+    seen = []
+    a, b, c = (Lowered(name, seen) for name in "abc")
+    store(a, c)
     began = threading.Event()
 
     def links():
@@ -144,25 +178,26 @@ def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(marks)
 
     compilers = Compilers()
     compilers.begin([Work([a, b, c], links())])
-    compilers.wait_for(a)
+    compilers.ready(a)
     began.set()
-    assert known_is_there.wait(TIMEOUT_S)
-    compilers.wait_for(b, [Running()])
+    known = compilers._programs[c]
+    wait_until(lambda: known.compiled is not None and known.compiled.done())
+    compilers.ready(b, [Running()])
     assert seen.index("a has run") < seen.index("compile b")
 
 
-def test_a_program_that_is_timing_kernels_is_waited_for(marks):
+def test_a_program_that_is_timing_kernels_is_waited_for(folder):
     """A known one may not run at that time, though nothing else keeps it."""
     seen, go_on = [], threading.Event()
     a, b = Lowered("a", seen), Lowered("b", seen, lambda: go_on.wait(TIMEOUT_S))
-    mark(a)
+    store(a)
     compilers = Compilers()
     compilers.begin([work(a, b)])
     while lowered(seen) != ["a", "b"]:
         time.sleep(0.001)
     compilers._programs[b].independent.result(TIMEOUT_S)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(compilers.wait_for, a)
+        waiting = threads.submit(compilers.ready, a)
         time.sleep(0.05)
         assert not waiting.done()
         go_on.set()
@@ -170,11 +205,11 @@ def test_a_program_that_is_timing_kernels_is_waited_for(marks):
     assert "compile b" in seen
 
 
-def test_an_error_reaches_whoever_waits(marks):
+def test_an_error_reaches_whoever_waits(folder):
     """One of the lowering thread belongs to all that it did not reach."""
     seen = []
     a, b, c = (Lowered(name, seen) for name in "abc")
-    mark(a)
+    store(a)
 
     def links():
         yield a, ()
@@ -182,10 +217,10 @@ def test_an_error_reaches_whoever_waits(marks):
 
     compilers = Compilers()
     compilers.begin([Work([a, b, c], links())])
-    compilers.wait_for(a)
+    compilers.ready(a)
     for program in (b, c):
         with pytest.raises(ValueError, match="does not fit"):
-            compilers.wait_for(program)
+            compilers.ready(program)
 
     def fail():
         raise RuntimeError("XLA cannot")
@@ -194,13 +229,84 @@ def test_an_error_reaches_whoever_waits(marks):
     compilers = Compilers()
     compilers.begin([work(bad)])
     with pytest.raises(RuntimeError, match="XLA cannot"):
-        compilers.wait_for(bad)
-    assert not Marks().of(bad).exists()
+        compilers.ready(bad)
+    assert not folder.exists() or len(list(folder.iterdir())) == 1  # `a` alone
 
 
-def test_a_folder_that_takes_no_marks_ends_no_run(marks):
+def test_what_a_start_kept_runs_before_it_is_lowered(folder):
+    """It is lowered after the first call, and whoever called waits for that in `check`."""
+    seen = []
+    a, b = Lowered("a", seen), Lowered("b", seen)
+    start = Start("key")
+    assert not Compilers().begin_stored([a, b], start, list), "nothing was kept"
+    compilers = Compilers()
+    compilers.begin([work(a, b)], start)
+    compilers.wait_for_all()
+    wait_until(lambda: folder.exists() and len(list(folder.iterdir())) == 2)
+
+    seen.clear()
+    again = Compilers()
+    assert again.begin_stored([a, b], start, lambda: [work(a, b)]) and again.reads_cache
+    assert not seen
+    assert again.ready(a) == "read compiled a" and again.ready(b) == "read compiled b"
+    again.check()
+    assert seen == ["lower a", "lower b"]
+
+
+def test_a_start_whose_programs_changed_is_refused_and_forgotten(folder):
+    """Before anything leaves the step; the next start compiles."""
+    a, other = Lowered("a", []), Lowered("other", [])
+    start = Start("key")
+    start.write(store(a))
+    compilers = Compilers()
+    assert compilers.begin_stored([other], start, lambda: [work(other)])
+    assert compilers.ready(other) == "read a"
+    with pytest.raises(StalePrograms, match="start the command again"):
+        compilers.check()
+    assert not Compilers().begin_stored([other], start, list)
+
+
+def test_an_error_of_lowering_what_was_kept_is_raised(folder):
+    a, start = Lowered("a", []), Start("key")
+    start.write(store(a))
+
+    def works():
+        raise ValueError("does not fit")
+
+    compilers = Compilers()
+    assert compilers.begin_stored([a], start, works)
+    compilers.ready(a)
+    with pytest.raises(ValueError, match="does not fit"):
+        compilers.check()
+
+
+def test_a_start_is_kept_only_while_all_its_files_are_there(folder):
+    a, b = Lowered("a", []), Lowered("b", [])
+    start = Start("key")
+    names = store(a, b)
+    start.write(names)
+    assert not Compilers().begin_stored([a], start, list), "of other programs"
+    (folder / names[1]).unlink()
+    assert not Compilers().begin_stored([a, b], start, list)
+    start.write([*names[:1], ""])
+    assert start.names() == names, "a start without a folder for one of its programs"
+    (folder.parent / stored.STARTS / "key.json").write_text("[1,")
+    assert start.names() == []
+
+
+def test_a_file_that_cannot_be_read_is_compiled(folder):
+    seen = []
+    a = Lowered("a", seen)
+    [name] = store(a)
+    (folder / name).write_text("cut")
+    compilers = Compilers()
+    compilers.begin([work(a)])
+    assert compilers.ready(a) == "compiled a"
+
+
+def test_a_folder_that_takes_no_files_ends_no_run(folder, tmp_path):
     """jax itself warns of such a cache, and computes."""
-    marks.write_text("a file where the folder of marks would be")
+    (tmp_path / stored.PROGRAMS).write_text("a file where the folder of programs would be")
     seen = []
     compilers = Compilers()
     compilers.begin([work(Lowered("one", seen))])

@@ -197,7 +197,7 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
 def test_the_first_program_is_compiled_while_the_next_one_is_traced(monkeypatch):
     compiled, seen = threading.Event(), []
 
-    def compile_one(lowered, mark):
+    def compile_one(program, found, lowered, stored):
         lowered.compile()
         seen.append("compiled")
         compiled.set()

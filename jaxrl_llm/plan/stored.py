@@ -1,0 +1,142 @@
+"""Compiled programs on disk: what a start reads in place of compiling, and of lowering.
+
+A file holds one executable, under a digest of the lowered program. So it is right wherever that
+program is lowered again. A start also keeps the names of its files, under a key of what decides
+its programs. The next start with this key runs them before it has lowered them, and lowers them
+afterwards, to compare.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax.experimental import serialize_executable
+
+from jaxrl_llm.kernels.mosaic import find_kernel_runtime
+
+PROGRAMS, STARTS = "programs", "starts"  # folders of a compile cache
+
+
+class StoredPrograms:
+    """The executables in the compile cache's folder."""
+
+    def __init__(self) -> None:
+        self._folder = _folder(PROGRAMS)
+        devices = ",".join(sorted({device.device_kind for device in jax.local_devices()}))
+        versions = f"{jax.__version__} {jaxlib.version.__version__}"
+        self._where = f"{versions} {devices} {os.environ.get('XLA_FLAGS', '')}"
+
+    def name_of(self, lowered: Any, setting: str) -> str:
+        """The file of a lowered program; empty without a folder.
+
+        `setting` is what decides the executable and is not in the program: options and devices.
+        """
+        if self._folder is None:
+            return ""
+        # jax drops arguments that are not used, and calls by position.
+        kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
+        called = f"{kept} {lowered.args_info} {lowered.out_tree}"
+        text = f"{self._where} {setting} {called} {lowered.as_text()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file; False where the folder may not be read."""
+        try:
+            return bool(name) and self._file(name).is_file()
+        except OSError:
+            return False
+
+    def load(self, name: str) -> Any:
+        """The executable of a file.
+
+        Raises: UnreadableProgram, and the file is gone.
+        """
+        if jax.default_backend() == "gpu":
+            find_kernel_runtime()
+        try:
+            devices, *stored = pickle.loads(self._file(name).read_bytes())
+            by_id = {device.id: device for device in jax.local_devices()}
+            return serialize_executable.deserialize_and_load(
+                *stored, execution_devices=[by_id[number] for number in devices]
+            )
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                self._file(name).unlink()
+            raise UnreadableProgram(
+                f"the compiled program {self._file(name)} cannot be read ({error}); it is deleted "
+                "now: start the command again"
+            ) from error
+
+    def save(self, name: str, compiled: Any) -> None:
+        """Write an executable that has no file. A folder that takes none ends no run."""
+        if not name or self.has(name):
+            return
+        stored = serialize_executable.serialize(compiled)
+        data = pickle.dumps((_device_ids(compiled), *stored))
+        with contextlib.suppress(OSError):
+            _write(self._file(name), data)
+
+    def _file(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / name
+
+
+class UnreadableProgram(RuntimeError):
+    """A file of an executable that is cut, or of another version."""
+
+
+class Start:
+    """The programs of a start by a key: what decides them, as far as it can be known at once."""
+
+    def __init__(self, key: str) -> None:
+        folder = _folder(STARTS)
+        self._file = None if folder is None else folder / f"{key}.json"
+
+    def names(self) -> list[str]:
+        """The files of its programs, in their order; empty where it is not known."""
+        try:
+            found = json.loads(self._file.read_bytes()) if self._file is not None else []
+        except (OSError, ValueError):
+            return []
+        return found if isinstance(found, list) and all(isinstance(x, str) for x in found) else []
+
+    def write(self, names: Sequence[str]) -> None:
+        """Keep the names. A folder that takes no files ends no run."""
+        if self._file is not None and all(names):
+            with contextlib.suppress(OSError):
+                _write(self._file, json.dumps(list(names)).encode())
+
+    def forget(self) -> None:
+        """Delete what `write` kept."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+
+
+def _folder(name: str) -> Path | None:
+    """A folder of the compile cache; None without one on this machine's disks."""
+    settings: Any = jax.config  # its attributes are made at run time
+    cache: str = settings.jax_compilation_cache_dir or ""
+    # A cache in the cloud has none: asking for each file would take long.
+    return Path(cache) / name if cache and "://" not in cache else None
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Whole or not at all, also when several processes write the same file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(file)
+
+
+def _device_ids(compiled: Any) -> list[int]:
+    """The devices of an executable, in its order. Requires: its results lie on a mesh."""
+    sharding = jax.tree.leaves(compiled.output_shardings)[0]
+    return [device.id for device in sharding.mesh.devices.flat]

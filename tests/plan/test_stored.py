@@ -1,0 +1,88 @@
+"""Executables on disk: what they compute, what names them, and files that cannot be read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.plan.chain import setting_of
+from jaxrl_llm.plan.stored import PROGRAMS, StoredPrograms, UnreadableProgram
+
+
+@pytest.fixture
+def folder(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / PROGRAMS
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def mesh_of(*numbers):
+    return Mesh(np.array([jax.devices()[number] for number in numbers]), "data")
+
+
+def lowered(fn, mesh, names="ab", **how):
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=place)
+    return jax.jit(fn, out_shardings=place, **how).lower(dict.fromkeys(names, x))
+
+
+@pytest.mark.parametrize("numbers", [(0,), (3,), (2, 1)])
+def test_what_is_read_computes_what_was_saved_on_the_same_devices(folder, numbers):
+    mesh = mesh_of(*numbers)
+    program = lowered(lambda x: x | {"a": x["a"] + 2 * x["b"]}, mesh, donate_argnums=(0,))
+    stored, setting = StoredPrograms(), setting_of(mesh, None)
+    name = stored.name_of(program, setting)
+    assert not stored.has(name)
+    stored.save(name, program.compile())
+    assert StoredPrograms().has(name)
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    a, b = (jax.device_put(np.arange(4.0, dtype=np.float32) + n, place) for n in (0, 1))
+    found = StoredPrograms().load(name)({"a": a, "b": b})["a"]
+    np.testing.assert_array_equal(found, [2, 5, 8, 11])
+    assert list(found.sharding.mesh.devices.flat) == [jax.devices()[n] for n in numbers]
+    assert a.is_deleted() and b.is_deleted(), "nothing was donated"
+
+
+def test_the_name_knows_all_that_decides_an_executable(folder):
+    """One argument of two has the same text as the other one: jax drops what is not used."""
+    mesh, other = mesh_of(0), mesh_of(1)
+    fns = {
+        "first": lambda x: x["a"] * 2,
+        "second": lambda x: x["b"] * 2,
+        "by name": lambda x: {"found": x["a"] * 2},
+    }
+    programs = {key: lowered(fn, mesh) for key, fn in fns.items()}
+    texts = {key: program.as_text() for key, program in programs.items()}
+    assert texts["first"].replace("x_a", "x") == texts["second"].replace("x_b", "x")
+    stored, setting = StoredPrograms(), setting_of(mesh, None)
+    names = {stored.name_of(program, setting) for program in programs.values()}
+    names |= {stored.name_of(lowered(fns["first"], mesh, "abc"), setting)}
+    names |= {stored.name_of(lowered(fns["first"], mesh, donate_argnums=(0,)), setting)}
+    for changed in (setting_of(other, None), setting_of(mesh, {"xla_option": "1"})):
+        names |= {stored.name_of(programs["first"], changed)}
+    assert len(names) == 7
+    again = stored.name_of(lowered(fns["first"], mesh), setting_of(mesh, {}))
+    assert again in names
+
+
+def test_a_file_that_is_cut_is_deleted_and_said(folder):
+    mesh = mesh_of(0)
+    program, stored = lowered(lambda x: x["a"], mesh), StoredPrograms()
+    name = stored.name_of(program, "")
+    stored.save(name, program.compile())
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UnreadableProgram, match="start the command again"):
+        stored.load(name)
+    assert not stored.has(name)
+
+
+@pytest.mark.parametrize("cache", ["", "gs://bucket/cache"])
+def test_without_a_folder_nothing_is_kept(folder, cache):
+    jax.config.update("jax_compilation_cache_dir", cache)
+    stored, program = StoredPrograms(), lowered(lambda x: x["a"], mesh_of(0))
+    assert stored.name_of(program, "") == "" and not stored.has("")
+    stored.save("", program.compile())
+    assert not folder.exists()

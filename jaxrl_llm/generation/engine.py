@@ -503,9 +503,10 @@ def _generation_form(
 ) -> tuple[ModelSpec, Any]:
     """The model with merged projections, and with float8 ones if asked for.
 
-    One with adapters keeps its projections: to merge them would copy the base.
+    One with adapters keeps its projections: to merge them would copy the base. One that came with
+    merged projections is read as it is.
     """
-    if not split and spec.lora is None:
+    if not split and spec.lora is None and spec.form == "separate":
         spec, params = merge_projections(spec, params)
     if settings.quantization == "float8":
         spec, params = quantize_projections(spec, params)

@@ -242,7 +242,13 @@ def generation_cases(options: Options) -> Sequence[Case]:
                     f"{one.name} has {one.rows} rows, which do not divide over "
                     f"{layout.num_replicas} replicas; choose others with --batch or --groups"
                 )
-        spec = model_spec(options.shapes[shape], dtype=config.rollout.dtype or config.actor.dtype)
+        # Drawn in the form that generation reads: the merged weights of a model that barely fits
+        # would not fit a second time. Devices that share heads split each projection.
+        spec = model_spec(
+            options.shapes[shape],
+            dtype=config.rollout.dtype or config.actor.dtype,
+            form="separate" if layout.size("mlp") > 1 else "merged",
+        )
         weights = Weights(spec, config, layout, len(work))
         for one in work:
             kind = Prefill if one.prefill else Generation

@@ -12,10 +12,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.grouped_matmul import TILE, grouped_matmul
 from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.models.config import SWIGLU_ALPHA
-from jaxrl_llm.models.layers import PROJECTION, ParameterAxis, parameter
+from jaxrl_llm.models.layers import PROJECTION, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +78,7 @@ class Stack(nnx.Module):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[ParameterAxis, ...],
+        axes: tuple[LogicalAxis, ...],
         dtype: DTypeLike,
         *,
         bias: bool,

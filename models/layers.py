@@ -35,9 +35,6 @@ from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.weight import Weight, weight_matmul
 from jaxrl_llm.numerics import rms_norm, to_every_token
 
-# "merged" is the output dim of several projections in one kernel. No rule splits it: it exists only
-# inside generation, where weights are whole.
-ParameterAxis = LogicalAxis | Literal["merged"]
 # How a model holds its projections. "separate": one kernel each. "merged": one kernel for those
 # that read the same input. "float8": merged and in float8. "float8_separate": one kernel each, in
 # float8, for heads that are split. See `base.merge_projections` and `base.quantize_projections`.
@@ -48,7 +45,7 @@ PROJECTION = "projection"  # checkpoint name of a projection's output; see decod
 
 
 def parameter(
-    shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], init: str, dtype: DTypeLike
+    shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], init: str, dtype: DTypeLike
 ) -> nnx.Param:
     """A parameter with one logical axis a dim; `base.init_params` gives it its values."""
     assert len(shape) == len(axes), (shape, axes)
@@ -61,7 +58,7 @@ class Projection(nnx.Module):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[ParameterAxis, ...],
+        axes: tuple[LogicalAxis, ...],
         *,
         contract: int = 1,
         bias: bool = False,
@@ -113,7 +110,7 @@ class FrozenProjection(Projection):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[ParameterAxis, ...],
+        axes: tuple[LogicalAxis, ...],
         *,
         contract: int = 1,
         init: str = "normal",
@@ -163,7 +160,7 @@ class Float8Projection(nnx.Module):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[ParameterAxis, ...],
+        axes: tuple[LogicalAxis, ...],
         *,
         contract: int = 1,
         bias: bool = False,
@@ -215,7 +212,7 @@ class RMSNorm(nnx.Module):
     def __init__(
         self,
         *shape: int,
-        axes: tuple[ParameterAxis, ...] = ("norm",),
+        axes: tuple[LogicalAxis, ...] = ("norm",),
         eps: float,
         dtype: DTypeLike,
         float8: bool = False,

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.models.expert_rows import Stack, Stacked
 from jaxrl_llm.models.frozen import SCALE, dequantized, weights_of
-from jaxrl_llm.models.layers import Embedding, ParameterAxis, Projection, multiply, parameter
+from jaxrl_llm.models.layers import Embedding, Projection, multiply, parameter
 from jaxrl_llm.models.lora_targets import EMBEDDING, EXPERTS, UNEMBEDDING
 from jaxrl_llm.models.weight import Weight
 from jaxrl_llm.numerics import round_by_chance
@@ -111,7 +112,7 @@ class LowRank(nnx.Module):
     """A B of one module. `shape` and `axes` are of the module's weights, inputs first."""
 
     def __init__(
-        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
+        self, shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], contract: int, lora: Lora
     ) -> None:
         inputs, outputs = shape[:contract], shape[contract:]
         self.contract, self.scale = contract, lora.scale
@@ -126,7 +127,7 @@ class Adapter(LowRank):
     """A B of a projection, and with DoRA the norm of each output."""
 
     def __init__(
-        self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], contract: int, lora: Lora
+        self, shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], contract: int, lora: Lora
     ) -> None:
         super().__init__(shape, axes, contract, lora)
         self.dropout, outputs = lora.dropout, shape[contract:]
@@ -163,7 +164,7 @@ class Adapter(LowRank):
 class StackAdapter(nnx.Module):
     """A B of each expert of a projection: A [E, inputs, R], B [E, R, outputs]."""
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[ParameterAxis, ...], lora: Lora) -> None:
+    def __init__(self, shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], lora: Lora) -> None:
         (E, D, F), (each, inputs, outputs) = shape, axes
         self.scale, R = lora.scale, lora.rank
         self.a = parameter((E, D, R), (each, inputs, "rank"), "uniform_each", lora.dtype)

@@ -30,6 +30,7 @@ LogicalAxis = Literal[
     "rank",
     "expert",
     "expert_embed",
+    "merged",
 ]
 # One mesh axis or part of one, several (outermost first), or None: the dim is not split.
 MeshAxes = str | tuple[str, ...] | None
@@ -56,6 +57,7 @@ class ShardingRules:
     rank: MeshAxes = None  # of an adapter
     expert: MeshAxes = None
     expert_embed: MeshAxes = None  # the hidden size in the weights of experts
+    merged: MeshAxes = None  # outputs of several projections in one kernel, which stays whole
 
     def mesh_axes(self, logical: LogicalAxis) -> tuple[str, ...]:
         """The mesh axes that split `logical`, outermost first.

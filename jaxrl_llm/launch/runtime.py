@@ -188,7 +188,8 @@ def start(
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
     join_processes()
-    with _devices_are_opened():
+    # With a placement it is not known yet which of them are used.
+    with _devices_are_opened(0 if config.placement else config.mesh.num_devices):
         meanwhile()
     if config.placement == AUTO:
         from jaxrl_llm.planner.automatic import automatic
@@ -212,8 +213,10 @@ def start(
 
 
 @contextmanager
-def _devices_are_opened() -> Iterator[None]:
+def _devices_are_opened(used: int) -> Iterator[None]:
     """A thread opens the devices; at the end they are open, or whoever asks for them next fails.
+
+    It claims the memory of the first `used`.
 
     Several processes open them together, when the first of them are asked for.
     """
@@ -221,7 +224,7 @@ def _devices_are_opened() -> Iterator[None]:
 
     def open_devices() -> None:
         with suppress(Exception):  # the next call raises it again
-            for device in jax.local_devices():
+            for device in jax.local_devices()[:used]:
                 jax.device_put(0.0, device)  # it claims the device's memory, which takes a second
 
     opening = threading.Thread(target=open_devices, daemon=True)

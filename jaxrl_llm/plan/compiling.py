@@ -9,6 +9,7 @@ is on disk times nothing (stored.py).
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,15 +82,17 @@ class Compilers:
         """Begin to read the programs that an earlier `start` kept. False if they are not all there.
 
         They may be called before they are lowered. After the first call a thread lowers `works`,
-        and compares: see `check`.
+        and compares: see `checked`. `start` keeps nothing until then, so that a process which dies
+        of them is not the first of many.
         """
         stored, names = StoredPrograms(), start.names()
         if len(names) != len(programs) or not all(map(stored.has, names)):
             return False
+        start.forget()
         for program, name in zip(programs, names, strict=True):
             found = self._programs[program] = _Program(name=name)
             found.independent.set_result(True)
-            found.compiled = _in_thread(partial(_load, stored, name, program))
+            found.compiled = _in_thread(partial(_load_or_call, stored, name, program))
         self._compare = partial(self._compare_all, works, stored, start)
         self.reads_cache = self.reads_stored = True
         return True
@@ -139,14 +142,22 @@ class Compilers:
                 self._compared, self._compare = _in_thread(self._compare), None
         return found.run
 
-    def check(self) -> None:
-        """Wait until what was called before it was lowered is compared. Nothing may leave before.
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """What is computed inside leaves after the programs that were called are compared.
 
-        Raises: StalePrograms; what tracing or lowering raised.
+        Raises: StalePrograms, also in place of an error inside; what tracing or lowering raised.
         """
+        try:
+            yield
+        except Exception:
+            self._wait_until_compared()
+            raise
+        self._wait_until_compared()
+
+    def _wait_until_compared(self) -> None:
         if self._compared is not None:
             self._compared.result()
-            self._compared = None
 
     def wait_for_all(self) -> None:
         """Wait for every program. Requires: the device is idle. Raises what `ready` raises."""
@@ -159,6 +170,8 @@ class Compilers:
             found.independent.result()
             assert found.compiled is not None
             found.compiled.result()
+        if deferred:
+            _in_thread(partial(self._save_new, StoredPrograms()))
 
     def _lower_all(self, works: Sequence[Work], programs: set[Any], start: Start | None) -> None:
         """Lower each of `programs` and begin to compile it; others were begun before."""
@@ -168,10 +181,12 @@ class Compilers:
         for program, arguments in chain(islice(works[0].links, 1), rest):
             if program in programs:
                 self._lower(program, arguments, stored)
-        every = [self._programs[program] for work in works for program in work.programs]
         if start is not None:
-            start.write([found.name for found in every])
-        for found in every:  # after the lowering, which is waited for
+            start.write([self._programs[each].name for work in works for each in work.programs])
+        self._save_new(stored)  # after the lowering, which is waited for
+
+    def _save_new(self, stored: StoredPrograms) -> None:
+        for found in list(self._programs.values()):
             if found.compiled is not None and found.compiled.exception() is None and found.is_new:
                 stored.save(found.name, found.compiled.result())
 
@@ -201,17 +216,18 @@ class Compilers:
         self, works: Callable[[], Sequence[Work]], stored: StoredPrograms, start: Start
     ) -> None:
         """Lower every program that was called before, and compare it with what was called."""
+        names = [found.name for found in self._programs.values()]
         for work in works():
             for program, arguments in work.links:
                 name = stored.name_of(program.lower(*arguments), work.setting)
                 if name != self._programs[program].name:
-                    start.forget()
                     raise StalePrograms(
                         "this run's programs are not those that an earlier start of this config "
                         "kept, so its first step is dropped: something that its key does not know "
                         "has changed (for example a file that your own code reads); start the "
                         "command again, which compiles them"
                     )
+        start.write(names)
 
 
 class StalePrograms(RuntimeError):
@@ -240,9 +256,10 @@ def _compile(program: Any, found: _Program, lowered: Any, stored: StoredPrograms
     if stored.has(found.name):
         with contextlib.suppress(UnreadableProgram):
             return _load(stored, found.name, program)
-    with _hits_of_jax() as hits:
-        compiled = lowered.compile()
-    found.is_new = not hits
+    _listen_to_hits()
+    _own.hits = 0
+    compiled = lowered.compile()
+    found.is_new = not _own.hits
     return compiled
 
 
@@ -255,20 +272,24 @@ def _load(stored: StoredPrograms, name: str, program: Any) -> Run:
     return run
 
 
-@contextlib.contextmanager
-def _hits_of_jax() -> Iterator[list[str]]:
-    """What this thread reads from jax's compile cache."""
-    hits, thread = [], threading.get_ident()
+def _load_or_call(stored: StoredPrograms, name: str, program: Any) -> Run:
+    """The executable of a file; the jitted function, which compiles, if it cannot be read."""
+    try:
+        return _load(stored, name, program)
+    except UnreadableProgram:
+        return program
 
+
+_own = threading.local()  # `hits`: what this thread reads from jax's compile cache
+
+
+@functools.cache
+def _listen_to_hits() -> None:
     def listen(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
-            hits.append(event)
+        if event == "/jax/compilation_cache/cache_hits":
+            _own.hits = getattr(_own, "hits", 0) + 1
 
     monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        monitoring.unregister_event_listener(listen)
 
 
 def _in_thread(run: Callable[[], T]) -> Future[T]:

@@ -117,70 +117,72 @@ class Program:
         Nothing is lost: a device segment follows another only where the host reads the fields of
         the first, and so waits for it.
         """
-        now = _Progress(states, batch, step, timer)
-        moves = _Moves()
-        segments = self.segments if segments is None else segments
-        between = self.is_spread and not stay
-        for number, segment in enumerate(segments):
-            if segment.is_host:
-                now.wait_for(segment.reads)
-                if between:  # hosts read the rows of their own devices
-                    self._before(self.mesh, segments[number:], now, moves)
-                    fields = {name: now.batch[name] for name in segment.reads}
-                    now.batch = now.batch.replace(**moves.to(self.mesh, fields))
-                with timer(segment.name):
-                    found = self._run_host(segment.stages[0], now, context)
-                now.wait()
-                now.metrics |= found
-                continue
-            mesh = self.mesh_of(segment)
-            # Before the clock starts: the dispatch of a program with loops may wait for the device.
-            now.wait(mesh)
-            now.wait_for([*self._reads[segment.name], *self._sources(segment)])
+        with self._compilers.checked():
+            now = _Progress(states, batch, step, timer)
+            moves = _Moves()
+            segments = self.segments if segments is None else segments
+            between = self.is_spread and not stay
+            for number, segment in enumerate(segments):
+                if segment.is_host:
+                    now.wait_for(segment.reads)
+                    if between:  # hosts read the rows of their own devices
+                        self._before(self.mesh, segments[number:], now, moves)
+                        fields = {name: now.batch[name] for name in segment.reads}
+                        now.batch = now.batch.replace(**moves.to(self.mesh, fields))
+                    with timer(segment.name):
+                        found = self._run_host(segment.stages[0], now, context)
+                    now.wait()
+                    now.metrics |= found
+                    continue
+                mesh = self.mesh_of(segment)
+                # Before the clock starts: a program with loops may wait for the device.
+                now.wait(mesh)
+                now.wait_for([*self._reads[segment.name], *self._sources(segment)])
+                if between:
+                    self._before(mesh, segments[number:], now, moves)
+                reads = {name: now.batch[name] for name in self._reads[segment.name]}
+                if self._own_meshes:
+                    reads = moves.to(mesh, reads)
+                followed = now.states | self.follow(segment.roles, now.states, timer, now.metrics)
+                if takes_part(mesh):
+                    timer.start(segment.name)
+                learning, fixed = _split_states(followed, segment)
+                device_step = make_global(jnp.int32(step), replicated(mesh))
+                arguments = (learning, fixed, reads, device_step)
+                compiled, known = self._compiled[segment.name], segment.name in self._traced
+                if self._threads is not None and known:
+                    ready = self._ready(compiled)
+                    result = self._threads.submit(_call, ready, arguments, segment, mesh, now)
+                    now.add(mesh, segment, result.result)
+                else:
+                    if self._own_meshes and not known:
+                        now.wait()  # kernels may be timed on any of the devices
+                    compiled = self._ready(compiled)
+                    if mesh.size > 1 and segment.name not in self._called:
+                        self._called[segment.name] = jax.tree.map(_abstract, arguments)
+                    with transfer_guard() if known else nullcontext(), memory_guard(segment):
+                        if not known and jax.process_count() > 1:
+                            compile_together(compiled, arguments, segment.name, takes_part(mesh))
+                        if takes_part(mesh):
+                            results = compiled(*arguments)
+                        else:
+                            results = results_elsewhere(compiled, arguments)
+                    self._traced.add(segment.name)
+                    now.add(mesh, segment, partial(now.end, segment, results, mesh))
+                self.runs[segment.name] += 1
+                if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
+                    now.wait()
+            now.wait()
+            if self._own_meshes and not stay:
+                written = [
+                    name for each in segments for stage in each.stages for name in stage.writes
+                ]
+                moved = moves.to(self.mesh, {name: now.batch[name] for name in written})
+                now.batch = now.batch.replace(**moved)
+                now.metrics[MOVED] = moves.bytes / 1e9
             if between:
-                self._before(mesh, segments[number:], now, moves)
-            reads = {name: now.batch[name] for name in self._reads[segment.name]}
-            if self._own_meshes:
-                reads = moves.to(mesh, reads)
-            followed = now.states | self.follow(segment.roles, now.states, timer, now.metrics)
-            if takes_part(mesh):
-                timer.start(segment.name)
-            learning, fixed = _split_states(followed, segment)
-            device_step = make_global(jnp.int32(step), replicated(mesh))
-            arguments = (learning, fixed, reads, device_step)
-            compiled, known = self._compiled[segment.name], segment.name in self._traced
-            if self._threads is not None and known:
-                ready = self._ready(compiled)
-                result = self._threads.submit(_call, ready, arguments, segment, mesh, now)
-                now.add(mesh, segment, result.result)
-            else:
-                if self._own_meshes and not known:
-                    now.wait()  # kernels may be timed on any of the devices
-                compiled = self._ready(compiled)
-                if mesh.size > 1 and segment.name not in self._called:
-                    self._called[segment.name] = jax.tree.map(_abstract, arguments)
-                with transfer_guard() if known else nullcontext(), memory_guard(segment):
-                    if not known:
-                        compile_together(compiled, arguments, segment.name, takes_part(mesh))
-                    if takes_part(mesh):
-                        results = compiled(*arguments)
-                    else:
-                        results = results_elsewhere(compiled, arguments)
-                self._traced.add(segment.name)
-                now.add(mesh, segment, partial(now.end, segment, results, mesh))
-            self.runs[segment.name] += 1
-            if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
-                now.wait()
-        now.wait()
-        if self._own_meshes and not stay:
-            written = [name for each in segments for stage in each.stages for name in stage.writes]
-            moved = moves.to(self.mesh, {name: now.batch[name] for name in written})
-            now.batch = now.batch.replace(**moved)
-            now.metrics[MOVED] = moves.bytes / 1e9
-        self._compilers.check()
-        if between:
-            self.share_times(timer)
-        return now.states, now.batch, now.metrics
+                self.share_times(timer)
+            return now.states, now.batch, now.metrics
 
     def _before(
         self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress", moves: "_Moves"

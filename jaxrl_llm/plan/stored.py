@@ -11,17 +11,21 @@ import hashlib
 import json
 import os
 import pickle
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.lapack
 import jaxlib.version
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
 
 from jaxrl_llm.kernels.mosaic import find_kernel_runtime
 
 PROGRAMS, STARTS = "programs", "starts"  # folders of a compile cache
+DIGEST = 32  # bytes of a digest in front of an executable
 
 
 class StoredPrograms:
@@ -29,9 +33,12 @@ class StoredPrograms:
 
     def __init__(self) -> None:
         self._folder = _folder(PROGRAMS)
-        devices = ",".join(sorted({device.device_kind for device in jax.local_devices()}))
-        versions = f"{jax.__version__} {jaxlib.version.__version__}"
-        self._where = f"{versions} {devices} {os.environ.get('XLA_FLAGS', '')}"
+        devices: Any = jax.local_devices()
+        # A CPU's instructions and a GPU's drivers are in these, and in no name of a device.
+        topology = xla_client.get_topology_for_devices(devices).fingerprint()
+        client = devices[0].client.platform_version
+        versions = f"{jax.__version__} {jaxlib.version.__version__} {client} {topology}"
+        self._where = f"{versions} {json.dumps(settings_of_jax(), sort_keys=True, default=str)}"
 
     def name_of(self, lowered: Any, setting: str) -> str:
         """The file of a lowered program; empty without a folder.
@@ -41,8 +48,9 @@ class StoredPrograms:
         if self._folder is None:
             return ""
         # jax drops arguments that are not used, and calls by position.
-        kept = sorted(lowered._lowering.compile_args["kept_var_idx"])
-        called = f"{kept} {lowered.args_info} {lowered.out_tree}"
+        how = lowered._lowering.compile_args
+        results = [(str(aval), aval.weak_type) for aval in how["global_out_avals"]]
+        called = f"{sorted(how['kept_var_idx'])} {lowered.args_info} {results} {lowered.out_tree}"
         text = f"{self._where} {setting} {called} {lowered.as_text()}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -58,10 +66,12 @@ class StoredPrograms:
 
         Raises: UnreadableProgram, and the file is gone.
         """
-        if jax.default_backend() == "gpu":
-            find_kernel_runtime()
+        _open_libraries()
         try:
-            devices, *stored = pickle.loads(self._file(name).read_bytes())
+            data = self._file(name).read_bytes()
+            if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
+                raise ValueError("its digest is another")
+            devices, *stored = pickle.loads(data[DIGEST:])
             by_id = {device.id: device for device in jax.local_devices()}
             return serialize_executable.deserialize_and_load(
                 *stored, execution_devices=[by_id[number] for number in devices]
@@ -70,8 +80,7 @@ class StoredPrograms:
             with contextlib.suppress(OSError):
                 self._file(name).unlink()
             raise UnreadableProgram(
-                f"the compiled program {self._file(name)} cannot be read ({error}); it is deleted "
-                "now: start the command again"
+                f"the compiled program {self._file(name)} cannot be read: {error}"
             ) from error
 
     def save(self, name: str, compiled: Any) -> None:
@@ -81,7 +90,7 @@ class StoredPrograms:
         stored = serialize_executable.serialize(compiled)
         data = pickle.dumps((_device_ids(compiled), *stored))
         with contextlib.suppress(OSError):
-            _write(self._file(name), data)
+            _write(self._file(name), hashlib.sha256(data).digest() + data)
 
     def _file(self, name: str) -> Path:
         assert self._folder is not None
@@ -120,6 +129,25 @@ class Start:
                 self._file.unlink()
 
 
+def settings_of_jax() -> list[Any]:
+    """What decides how programs are lowered and compiled: options of jax and its environment."""
+    read = {key: os.environ[key] for key in os.environ if key.startswith(("JAX_", "XLA_"))}
+    options: dict[str, Any] = jax.config.values
+    return [
+        {key: value for key, value in given.items() if "cache" not in key.lower()}
+        for given in (read, options)
+    ]
+
+
+def _open_libraries() -> None:
+    """What an executable calls must be there before it is read. Lowering would see to it."""
+    if jax.default_backend() == "gpu":
+        find_kernel_runtime()
+    if jax.default_backend() == "cpu":
+        lapack: Any = jaxlib.lapack
+        lapack._lapack.initialize()
+
+
 def _folder(name: str) -> Path | None:
     """A folder of the compile cache; None without one on this machine's disks."""
     settings: Any = jax.config  # its attributes are made at run time
@@ -131,9 +159,13 @@ def _folder(name: str) -> Path | None:
 def _write(file: Path, data: bytes) -> None:
     """Whole or not at all, also when several processes write the same file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{os.getpid()}")
-    part.write_bytes(data)
-    part.replace(file)
+    part = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    try:
+        part.write_bytes(data)
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _device_ids(compiled: Any) -> list[int]:

@@ -4,10 +4,13 @@ import hashlib
 import json
 import os
 import platform
+import site
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import jax
 
@@ -24,7 +27,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.config.tree import as_dict
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.roles import Role
-from jaxrl_llm.plan.stored import Start
+from jaxrl_llm.plan.stored import Start, settings_of_jax
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.progress import Plan
 
@@ -61,10 +64,7 @@ def start_of(config: Config, plan: Plan, tokenizer: Tokenizer) -> Start:
     The code is all of this package, and what was imported from outside of Python's own folders.
     """
     given = {key: value for key, value in as_dict(config).items() if key not in NOT_IN_PROGRAMS}
-    read = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))}
-    read = {key: value for key, value in read.items() if "CACHE" not in key}
-    settings = {key: value for key, value in jax.config.values.items() if "cache" not in key}
-    known = [given, run_identity(plan, tokenizer), read, settings, _code()]
+    known = [given, run_identity(plan, tokenizer), settings_of_jax(), _code()]
     text = json.dumps(known, sort_keys=True, default=str)
     return Start(hashlib.sha256(text.encode()).hexdigest()[:32])
 
@@ -73,12 +73,21 @@ def _code() -> dict[str, str]:
     """The digest of each source file."""
     packages = [Path(folder) for name in PACKAGES for folder in sys.modules[name].__path__]
     files = {str(file): file for folder in packages for file in folder.rglob("*.py")}
-    theirs = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    theirs = {sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()}
     for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "")
-        if file.suffix == ".py" and not any(map(file.is_relative_to, theirs)):
+        text = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        file = Path(text) if isinstance(text, str) else Path()
+        is_code = file.suffix == ".py" and file.is_absolute()
+        if is_code and not any(map(file.is_relative_to, theirs)):
             files[name] = file
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    return {name: _digest(file) for name, file in files.items()}
+
+
+def _digest(file: Path) -> str:
+    """Empty for a file that is not there, such as one of a zip."""
+    with suppress(OSError):
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    return ""
 
 
 def _sizes(role: Role) -> str:

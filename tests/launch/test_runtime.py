@@ -222,13 +222,13 @@ def test_devices_are_opened_while_something_else_is_done(monkeypatch):
 
     def devices():
         assert meanwhile.wait(20)
-        return ["device"]
+        return ["device", "not used"]
 
     monkeypatch.setattr(jax, "local_devices", devices)
     monkeypatch.setattr(jax, "device_put", lambda _, device: opened.append(device))
-    with runtime._devices_are_opened():
+    with runtime._devices_are_opened(1):
         meanwhile.set()
-    assert opened
+    assert opened == ["device"]
 
 
 def test_whoever_asks_for_devices_that_cannot_be_opened_gets_the_error(monkeypatch):
@@ -236,7 +236,7 @@ def test_whoever_asks_for_devices_that_cannot_be_opened_gets_the_error(monkeypat
         raise RuntimeError("no GPU")
 
     monkeypatch.setattr(jax, "devices", devices)
-    with runtime._devices_are_opened():
+    with runtime._devices_are_opened(1):
         pass
     with pytest.raises(RuntimeError, match="no GPU"):
         jax.devices()

@@ -20,7 +20,7 @@ class Lowered:
 
     __name__ = "iteration"
     args_info, out_tree = (), ()
-    _lowering = SimpleNamespace(compile_args={"kept_var_idx": set()})
+    _lowering = SimpleNamespace(compile_args={"kept_var_idx": set(), "global_out_avals": ()})
 
     def __init__(self, name, seen, then=lambda: None):
         self.name, self.seen, self.then = name, seen, then
@@ -184,6 +184,7 @@ def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(folder
     wait_until(lambda: known.compiled is not None and known.compiled.done())
     compilers.ready(b, [Running()])
     assert seen.index("a has run") < seen.index("compile b")
+    wait_until(lambda: len(list(folder.iterdir())) == 3)  # the next start is not held up
 
 
 def test_a_program_that_is_timing_kernels_is_waited_for(folder):
@@ -248,21 +249,25 @@ def test_what_a_start_kept_runs_before_it_is_lowered(folder):
     again = Compilers()
     assert again.begin_stored([a, b], start, lambda: [work(a, b)]) and again.reads_cache
     assert not seen
-    assert again.ready(a) == "read compiled a" and again.ready(b) == "read compiled b"
-    again.check()
+    assert start.names() == [], "a process that dies of them would be the first of many"
+    with again.checked():
+        assert again.ready(a) == "read compiled a" and again.ready(b) == "read compiled b"
     assert seen == ["lower a", "lower b"]
+    assert Compilers().begin_stored([a, b], start, list)
 
 
 def test_a_start_whose_programs_changed_is_refused_and_forgotten(folder):
-    """Before anything leaves the step; the next start compiles."""
+    """Before anything leaves the step, an error in it too; the next start compiles."""
     a, other = Lowered("a", []), Lowered("other", [])
     start = Start("key")
     start.write(store(a))
     compilers = Compilers()
     assert compilers.begin_stored([other], start, lambda: [work(other)])
-    assert compilers.ready(other) == "read a"
-    with pytest.raises(StalePrograms, match="start the command again"):
-        compilers.check()
+    with pytest.raises(StalePrograms, match="start the command again"), compilers.checked():
+        assert compilers.ready(other) == "read a"
+        raise TypeError("argument types differ")
+    with pytest.raises(StalePrograms), compilers.checked():
+        assert compilers.ready(other) == "read a"
     assert not Compilers().begin_stored([other], start, list)
 
 
@@ -275,9 +280,8 @@ def test_an_error_of_lowering_what_was_kept_is_raised(folder):
 
     compilers = Compilers()
     assert compilers.begin_stored([a], start, works)
-    compilers.ready(a)
-    with pytest.raises(ValueError, match="does not fit"):
-        compilers.check()
+    with pytest.raises(ValueError, match="does not fit"), compilers.checked():
+        compilers.ready(a)
 
 
 def test_a_start_is_kept_only_while_all_its_files_are_there(folder):
@@ -302,6 +306,14 @@ def test_a_file_that_cannot_be_read_is_compiled(folder):
     compilers = Compilers()
     compilers.begin([work(a)])
     assert compilers.ready(a) == "compiled a"
+    wait_until(lambda: folder.joinpath(name).exists())
+
+    (folder / name).write_text("cut")
+    start = Start("key")
+    start.write([name])
+    compilers = Compilers()
+    assert compilers.begin_stored([a], start, lambda: [work(a)])
+    assert compilers.ready(a) is a, "jax compiles it where it is called"
 
 
 def test_a_folder_that_takes_no_files_ends_no_run(folder, tmp_path):

@@ -1,5 +1,11 @@
 """Executables on disk: what they compute, what names them, and files that cannot be read."""
 
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +51,7 @@ def test_what_is_read_computes_what_was_saved_on_the_same_devices(folder, number
     assert a.is_deleted() and b.is_deleted(), "nothing was donated"
 
 
-def test_the_name_knows_all_that_decides_an_executable(folder):
+def test_the_name_knows_all_that_decides_an_executable(folder, monkeypatch):
     """One argument of two has the same text as the other one: jax drops what is not used."""
     mesh, other = mesh_of(0), mesh_of(1)
     fns = {
@@ -65,6 +71,17 @@ def test_the_name_knows_all_that_decides_an_executable(folder):
     assert len(names) == 7
     again = stored.name_of(lowered(fns["first"], mesh), setting_of(mesh, {}))
     assert again in names
+    before = jax.config.jax_optimization_level
+    jax.config.update("jax_optimization_level", "O1")
+    names |= {StoredPrograms().name_of(programs["first"], setting)}
+    jax.config.update("jax_optimization_level", before)
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--another")
+        names |= {StoredPrograms().name_of(programs["first"], setting)}
+    assert len(names) == 9
+    weak = [jax.jit(lambda x, one=one: one).lower(1) for one in (2.0, jnp.float32(2.0))]
+    assert weak[0].as_text() == weak[1].as_text()
+    assert stored.name_of(weak[0], "") != stored.name_of(weak[1], "")
 
 
 def test_a_file_that_is_cut_is_deleted_and_said(folder):
@@ -73,10 +90,49 @@ def test_a_file_that_is_cut_is_deleted_and_said(folder):
     name = stored.name_of(program, "")
     stored.save(name, program.compile())
     file = folder / name
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UnreadableProgram, match="start the command again"):
-        stored.load(name)
-    assert not stored.has(name)
+    whole = file.read_bytes()
+    for damaged in (whole[:-100], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        with pytest.raises(UnreadableProgram, match="cannot be read"):
+            stored.load(name)
+        assert not stored.has(name)
+
+
+def test_a_disk_that_is_full_keeps_no_part(folder, monkeypatch):
+    def full(self, data):
+        Path.touch(self)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    mesh = mesh_of(0)
+    program, stored = lowered(lambda x: x["a"], mesh), StoredPrograms()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    stored.save(stored.name_of(program, ""), program.compile())
+    assert list(folder.iterdir()) == []
+
+
+# Lowering tells jax's library of linear algebra where to find what a CPU's program calls.
+READS = """
+import sys, jax, jax.numpy as jnp
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+from jaxrl_llm.plan.stored import StoredPrograms
+print(StoredPrograms().load(sys.argv[2])({"a": jnp.float32([[4.0]])})["a"])
+"""
+
+
+def test_a_program_that_calls_a_library_is_read_in_another_process(folder):
+    place = NamedSharding(mesh_of(0), PartitionSpec())
+    x = jax.ShapeDtypeStruct((1, 1), jnp.float32, sharding=place)
+    run = jax.jit(lambda x: {"a": jnp.linalg.cholesky(x["a"])}, out_shardings=place)
+    program, stored = run.lower({"a": x}), StoredPrograms()
+    name = stored.name_of(program, "")
+    stored.save(name, program.compile())
+    found = subprocess.run(
+        [sys.executable, "-c", READS, str(folder.parent), name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == "[[2.]]\n", found.stderr
 
 
 @pytest.mark.parametrize("cache", ["", "gs://bucket/cache"])

@@ -20,7 +20,7 @@ from jaxrl_llm.models.config import GatedDelta, ModelConfig
 from jaxrl_llm.models.layers import Form, Projection, gathering, parameter, projection_of
 from jaxrl_llm.numerics import rms_norm
 
-# Parameters that are float32 in every dtype of computation: they go through exp.
+# Parameters that are computed in float32, whatever the dtype: they go through exp.
 DECAY = ("log_speed", "decay_bias")
 
 

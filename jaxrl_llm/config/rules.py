@@ -79,7 +79,7 @@ def rewards(c: Config) -> Faults:
     if not is_offline(c):
         models["reward.model"] = c.reward.model
         if not parts and c.reward.model is None:
-            works = "--config.reward.functions=[my_rewards.py:my_function]"
+            works = "--config.reward.functions=[my_file.py:my_function]"
             yield f"<reward>: it has neither functions nor a model; set {works}"
         weights = {"reward.weights": c.reward.weights}
         for key, algorithm in every(c, GDPO):

@@ -58,6 +58,13 @@ def _exact(value: Any) -> Any:
     return ("repeatable" if value else "off") if isinstance(value, bool) else value
 
 
+def _tokens_of_a_part(value: Any) -> Any:
+    """A number of tokens; others have a switch here."""
+    if isinstance(guess(value), bool):
+        raise ValueError("expected the new tokens of a part, for example 512; 0 is off")
+    return value
+
+
 Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
 _NULL = "it has a null character, which no path has; write it again"
 PathText = Annotated[str, tested(lambda text: "\0" not in text, _NULL)]
@@ -187,7 +194,7 @@ class ModelSettings(Record):
     tensor: Whole = 0  # its own tensor size on the same devices; 0 takes mesh.tensor
     dtype: DType = "float32"  # of computation
     param_dtype: DType = "float32"  # of the stored (master) weights
-    # "cudnn" takes a sample a row: no micro_batch_tokens. A decode step then does as with "auto".
+    # "cudnn" takes a sample a row, in a prefill too: no micro_batch_tokens. It decodes as "auto".
     attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
     # Activation checkpointing: what a backward pass computes again to save memory. "projections"
     # keeps projections and attention; "attention" keeps attention; "full" keeps layer inputs.
@@ -233,13 +240,13 @@ class ActorConfig(AdaptedSettings):
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_mini_batch_size: Count = 128  # prompts an optimizer step
     ppo_epochs: Count = 1
-    # Mini-batches of samples in random order. False keeps prompts whole, for `share_prompts`.
+    # Draw mini-batches of samples, the critic's too, in each epoch. False keeps prompts whole.
     shuffle: bool = False
     micro_batch_size: Whole = 0  # samples a device and forward pass; 0 takes the whole mini-batch
     # Samples are packed into rows of so many tokens a device and pass; 0 pads each in its own row
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
-    # Of experts: coefficients of the load-balance loss (transformers' formula) and routers' z-loss.
+    # Of experts, in the warm-up too: coefficients of load balance (as transformers) and z-loss.
     router_aux_loss_coef: NotNegative = 0.0
     router_z_loss_coef: NotNegative = 0.0
     # The mean over layers instead of transformers' formula, in which loads of layers cancel.
@@ -469,7 +476,7 @@ class Config(Record):
     # How many updates the policy that samples may be behind; from 1 on, it generates ahead
     max_staleness: Whole = 0
     # With max_staleness: tokens of a response under one policy; it goes on under the next; 0 is off
-    partial_rollouts: Whole = 0
+    partial_rollouts: Annotated[Whole, BeforeValidator(_tokens_of_a_part)] = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -477,7 +484,8 @@ class Config(Record):
     algorithm: AlgorithmSettings = PPO()
     # Before `algorithm`, in turn, each for its part of `total_steps`: docs/algorithms.md
     phases: Many[PhaseConfig] = ()
-    precompute_reference: bool = False  # offline: its log-probs once, before step 1
+    # Offline: the reference model's log-probs once, before the first step.
+    precompute_reference: bool = False
     reward: RewardConfig = RewardConfig()
     teacher: Maybe[TeacherConfig] = None  # of distillation
     # Your own models and stages (docs/add-a-stage.md). The function of a stage returns it.

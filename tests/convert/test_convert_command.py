@@ -42,6 +42,7 @@ def test_texts_with_quotes_and_lines_survive(tmp_path):
 
 def test_the_command_writes_a_new_file(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     output = tmp_path / "mine.py"
     assert convert_config(["--from=trl", DPO + " --beta 0.3", f"--output={output}"]) == 0
     shown = capsys.readouterr().out

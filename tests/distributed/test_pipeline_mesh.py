@@ -194,6 +194,16 @@ def test_layers_that_stages_cannot_share():
     with pytest.raises(ValueError, match="groups of 2 .* differ .*pipeline=1 works"):
         Pipeline(stages=3).check(config)
     Pipeline(stages=3).check(replace(config, sliding_window=(None, 4) * 3))
+
+
+@pytest.mark.parametrize(("rounds", "idle"), [(1, 1 / 3), (2, 1 / 5)])
+def test_rounds_share_the_time_in_which_a_stage_is_idle(rounds, idle):
+    """Two stages and two micro-batches: one step of 2 * rounds + 1."""
+    assert Pipeline(stages=2, rounds=rounds).bubble == pytest.approx(idle)
+
+
+def test_stages_whose_rope_differs_are_refused():
+    config = model_config(num_layers=6)
     without_rope = replace(config, sliding_window=(), rope_layers=(True,) * 5 + (False,))
     with pytest.raises(ValueError, match="rope tables .* groups of 2 .* differ"):
         Pipeline(stages=3).check(without_rope)

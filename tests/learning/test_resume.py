@@ -180,8 +180,10 @@ def assert_close_run(run: TinyRun, reference: TinyRun) -> None:
 
 
 def test_a_run_moves_to_a_mix_of_axes(tmp_path: Path) -> None:
+    """The moments of its optimizer, which lie in the host's memory, move too."""
     grpo = "--config.algorithm=grpo", "--config.warmup=null", "--config.total_steps=4"
-    run = TinyRun(tmp_path / "one", *TWO_LAYERS, *grpo)
+    offload = "--config.actor.optimizer.offload=true"
+    run = TinyRun(tmp_path / "one", *TWO_LAYERS, *grpo, offload)
     run.finish_here()
     assert_close_run(resume_copy(tmp_path / "mix", run, MIX), run)
 

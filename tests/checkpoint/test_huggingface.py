@@ -245,7 +245,7 @@ def test_two_files_with_the_same_tensor_are_refused(tmp_path):
 
 def test_host_memory_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
     config = tiny_config(
-        num_layers=12, hidden_size=192, num_heads=6, head_dim=32, intermediate_size=512
+        num_layers=6, hidden_size=192, num_heads=6, head_dim=32, intermediate_size=512
     )
     source = write_directory(tmp_path / "source", config)
     sizes = [value.nbytes for value in stored(source).values()]

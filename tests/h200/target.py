@@ -77,7 +77,8 @@ def compiled_in_a_process(code: str) -> tuple[list[str], list[str]]:
     ).stdout
     resources = [line for line in printed.splitlines() if line.startswith("Resources(")]
     logs = re.findall(r"^ptxas .*?Compile time = .*?$", printed, re.MULTILINE | re.DOTALL)
-    assert len(logs) == len(resources) == printed.count("Compiling entry function"), printed
+    # Two kernels that are alike are compiled once.
+    assert len(logs) == printed.count("Compiling entry function") <= len(resources), printed
     return logs, resources
 
 

@@ -78,7 +78,7 @@ def test_a_soft_cap_takes_no_more_registers(head_dim, num_kernels):
 def fits(head_dim, num_kernels, compiling):
     """Compile in a process of its own: little is spilled, and shared memory suffices."""
     logs, resources = compiled_in_a_process(f"from {Path(__file__).stem} import *; {compiling}")
-    assert len(logs) == num_kernels, logs
+    assert len(resources) == num_kernels, logs
     for log in logs:
         (spilled,) = re.findall(r"(\d+) bytes spill stores", log.split("Function properties")[-1])
         assert int(spilled) <= SPILL_LIMIT[head_dim], log

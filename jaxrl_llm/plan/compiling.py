@@ -10,6 +10,7 @@ is on disk times nothing (stored.py).
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from jaxrl_llm.plan.guards import COMPILED
 from jaxrl_llm.plan.stored import Start, StoredPrograms, UnreadableProgram
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 COMPILING = "compiling"  # begins the name of a thread that compiles ahead
 
@@ -254,8 +256,10 @@ def _compile(program: Any, found: _Program, lowered: Any, stored: StoredPrograms
     What jax reads from its own cache is not new: XLA writes it without its functions, on a CPU.
     """
     if stored.has(found.name):
-        with contextlib.suppress(UnreadableProgram):
+        try:
             return _load(stored, found.name, program)
+        except UnreadableProgram as error:
+            _log.warning("%s; it is compiled", error)
     _listen_to_hits()
     _own.hits = 0
     compiled = lowered.compile()
@@ -276,7 +280,8 @@ def _load_or_call(stored: StoredPrograms, name: str, program: Any) -> Run:
     """The executable of a file; the jitted function, which compiles, if it cannot be read."""
     try:
         return _load(stored, name, program)
-    except UnreadableProgram:
+    except UnreadableProgram as error:
+        _log.warning("%s; it is compiled", error)
         return program
 
 

@@ -64,21 +64,22 @@ class StoredPrograms:
     def load(self, name: str) -> Any:
         """The executable of a file.
 
-        Raises: UnreadableProgram, and the file is gone.
+        Raises: UnreadableProgram. A file that is damaged is deleted; another may be right, such as
+            one that finds no memory now.
         """
         _open_libraries()
         try:
             data = self._file(name).read_bytes()
             if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
+                with contextlib.suppress(OSError):
+                    self._file(name).unlink()
                 raise ValueError("its digest is another")
             devices, *stored = pickle.loads(data[DIGEST:])
             by_id = {device.id: device for device in jax.local_devices()}
             return serialize_executable.deserialize_and_load(
                 *stored, execution_devices=[by_id[number] for number in devices]
             )
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                self._file(name).unlink()
+        except Exception as error:  # XLA, pickle and the disk have errors of their own
             raise UnreadableProgram(
                 f"the compiled program {self._file(name)} cannot be read: {error}"
             ) from error

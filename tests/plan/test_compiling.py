@@ -298,7 +298,7 @@ def test_a_start_is_kept_only_while_all_its_files_are_there(folder):
     assert start.names() == []
 
 
-def test_a_file_that_cannot_be_read_is_compiled(folder):
+def test_a_file_that_cannot_be_read_is_compiled_and_said(folder, caplog):
     seen = []
     a = Lowered("a", seen)
     [name] = store(a)
@@ -314,6 +314,7 @@ def test_a_file_that_cannot_be_read_is_compiled(folder):
     compilers = Compilers()
     assert compilers.begin_stored([a], start, lambda: [work(a)])
     assert compilers.ready(a) is a, "jax compiles it where it is called"
+    assert [record.getMessage() for record in caplog.records] == ["cut; it is compiled"] * 2
 
 
 def test_a_folder_that_takes_no_files_ends_no_run(folder, tmp_path):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.plan.chain import setting_of
@@ -96,6 +97,19 @@ def test_a_file_that_is_cut_is_deleted_and_said(folder):
         with pytest.raises(UnreadableProgram, match="cannot be read"):
             stored.load(name)
         assert not stored.has(name)
+
+
+def test_a_file_that_finds_no_memory_stays(folder, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    program, stored = lowered(lambda x: x["a"], mesh_of(0)), StoredPrograms()
+    name = stored.name_of(program, "")
+    stored.save(name, program.compile())
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", full)
+    with pytest.raises(UnreadableProgram, match="out of memory"):
+        stored.load(name)
+    assert stored.has(name)
 
 
 def test_a_disk_that_is_full_keeps_no_part(folder, monkeypatch):

@@ -46,6 +46,7 @@ from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implem
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.hopper import on_gpu
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 from jaxrl_llm.models.config import ModelConfig
@@ -106,7 +107,7 @@ def compiler_options(samples: int, num_slots: int) -> dict[str, int]:
     step. `merge_projections` joins them once, where that copies no base of adapters.
     """
     slots = min(num_slots or samples, samples)
-    if jax.default_backend() != "gpu" or slots < FEWEST_WITHOUT_TRITON:
+    if not on_gpu() or slots < FEWEST_WITHOUT_TRITON:
         return {}
     return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 

@@ -9,6 +9,7 @@ from jaxrl_llm.generation.packed_prompts import RowSizes, row_sizes
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.tail import default_tails
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
+from jaxrl_llm.kernels.hopper import on_gpu
 from jaxrl_llm.models.config import ModelConfig
 
 # Automatic `num_slots` on a GPU: XLA computes matmuls with fewer rows as matrix-vector products,
@@ -78,7 +79,7 @@ def engine_sizes(
 
 def slots_of(settings: GenerationSettings, num_samples: int) -> int:
     """Sequences that are decoded at once."""
-    fewest = FEWEST_SLOTS if jax.default_backend() == "gpu" else 1
+    fewest = FEWEST_SLOTS if on_gpu() else 1
     most = max(num_samples, fewest)
     return min(settings.num_slots or most, most)
 

@@ -1,7 +1,9 @@
 """The GPU that the Mosaic kernels are written for, and names for types that Pallas lacks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
@@ -20,8 +22,28 @@ ScratchType: TypeAlias = Any  # plgpu.SMEM(...), plgpu.Barrier(...)
 Interpret: TypeAlias = Any  # None on a GPU. On a CPU InterpretGPUParams, public from jax 0.11 on
 
 
+_COMPILING = ContextVar("compiling for cards that are not here", default=False)
+
+
+@contextmanager
+def compiling_for_hopper() -> Iterator[None]:
+    """Programs that are traced within are for an H100 or H200, whatever devices jax has."""
+    token = _COMPILING.set(True)
+    try:
+        yield
+    finally:
+        _COMPILING.reset(token)
+
+
+def on_gpu() -> bool:
+    """True where programs are for NVIDIA GPUs."""
+    return _COMPILING.get() or jax.default_backend() == "gpu"
+
+
 def on_hopper() -> bool:
-    """True where jax's devices are NVIDIA GPUs of compute capability 9.0 (H100, H200)."""
+    """True where they have compute capability 9.0 (H100, H200)."""
+    if _COMPILING.get():
+        return True
     if jax.default_backend() != "gpu":
         return False
     return getattr(jax.devices()[0], "compute_capability", "") == "9.0"

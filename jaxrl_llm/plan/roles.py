@@ -24,6 +24,7 @@ from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
+from jaxrl_llm.kernels.hopper import on_gpu
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import ForwardSettings
@@ -294,9 +295,9 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
             "config.exact=strict: the model has layers with a sliding window, whose blocks of keys "
             "depend on the row; take another model, or --config.exact=repeatable"
         )
-    few, on_gpu = few_features(config), jax.default_backend() == "gpu"
+    few, gpu = few_features(config), on_gpu()
     # On a GPU none of these was compared.
-    if unlike := few if on_gpu else [n for n in few if n in UNLIKE_ON_CPU]:
+    if unlike := few if gpu else [n for n in few if n in UNLIKE_ON_CPU]:
         raise ValueError(
             f"config.exact=strict: the bits of a {config.family} model with {', '.join(unlike)} "
             "are not those of the trainer, or were not compared on this kind of device; take "
@@ -309,7 +310,7 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
             "of projections alone; set lora.targets=all-linear, merge=True, dora=False and "
             "dropout=0, or --config.exact=repeatable"
         )
-    if not on_gpu:
+    if not gpu:
         return Strict(rows=STRICT_ROWS, block=16)
     found = chosen_attention(attention, jnp.dtype(dtype), config.head_dim, ranges=True)
     if found != "pallas" or config.head_dim not in ROWS_HEAD_DIMS:

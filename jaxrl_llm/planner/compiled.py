@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl_llm.distributed.communication import (
 )
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import mesh_of
+from jaxrl_llm.kernels.hopper import compiling_for_hopper
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_online
@@ -50,6 +52,16 @@ class RealPrograms:
 
     def __init__(self, config: Config, devices: tuple[Any, ...], kv_heads: tuple[int, ...]) -> None:
         config = replace(config, fuse_stages=False)
+        self._devices = devices
+        with self._target():
+            self._plan(config, devices, kv_heads)
+
+    def _target(self) -> AbstractContextManager[None]:
+        """The kernels of the devices, which may not be those of this process."""
+        here = self._devices[0] in jax.devices()
+        return nullcontext() if here else compiling_for_hopper()
+
+    def _plan(self, config: Config, devices: tuple[Any, ...], kv_heads: tuple[int, ...]) -> None:
         own_sizes = (config.actor.tensor, config.critic.tensor)
         self.mesh = mesh_of(config.mesh, sorted(kv_heads), own_sizes, devices)
         tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
@@ -72,12 +84,16 @@ class RealPrograms:
         """Bytes on a device of what each role keeps: weights, and optimizer state if it learns."""
         return {role: sum(_shard_bytes(state)) for role, state in self.states.items()}
 
-    def compile(self, stage: str, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    def lower(self, stage: str) -> jax.stages.Lowered:
         """The program of `stage`."""
         segment = next(s for s in self.program.segments if s.name == stage)
-        batch = self.program.trace(self.states, self._batch)
-        lowered = self.program.lower(segment, self.states, batch)
-        return lowered.compile(compiler_options=dict(options) if options else None)
+        with self._target():
+            batch = self.program.trace(self.states, self._batch)
+            return self.program.lower(segment, self.states, batch)
+
+    def compile(self, stage: str, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """The program of `stage`, compiled."""
+        return self.lower(stage).compile(compiler_options=dict(options) if options else None)
 
     def stage(self, stage: str, options: Mapping[str, Any] | None = None) -> CompiledStage:
         """What the compiler says of the program of `stage`."""

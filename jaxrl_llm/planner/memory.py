@@ -28,6 +28,7 @@ GATHERED_LAYERS = 3  # that a mesh has in flight
 GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
 GATHERED_FROZEN = 2  # of one below adapters, which has no gradient
 BUFFERS = 0.8e9  # of collectives
+SCATTERED = 1.25  # bytes of a weight: gradients of a micro-batch, in bf16, that wait for their sum
 SCALE = 4  # bytes of an output of a float8 projection
 # Float32 numbers of a token and head in a gated delta rule: for each dim of a key or value, each
 # token of a chunk, and each chunk's share of a state. What is kept for the backward pass, and what
@@ -135,12 +136,18 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     learned = learned_parameters(model)
     adds_up = rows.micro_batches > 1
     # One micro-batch needs no sum of gradients; XLA then keeps them in the dtype of the matmuls.
-    gradients = learned * (4 if adds_up else model.itemsize) / devices.shards
+    size = 4 if adds_up else model.itemsize
+    if adds_up and devices.shards > mesh.tensor:
+        size += SCATTERED
+    gradients = learned * size / devices.shards
     # Cast once where a loop takes them several times, and kept where nothing is computed again.
     keeps = adds_up or model.adapters or model.settings.remat == "none"
     cast = _cast(model) if keeps else 0.0
     tokens = rows.row_tokens / (mesh.sequence * mesh.tensor)
     saved = tokens * config.num_layers * saved_bytes(model)
+    if model.adapters and not model.merges and mesh.tensor > 1:
+        # Compiled programs then keep one more output of the MLP and the gathered inputs of a layer.
+        saved += tokens * config.num_layers * (config.active_size + 2 * config.hidden_size) * 2
     if mesh.pipeline > 1:
         saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0

@@ -42,6 +42,8 @@ BACKWARD = 2.5  # attention, in forward passes
 FEW_KEYS = 380  # attention to so many tokens, in the mean, runs at half of the rate
 DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever the batch
 ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort, three more kernels
+ADAPTED_FEATURE = 0.95e-9  # seconds of a decode step for a feature in or out of adapters apart
+DEQUANTIZED = 0.65  # of the rate of memory: a decode step's bf16 copy of float8 projections
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
 FEW_ROWS = 30  # matmuls of a decode step with so many sequences run at half of the rate
 SAMPLING_BYTES = 12  # of a logit: three passes over the float32 logits
@@ -244,15 +246,29 @@ def _decode_seconds(
     matmuls = np.maximum(weights, flops / rate)
     if model.float8 and not model.generates_merged:
         # A step writes the weights of float8 projections before it reads them.
-        matmuls += read * (1 + itemsize) / tensor / rates.memory
+        matmuls += read * (1 + itemsize) / tensor / (rates.memory * DEQUANTIZED)
     n = samples.responses.shape[1]
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
     tokens = reads * float(samples.prompts.mean()) + cached
     parts = min(tensor, config.cache_heads[0])
     cache = tokens * kv_bytes_per_token(config, small) / parts / rates.cache
     fixed = config.num_layers * DECODE_LAYER + config.num_expert_layers * ROUTING
+    if not model.generates_merged:
+        fixed += _adapters_seconds(model, devices)
     sampling = live * config.vocab_size * SAMPLING_BYTES / tensor / rates.memory
     return float((matmuls + cache + fixed + sampling).sum()), float(flops.sum())
+
+
+def _adapters_seconds(model: Model, devices: Devices) -> float:
+    """The matmuls of adapters in a decode step. Those of experts take the time of their bytes."""
+    config, of_experts = model.config, 0.0
+    if config.mixture is not None:
+        features = 3.0 * (config.hidden_size + config.mixture.expert_size)
+        features *= config.num_expert_layers * config.mixture.num_experts
+        of_experts = min(model.adapted, features)
+    read = of_experts / model.adapted * model.adapters if model.adapted else 0.0
+    seconds = read * model.itemsize / devices.rates.memory
+    return seconds + (model.adapted - of_experts) * ADAPTED_FEATURE
 
 
 def _prefill_flops(model: Model, samples: Samples) -> float:

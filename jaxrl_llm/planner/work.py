@@ -42,6 +42,7 @@ class Model:
     rows: ActorConfig | CriticConfig  # how its passes cut samples
     learns: bool
     adapters: int = 0  # parameters of a role that keeps adapters, and their base apart
+    adapted: float = 0.0  # features in and out of all projections that have adapters
     merges: bool = False  # passes and updates compute with a merged copy of its weights
     generates_merged: bool = False  # and the sampler does
     float8: bool = False  # the projections, or those below its adapters, are frozen in float8
@@ -211,6 +212,7 @@ def _model(
         rows=rows,
         learns=role.optimizer is not None,
         adapters=0 if lora is None else learned,
+        adapted=0.0 if lora is None else learned / lora.rank,
         merges=lora is not None and lora.merges_updates,
         generates_merged=lora is not None and lora.merge,
         float8=spec.form == FROZEN,

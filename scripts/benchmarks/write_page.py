@@ -80,10 +80,10 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "grpo-7b-4gpu",
             "ppo-7b-4gpu",
             "grpo-8b-4gpu",
-            "switch-8b-4gpu",
             "switch-8b-4h100-fsdp4-to4",
             "update-7b-128k-4h100",
-            "grpo-0.5b-2h100",
+            "grpo-0.5b-2h200-strong",
+            "grpo-70b-lora-2h200",
         ),
     ),
 )

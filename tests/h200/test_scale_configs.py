@@ -22,6 +22,20 @@ pytestmark = needs_compiler
 MODULES = (grpo_1_5b_1, ppo_7b_8, grpo_32b_64, ppo_72b_1024, dpo_70b_1024)
 
 
+def test_programs_for_a_card_have_the_kernels_that_auto_takes_there():
+    config = grpo_1_5b_1.get_config()
+    config = replace(config, actor=replace(config.actor, attention="auto", scan_layers=True))
+    work = work_of(config)
+    devices = Devices(mesh=config.mesh, hosts=1, rates=rates_of("h200"))
+    programs, stages = compile_work(work, devices, "h200")
+    assert "update_actor" in stages
+    lowered = programs.lower("update_actor").as_text()
+    assert "mosaic_gpu" in lowered
+    # Scores of all queries and keys of a row are never in memory.
+    row = config.actor.micro_batch_tokens
+    assert f"x{row}x{row}x" not in lowered
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.rpartition(".")[2])
 def test_a_layout_fits_and_its_programs_trace(module):
     config = module.get_config()

@@ -186,6 +186,66 @@ def test_an_update_of_adapters_takes_the_memory_of_a_compiled_one():
     assert planned.temporaries["update_actor"] == pytest.approx(6.9e9, rel=0.12)
 
 
+@pytest.mark.parametrize(("layers", "compiled"), [(4, 18.02e9), (8, 22.38e9)])
+def test_an_update_of_all_weights_takes_the_memory_of_a_compiled_one(layers, compiled):
+    """14B with few layers, rows of 4,608 tokens, fsdp=2: compiled for H200s, 2026-11-26."""
+    model = replace(SHAPES["qwen2.5-14b"], num_layers=layers, sliding_window=())
+    config = tiny(c.GRPO(use_kl_loss=False), rollout=c.RolloutConfig(n=8, num_slots=128))
+    sizes = {"train_batch_size": 32, "max_prompt_length": 512, "max_response_length": 512}
+    actor = c.ActorConfig(
+        hf_config=to_hf_config(model),
+        optimizer=c.OptimizerConfig(moment_dtype="bfloat16"),
+        ppo_mini_batch_size=32,
+        dtype="bfloat16",
+        remat="full",
+        micro_batch_tokens=4608,
+    )
+    config = replace(config, actor=actor, data=replace(config.data, **sizes))
+    planned = estimate(work_of(config), Devices(mesh=c.MeshConfig(fsdp=2), hosts=1, rates=H200))
+    assert planned.temporaries["update_actor"] == pytest.approx(compiled, rel=0.05)
+
+
+@pytest.mark.parametrize(("layers", "compiled"), [(4, 3.39e9), (8, 5.97e9)])
+def test_an_update_of_adapters_over_heads_takes_the_memory_of_a_compiled_one(layers, compiled):
+    """70B with few layers, float8, rows of 4,608 tokens, tensor=2, compiled for H200s, 2026-11-26.
+
+    With all 80 layers two H200s took 52.9e9.
+    """
+    model = replace(SHAPES["llama-3.1-70b"], num_layers=layers, sliding_window=())
+    config = tiny(c.GRPO(use_kl_loss=False), rollout=c.RolloutConfig(n=8, num_slots=64))
+    sizes = {"train_batch_size": 8, "max_prompt_length": 512, "max_response_length": 512}
+    actor = c.ActorConfig(
+        hf_config=to_hf_config(model),
+        ppo_mini_batch_size=8,
+        dtype="bfloat16",
+        remat="projections",
+        micro_batch_tokens=4608,
+        base_dtype="float8",
+        lora=c.LoraConfig(rank=16, merge=False),
+    )
+    config = replace(config, actor=actor, data=replace(config.data, **sizes))
+    planned = estimate(work_of(config), Devices(mesh=c.MeshConfig(tensor=2), hosts=1, rates=H200))
+    assert planned.temporaries["update_actor"] == pytest.approx(compiled, rel=0.12)
+
+
+def test_adapters_apart_take_time_in_each_decode_step():
+    def generation(**lora: Any) -> float:
+        config = large(layers=4)
+        settings = c.LoraConfig(rank=16, **lora)
+        work = work_of(replace(config, actor=replace(config.actor, lora=settings)))
+        planned = estimate(work, Devices(mesh=c.MeshConfig(), hosts=1, rates=H200))
+        return planned.stages[0].seconds
+
+    merged, apart, few = (
+        generation(),
+        generation(merge=False),
+        generation(merge=False, targets=("q_proj", "v_proj")),
+    )
+    assert merged < few < apart
+    # Features in and out: q and v have few of them.
+    assert few - merged < 0.35 * (apart - merged)
+
+
 @pytest.mark.parametrize("slots", [1, 3, 7, 20])
 def test_decode_steps_are_those_of_a_simulation_step_by_step(slots):
     lengths = np.random.default_rng(slots).integers(1, 12, 20)

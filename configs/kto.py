@@ -4,7 +4,7 @@ python scripts/train.py --config=configs/kto.py
 
 The pairs of `dpo.py` are taken apart: each answer is alone with its label (Ethayarajh et al. 2024,
 https://arxiv.org/abs/2402.01306). Your own rows have prompt, completion and label (true or false):
---config.data.train_files=[labelled.jsonl] --config.data.train_tasks=[], and the same for val_files.
+--config.data.train_files=[labelled.jsonl], and the same for val_files.
 """
 
 from dataclasses import replace

@@ -174,6 +174,6 @@ def _shared_weights(c: Config, critic: CriticConfig) -> Faults:
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
     size_rules.counts, conflicts, size_rules.placement, size_rules.batches, size_rules.lengths,
-    rewards, bounds, optimizers, correction, size_rules.phases_of_mesh, size_rules.trainings,
-    steps, data, models, paths.rows, paths.folders, paths.functions, paths.trackers,
+    rewards, bounds, optimizers, correction, size_rules.phases_of_mesh, steps, data, models,
+    paths.rows, size_rules.trainings, paths.folders, paths.functions, paths.trackers,
 )  # fmt: skip

@@ -176,9 +176,10 @@ def trainings(c: Config) -> Faults:
         if training.stop_at and not (has_data and answers):
             needs = [] if has_data else ["--config.data.val_files=[FILE]"]
             needs += [] if answers else ["--config.validation.generate=true"]
+            without = ", or --config.warmup=null without a warm-up" if key == "warmup" else ""
             yield (
                 f"<{key}.stop_at>: nothing measures that accuracy; set {' and '.join(needs)}, or "
-                f"--config.{key}.stop_at=0"
+                f"--config.{key}.stop_at=0{without}"
             )
 
 

@@ -207,6 +207,36 @@ def test_globs_and_splits_of_a_folder_are_files(config_file, tmp_path):
         load(config_file, f"--config.data.train_files=[{tmp_path}/sett#train]")
 
 
+def test_files_replace_the_tasks_of_a_config(tmp_path, caplog):
+    """Own data and the sums of a packaged config together are what nobody asks for."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text("")
+    mine, held_out = f"--config.data.train_files={file}", f"--config.data.val_files={file}"
+
+    def tasks(*flags):
+        caplog.clear()
+        data = load("grpo", *flags, "--config.warmup=null").data
+        return len(data.train_tasks), len(data.val_tasks)
+
+    assert tasks() == (1, 1) and not caplog.messages
+    assert tasks(mine) == (0, 0)
+    (said,) = caplog.messages
+    assert "replaces the tasks of the config, config.data.train_tasks and config.data.va" in said
+    assert "--config.data.train_tasks=[chain_sum]" in said
+    assert tasks(held_out) == (1, 0)
+    assert "config, config.data.val_tasks;" in caplog.text
+    assert tasks(mine, held_out) == (0, 0) and len(caplog.messages) == 1
+    sums = "--config.data.train_tasks=[chain_sum]", "--config.data.val_tasks.0.size=8"
+    assert tasks(mine, sums[0]) == (1, 1) and not caplog.messages
+    assert tasks(mine, sums[1]) == (0, 1) and len(caplog.messages) == 1
+    assert tasks(*sums, mine, held_out) == (1, 1) and not caplog.messages
+    (tmp_path / "my_rows.py").write_text("")
+    assert tasks(f"--config.data.dataset_class={tmp_path}/my_rows.py:Rows") == (0, 0)
+    assert tasks("--config.data.train_files=[]") == (1, 1) and not caplog.messages
+    with pytest.raises(ConfigError, match=r"--config\.warmup=null without a warm-up"):
+        load("grpo", mine)
+
+
 def test_validation_data_are_not_needed(config_file):
     """Fault 17: but an accuracy to stop at needs them."""
     config = load(config_file, "--config.warmup.steps=5")

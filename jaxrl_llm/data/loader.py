@@ -22,6 +22,10 @@ from jaxrl_llm.types import Prompt
 
 NEXT_BATCH = "next_batch"  # the only entry of a position that changes
 CURRICULUM = "curriculum"  # stands for the places that come first, where there are such
+_NEW_RUN = (
+    "start a new run from the checkpoint's weights: --config.actor.path=CHECKPOINT and another "
+    "--config.run_dir"
+)
 
 T = TypeVar("T", bound=Tokens)
 B = TypeVar("B")
@@ -126,7 +130,7 @@ class Loader(Generic[T, B]):
         if CURRICULUM in state and CURRICULUM not in self._unchanged:
             raise ValueError(
                 "the checkpoint's run has a curriculum and this one none: resume with its "
-                "config.data.curriculum, or start a new run from the checkpoint's weights"
+                f"config.data.curriculum, or {_NEW_RUN}"
             )
         self.close()
         self._next_batch = int(state[NEXT_BATCH])
@@ -244,14 +248,13 @@ def check_position(
                 f"the data position in the checkpoint lacks {name!r}: another loader wrote it. "
                 "Resume with the config.data.priority of the checkpoint's run (null is none) and "
                 "its config.precompute_reference, by the version that wrote it if it had the same, "
-                "or start a new run from the checkpoint's weights"
+                f"or {_NEW_RUN}"
             )
     for name, value in here.items():
         if name != NEXT_BATCH and state[name] != value:
             raise ValueError(
                 f"the checkpoint's position is in other data: its {name} is {state[name]}, here "
-                f"it is {value}. Resume with the same data, seed and batch size, or start a new "
-                "run from the checkpoint's weights"
+                f"it is {value}. Resume with the same data, seed and batch size, or {_NEW_RUN}"
             )
 
 

@@ -217,10 +217,20 @@ def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> Non
     text += "\nA run goes on with its own config only. To start another run:\n"
     text += f"  --config.run_dir={free}"
     if latest is not None:
-        text += "\nTo go on from its checkpoint with the new config:\n"
-        text += f"  --config.run_dir={free} "
-        text += f"--config.resume={path / CHECKPOINTS / f'{STEP_PREFIX}_{latest}'}"
+        text += _to_go_on(path / CHECKPOINTS / f"{STEP_PREFIX}_{latest}", free, changed, new)
     raise ConfigError(text)
+
+
+def _to_go_on(
+    checkpoint: Path, free: Path, changed: list[tuple[str, Any, Any]], new: Mapping[str, Any]
+) -> str:
+    """How the new config uses the checkpoint: its whole state, or its weights."""
+    if not any(key == "seed" or key.startswith("data.") for key, *_ in changed):
+        text, flags = "go on from its checkpoint", f"--config.resume={checkpoint}"
+    else:  # the checkpoint's place in the order of the rows would be of other rows
+        text, flags = "begin with its weights", f"--config.actor.path={checkpoint}"
+        flags += " --config.warmup=null" if new.get("warmup") is not None else ""
+    return f"\nTo {text} and the new config:\n  --config.run_dir={free} {flags}"
 
 
 def _with_new_keys(stored: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from in_process import launch_here
 
-from jaxrl_llm.config import Config, ConfigError, LogConfig, MeshConfig
+from jaxrl_llm.config import Config, ConfigError, LogConfig, MeshConfig, SupervisedConfig
 from jaxrl_llm.supervision import run_folder
 from jaxrl_llm.supervision.run_folder import LOCK, differing_keys, open_run_folder
 
@@ -82,11 +82,28 @@ def test_another_config_is_refused_and_nothing_is_changed(tmp_path):
     assert "  actor.ppo_epochs: 1 there, 7 now\n" in message
     assert "total_steps" not in message
     assert f"--config.run_dir={folder}-2\n" in message
-    assert f"--config.resume={folder}/checkpoints/global_step_5" in message
     assert (folder / "config.json").read_bytes() == stored
     assert not (folder / LOCK).exists()
     (tmp_path / "run-2").mkdir()
     assert f"--config.run_dir={folder}-3" in refusal(changed)
+
+
+@pytest.mark.parametrize("key", ["seed", "data"])
+def test_what_a_message_offers_is_taken(tmp_path, key):
+    """A checkpoint's place in its data is of no use with other data or another order of them."""
+    folder = a_run(tmp_path / "run")
+    checkpoint = f"{folder}/checkpoints/global_step_5"
+    config = config_in(folder, actor=replace(Config().actor, ppo_epochs=7))
+    message = refusal(config)
+    assert f"--config.run_dir={folder}-2 --config.resume={checkpoint}" in message
+    assert "actor.path=" not in message
+    other = {"seed": 3, "data": replace(config.data, train_files=("other.jsonl",))}
+    config = replace(config, **{key: other[key]})
+    message = refusal(config)
+    assert message.endswith(f"--config.run_dir={folder}-2 --config.actor.path={checkpoint}")
+    assert "resume=" not in message
+    message = refusal(replace(config, warmup=SupervisedConfig()))
+    assert message.endswith(f"--config.actor.path={checkpoint} --config.warmup=null")
 
 
 def test_length_logging_and_devices_may_change(tmp_path):

@@ -188,9 +188,14 @@ class Compilers:
         self._save_new(stored)  # after the lowering, which is waited for
 
     def _save_new(self, stored: StoredPrograms) -> None:
+        """Write what was compiled; then, and not at every start, what is too much is deleted."""
+        has_new = False
         for found in list(self._programs.values()):
             if found.compiled is not None and found.compiled.exception() is None and found.is_new:
                 stored.save(found.name, found.compiled.result())
+                has_new = True
+        if has_new:
+            stored.bound()
 
     def _lower(self, program: Any, arguments: tuple[Any, ...], stored: StoredPrograms) -> bool:
         """Lower a program and begin to compile it. Whether it is on disk."""

@@ -4,6 +4,9 @@ A file holds one executable, under a digest of the lowered program. So it is rig
 program is lowered again. A start also keeps the names of its files, under a key of what decides
 its programs. The next start with this key runs them before it has lowered them, and lowers them
 afterwards, to compare.
+
+Beyond a size the files go that were not used for longest. Any process may delete them at any time:
+one that misses a file compiles.
 """
 
 import contextlib
@@ -11,8 +14,9 @@ import hashlib
 import json
 import os
 import pickle
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,9 @@ from jaxrl_llm.kernels.mosaic import find_kernel_runtime
 
 PROGRAMS, STARTS = "programs", "starts"  # folders of a compile cache
 DIGEST = 32  # bytes of a digest in front of an executable
+MOST_BYTES = 10 * 10**9  # of all executables, where jax has no limit for its own cache
+# What was used or written in this time stays: a start reads its programs, or writes them.
+IN_USE_S = 3600.0
 
 
 class StoredPrograms:
@@ -70,9 +77,9 @@ class StoredPrograms:
         _open_libraries()
         try:
             data = self._file(name).read_bytes()
+            _note_use(self._file(name))
             if hashlib.sha256(data[DIGEST:]).digest() != data[:DIGEST]:
-                with contextlib.suppress(OSError):
-                    self._file(name).unlink()
+                _delete(self._file(name))
                 raise ValueError("its digest is another")
             devices, *stored = pickle.loads(data[DIGEST:])
             by_id = {device.id: device for device in jax.local_devices()}
@@ -85,13 +92,45 @@ class StoredPrograms:
             ) from error
 
     def save(self, name: str, compiled: Any) -> None:
-        """Write an executable that has no file. A folder that takes none ends no run."""
+        """Write an executable that has no file.
+
+        A folder that takes none ends no run, nor does a program that XLA cannot write, such as one
+        that sorts on a CPU, once it has run.
+        """
         if not name or self.has(name):
             return
-        stored = serialize_executable.serialize(compiled)
+        try:
+            stored = serialize_executable.serialize(compiled)
+        except jax.errors.JaxRuntimeError:
+            return
         data = pickle.dumps((_device_ids(compiled), *stored))
         with contextlib.suppress(OSError):
             _write(self._file(name), hashlib.sha256(data).digest() + data)
+
+    def bound(self) -> None:
+        """Delete executables that were not used for longest, down to a size.
+
+        The size is `jax_compilation_cache_max_size` where that is set. The names that starts keep
+        of deleted ones go too, and what writers left that were killed. Errors of the disk end no
+        run, and several processes may do it at the same time.
+        """
+        if self._folder is None:
+            return
+        settings: Any = jax.config
+        limit = settings.jax_compilation_cache_max_size
+        most, now = limit if limit > 0 else MOST_BYTES, time.time()
+        kept, deleted = 0, False
+        for file, used, size in sorted(_files(self._folder), key=lambda found: -found[1]):
+            is_part, is_old = "." in file.name, now - used > IN_USE_S
+            kept += size
+            if is_old and (is_part or kept > most):
+                deleted |= not is_part
+                kept -= size
+                _delete(file)
+        starts = _files(self._folder.with_name(STARTS)) if deleted else ()
+        for file, used, _ in starts:
+            if now - used > IN_USE_S and not all(map(self.has, Start(file.stem).names() or [""])):
+                _delete(file)
 
     def _file(self, name: str) -> Path:
         assert self._folder is not None
@@ -126,8 +165,7 @@ class Start:
     def forget(self) -> None:
         """Delete what `write` kept."""
         if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.unlink()
+            _delete(self._file)
 
 
 def settings_of_jax() -> list[Any]:
@@ -155,6 +193,26 @@ def _folder(name: str) -> Path | None:
     cache: str = settings.jax_compilation_cache_dir or ""
     # A cache in the cloud has none: asking for each file would take long.
     return Path(cache) / name if cache and "://" not in cache else None
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, float, int]]:
+    """Each file of a folder, its last use and its size; others may delete them meanwhile."""
+    with contextlib.suppress(OSError):
+        for file in list(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                found = file.stat()
+                yield file, max(found.st_atime, found.st_mtime), found.st_size
+
+
+def _note_use(file: Path) -> None:
+    """For `bound`, on file systems that note no reads too."""
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
+
+
+def _delete(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 def _write(file: Path, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """Programs compiled in threads: their order, what waits for what, and where errors appear."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -296,6 +297,21 @@ def test_a_start_is_kept_only_while_all_its_files_are_there(folder):
     assert start.names() == names, "a start without a folder for one of its programs"
     (folder.parent / stored.STARTS / "key.json").write_text("[1,")
     assert start.names() == []
+
+
+def test_old_files_are_deleted_where_something_was_compiled(folder, monkeypatch):
+    monkeypatch.setattr(stored, "MOST_BYTES", 0)
+    program, other = Lowered("a", []), Lowered("b", [])
+    (name,) = store(program)
+    os.utime(folder / name, (0, 0))
+    compilers = Compilers()
+    compilers.begin([work(program)])
+    compilers.wait_for_all()
+    assert (folder / name).exists(), "nothing is new"
+    os.utime(folder / name, (0, 0))  # it was read, and so used
+    compilers.begin([work(other)])
+    compilers.wait_for_all()
+    wait_until(lambda: not (folder / name).exists())
 
 
 def test_a_file_that_cannot_be_read_is_compiled_and_said(folder, caplog):

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.plan.chain import setting_of
-from jaxrl_llm.plan.stored import PROGRAMS, StoredPrograms, UnreadableProgram
+from jaxrl_llm.plan.stored import PROGRAMS, STARTS, Start, StoredPrograms, UnreadableProgram
 
 
 @pytest.fixture
@@ -124,6 +125,86 @@ def test_a_disk_that_is_full_keeps_no_part(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
+def aged(file, hours, size=1000):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        file.write_bytes(bytes(size))
+    os.utime(file, (time.time() - 3600 * hours,) * 2)
+    return file
+
+
+def test_what_was_not_used_for_longest_is_deleted_beyond_a_size(folder, monkeypatch):
+    names = ["new", "day", "week", "month"]
+    day, week, month = (aged(folder / n, h) for n, h in zip(names[1:], (24, 168, 720), strict=True))
+    new, part = aged(folder / "new", 0, size=1500), aged(folder / "day.1f0c", 2)
+    fresh = aged(folder / "day.2e1d", 0)  # of a process that writes it now
+    lists = {name: Start(name) for name in names}
+    for hours, name in enumerate(names):
+        lists[name].write(["new", name])
+        aged(folder.with_name(STARTS) / f"{name}.json", 24 * hours)
+    lists["writing"] = Start("writing")
+    lists["writing"].write(["not there yet"])
+    stored = StoredPrograms()
+    stored.bound()
+    assert not part.exists() and all(map(stored.has, names)), "10 GB are not reached"
+    monkeypatch.setattr("jaxrl_llm.plan.stored.MOST_BYTES", 4500)
+    stored.bound()
+    assert not month.exists() and week.exists() and day.exists()
+    assert [name for name, start in lists.items() if start.names()] == [*names[:3], "writing"]
+    before = jax.config.jax_compilation_cache_max_size
+    try:
+        jax.config.update("jax_compilation_cache_max_size", 100)
+        stored.bound()
+    finally:
+        jax.config.update("jax_compilation_cache_max_size", before)
+    assert {file.name for file in folder.iterdir()} == {new.name, fresh.name}, "they are in use"
+
+
+def test_a_program_that_is_read_counts_as_used(folder, monkeypatch):
+    program, stored = lowered(lambda x: x["a"], mesh_of(0)), StoredPrograms()
+    name = stored.name_of(program, "")
+    stored.save(name, program.compile())
+    before = aged(folder / name, 48).stat()
+    aged(folder / "other", 24)
+    monkeypatch.setattr("jaxrl_llm.plan.stored.MOST_BYTES", 0)
+    stored.load(name)
+    stored.bound()
+    assert stored.has(name) and not stored.has("other")
+    assert (folder / name).stat().st_mtime_ns == before.st_mtime_ns, "it was not written"
+
+
+def test_two_processes_delete_at_the_same_time(folder, monkeypatch):
+    """Each finds that the other one was faster."""
+    monkeypatch.setattr("jaxrl_llm.plan.stored.MOST_BYTES", 0)
+    for hours in range(2, 9):
+        aged(folder / f"old-{hours}", hours)
+    unlink = Path.unlink
+
+    def twice(self, missing_ok=False):
+        unlink(self)
+        unlink(self)
+
+    monkeypatch.setattr(Path, "unlink", twice)
+    StoredPrograms().bound()
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    StoredPrograms().bound()
+
+
+def test_a_program_that_xla_cannot_write_is_not_kept(folder):
+    """On a CPU that is one that sorts, once it has run. Those after it are kept."""
+    stored = StoredPrograms()
+    sorts = lowered(lambda x: {"found": jnp.sort(jnp.tile(x["a"], 64))}, mesh_of(0))
+    other = lowered(lambda x: x["b"], mesh_of(0))
+    names = [stored.name_of(program, "") for program in (sorts, other)]
+    compiled, place = sorts.compile(), NamedSharding(mesh_of(0), PartitionSpec("data"))
+    x = jax.device_put(np.arange(4, dtype=np.float32), place)
+    jax.block_until_ready(compiled({"a": x, "b": x}))
+    for name, program in zip(names, (compiled, other.compile()), strict=True):
+        stored.save(name, program)
+    assert [stored.has(name) for name in names] == [False, True]
+
+
 # Lowering tells jax's library of linear algebra where to find what a CPU's program calls.
 READS = """
 import sys, jax, jax.numpy as jnp
@@ -155,4 +236,5 @@ def test_without_a_folder_nothing_is_kept(folder, cache):
     stored, program = StoredPrograms(), lowered(lambda x: x["a"], mesh_of(0))
     assert stored.name_of(program, "") == "" and not stored.has("")
     stored.save("", program.compile())
+    stored.bound()
     assert not folder.exists()

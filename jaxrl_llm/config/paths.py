@@ -41,7 +41,9 @@ def folders(c: Config) -> Faults:
     for key, path, expected in _folders(c):
         there = is_file(path) if path.endswith(".json") else path and is_folder(path)
         if not there:
-            yield f"<{key}>: expected {expected}{nearest_file(Path(path))}"
+            is_other = path.endswith(".json") and is_folder(Path(path).parent)
+            hint = "" if is_other else nearest_file(Path(path))  # no other file of it would do
+            yield f"<{key}>: expected {expected}{hint}"
     for key, judge in every(c, Judge):
         if judge.cache_file and is_folder(judge.cache_file):
             yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
@@ -58,8 +60,12 @@ def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
             small = f"as scripts/prepare_model.py smollm2 --output={model.path} writes it"
             yield f"{key}.path", model.path, f"the folder of a model, {small}"
         if isinstance(model, AdaptedSettings) and model.lora.path:
-            file = str(Path(model.lora.path) / "adapter_config.json")
-            yield f"{key}.lora.path", file, "a folder with adapter_config.json, as PEFT writes it"
+            folder = Path(model.lora.path)
+            expected = "a folder with adapter_config.json, as PEFT writes it"
+            if is_folder(folder):
+                command = f"jaxrl export --model={folder} --output={folder.name}-adapter --adapter"
+                expected += f"; of a run with adapters, {command} writes it"
+            yield f"{key}.lora.path", str(folder / "adapter_config.json"), expected
 
 
 def functions(c: Config) -> Faults:

@@ -232,6 +232,9 @@ def _load(
         _set_aside(bad, Path(rules.bad_rows_file))
     _check_bad(bad, num_rows, rules)
     items = _streamed(own, streamed, rules) if rules.streaming else _joined(own, found)
+    if not items and not num_rows:
+        names = ", ".join(Path(stripe.reader.name).name for stripe in own)
+        raise ValueError(f"no rows are left of 0: {names} is empty; set {sources.keys} to data")
     if not items:
         raise ValueError(
             f"no rows are left of {num_rows} ({num_overlong} of them overlong): check "
@@ -454,10 +457,11 @@ def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -
     if kind is None:
         columns = ", ".join(map(repr, rows[0].data)) or "none"
         problem = f"holds no rows of a known format: its columns are {columns}"
+        other = ", or say which column is which with config.data.columns={ours: THEIRS}"
     else:
-        problem = f"holds {kind} rows, which give no {purpose}"
+        problem, other = f"holds {kind} rows, which give no {purpose}", ""
     raise ValueError(
-        f"{name} {problem}. Set {keys} to data with {wanted} rows, which give {purpose} "
+        f"{name} {problem}. Set {keys} to data with {wanted} rows, which give {purpose}{other} "
         "(docs/data.md lists their columns)"
     )
 

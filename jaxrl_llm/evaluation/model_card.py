@@ -125,13 +125,20 @@ def _config(config: Config) -> str:
     values = as_dict(config)
     found: dict[str, Any] = {}
     for key in differences(Config(), config):
-        if key.startswith(LOCAL):
+        if key.startswith((*LOCAL, *_unused(config))):
             continue
         value: Any = values
         for part in key.split("."):
             value = value[int(part)] if isinstance(value, list) else value.get(part)
         found[key] = _without_folders(value)
     return f"```json\n{json.dumps(found, indent=2)}\n```"
+
+
+def _unused(config: Config) -> list[str]:
+    """Keys that weights on disk replace: a model's sizes and its tokenizer."""
+    with_path = [name for name in ("actor", "critic") if getattr(config, name).path]
+    is_char = config.actor.path and config.data.tokenizer == "char"
+    return [f"{name}.hf_config" for name in with_path] + ["data.tokenizer"] * bool(is_char)
 
 
 def _without_folders(value: Any) -> Any:

@@ -80,7 +80,8 @@ def export_checkpoint(
     facts = run_facts(checkpoint)
     roles = manager.stored_roles(checkpoint)
     if role not in roles:
-        raise ConfigError(f"{checkpoint} has no role {role!r}; it has {', '.join(roles)}")
+        known = f"it has {', '.join(roles)}, so --role={next(iter(roles))} works"
+        raise ConfigError(f"{checkpoint} has no role {role!r}; {known}")
     abstract, lora = roles[role], adapters_in(checkpoint, role)
     if adapter and lora is None:
         raise ConfigError(

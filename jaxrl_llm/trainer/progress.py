@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, PairwiseRewardModel, RewardRegression
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.distributed.multihost import gather_objects, is_main, sum_over_processes
 from jaxrl_llm.models.flops import forward_flops, training_flops
@@ -230,7 +230,9 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         lines.append(f"  {name}  {first}{last:.3f}")
     if totals.seconds:
         lines.append(f"  tokens/s        {totals.tokens / totals.seconds:,.0f}")
-        lines.append("  time a stage")
+        overlap = sum(totals.stage_seconds.values()) > 1.01 * totals.seconds
+        note = " (one that runs while the host grades counts until both are done)"
+        lines.append(f"  time a stage{note if overlap else ''}")
         for name, seconds in totals.stage_seconds.items():
             lines.append(f"    {name:<40} {seconds:8.1f} s  {seconds / totals.seconds:4.0%}")
     lines += [
@@ -245,8 +247,10 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'} {viewer}")
     if (trace := run_dir / "trace").is_dir() and any(trace.iterdir()):  # not where none answered
         lines.append(f"  trace           {trace}")
+    is_reward = isinstance(config.algorithm, PairwiseRewardModel | RewardRegression)
     lines.append(
         f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
+        + (" --role=reward" if is_reward else "")
     )
     if summary.interrupted or summary.alarmed or summary.called_off:
         again = "run the same command again"

@@ -11,6 +11,7 @@ import pytest
 from in_process import run_here
 
 import jaxrl_llm as rl
+from jaxrl_llm import config as c
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.launch.commands import COMMANDS, main, versions
@@ -169,6 +170,26 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
     assert words[0] == "export"
     # Its flags are known: what is missing here is the checkpoint.
     assert f"there is no checkpoint {summary.checkpoint}" in jaxrl(*words).stderr
+    scalar = Config(algorithm=c.PairwiseRewardModel()), Config(algorithm=c.RewardRegression())
+    for config in scalar:
+        assert summary_lines(summary, config)[-1] == f"{lines[0]} --role=reward"
+
+
+def test_times_that_overlap_are_explained(tmp_path):
+    totals = Totals()
+    totals.seconds, totals.stage_seconds = 10.0, {"gen": 1.0, "ref": 4.0, "update_actor": 5.0}
+    summary = Summary(
+        run_dir=tmp_path,
+        step=1,
+        totals=totals,
+        seconds=11.0,
+        interrupted=False,
+        checkpoint=tmp_path,
+    )
+    assert "  time a stage" in summary_lines(summary, Config())
+    totals.stage_seconds["reward"] = 4.0
+    (line,) = [line for line in summary_lines(summary, Config()) if "time a stage" in line]
+    assert line.endswith(" (one that runs while the host grades counts until both are done)")
 
 
 def test_a_runs_folder_is_a_model(tmp_path):

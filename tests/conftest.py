@@ -85,6 +85,15 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    from less_work import do_less
+
+    do_less()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Have pytest find nothing to go through when it collects garbage at its end."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,6 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections():
     """Benchmarks collect garbage after each case. What other tests left is not gone through."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -21,24 +21,27 @@ MOST = 2.3
 
 
 def imported(modules: str) -> tuple[float, set[str]]:
-    """CPU-seconds (of two starts the faster one), and what was imported."""
+    """CPU-seconds, and what was imported."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PROGRAM.format(modules=modules)]
-    seconds, names = [], set()
-    for _ in range(2):
-        result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        first, *names = result.stdout.split()
-        seconds.append(float(first))
-    return min(seconds), set(names)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    seconds, *names = result.stdout.split()
+    return float(seconds), set(names)
 
 
 def test_starting_the_trainer_is_quick():
-    least, _ = imported("jax, flax.nnx")
-    seconds, modules = imported("jaxrl_llm.trainer.run")
-    assert modules & LAZY == set()
-    assert seconds < MOST * least, f"{seconds:.2f} CPU-s; jax and flax alone take {least:.2f}"
+    """The faster one of two starts each; the second only where the first do not show it."""
+    least, seconds = float("inf"), float("inf")
+    for _ in range(2):
+        least = min(least, imported("jax, flax.nnx")[0])
+        now, modules = imported("jaxrl_llm.trainer.run")
+        assert modules & LAZY == set()
+        seconds = min(seconds, now)
+        if seconds < MOST * least:
+            return
+    raise AssertionError(f"{seconds:.2f} CPU-s; jax and flax alone take {least:.2f}")
 
 
 def test_the_config_and_the_launchers_need_no_jax():

@@ -61,25 +61,30 @@ def copy_compiled(folder: Path) -> None:
         (folder / file.name).symlink_to(file.resolve())
 
 
+def cut_off_in_first_save(folder: Path) -> TinyRun:
+    """A run that was killed before the folder of its first save got its final name."""
+    for i in range(5):
+        run = TinyRun(folder / f"try{i}")
+
+        def saving(run: TinyRun = run) -> list[Path]:
+            return list(run.checkpoints.glob("global_step_[1-9]*tmp*"))
+
+        run.kill_when(saving)
+        if saving():
+            return run
+    raise AssertionError("every save was over before the kill")
+
+
 def test_kill_9_leaves_no_mark(
     tmp_path: Path, reference: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after the warm-up, during a save, and within a step at an epoch's boundary."""
+    """Killed during the first save after the warm-up, and within a step at an epoch's boundary."""
     # New programs go where a killed process leaves no half of one for other tests.
     copy_compiled(tmp_path / "compiled")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
-    run = TinyRun(tmp_path)
-    run.kill_when(run.step_path(0).exists)
+    run = cut_off_in_first_save(tmp_path)
+    assert run.step_path(0).exists() and not run.step_path(SAVE_EVERY).exists()
     warm_up = (run.run_dir / "warmup" / "metrics.jsonl").read_bytes()
-
-    def saving() -> list[Path]:
-        return list(run.checkpoints.glob("global_step_[1-9]*tmp*"))
-
-    for _ in range(5):
-        run.kill_when(saving)
-        if saving():
-            break  # cut off before the folder got its final name
-    assert saving()
 
     boundary = 2 * EPOCH_STEPS
     run.pause_at(boundary + 1)

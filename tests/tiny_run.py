@@ -62,7 +62,10 @@ def get_config() -> Config:
             ppo_mini_batch_size=8,
             ppo_epochs=2,
             shuffle=True,
-            optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=3),
+            # 4 updates a step. Runs of fewer steps have the same program, which is compiled once.
+            optimizer=OptimizerConfig(
+                learning_rate=3e-3, schedule="cosine", warmup_steps=3, total_steps=48
+            ),
         ),
         critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-3, offload=True)),
         rollout=RolloutConfig(n=2, num_slots=3),

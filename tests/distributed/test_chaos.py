@@ -15,7 +15,11 @@ from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 STEPS, KILLS, SEED = 200, 30, 11
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
 LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2"]
-FLAGS = (f"--config.total_steps={STEPS}", "--config.validation.every=50")
+FLAGS = (
+    f"--config.total_steps={STEPS}",
+    "--config.validation.every=50",
+    "--config.actor.optimizer.total_steps=0",  # it learns to the end
+)
 MOST_S = 1500
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * MOST_S)]

@@ -15,6 +15,7 @@ FLAGS = (
     f"--config.total_steps={STEPS}",
     "--config.save_every=50",
     "--config.validation.every=100",
+    "--config.actor.optimizer.total_steps=0",  # it learns to the end
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * MOST_S)]

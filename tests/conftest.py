@@ -75,8 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
         shrink(folder, CACHE_BYTES)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    asked_for = re.findall(r"(?<!not )\b(?:slow|h200)\b", config.option.markexpr)
-    if not asked_for:
+    asked_for = set(re.findall(r"(?<!not )\b(?:slow|torch|h200)\b", config.option.markexpr))
+    if "torch" in asked_for:  # its threads wait for each other, and take half of the CPU time
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not asked_for & {"slow", "h200"}:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
         # Operations without the lines of Python that they come from.
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import compiled
+from compiled import compiled, on_device
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels import flash_attention
@@ -48,21 +48,19 @@ PREFIXES = np.where((SEGMENTS > 1) & (SEGMENTS < 5), 1, 0)
 
 
 def random_qkv(heads, *, length, head_dim=64, rows=1, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 4)
+    rng = np.random.default_rng(seed)
     shapes = [(rows, length, n, head_dim) for n in (*heads, heads[1], heads[0])]
-    return [
-        jax.random.normal(key, shape).astype(jnp.bfloat16)
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    return [on_device(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
 
 def with_gradients(function, q, k, v, dout):
-    """Output and the gradients by q, k and v, in float32.
-
-    Not under jit: the interpreter's callbacks wait for threads that the rest of a program may hold.
-    """
+    """Output and the gradients by q, k and v."""
     out, pull = jax.vjp(function, q, k, v)
-    return [np.asarray(x, np.float32) for x in (out, *pull(dout.astype(out.dtype)))]
+    return out, *pull(dout.astype(out.dtype))
+
+
+def in_float32(arrays):
+    return [np.asarray(x, np.float32) for x in arrays]
 
 
 @pytest.fixture(autouse=True)
@@ -81,16 +79,16 @@ def check(qkvd, *, tuning=None, real=None, by_runs=False, **masks):
     With `real` (bool [B, T]) the kernels get NaN wherever a token is not real, in the cotangent
     too.
     """
-    expected_from, given = qkvd, qkvd
+    float32, given = in_float32(qkvd), qkvd
     if real is not None:
-        expected_from = [jnp.where(real[:, :, None, None], x, 0) for x in qkvd]
-        given = [jnp.where(real[:, :, None, None], x, jnp.nan) for x in qkvd]
-    ours = with_gradients(
-        partial(hopper_attention, tuning=tuning, by_runs=by_runs, interpret=interpret(), **masks),
-        *given,
-    )
-    float32 = [x.astype(jnp.float32) for x in expected_from]
-    expected = with_gradients(partial(attention_reference, **masks), *float32)
+        seen = np.asarray(real)[:, :, None, None]
+        given = [on_device(np.where(seen, x, np.nan), jnp.bfloat16) for x in float32]
+        float32 = [np.where(seen, x, np.float32(0)) for x in float32]
+    settings = {"tuning": tuning, "by_runs": by_runs, "interpret": interpret()}
+    # Not one program: the interpreter's callbacks wait for threads that the rest may hold.
+    ours = in_float32(with_gradients(partial(hopper_attention, **settings, **masks), *given))
+    reference = partial(with_gradients, partial(attention_reference, **masks))
+    expected = in_float32(compiled(reference, *float32))
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours, expected, strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error <= 1e-2, f"{name}: relative error {error}"  # NaN fails too
@@ -186,15 +184,15 @@ def test_queries_of_a_part_of_the_row(prefixes):
     q, k, v, dout = random_qkv((2, 1), length=256)
     k, v = (jnp.where(segments[..., None, None] > 0, x, 0) for x in (k, v))
     q, dout = q[:, tokens], dout[:, tokens]
-    ours = with_gradients(
-        partial(hopper_attention, visibility=part, interpret=interpret()), q, k, v, dout
-    )
+    kernels = partial(hopper_attention, visibility=part, interpret=interpret())
+    ours = in_float32(with_gradients(kernels, q, k, v, dout))
 
     def reference(q, k, v):
         rows = jnp.zeros((1, 256, 2, 64)).at[:, tokens].set(q)
         return attention_reference(rows, k, v, visibility=whole)[:, tokens]
 
-    expected = with_gradients(reference, *(x.astype(jnp.float32) for x in (q, k, v, dout)))
+    float32 = in_float32((q, k, v, dout))
+    expected = in_float32(compiled(partial(with_gradients, reference), *float32))
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours, expected, strict=True):
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b), name
 
@@ -219,13 +217,14 @@ def test_sinks():
 
     def results(function, real, garbage, dtype):
         function = partial(function, visibility=visibility)
-        given = [jnp.where(real, x, garbage).astype(dtype) for x in (*qkv, dout)]
-        out, pull = jax.vjp(lambda q, k, v, s: function(q, k, v, sinks=s), *given[:3], sinks)
-        return [np.asarray(x, np.float32) for x in (out, *pull(given[3].astype(out.dtype)))]
+        *given, dout_given = (jnp.where(real, x, garbage).astype(dtype) for x in (*qkv, dout))
+        out, pull = jax.vjp(lambda q, k, v, s: function(q, k, v, sinks=s), *given, sinks)
+        return out, *pull(dout_given.astype(out.dtype))
 
     kernels = partial(hopper_attention, interpret=interpret())
-    ours = results(kernels, real, jnp.nan, jnp.bfloat16)
-    expected = results(attention_reference, real, 0.0, jnp.float32)
+    ours = in_float32(results(kernels, real, jnp.nan, jnp.bfloat16))
+    settings = {"garbage": 0.0, "dtype": jnp.float32}
+    expected = in_float32(compiled(partial(results, attention_reference, **settings), real))
     for name, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), ours, expected, strict=True):
         assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(b), name
     assert abs(ours[4][2]) < 1e-6 < abs(ours[4][0])
@@ -270,9 +269,11 @@ def test_kernels_lower_for_a_gpu(head_dim):
 def test_other_implementations_take_visibility(function):
     visibility, real = packed()
     q, k, v, dout = random_qkv((4, 2), length=256, head_dim=8, rows=2)
-    q, k, v, dout = (jnp.where(real[:, :, None, None], x, jnp.nan) for x in (q, k, v, dout))
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    out, *gradients = with_gradients(partial(function, visibility=visibility), q, k, v, dout)
+    seen = np.asarray(real)[:, :, None, None]
+    qkvd = [np.where(seen, x, np.float32(np.nan)) for x in in_float32((q, k, v, dout))]
+    run = partial(with_gradients, partial(function, visibility=visibility))
+    out, *gradients = in_float32(compiled(run, *qkvd))
+    q, k, v, _ = qkvd
     for x in (out, *gradients):
         assert np.isfinite(x).all() and (x[~np.asarray(real)] == 0).all()
     for b, t, n in itertools.product(range(2), (0, 69, 70, 99, 100, 189, 209, 210, 235), (0, 3)):

@@ -54,13 +54,18 @@ def lora_of(config, targets=("all-linear",), **changes):
     return Lora(**{"rank": 2, "alpha": 3.0, "modules": modules} | changes)
 
 
-def logits(spec, params):
+def by_operation(spec, params):
+    """Logits, each operation rounded as it is written: a program may keep more bits."""
+
     def attend(q, k, v, cache, **_):
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
 
     model = bind(spec, params)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     return model.logits(model(TOKENS, positions, attend=with_rule(attend))[0])
+
+
+logits = jax.jit(by_operation, static_argnums=0)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +207,12 @@ def test_updates_compute_the_tables_that_generation_has():
 
     def total(own):
         low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), own)
-        found = logits(spec, join(ahead, low))
+        found = by_operation(spec, join(ahead, low))
         return jnp.square(found).sum(), found
 
     gradient, found = jax.grad(total, has_aux=True)(own)
-    np.testing.assert_array_equal(found, logits(*merge_adapters(spec, params, "bfloat16")))
-    apart = jax.grad(lambda own: jnp.square(logits(spec, join(base, own))).sum())(own)
+    np.testing.assert_array_equal(found, by_operation(*merge_adapters(spec, params, "bfloat16")))
+    apart = jax.grad(lambda own: jnp.square(by_operation(spec, join(base, own))).sum())(own)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(apart), strict=True):
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(other)

@@ -39,6 +39,13 @@ _POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION, SCHEDULE),
     "full": jax.checkpoint_policies.save_only_these_names(SCHEDULE),
 }
+# They compute nothing. What they made of a value that is not kept would be kept in its place.
+_PLACING = (
+    jax.lax.dynamic_slice_p,
+    jax.lax.optimization_barrier_p,
+    jax.lax.reshape_p,
+    jax.lax.squeeze_p,
+)
 
 
 class Block(nnx.Module):
@@ -303,9 +310,13 @@ def rematerialised(
     """
     if remat == "none" and never_kept is None:
         return run
-    policies = jax.checkpoint_policies
-    policy = _POLICIES.get(remat) or policies.save_anything_except_these_names(never_kept)
-    return jax.checkpoint(run, policy=policy)
+    # `save_anything_except_these_names` of jax keeps what it should not.
+    named = jax.checkpoint_policies.save_only_these_names(never_kept)
+
+    def kept(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
+        return primitive not in _PLACING and not named(primitive, *arguments, **parameters)
+
+    return jax.checkpoint(run, policy=_POLICIES.get(remat, kept))
 
 
 def _scanned(
@@ -359,6 +370,6 @@ def period_of(kinds: Sequence[Any]) -> int:
     if len(kinds) == 1:
         return 1
     raise ValueError(
-        "the windows, rope tables or experts of the layers repeat no pattern: no scan of them; "
+        "windows, rope tables, experts or adapters of the layers repeat no pattern: no scan; "
         "set scan_layers to false"
     )

@@ -359,7 +359,27 @@ def set_dropout(model: nnx.Module, key: jax.Array) -> None:
         if isinstance(module, Adapter) and module.dropout:
             name = "/".join(map(str, path))
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            module.key = nnx.Variable(jax.random.key_data(own))
+            module.key = DropoutKey(jax.random.key_data(own))
+
+
+class DropoutKey(nnx.Variable):
+    """The data of an adapter's random key."""
+
+
+def dropping_apart(states: Tree, number: jax.Array) -> Tree:
+    """States of modules whose adapters drop other inputs for each `number`.
+
+    Requires: they are of several modules each, and so are the keys: [modules, ...].
+    """
+
+    def apart(variable: Any) -> Any:
+        if not isinstance(variable, DropoutKey):
+            return variable
+        keys = jax.random.wrap_key_data(variable.get_value())
+        folded = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        return variable.replace(jax.random.key_data(folded))
+
+    return jax.tree.map(apart, states, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def _at(model: Any, path: Sequence[str]) -> Any:

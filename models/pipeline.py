@@ -16,7 +16,7 @@ Shape letters: B rows, T tokens, D hidden, P stages, C convoys, b rows of a micr
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,14 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.layout import Layout
+from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Block, Remat, rematerialised
 from jaxrl_llm.models.experts import Routed, Routing, nothing_routed
 from jaxrl_llm.models.layers import over_sequence, rope_tables
+from jaxrl_llm.models.lora import dropping_apart
 from jaxrl_llm.models.weight import Weight
 
 WEIGHT = "stage weight"  # checkpoint name of a layer's weights, taken from those of its stage
@@ -77,6 +80,19 @@ class Pipeline:
                 f"config.mesh.pipeline={self.stages}: stages compute the same windows and rope "
                 f"tables in the same order, and groups of {size} of this model's layers differ "
                 f"(windows {config.sliding_window}); config.mesh.pipeline=1 works"
+            )
+
+    def check_adapters(self, config: ModelConfig, layers: Mapping[str, Any]) -> None:
+        """Raises: ValueError for `layers` by number whose groups have adapters of other modules."""
+        kinds = [jax.tree.structure(layers[str(i)]) for i in range(config.num_layers)]
+        kinds = kinds[config.num_leading_layers :]
+        size = len(kinds) // (self.stages * self.rounds)
+        if any(kind != kinds[i % size] for i, kind in enumerate(kinds)):
+            raise ValueError(
+                f"config.mesh.pipeline={self.stages}: stages have adapters of the same modules in "
+                f"the same order, and groups of {size} of this model's layers differ; "
+                "lora.targets=all-linear, names that every layer has, or config.mesh.pipeline=1 "
+                "work"
             )
 
 
@@ -124,6 +140,7 @@ class PipelinedLayers:
                 )
                 routing = _routing_of_group(routing, item, pipeline)
                 of_tick = jax.tree.map(_of_tick, slots, is_leaf=_is_weight)
+                of_tick = dropping_apart(of_tick, item.number)
                 rope = rope_tables(self.config, positions_bT)
                 attend = self.attend_in(described)
                 with layout.of_stage.for_layers():
@@ -287,8 +304,8 @@ def _group(
     if scan:
         if any(graphdef != graphdefs[0] for graphdef in graphdefs):
             raise ValueError(
-                "the layers of a pipeline stage have several windows or rope tables, so they "
-                "cannot be scanned: set scan_layers=false"
+                "the layers of a pipeline stage have several windows, rope tables or adapters, so "
+                "they cannot be scanned: set scan_layers=false"
             )
         run = layer(graphdefs[0])
         stacked = _stacked(list(zip(slots, each, strict=True)))
@@ -334,9 +351,14 @@ def staged(
 
 
 def _staged_leaf(layout: Layout, *variables: Any) -> Any:
+    dims = variables[0].get_metadata().get("axes", ())  # a random key has none
+    values = (variable.get_value() for variable in variables)  # arrays or `Merged` ones
+    return variables[0].replace(jax.tree.map(partial(_staged, layout, dims), *values))
+
+
+def _staged(layout: Layout, dims: tuple[LogicalAxis, ...], *arrays: jax.Array) -> Any:
     axes = layout.axes("layers")
-    dims = variables[0].get_metadata()["axes"]
-    stacked = jnp.stack([variable.get_value() for variable in variables])
+    stacked = jnp.stack(arrays)
     used = layout.of_stage.spec(*dims)
     for embed in ("embed", "expert_embed"):  # a weight has one at most
         if embed not in dims:
@@ -358,10 +380,10 @@ def _staged_leaf(layout: Layout, *variables: Any) -> Any:
             check_vma=False,
         )(stacked)
     stacked = _constrained(stacked, layout, axes, *used)
-    if stacked.dtype != jnp.float32:
-        # The gradients of the ticks are added up in float32: see `_of_tick`.
-        stacked = Weight(stacked.astype(jnp.float32), jax.lax.stop_gradient(stacked))
-    return variables[0].replace(stacked)
+    if stacked.dtype != jnp.bfloat16:
+        return stacked
+    # The gradients of the ticks are added up in float32: see `_of_tick`.
+    return Weight(stacked.astype(jnp.float32), jax.lax.stop_gradient(stacked))
 
 
 def _to_stages(
@@ -384,8 +406,27 @@ def _of_turn(slot: Any, turn: jax.Array, x_bTD: jax.Array) -> tuple[Any, jax.Arr
     # The barrier ties the weights to the tick. Otherwise XLA gathers those of all layers of the
     # stage before the first one.
     own = jax.tree.map(lambda weight: _nth(weight, turn), slot)
-    own, x_bTD = jax.lax.optimization_barrier((own, x_bTD))
+    leaves, tree = jax.tree.flatten((own, x_bTD))
+    own, x_bTD = jax.tree.unflatten(tree, _tied(leaves))
     return jax.tree.map(lambda weight: checkpoint_name(weight, WEIGHT), own), x_bTD
+
+
+@jax.custom_jvp
+def _tied(arrays: list[jax.Array]) -> list[jax.Array]:
+    """A barrier between arrays. Those that nothing differentiates, as frozen ones, stay so."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+def _tied_jvp(primals: Any, tangents: Any) -> tuple[list[jax.Array], list[Any]]:
+    moves = [not isinstance(tangent, SymbolicZero) for tangent in tangents[0]]
+    tied = iter(
+        jax.lax.optimization_barrier([t for t, m in zip(*tangents, moves, strict=True) if m])
+    )
+    found = [next(tied) if m else t for t, m in zip(*tangents, moves, strict=True)]
+    return jax.lax.optimization_barrier(*primals), found
+
+
+_tied.defjvp(_tied_jvp, symbolic_zeros=True)
 
 
 def _of_tick(weight: Any) -> jax.Array:

@@ -144,7 +144,6 @@ def _of_role(role: str) -> Iterator[Row]:
     apart, dora, dropout = setting("merge", True), setting("dora", False), setting("dropout", 0)
     yield f"{role}.base_dtype", all_learn, "it is of frozen weights, and all weights learn"
     yield dropout, dora, "the two together are not implemented"
-    yield adapters, "mesh.pipeline", "adapters in stages of layers are not implemented"
     for place in (PLACED, "node_groups"):
         yield adapters, place, "roles share the frozen weights on the actor's devices"
     for each in (apart, dora, dropout):

@@ -348,14 +348,16 @@ def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | 
         stages=stages, rounds=sizes.pipeline_rounds, micro_batches=sizes.pipeline_micro_batches
     )
     pipeline.check(spec.config)
+    pipeline.check_adapters(spec.config, spec.params["decoder"]["layers"])
     return pipeline
 
 
 def _check_scan(role: str, spec: ModelSpec, pipeline: Pipeline | None) -> None:
     """Raises: ValueError for layers that no loop can run."""
-    kinds: list[Any] = list(spec.config.layer_kinds)
-    if spec.config.mixture is not None:
-        kinds = [(kind, spec.config.mixture_of(i) is None) for i, kind in enumerate(kinds)]
+    layers = spec.params["decoder"]["layers"]  # those of experts or with adapters differ
+    kinds = [
+        (kind, jax.tree.structure(layers[str(i)])) for i, kind in enumerate(spec.config.layer_kinds)
+    ]
     if pipeline is not None:  # of which leading layers are no part
         kinds = kinds[spec.config.num_leading_layers :]
         kinds = kinds[: len(kinds) // (pipeline.stages * pipeline.rounds)]
@@ -365,8 +367,8 @@ def _check_scan(role: str, spec: ModelSpec, pipeline: Pipeline | None) -> None:
         raise ValueError(f"config.{role}.scan_layers: {error}") from None
     if pipeline is not None and period > 1:
         raise ValueError(
-            f"config.{role}.scan_layers: the layers of a pipeline stage have several windows or "
-            "rope tables, so they cannot be scanned: set scan_layers to false"
+            f"config.{role}.scan_layers: the layers of a pipeline stage have several windows, rope "
+            "tables or adapters, so they cannot be scanned: set scan_layers to false"
         )
 
 

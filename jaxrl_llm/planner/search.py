@@ -142,8 +142,6 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
             return False
         if _stored_size(model) % (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence):
             return False
-        if model.adapters and mesh.pipeline > 1:
-            return False
     rows = work.samples.count
     mini = min((rows // job.mini_batches for job in work.jobs), default=rows)
     return mini % mesh.num_replicas == 0

@@ -20,6 +20,7 @@ from jaxrl_llm.data.run_data import load_records, train_sources
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.models.lora import split
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.tokenizer import load_tokenizer
@@ -59,7 +60,9 @@ def step(
         random_params(role.spec.params, seed=1, scale=0.3), role.param_shardings
     )
     states = {}
-    if iteration.reference is not None:
+    if iteration.base is not None:
+        states[iteration.base.name], params = split(params)
+    elif iteration.reference is not None:
         moved = jax.tree.map(lambda x: x * jnp.float32(1.2), params)
         states["reference"] = derive_reference(iteration.reference, moved)
     states[role.name] = role.state(params)

@@ -187,6 +187,15 @@ def test_one_stage_is_no_pipeline():
         assert [name in text for name in of_stages] == [expected] * 2
 
 
+def test_a_tick_keeps_no_weights():
+    """Of three ticks there would be three copies of each."""
+    run, params = program({"pipeline": 2}, "float32")
+    text = run.lower(params).as_text()
+    shapes = (MODEL["hidden_size"], MODEL["intermediate_size"])
+    for D, F in (shapes, shapes[::-1]):
+        assert f"tensor<1x{D}x{F}xf32>" in text and f"tensor<3x{D}x{F}xf32>" not in text
+
+
 def test_layers_that_stages_cannot_share():
     config = model_config(num_layers=6, sliding_window=(None,) * 5 + (4,))
     with pytest.raises(ValueError, match="4 groups of layers.* 6; a product of 3 works"):

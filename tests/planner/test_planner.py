@@ -420,13 +420,18 @@ EVERY_AXIS = {"data", "fsdp", "tensor", "sequence", "pipeline"}
 
 
 @pytest.mark.parametrize(
-    ("hf", "axes"),
-    [(WIDE, EVERY_AXIS), (EXPERTS, EVERY_AXIS | {"expert"})],
-    ids=["dense", "experts"],
+    ("hf", "rank", "axes"),
+    [
+        (WIDE, 0, EVERY_AXIS),
+        (WIDE, 4, EVERY_AXIS),
+        (EXPERTS, 0, EVERY_AXIS | {"expert"}),
+    ],
+    ids=["dense", "adapters", "experts"],
 )
-def test_the_search_tries_every_axis_that_a_run_takes(hf, axes):
+def test_the_search_tries_every_axis_that_a_run_takes(hf, rank, axes):
     config = tiny(c.GRPO())
-    config = replace(config, actor=replace(config.actor, hf_config=hf))
+    actor = replace(config.actor, hf_config=hf, lora=c.LoraConfig(rank=rank))
+    config = replace(config, actor=actor)
     meshes = list(_meshes(work_of(config), 8, 4))
     assert {axis for mesh in meshes for axis, size in mesh.sizes.items() if size > 1} == axes
     for mesh in meshes:

@@ -20,7 +20,7 @@ from jaxrl_llm.models.config import GatedDelta, ModelConfig
 from jaxrl_llm.models.layers import Form, Projection, gathering, parameter, projection_of
 from jaxrl_llm.numerics import rms_norm
 
-# Parameters that are computed in float32, whatever the dtype: they go through exp.
+# Parameters that are stored and computed in float32, whatever the dtype: they go through exp.
 DECAY = ("log_speed", "decay_bias")
 
 
@@ -48,8 +48,8 @@ class GatedDeltaNet(nnx.Module):
         shapes = {"q_conv": (G, H, W), "k_conv": (G, H, W), "v_conv": (N, V, W)}
         for name, shape in shapes.items():
             setattr(self, name, parameter(shape, (*heads, "norm"), "normal", dtype))
-        self.log_speed = parameter((N,), ("q_heads",), "log_uniform", dtype)
-        self.decay_bias = parameter((N,), ("q_heads",), "ones", dtype)
+        self.log_speed = parameter((N,), ("q_heads",), "log_uniform", jnp.float32)
+        self.decay_bias = parameter((N,), ("q_heads",), "ones", jnp.float32)
         self.norm = parameter((V,), ("head_dim",), "ones", dtype)
         self.o = projection((N, V, D), ("q_heads", "head_dim", "embed"), contract=2)
 
@@ -63,8 +63,7 @@ class GatedDeltaNet(nnx.Module):
         assert isinstance(attend, Mixers), "the caller of a hybrid model supplies both"
         *streams, gate_BTNV, rate_BTN, decay_BTN = gathering(self._project)(x_BTD)
         kernels = Streams(*(getattr(self, f"{name}_conv")[...] for name in Streams._fields))
-        speed_N = jnp.exp(self.log_speed[...].astype(jnp.float32))
-        bias_N = self.decay_bias[...].astype(jnp.float32)
+        speed_N, bias_N = jnp.exp(self.log_speed[...]), self.decay_bias[...]
         inputs = Inputs(
             streams=Streams(*streams),
             kernels=kernels,

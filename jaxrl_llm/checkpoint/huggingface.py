@@ -137,9 +137,10 @@ def import_params(
         def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
             return one_device if shardings is None else _get(shardings, path)
 
-        own = names[path].parts[0].dtype
+        own, module = names[path].parts[0].dtype, _get(abstract, path[:-1])
+        if module[path[-1]].dtype == np.float32 and spec.dtype != "float32":
+            own = "float32"  # in every model
         kernel = _place(value, at(path), float_dtype(own) if own else target)
-        module = _get(abstract, path[:-1])
         if is_frozen(module) and path[-1] == KERNEL:
             scale = (*path[:-1], SCALE)
             frozen = freeze(kernel, inputs_of(module), at(path), at(scale))

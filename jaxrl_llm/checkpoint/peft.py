@@ -293,8 +293,10 @@ def read_lora(
     directory = Path(directory)
     theirs = _read_config(directory)
     stored = _stored(directory)
-    known = {
-        _module(ours.name) for path, ours in hf_names(config, kind).items() if "router" not in path
+    known = {  # no norms, and no convolution of a gated delta rule
+        _module(ours.name)
+        for path, ours in hf_names(config, kind).items()
+        if path[-1] in ("kernel", "table") and "router" not in path
     }
     stacks = theirs.get("target_parameters") or []
     if stacks and not any(map(is_stack, known)):
@@ -312,8 +314,8 @@ def read_lora(
     if strange:
         raise ConfigError(
             f"{directory} has an adapter of {strange[0]}, which this model does not have, or which "
-            "has no adapters here, as routers. Give another adapter, or merge it into the model "
-            "with PEFT first"
+            "has no adapters here, as routers and convolutions. Give another adapter, or merge it "
+            "into the model with PEFT first"
         )
     return Lora(
         rank=theirs["r"],

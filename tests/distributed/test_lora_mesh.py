@@ -1,11 +1,11 @@
-"""An iteration with adapters on eight devices equals that on one."""
+"""An iteration with adapters on several devices equals that on one."""
 
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from tiny import MODEL
+from tiny import HYBRID, MODEL
 from tiny_iteration import (
     first_states,
     in_micro_batches,
@@ -22,9 +22,10 @@ from jaxrl_llm.models.base import frozen_spec
 from jaxrl_llm.models.frozen import dequantized
 
 LORA = LoraConfig(rank=2, alpha=1.0)
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
-def iterate(sizes, lora, *, critic, base="", dense=False):
+def iterate(sizes, lora, *, critic, base="", dense=False, model=ONE_LAYER):
     """The batch, and what actor and critic learned, after one iteration; with one update or PPO.
 
     `dense`: the base has the weights of one in float8, dequantised to float32 before.
@@ -32,7 +33,8 @@ def iterate(sizes, lora, *, critic, base="", dense=False):
     mesh = MeshConfig(**sizes)
     config = in_micro_batches(tiny_config(model_reward=critic), 8 // mesh.num_replicas)
     learners = ["actor"]
-    config = replace(config, mesh=mesh, actor=replace(config.actor, lora=lora, base_dtype=base))
+    actor = replace(config.actor, lora=lora, base_dtype=base, hf_config=MODEL | model)
+    config = replace(config, mesh=mesh, actor=actor)
     if critic:
         learners.append("critic")
         config = replace(config, critic=replace(config.critic, lora=lora, base_dtype=base))
@@ -65,14 +67,16 @@ def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "lora", "critic", "base"),
+    ("sizes", "lora", "critic", "base", "model"),
     [
-        pytest.param({"fsdp": 4, "tensor": 2}, LORA, False, "", id="grpo"),
+        pytest.param({"fsdp": 4, "tensor": 2}, LORA, False, "", ONE_LAYER, id="grpo"),
+        pytest.param({"fsdp": 2, "tensor": 2}, LORA, False, "", HYBRID, id="hybrid"),
         pytest.param(
             {"fsdp": 2, "tensor": 4},
             replace(LORA, merge=False),
             True,
             "float8",
+            ONE_LAYER,
             id="float8",
             marks=pytest.mark.slow,
         ),
@@ -81,6 +85,7 @@ def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
             LORA,
             True,
             "",
+            ONE_LAYER,
             id="ppo",
             marks=pytest.mark.slow,
         ),
@@ -89,14 +94,15 @@ def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
             replace(LORA, dora=True),
             False,
             "",
+            ONE_LAYER,
             id="dora",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_iteration(sizes, lora, critic, base):
-    batch, learned = iterate(sizes, lora, critic=critic, base=base)
-    expected, alone = iterate({}, lora, critic=critic, base=base)
+def test_iteration(sizes, lora, critic, base, model):
+    batch, learned = iterate(sizes, lora, critic=critic, base=base, model=model)
+    expected, alone = iterate({}, lora, critic=critic, base=base, model=model)
     np.testing.assert_array_equal(batch.responses, expected.responses)
     names = ("old_logprobs", "values") if critic else ()
     for name in ("rollout_logprobs", "reference_logprobs", *names):

@@ -1,15 +1,20 @@
 """Folders and configs of hybrid families: what is ignored, kept in its rows, and refused."""
 
+import json
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tiny import HYBRID, MODEL
-from tiny_models import CONFIGS, HYBRID_EXPERTS
+from tiny_models import CONFIGS, HYBRID_EXPERTS, random_tensors, write_directory
 
+from jaxrl_llm.checkpoint.huggingface import import_params
+from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, read_lora
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import families
-from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.base import frozen_spec, model_spec
 from jaxrl_llm.models.config import ModelConfig
 
 EXPERTS = HYBRID_EXPERTS.mixture
@@ -80,3 +85,30 @@ def test_forms_that_were_not_made_are_refused():
     config = families.config_from_hf(MODEL | HYBRID)
     with pytest.raises(ValueError, match="rollout.quantization=none"):
         model_spec(config, form="float8")
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float8"])
+def test_decays_stay_float32_in_frozen_weights(tmp_path, stored):
+    """They go through exp: read in float32, whatever the dtype of the other weights."""
+    config, theirs = CONFIGS["qwen3_5"], random_tensors(CONFIGS["qwen3_5"])
+    folder = write_directory(tmp_path, config, tensors=theirs)
+    params = import_params(folder, frozen_spec(config, "causal_lm", stored, "bfloat16"))
+    own = params["decoder"]["layers"]["0"]["attention"]
+    assert own["q_conv"].dtype == own["norm"].dtype == "bfloat16"
+    for ours, name in (("log_speed", "A_log"), ("decay_bias", "dt_bias")):
+        expected = theirs[f"model.layers.0.linear_attn.{name}"]
+        np.testing.assert_array_equal(own[ours], expected, strict=True)
+
+
+def test_an_adapter_of_the_convolution_is_refused(tmp_path):
+    config = CONFIGS["qwen3_5"]
+    module = "base_model.model.model.layers.0.linear_attn.conv1d"
+    channels, rank = 2 * 2 * 6 + 4 * 5, 2
+    tensors = {
+        f"{module}.lora_A.weight": np.zeros((rank, 1, 4), np.float32),
+        f"{module}.lora_B.weight": np.zeros((channels, rank, 1), np.float32),
+    }
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 4}))
+    with pytest.raises(ConfigError, match="linear_attn.conv1d, .* convolutions.* merge it"):
+        read_lora(tmp_path, config, "causal_lm", dtype="float32", dropout=0)

@@ -137,7 +137,7 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     adds_up = rows.micro_batches > 1
     # One micro-batch needs no sum of gradients; XLA then keeps them in the dtype of the matmuls.
     size = 4 if adds_up else model.itemsize
-    if adds_up and devices.shards > mesh.tensor:
+    if adds_up and devices.shards > mesh.tensor * mesh.pipeline:
         size += SCATTERED
     gradients = learned * size / devices.shards
     # Cast once where a loop takes them several times, and kept where nothing is computed again.

@@ -322,7 +322,7 @@ def test_a_file_that_cannot_be_read_is_compiled_and_said(folder, caplog):
     compilers = Compilers()
     compilers.begin([work(a)])
     assert compilers.ready(a) == "compiled a"
-    wait_until(lambda: folder.joinpath(name).exists())
+    wait_until(lambda: (folder / name).exists() and (folder / name).read_text() == "compiled a")
 
     (folder / name).write_text("cut")
     start = Start("key")

@@ -3,12 +3,14 @@
 A kernel is stored as float8 values, and a float32 scale for each output. The scales are powers of
 two, so the weights, values times scales, are exact in bfloat16. The model computes with these
 weights; they have no gradient. A matmul dequantises them in the forward and in the backward pass,
-so no pass holds those of more than a few projections.
+so no pass holds those of more than a few projections. One of few rows, as in a decode step, reads
+the values in float8 and scales its outputs, which gives the same bits.
 
 In a tree of parameters, a frozen projection is a dict with "kernel" and "scale".
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,9 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.float8 import FLOAT8, to_float8
 
 KERNEL, SCALE = "kernel", "scale"
+
+# Up to so many rows a matmul is bound by the bytes of its weights.
+FEW_ROWS = 256
 
 Tree = Any  # nested dicts of arrays with str keys
 Dot = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -65,6 +70,10 @@ def quantized_matmul(
 def _matmul(
     x: jax.Array, values: jax.Array, scale: jax.Array, contract: int, dot: Dot
 ) -> jax.Array:
+    if math.prod(x.shape[: x.ndim - contract]) <= FEW_ROWS:
+        # XLA converts the values inside of its matmul. Scales before it would need a copy.
+        x, values = jax.lax.optimization_barrier((x, values))
+        return dot(x, values.astype(x.dtype), contract) * scale.astype(x.dtype)
     x, weights = _weights_beside(x, values, scale)
     return dot(x, weights, contract)
 

@@ -22,7 +22,9 @@ from jaxrl_llm.generation.engine import (
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import FEWEST_SLOTS
+from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.frozen import FEW_ROWS, Quantized, quantized_matmul
 from jaxrl_llm.models.layers import Projection
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.shapes import SHAPES
@@ -367,6 +369,21 @@ def test_float8(samples, monkeypatch):
     assert cublas == (set() if triton else {"__cublas$lt$matmul", "__cublas$lt$matmul$f8"})
     # The head's stays in bf16: its rounding would go straight into the log-probs.
     assert triton.count(("bf16", "bf16")) + text.count('"__cublas$lt$matmul"') == 1
+
+
+def test_a_decode_step_reads_a_base_in_float8_as_it_is():
+    """A copy of 4,096 x 8,192 weights in bf16 would take 67 MB."""
+    values = jax.ShapeDtypeStruct((4096, 8192), FLOAT8)
+    kernel = abstract(Quantized(values, jax.ShapeDtypeStruct((8192,), jnp.float32)))
+    matmul = jax.jit(functools.partial(quantized_matmul, contract=1))
+
+    def temporaries(rows):
+        x = abstract(jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16))
+        compiled = matmul.lower(kernel, x).compile(options_of_a_run(rows))
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(64) < 10e6
+    assert temporaries(2 * FEW_ROWS) > 60e6
 
 
 def test_a_tail_as_a_program_copies_neither_weights_nor_cache():

@@ -20,7 +20,13 @@ from jaxrl_llm.models.base import (
     model_spec,
     scalar_params_from,
 )
-from jaxrl_llm.models.frozen import dequantized, quantize, quantized_as, quantized_matmul
+from jaxrl_llm.models.frozen import (
+    FEW_ROWS,
+    dequantized,
+    quantize,
+    quantized_as,
+    quantized_matmul,
+)
 from jaxrl_llm.models.lora import Lora, join, split
 
 TOKENS = jnp.arange(10).reshape(2, 5)
@@ -58,6 +64,19 @@ def test_the_gradient_of_x_goes_through_the_same_weights(contract):
     # Neither x nor weights in another dtype are kept for the backward pass.
     kept = jax.tree.leaves(back)
     assert {str(k.dtype) for k in kept if k.ndim > 2} <= {"float8_e4m3fn"}
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_outputs_have_the_bits_of_weights_that_were_dequantised_before(rows, dtype):
+    rng = np.random.default_rng(2)
+    kernel = rng.normal(size=(96, 40)) * np.exp2(rng.integers(-20, 4, 40))
+    found = quantize(jnp.asarray(kernel, jnp.float32), 1)
+    x = jnp.asarray(rng.normal(size=(rows, 96)), dtype)
+    y = jax.jit(lambda x: quantized_matmul(found, x, 1))(x)
+    expected = jax.jit(jnp.tensordot, static_argnums=2)(x, found.astype(dtype), 1)
+    assert y.dtype == expected.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(y, expected)
 
 
 def test_first_weights_are_those_of_a_dense_model_quantised():

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.kernels.hopper import num_blocks
+from jaxrl_llm.kernels.hopper import num_blocks, on_gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def _for_each_chunk(run: Callable[[Any], Any], rows: Any, size: int) -> Any:
     def padded(x: Array) -> Array:
         return jnp.pad(x, ((0, chunks * size - number), *((0, 0),) * (x.ndim - 1)))
 
-    each = _for_each_on_cpu if jax.default_backend() == "cpu" else _for_each_on_gpu
+    each = _for_each_on_gpu if on_gpu() else _for_each_on_cpu
     found = each(run, jax.tree.map(padded, rows), size, chunks)
     return jax.tree.map(lambda x: x[:number], found)
 

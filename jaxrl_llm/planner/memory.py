@@ -147,7 +147,8 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     saved = tokens * config.num_layers * saved_bytes(model)
     if model.adapters and not model.merges and mesh.tensor > 1:
         # Compiled programs then keep one more output of the MLP and the gathered inputs of a layer.
-        saved += tokens * config.num_layers * (config.active_size + 2 * config.hidden_size) * 2
+        wide = config.active_size + 2 * config.hidden_size
+        saved += tokens * config.num_layers * wide * model.itemsize
     if mesh.pipeline > 1:
         saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0

@@ -245,7 +245,8 @@ def _decode_seconds(
     rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)
     matmuls = np.maximum(weights, flops / rate)
     if model.float8 and not model.generates_merged:
-        # A step writes the weights of float8 projections before it reads them.
+        # A step writes the weights of float8 projections before it reads them. One of few slots no
+        # longer does, which was not timed: it is planned too slow (docs/planner.md).
         matmuls += read * (1 + itemsize) / tensor / (rates.memory * DEQUANTIZED)
     n = samples.responses.shape[1]
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))

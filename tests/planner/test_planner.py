@@ -168,64 +168,45 @@ def test_an_update_gathers_no_weights_over_the_axis_of_the_heads():
     assert found(fsdp=2, tensor=2) > found(tensor=4)
 
 
-def test_an_update_of_adapters_takes_the_memory_of_a_compiled_one():
-    """Four layers of 7B, rows of 4,608 tokens, fsdp=2: 6.9 GB compiled for H200s, 2026-11-26."""
-    model = replace(SHAPES["qwen2.5-7b"], num_layers=4, sliding_window=())
+def planned_update(shape: str, layers: int, mesh: c.MeshConfig, **actor: Any) -> float:
+    """Planned temporaries of GRPO with few layers of a shape, in rows of 4,608 tokens."""
+    model = replace(SHAPES[shape], num_layers=layers, sliding_window=())
     config = tiny(c.GRPO(use_kl_loss=False), rollout=c.RolloutConfig(n=8, num_slots=128))
     sizes = {"train_batch_size": 32, "max_prompt_length": 512, "max_response_length": 512}
-    actor = c.ActorConfig(
+    settings = c.ActorConfig(
         hf_config=to_hf_config(model),
         ppo_mini_batch_size=32,
         dtype="bfloat16",
-        remat="projections",
         micro_batch_tokens=4608,
-        lora=c.LoraConfig(rank=16, merge=False),
+        **actor,
     )
-    config = replace(config, actor=actor, data=replace(config.data, **sizes))
-    planned = estimate(work_of(config), Devices(mesh=c.MeshConfig(fsdp=2), hosts=1, rates=H200))
-    assert planned.temporaries["update_actor"] == pytest.approx(6.9e9, rel=0.12)
+    config = replace(config, actor=settings, data=replace(config.data, **sizes))
+    planned = estimate(work_of(config), Devices(mesh=mesh, hosts=1, rates=H200))
+    return planned.temporaries["update_actor"]
+
+
+ADAPTERS = {"remat": "projections", "lora": c.LoraConfig(rank=16, merge=False)}
+TWO, HEADS = c.MeshConfig(fsdp=2), c.MeshConfig(tensor=2)
+
+
+def test_an_update_of_adapters_takes_the_memory_of_a_compiled_one():
+    """Compiled for H200s, 2026-11-26, as those of the next two tests."""
+    found = planned_update("qwen2.5-7b", 4, TWO, **ADAPTERS)
+    assert found == pytest.approx(6.9e9, rel=0.12)
 
 
 @pytest.mark.parametrize(("layers", "compiled"), [(4, 18.02e9), (8, 22.38e9)])
 def test_an_update_of_all_weights_takes_the_memory_of_a_compiled_one(layers, compiled):
-    """14B with few layers, rows of 4,608 tokens, fsdp=2: compiled for H200s, 2026-11-26."""
-    model = replace(SHAPES["qwen2.5-14b"], num_layers=layers, sliding_window=())
-    config = tiny(c.GRPO(use_kl_loss=False), rollout=c.RolloutConfig(n=8, num_slots=128))
-    sizes = {"train_batch_size": 32, "max_prompt_length": 512, "max_response_length": 512}
-    actor = c.ActorConfig(
-        hf_config=to_hf_config(model),
-        optimizer=c.OptimizerConfig(moment_dtype="bfloat16"),
-        ppo_mini_batch_size=32,
-        dtype="bfloat16",
-        remat="full",
-        micro_batch_tokens=4608,
-    )
-    config = replace(config, actor=actor, data=replace(config.data, **sizes))
-    planned = estimate(work_of(config), Devices(mesh=c.MeshConfig(fsdp=2), hosts=1, rates=H200))
-    assert planned.temporaries["update_actor"] == pytest.approx(compiled, rel=0.05)
+    optimizer = c.OptimizerConfig(moment_dtype="bfloat16")
+    found = planned_update("qwen2.5-14b", layers, TWO, remat="full", optimizer=optimizer)
+    assert found == pytest.approx(compiled, rel=0.05)
 
 
 @pytest.mark.parametrize(("layers", "compiled"), [(4, 3.39e9), (8, 5.97e9)])
 def test_an_update_of_adapters_over_heads_takes_the_memory_of_a_compiled_one(layers, compiled):
-    """70B with few layers, float8, rows of 4,608 tokens, tensor=2, compiled for H200s, 2026-11-26.
-
-    With all 80 layers two H200s took 52.9e9.
-    """
-    model = replace(SHAPES["llama-3.1-70b"], num_layers=layers, sliding_window=())
-    config = tiny(c.GRPO(use_kl_loss=False), rollout=c.RolloutConfig(n=8, num_slots=64))
-    sizes = {"train_batch_size": 8, "max_prompt_length": 512, "max_response_length": 512}
-    actor = c.ActorConfig(
-        hf_config=to_hf_config(model),
-        ppo_mini_batch_size=8,
-        dtype="bfloat16",
-        remat="projections",
-        micro_batch_tokens=4608,
-        base_dtype="float8",
-        lora=c.LoraConfig(rank=16, merge=False),
-    )
-    config = replace(config, actor=actor, data=replace(config.data, **sizes))
-    planned = estimate(work_of(config), Devices(mesh=c.MeshConfig(tensor=2), hosts=1, rates=H200))
-    assert planned.temporaries["update_actor"] == pytest.approx(compiled, rel=0.12)
+    """With all 80 layers two H200s took 52.9e9."""
+    found = planned_update("llama-3.1-70b", layers, HEADS, base_dtype="float8", **ADAPTERS)
+    assert found == pytest.approx(compiled, rel=0.12)
 
 
 def test_adapters_apart_take_time_in_each_decode_step():

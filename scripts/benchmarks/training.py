@@ -21,11 +21,13 @@ from jaxrl_llm.config import ActorConfig, Config, CriticConfig, Custom, check
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
+from jaxrl_llm.kernels.gated_delta import DeltaState, Inputs, gated_delta_step
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_values
 from jaxrl_llm.learner.losses import PolicyLoss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.rows import ROUTES, rows_of
 from jaxrl_llm.learner.train_step import accumulate
+from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import ModelSpec, bind, init_params, init_sharded, model_spec
 from jaxrl_llm.models.config import Mixture, ModelConfig
 from jaxrl_llm.models.experts import Routing
@@ -214,7 +216,9 @@ class Checks:
     """
 
     def __init__(self, model: ModelConfig, config: Config) -> None:
-        layers = min(CHECK_LAYERS, model.num_layers)
+        # A hybrid keeps a whole period of its layers: without one it has no attention.
+        period = 1 if model.delta is None else model.delta.period
+        layers = min(max(CHECK_LAYERS, period), model.num_layers)
         self._model = replace(model, num_layers=layers, sliding_window=())
         self._config = config
         self._lowered: dict[str, dict[str, jax.stages.Lowered]] = {}
@@ -377,12 +381,34 @@ def _reference_hidden(model: Any, fields: Fields) -> jax.Array:
     tokens = jnp.concatenate([fields["prompts"], fields["responses"]], axis=1)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    def attend(q: Any, k: Any, v: Any, cache: None, *, window: int | None) -> Any:
-        return attention_reference(q, k, v, window=window), cache
+    def attend(q: Any, k: Any, v: Any, cache: None, **of_layer: Any) -> Any:
+        return attention_reference(q, k, v, **of_layer), cache
+
+    def recur(inputs: Inputs, cache: None) -> Any:
+        return _token_by_token(inputs), cache
 
     routing = Routing(chosen_BTLK=fields[ROUTES]) if ROUTES in fields else None
-    hidden, *_ = model.routed(tokens, positions, attend=attend, routing=routing)
+    mixers = Mixers(attend, recur)
+    hidden, *_ = model.routed(tokens, positions, attend=mixers, routing=routing)
     return hidden[:, fields["prompts"].shape[1] - 1 : -1]
+
+
+def _token_by_token(inputs: Inputs) -> jax.Array:
+    """The gated delta rule in a loop over the tokens of rows without padding."""
+    width = inputs.kernels.q.shape[-1]
+    B, _, N, V = inputs.streams.v.shape
+    memory = jnp.zeros((B, N, inputs.streams.k.shape[-1], V), jnp.float32)
+    window = jax.tree.map(lambda x: jnp.zeros_like(x[:, : width - 1]), inputs.streams)
+
+    def step(state: DeltaState, token: tuple[Any, ...]) -> tuple[DeltaState, jax.Array]:
+        streams, decay, rate = jax.tree.map(lambda x: x[:, None], token)
+        out, state = gated_delta_step(Inputs(streams, inputs.kernels, decay, rate), state)
+        return state, out[:, 0]
+
+    tokens = (inputs.streams, inputs.log_decay_BTN, inputs.rate_BTN)
+    in_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+    out = jax.lax.scan(step, DeltaState(memory, window), in_time)[1]
+    return jnp.moveaxis(out, 0, 1)
 
 
 def training_cases(options: Options) -> Sequence[Case]:

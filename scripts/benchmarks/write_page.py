@@ -4,6 +4,7 @@ python scripts/benchmarks/write_page.py          writes the page
 python scripts/benchmarks/write_page.py ID       prints every stored row of ID with its command
 """
 
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "gen-7b-256",
             "gen-7b-4096",
             "prefill-7b",
+            "gen-lora-float8-16layers-70b",
+            "gen-hybrid-2b",
         ),
     ),
     (
@@ -84,6 +87,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "update-7b-128k-4h100",
             "grpo-0.5b-2h200-strong",
             "grpo-70b-lora-2h200",
+            "grpo-hybrid-2b",
         ),
     ),
 )
@@ -91,7 +95,10 @@ LEARNING = (
     "learn-default",
     "learn-reward-model",
     "learn-smollm2",
+    "learn-smollm2-lora-64",
     "learn-smollm2-lora",
+    "learn-smollm2-grpo",
+    "learn-smollm2-grpo-lora",
     "learn-smollm2-moe",
     "learn-rm-smollm2",
     "learn-trl",
@@ -180,28 +187,31 @@ def _decode(results: dict[str, list[Row]]) -> list[str]:
 def _learning(results: dict[str, list[Row]]) -> list[str]:
     lines = [
         "## What does it learn?",
-        "Each row is one run of one seed unless it says otherwise; every run is stored under its "
-        "id.",
+        "A row of several seeds has their median and range. Every run is stored under its id.",
         "",
-        "| run | start → end | seconds | seed | machine | date | id |",
+        "| run | start → end | seconds | seeds | machine | date | id |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in LEARNING:
-        for row in _last_of_each_seed(results[name]):
-            figure = "" if row.get("start") is None else f"{row['start']:.3f} → "
-            figure += _number(row["ours"])
-            if row["unit"] != "held-out accuracy":
-                figure += f" {row['unit']}"
-            if row["baseline"]:
-                figure += f" ({row['baseline']}: {_number(row['baseline_value'])})"
-            seed = row.get("seed", row.get("note", "").split(";")[0])
-            cells = [row["what"], figure, row.get("seconds", ""), seed, row["hardware"]]
-            lines.append(f"| {' | '.join(map(str, [*cells, row['date'], row['id']]))} |")
+        rows = list({row.get("seed"): row for row in results[name]}.values())  # the last of each
+        row, ours = rows[-1], [row["ours"] for row in rows]
+        starts = [row["start"] for row in rows if row.get("start") is not None]
+        figure = f"{statistics.median(starts):.3f} → " if starts else ""
+        figure += _number(round(statistics.median(ours), 3))
+        if len(rows) > 1:
+            figure += f" ({_number(min(ours))} to {_number(max(ours))})"
+        if row["unit"] != "held-out accuracy":
+            figure += f" {row['unit']}"
+        if row["baseline"]:
+            figure += f" ({row['baseline']}: {_number(row['baseline_value'])})"
+        seconds = sorted(row["seconds"] for row in rows if "seconds" in row)
+        took = " to ".join(map(str, dict.fromkeys([*seconds[:1], *seconds[-1:]])))
+        seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
+        cells = [row["what"], figure, took, seeds or row.get("note", "").split(";")[0]]
+        machines = ", ".join(dict.fromkeys(row["hardware"] for row in rows))
+        cells += [machines, row["date"], row["id"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
-
-
-def _last_of_each_seed(rows: Sequence[Row]) -> list[Row]:
-    return list({row.get("seed"): row for row in rows}.values())
 
 
 def _worse(results: dict[str, list[Row]]) -> list[str]:
@@ -209,8 +219,8 @@ def _worse(results: dict[str, list[Row]]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, rows in results.items():
         now, top = rows[-1], best(rows)
-        if top is now or "worse" not in now or name.startswith("attention-"):
-            continue
+        if top is now or "worse" not in now or name.startswith("attention-") or "seed" in now:
+            continue  # seeds have their range in the table of learning
         figures = f"{_number(now['ours'])} now, {_number(top['ours'])} on {top['date']}"
         by_reason.setdefault(now["worse"], []).append(f"`{name}`: {figures}")
     lines = [f"- {'; '.join(each)}. {reason}" for reason, each in by_reason.items()]

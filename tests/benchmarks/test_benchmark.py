@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import HYBRID_EXPERTS
 
 from benchmarks import (
     attention,
@@ -38,8 +39,9 @@ from benchmarks.roofline import (
     kv_bytes_per_token,
     prefill_seconds,
 )
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.hardware import hardware_of
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, gated_delta
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.flops import attention_flops, forward_flops, training_flops
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
@@ -118,6 +120,27 @@ def test_flops_by_hand():
     assert forward_flops(scalar, (5, 3), "scalar") == forward_flops(tiny, (5, 3), "scalar")
     head = 2 * (tiny.vocab_size - 1) * tiny.hidden_size * (5 + 3)
     assert forward_flops(tiny, (5, 3)) - forward_flops(tiny, (5, 3), "scalar") == head
+
+
+def test_the_reference_of_a_hybrid_has_attention_and_goes_token_by_token():
+    """Two of its layers would have none; the loop equals the rule by chunks."""
+    delta = dataclasses.replace(HYBRID_EXPERTS.delta, period=4)
+    model = dataclasses.replace(HYBRID_EXPERTS, num_layers=8, delta=delta, sliding_window=())
+    assert training.Checks(model, Config())._model.num_layers == 4
+    draw = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape), jnp.float32)
+
+    shapes = ((1, 6), (1, 6), (2, 5))
+    inputs = Inputs(
+        streams=Streams(*(normal(2, 9, *shape) for shape in shapes)),
+        kernels=Streams(*(normal(*shape, 4) for shape in shapes)),
+        log_decay_BTN=-jnp.exp(normal(2, 9, 2)),
+        rate_BTN=jax.nn.sigmoid(normal(2, 9, 2)),
+    )
+    expected = gated_delta(inputs, Runs(jnp.zeros((2, 9), jnp.int32)))
+    np.testing.assert_allclose(training._token_by_token(inputs), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

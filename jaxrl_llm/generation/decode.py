@@ -40,8 +40,11 @@ def decode(
     *,
     attention: Implementation,
     heads: HeadAxes | None,
+    in_tail: bool = False,
 ) -> State:
     """Sample the next token of every live slot, and end the samples that are complete.
+
+    In a tail no sample begins: `compact` gave each slot the states that it goes on from.
 
     Guarantees: a slot that is free, or waits for a page, reads nothing from the cache and writes
     nothing. It is computed all the same, because shapes are static.
@@ -74,7 +77,7 @@ def decode(
         (prompt_B + own_B)[:, None],
         attend=Mixers(
             decode_attend(context, attention, heads),
-            decode_recur(own_B == 0, live_B, slots.prompt_row_B),
+            decode_recur(None if in_tail else own_B == 0, live_B, slots.prompt_row_B),
         ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,

@@ -36,7 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
-from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, page_entries
+from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, in_place_of, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
@@ -292,7 +292,7 @@ class _Engine(NamedTuple):
 
     empty: Callable[[], State]
     prefill: Callable[[State], State]
-    decode: Callable[[State], State]
+    decode: Callable[..., State]
     fill_slots: Callable[[State], State]
     queue: Queue
     sizes: EngineSizes
@@ -556,9 +556,11 @@ def _run_main_loops(engine: _Engine, state: State) -> State:
 def _run_tail(engine: _Engine, state: State, number: int) -> State:
     """Decode steps in the slots of a tail, until the next one holds those that are live."""
     num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
-    state = compact(state, num_slots)
+    few = compact(state, num_slots)
     with jax.named_scope(TAIL_STEPS):
-        return lax.while_loop(partial(_more_live, fewer), engine.decode, state)
+        step = partial(engine.decode, in_tail=True)
+        few = lax.while_loop(partial(_more_live, fewer), step, few)
+    return few._replace(cache=in_place_of(state.cache, few.cache))
 
 
 def _more_live(number: int, state: State) -> jax.Array:

@@ -15,10 +15,12 @@ O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads,
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.decode_attention import (
@@ -93,7 +95,7 @@ class StateCache(NamedTuple):
     """States of one layer of a gated delta rule."""
 
     prompts: DeltaState  # [C, ...]; before the last token of the prompt
-    own: DeltaState  # [B, ...]; in a tail, of the first slots
+    own: DeltaState  # [B, ...]
 
 
 Cache = tuple[LayerCache | StateCache, ...]  # one a layer
@@ -104,27 +106,50 @@ def keys_and_values(cache: Cache) -> LayerCache:
     return next(layer for layer in cache if isinstance(layer, LayerCache))
 
 
-def with_slots(cache: Cache, from_S: jax.Array) -> Cache:
-    """The cache with the states of the slots `from_S` first; keys and values stay in their pages.
+def of_slots(
+    cache: Cache, from_S: jax.Array, first_S: jax.Array, prompt_rows_S: jax.Array
+) -> Cache:
+    """The cache with the states of the slots `from_S` alone; keys and values stay in their pages.
 
-    Shapes stay, so that its memory can be donated.
+    Slots of `first_S` have the state of their prompt, and none begins later. A step that wrote some
+    rows of all states would read and write every row on a GPU.
     """
 
     def one(layer: LayerCache | StateCache) -> LayerCache | StateCache:
         if isinstance(layer, LayerCache):
             return layer
-        return layer._replace(
-            own=jax.tree.map(lambda x_B: _with_first(x_B, x_B[from_S]), layer.own)
-        )
+        own = jax.tree.map(lambda x_B: x_B[from_S], layer.own)
+        return layer._replace(own=_begun(layer._replace(own=own), first_S, prompt_rows_S))
 
     return tuple(map(one, cache))
 
 
-def _with_first(x_B: jax.Array, new_S: jax.Array) -> jax.Array:
-    """x with other first entries. No scatter: the partitioner would not keep it to one replica."""
-    if x_B.shape == new_S.shape:
-        return new_S
-    return jax.lax.dynamic_update_slice_in_dim(x_B, new_S, 0, axis=0)
+def _begun(cache: StateCache, first_B: jax.Array, prompt_rows_B: jax.Array) -> DeltaState:
+    """The states of slots, where those of `first_B` go on from the state of their prompt."""
+    prompts = jax.tree.map(lambda x: x[prompt_rows_B], cache.prompts)
+    return _chosen(first_B, prompts, cache.own)
+
+
+def _chosen(choice_B: jax.Array, one: DeltaState, other: DeltaState) -> DeltaState:
+    def of_one(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(choice_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(of_one, one, other)
+
+
+def in_place_of(cache: Cache, of_few: Cache) -> Cache:
+    """The cache `of_few` slots in the shapes of `cache`, so that its memory can be donated.
+
+    States of the few come first. No scatter: the partitioner would not keep it to one replica.
+    """
+
+    def one(layer: LayerCache | StateCache, few: Any) -> LayerCache | StateCache:
+        if isinstance(layer, LayerCache):
+            return few
+        update = partial(lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
+        return few._replace(own=jax.tree.map(update, layer.own, few.own))
+
+    return tuple(map(one, cache, of_few))
 
 
 def _own_kv_heads(heads: HeadAxes, num_kv_heads: int) -> bool:
@@ -297,25 +322,17 @@ def prefill_recur(start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array) -
     return recur
 
 
-def decode_recur(first_B: jax.Array, live_B: jax.Array, prompt_rows_B: jax.Array) -> Recur:
+def decode_recur(first_B: jax.Array | None, live_B: jax.Array, prompt_rows_B: jax.Array) -> Recur:
     """The gated delta rule of one new token a slot, which goes on from the slot's state.
 
-    Slots of `first_B` go on from the state of their prompt. Only those of `live_B` get a new one.
+    Slots of `first_B` go on from the state of their prompt; None: none does, and no state of a
+    prompt is read. Only slots of `live_B` get a new state.
     """
 
     def recur(inputs: Inputs, cache: StateCache, /) -> tuple[jax.Array, StateCache]:
-        def of_slots(choice_B: jax.Array, one: DeltaState, other: DeltaState) -> DeltaState:
-            def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
-                return jnp.where(choice_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-            return jax.tree.map(chosen, one, other)
-
-        of_prompts = jax.tree.map(lambda x: x[prompt_rows_B], cache.prompts)
-        num_slots = len(live_B)
-        own = jax.tree.map(lambda x: x[:num_slots], cache.own)
-        out_B1NV, after = gated_delta_step(inputs, of_slots(first_B, of_prompts, own))
-        after = of_slots(live_B, after, own)
-        return out_B1NV, cache._replace(own=jax.tree.map(_with_first, cache.own, after))
+        before = cache.own if first_B is None else _begun(cache, first_B, prompt_rows_B)
+        out_B1NV, after = gated_delta_step(inputs, before)
+        return out_B1NV, cache._replace(own=_chosen(live_B, after, cache.own))
 
     return recur
 

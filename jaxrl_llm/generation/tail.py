@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.generation.kv_cache import with_slots
+from jaxrl_llm.generation.kv_cache import of_slots
 from jaxrl_llm.generation.slots import State
 
 # With about 160 slots or more, matmuls bound a decode step. Each tail then has an eighth of the
@@ -37,9 +37,12 @@ def default_tails(num_slots: int, max_new_tokens: int) -> tuple[int, ...]:
 def compact(state: State, num_slots: int) -> State:
     """Keep `num_slots` slots, the live ones first. Pages stay where they are in the cache.
 
+    The states of a gated delta rule are those of these slots alone.
+
     Requires: at most `num_slots` slots are live.
     """
     _, from_S = lax.top_k(state.slots.live_B.astype(jnp.int32), num_slots)
     table = state.table._replace(pages_BT=state.table.pages_BT[from_S])
     slots = jax.tree.map(lambda x_B: x_B[from_S], state.slots)
-    return state._replace(cache=with_slots(state.cache, from_S), table=table, slots=slots)
+    cache = of_slots(state.cache, from_S, slots.count_B == 0, slots.prompt_row_B)
+    return state._replace(cache=cache, table=table, slots=slots)

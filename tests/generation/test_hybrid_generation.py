@@ -66,6 +66,30 @@ def test_samples_do_not_depend_on_slots():
     np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=1e-5)
 
 
+def test_a_tail_carries_the_states_of_its_own_slots():
+    """A loop that also held the other slots' states would write them in each step on a GPU."""
+    how = {"num_slots": 5, "group": GROUP, "tail_slots": (2,)}
+    settings = GenerationSettings(sampling=SAMPLING, pad_id=VOCAB - 1, **how)
+    ids = np.arange(N, dtype=np.uint32)
+
+    def go(params):
+        return generate(SPEC, params, *prompts(), ids, jax.random.key(1), settings)
+
+    # The value heads, key and value dims of the memories that a loop carries.
+    memory = SPEC.config.delta.value_heads, SPEC.config.delta.key_dim, SPEC.config.delta.value_dim
+    carried = [
+        {
+            aval.shape[0]
+            for aval in equation.params["body_jaxpr"].out_avals
+            if aval.shape[1:] == memory
+        }
+        for equation in jax.make_jaxpr(go)(params()).eqns
+        if equation.primitive.name == "while"
+    ]
+    prompts_and = {GROUPS}  # a prompt has a row of its own
+    assert carried == [prompts_and | {5}, prompts_and | {2}]
+
+
 def test_log_probs_are_those_of_the_trainer():
     """In padded rows, and in packed rows whose responses share a prompt."""
     whole, (tokens, lengths) = run(), prompts()

@@ -4,6 +4,7 @@ The sums were compared with measured peaks and with programs that were compiled 
 `docs/planner.md`.
 """
 
+from jaxrl_llm.generation.tail import default_tails
 from jaxrl_llm.kernels.gated_delta import CHUNK
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
@@ -97,10 +98,11 @@ def _generation(
     if rollout.quantization == "float8":
         weights += model.config.num_layers * layer_weights(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
-    # Of each slot, and of each prompt that waits for slots.
-    states = state_bytes_per_slot(model.config, itemsize) / tensor
-    cache_of_states = states * (slots_of(work, samples) + len(samples.prompts))
-    logits = slots_of(work, samples) * model.config.vocab_size * 4
+    # Of each slot, of each prompt that waits for slots, and of the slots of the first tail again.
+    states, slots = state_bytes_per_slot(model.config, itemsize) / tensor, slots_of(work, samples)
+    tail = (*default_tails(slots, samples.longest_response), 0)[0]
+    cache_of_states = states * (slots + len(samples.prompts) + tail)
+    logits = slots * model.config.vocab_size * 4
     cache_of_keys = cache / _kv_parts(model.config, tensor)
     return weights / tensor + cache_of_keys + cache_of_states + logits / tensor
 

@@ -9,7 +9,8 @@ from functools import cache
 
 import numpy as np
 
-from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.models.shapes import expert_matmuls
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.memory import slots_of
@@ -44,6 +45,10 @@ DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever 
 ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort, three more kernels
 ADAPTED_FEATURE = 0.95e-9  # seconds of a decode step for a feature in or out of adapters apart
 DEQUANTIZED = 0.65  # of the rate of memory: a decode step's bf16 copy of float8 projections
+FEWEST_COPIED = 128  # slots whose decode step makes that copy; with fewer it reads float8
+# Seconds of a token in a gated delta rule, for each value head of a layer.
+RULE_FORWARD, RULE_BACKWARD = 46e-9, 163e-9
+STATE_PASSES = 4.5  # bytes that a decode step moves for a byte of a slot's states
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
 FEW_ROWS = 30  # matmuls of a decode step with so many sequences run at half of the rate
 SAMPLING_BYTES = 12  # of a logit: three passes over the float32 logits
@@ -137,7 +142,17 @@ def _computing(
     of_keys = attended / (attended + FEW_KEYS)
     attending_seconds = attending / (rates.attention * of_head * of_keys)
     seconds = matmuls / rate + attending_seconds + moved / rates.memory
+    of_rule = RULE_FORWARD
+    if update:
+        of_rule += RULE_BACKWARD + RULE_FORWARD * (model.settings.remat != "none")
+    seconds += of_rule * _rule_heads(config) * rows.tokens
     return seconds / split, (matmuls + attending) / split
+
+
+def _rule_heads(config: ModelConfig) -> int:
+    """Value heads of all layers of a gated delta rule."""
+    rules = config.num_layers - config.num_attention_layers
+    return 0 if config.delta is None else rules * config.delta.value_heads
 
 
 def _grouped(model: Model, rows: Rows, devices: Devices, split: int, passes: float) -> float:
@@ -182,6 +197,7 @@ def _generation(job: Job, work: Work, devices: Devices, own_weights: bool) -> St
     decoding, flops = _decode_seconds(work, model, samples, devices, live, cached)
     prompt_flops = _prefill_flops(model, samples) / tensor
     prefill = prompt_flops / (devices.rates.matmul * PREFILL_SHARE)
+    prefill += RULE_FORWARD * _rule_heads(model.config) * float(samples.prompts.sum()) / tensor
     switch = Traffic() if own_weights else of_switch(model, work, devices)
     steps = of_decoding(model, live, devices)
     exchange = switch.seconds(devices) + steps.seconds(devices)
@@ -239,20 +255,22 @@ def _decode_seconds(
     small = 1 if rollout.quantization == "float8" else itemsize
     layers, head = config.num_layers * active_weights(config), head_weights(model)
     read = config.num_layers * read_weights(config, float(live.mean()) if len(live) else 0.0)
-    weights = (read * small + head * itemsize) / tensor / rates.memory
+    float8 = model.float8 and not model.generates_merged
+    copied = float8 and slots_of(work, samples) >= FEWEST_COPIED
+    of_weight = 1 if float8 and not copied else small
+    weights = (read * of_weight + head * itemsize) / tensor / rates.memory
     flops = 2.0 * live * (layers + head) / tensor
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)
     rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)
     matmuls = np.maximum(weights, flops / rate)
-    if model.float8 and not model.generates_merged:
-        # A step writes the weights of float8 projections before it reads them. One of few slots no
-        # longer does, which was not timed: it is planned too slow (docs/planner.md).
+    if copied:  # a step writes the weights of float8 projections before it reads them
         matmuls += read * (1 + itemsize) / tensor / (rates.memory * DEQUANTIZED)
     n = samples.responses.shape[1]
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
     tokens = reads * float(samples.prompts.mean()) + cached
     parts = min(tensor, config.cache_heads[0])
     cache = tokens * kv_bytes_per_token(config, small) / parts / rates.cache
+    cache += live * STATE_PASSES * state_bytes_per_slot(config, itemsize) / tensor / rates.memory
     fixed = config.num_layers * DECODE_LAYER + config.num_expert_layers * ROUTING
     if not model.generates_merged:
         fixed += _adapters_seconds(model, devices)

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import forward_flops, kv_bytes_per_token, matmul_parameters
+from jaxrl_llm.models.flops import (
+    forward_flops,
+    kv_bytes_per_token,
+    matmul_parameters,
+    state_bytes_per_slot,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +48,9 @@ def decode_seconds(
     `prompt_length` is the mean over the decoded tokens where prompts are uneven.
 
     A step takes max(weights / memory, FLOPs / matmul) + KV bytes / memory. Each sequence reads its
-    own prompt, also where a group could share it, so sharing may exceed this bound. In bf16; with
-    `float8` the layers' projections and the cache are in 8 bits, and the head is not.
+    own prompt, also where a group could share it, so sharing may exceed this bound. States of a
+    gated delta rule are read and written. In bf16; with `float8` the layers' projections and the
+    cache are in 8 bits, and the head is not.
     """
     ends = np.sort(np.asarray(lengths))
     steps = np.arange(ends[-1])
@@ -54,8 +60,9 @@ def decode_seconds(
     itemsize, matmul = (1, limits.matmul_float8) if float8 else (2, limits.matmul)
     weights = (layers * itemsize + head * 2) / limits.memory
     dense = np.maximum(weights, 2.0 * live * (layers / matmul + head / limits.matmul))
-    entries = live * (prompt_length + steps)
-    return float(np.sum(dense + entries * kv_bytes_per_token(config, itemsize) / limits.memory))
+    moved = live * (prompt_length + steps) * kv_bytes_per_token(config, itemsize)
+    moved = moved + 2.0 * live * state_bytes_per_slot(config, itemsize)
+    return float(np.sum(dense + moved / limits.memory))
 
 
 def prefill_flops(config: ModelConfig, lengths: Sequence[int]) -> float:

@@ -43,7 +43,12 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, gated_delta
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.models.flops import attention_flops, forward_flops, training_flops
+from jaxrl_llm.models.flops import (
+    attention_flops,
+    forward_flops,
+    matmul_parameters,
+    training_flops,
+)
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark.py"
@@ -176,6 +181,25 @@ def test_decode_bound_sums_the_steps(float8):
         seconds += dense + live * (7 + step) * kv_bytes_per_token(config, itemsize) / 1e9
     found = decode_seconds(config, 7, lengths, float8=float8, limits=SLOW)
     assert found == pytest.approx(seconds)
+
+
+def test_decode_bound_of_a_hybrid_reads_and_writes_its_states():
+    """Four value heads of 6 x 5 float32 numbers, and windows of three tokens of 44 bf16 numbers."""
+    slow = dataclasses.replace(SLOW, matmul=1e20)
+    attention = dataclasses.replace(HYBRID_EXPERTS, delta=None)
+    with_states, without = (
+        decode_seconds(config, 7, (3, 1), limits=slow) for config in (HYBRID_EXPERTS, attention)
+    )
+    rules = HYBRID_EXPERTS.num_layers - HYBRID_EXPERTS.num_attention_layers
+    states = 2 * (3 + 1) * rules * (4 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)) / 1e9
+    fewer_keys = (
+        sum((7 + at) for at in (0, 1, 2, 0))
+        * rules
+        * (kv_bytes_per_token(attention) / attention.num_layers)
+        / 1e9
+    )
+    weights = 3 * 2 * (matmul_parameters(HYBRID_EXPERTS) - matmul_parameters(attention)) / 1e9
+    assert with_states - without == pytest.approx(states - fewer_keys + weights)
 
 
 def test_prefill_bound_leaves_the_head_out():

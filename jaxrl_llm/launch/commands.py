@@ -627,7 +627,7 @@ def help_of(name: str) -> str:
     text = inspect.cleandoc(COMMANDS[name].__doc__ or "")
     if name not in TAKES_CONFIG:
         return text
-    from jaxrl_llm.config.listing import help_text
+    from jaxrl_llm.launch.config_keys import help_text
 
     return f"{text}\n\n{help_text()}"
 

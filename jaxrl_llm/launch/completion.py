@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from jaxrl_llm.config import packaged_configs
-from jaxrl_llm.config.listing import sections
+from jaxrl_llm.launch.config_keys import sections
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -1,7 +1,7 @@
 """Every config key with its type, its default and its comment: for --help and docs/config.md.
 
 Comments are read from the source of the records, so they are written once.
-`python -m jaxrl_llm.config.listing > docs/config.md` writes the page.
+`python -m jaxrl_llm.launch.config_keys > docs/config.md` writes the page.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ GIVEN = ("data.train_rows", "data.val_rows")  # objects of a Python program
 PAGE = """# The config
 
 Every key with its type, its default and its meaning. This page is generated: \
-`python -m jaxrl_llm.config.listing > docs/config.md`.
+`python -m jaxrl_llm.launch.config_keys > docs/config.md`.
 `jaxrl train --help` prints the same. A key is set with `--config.KEY=VALUE`, in a file with \
 `get_config()`,
 or from Python: `rl.load_config("grpo", {KEY: VALUE})`.

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from jaxrl_llm.config import Config, RewardConfig, RewardModelConfig, SupervisedConfig
 from jaxrl_llm.config.algorithms import ALGORITHMS
-from jaxrl_llm.config.listing import GIVEN, comments, help_text, page, sections
 from jaxrl_llm.config.tree import leaf_keys
+from jaxrl_llm.launch.config_keys import GIVEN, comments, help_text, page, sections
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_the_current_one():
-    remedy = "python -m jaxrl_llm.config.listing > docs/config.md"
+    remedy = "python -m jaxrl_llm.launch.config_keys > docs/config.md"
     assert (ROOT / "docs" / "config.md").read_text() == page(), remedy
 
 

@@ -9,15 +9,15 @@ import numpy as np
 
 from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import ConfigError, DType, ModelSettings
-from jaxrl_llm.config.answering import (
+from jaxrl_llm.data.formats import prompt_of
+from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.evaluation.answer_settings import (
     AnswerKeys,
     AnswerSettings,
     StreamKeys,
     StreamSettings,
     read_settings,
 )
-from jaxrl_llm.data.formats import prompt_of
-from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.engine import advance, begin, generate
 from jaxrl_llm.generation.sampler import SamplingParams

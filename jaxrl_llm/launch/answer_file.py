@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.answering import AnswerSettings
 from jaxrl_llm.data.sources import BadRow, read_rows
 from jaxrl_llm.data_files import resolve_files
+from jaxrl_llm.evaluation.answer_settings import AnswerSettings
 from jaxrl_llm.evaluation.answering import Answer, OpenModel, complete, read_prompt
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")

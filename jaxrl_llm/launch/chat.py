@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TextIO
 
-from jaxrl_llm.config.answering import StreamSettings
+from jaxrl_llm.evaluation.answer_settings import StreamSettings
 from jaxrl_llm.evaluation.answering import OpenModel
 from jaxrl_llm.observability.console import printable
 

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from tiny_models import tiny_config, write_directory
 
 import jaxrl_llm as rl
-from jaxrl_llm.config.answering import StreamSettings
+from jaxrl_llm.evaluation.answer_settings import StreamSettings
 from jaxrl_llm.launch import commands
 from jaxrl_llm.launch.chat import chat
 

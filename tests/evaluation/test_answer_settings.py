@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.answering import (
+from jaxrl_llm.config.records import field_names
+from jaxrl_llm.evaluation.answer_settings import (
     AnswerKeys,
     AnswerSettings,
     StreamKeys,
     StreamSettings,
     read_settings,
 )
-from jaxrl_llm.config.records import field_names
 
 
 def test_keyword_arguments_are_the_settings():

@@ -19,7 +19,7 @@ Flags:
 
 from pathlib import Path
 
-from jaxrl_llm.config import Parser, read_config
+from jaxrl_llm.launch.command_line import Parser, read_config
 from jaxrl_llm.launch.runtime import prepare, run_script
 
 

@@ -8,7 +8,7 @@ What sizes must divide: size_rules.py. Roles on devices: placement.py.
 A file, folder, function or package that must be there: paths.py.
 Any other rule of several keys: rules.py, which also lists all rules in their order.
 The words for a wrong type, bound or key: messages.py.
-Where a config comes from, and flags of commands: loading.py. `--config.KEY=VALUE`: overrides.py.
+Where a config comes from: loading.py. `--config.KEY=VALUE`: overrides.py.
 """
 # ruff: noqa: F403
 

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint
-from jaxrl_llm.config import ConfigError, Parser, UnknownKeyError, load_config, read_config
+from jaxrl_llm.config import ConfigError, UnknownKeyError, load_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answer_settings import AnswerSettings, StreamSettings, read_settings
 from jaxrl_llm.launch import library
+from jaxrl_llm.launch.command_line import Parser, read_config
 from jaxrl_llm.launch.convert_config import convert_config
 from jaxrl_llm.launch.runtime import (
     ALARMED,

@@ -5,7 +5,8 @@ import os
 import re
 from pathlib import Path
 
-from jaxrl_llm.config import ConfigError, Parser
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.launch.command_line import Parser
 from jaxrl_llm.references import nearest_file
 
 LIBRARIES = ("verl", "trl")

@@ -19,7 +19,6 @@ from jaxrl_llm.config import (
     Custom,
     ExactAnswer,
     MeshConfig,
-    Parser,
     Products,
     RewardConfig,
     RewardModelConfig,
@@ -28,9 +27,9 @@ from jaxrl_llm.config import (
     check,
     from_json,
     load_config,
-    read_config,
     to_json,
 )
+from jaxrl_llm.launch.command_line import Parser, read_config
 
 CONFIG_FILE = """
 from jaxrl_llm.config import *

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from chat_tokenizer import write_chat_tokenizer
 
-from jaxrl_llm.config import Parser, is_offline, read_config
+from jaxrl_llm.config import is_offline
 from jaxrl_llm.data.run_data import has_held_out, load_records, load_run_prompts, train_sources
+from jaxrl_llm.launch.command_line import Parser, read_config
 from jaxrl_llm.tokenizer import load_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own-data.md"

@@ -1,0 +1,62 @@
+"""The flags of a command, and the config that they name, with its overrides. Imports no jax."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jaxrl_llm.config import Config, ConfigError, load_config, packaged_configs
+from jaxrl_llm.config.tree import key_that_ends_in
+from jaxrl_llm.references import nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags of a command, none abbreviated. Mistakes are ConfigErrors."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The flags of a command that takes no config."""
+        self._check_names(argv, takes_config=False)
+        return self.parse_args(argv)
+
+    def read_with_config(
+        self, argv: Sequence[str]
+    ) -> tuple[argparse.Namespace, str, list[tuple[str, str]]]:
+        """The flags, --config, and the overrides as (key without "config.", text) in order."""
+        self.add_argument("--config")
+        self._check_names(argv, takes_config=True)
+        flags, words = self.parse_known_args(argv)
+        overrides: list[tuple[str, str]] = []
+        while words:
+            word = words.pop(0)
+            name, equals, value = word.partition("=")
+            if not name.startswith("--config."):
+                raise ConfigError(f"{word!r} is no flag; write --config.key=value or --flag=value")
+            if not equals:
+                if not words or words[0].startswith("--"):
+                    raise ConfigError(f"{name} has no value; write {name}=VALUE")
+                value = words.pop(0)
+            overrides.append((name.removeprefix("--config."), value))
+        if not flags.config:
+            known = f"a run's folder, or one of {', '.join(packaged_configs())}"
+            raise ConfigError(f"--config=FILE is missing: a file with get_config(), {known}")
+        return flags, flags.config, overrides
+
+    def _check_names(self, argv: Sequence[str], *, takes_config: bool) -> None:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for name in (word.partition("=")[0] for word in argv if word.startswith("--")):
+            if name not in known and not (takes_config and name.startswith("--config.")):
+                key = key_that_ends_in(name[2:], Config()) if takes_config else ""
+                hint = f"; did you mean --config.{key}?" if key else nearest(name, known)
+                shown = [*known, "--config.KEY=VALUE"] if takes_config else known
+                raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(shown)}")
+
+
+def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.Namespace]:
+    """The checked config of a command line, and the command's other flags."""
+    flags, path, overrides = parser.read_with_config(argv)
+    return load_config(path, overrides), flags

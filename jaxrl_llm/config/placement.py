@@ -52,40 +52,10 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
     return found
 
 
-def numbers_of_roles(config: Config, nodes: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """`devices_of_roles` as numbers counted over all nodes; `nodes` has the numbers of each.
-
-    Raises: ConfigError for a node or device that is not there, groups that are no nodes of this
-        launch, or a node that no role uses.
-    """
-    if config.placement and len(nodes) > 1:
-        _check_ahead(config, len(nodes))
-    _check_launch(config, [len(own) for own in nodes])
-    found = {
-        role: tuple(_number(role, device, nodes) for device in devices)
-        for role, devices in devices_of_roles(config).items()
-    }
-    used = {number for numbers in found.values() for number in numbers}
-    for node, own in enumerate(nodes):
-        if config.placement and len(nodes) > 1 and not used & set(own):
-            raise ConfigError(
-                f"config.placement: no role uses node{node}, process {node} of {len(nodes)}; give "
-                "a role its devices, or start fewer processes"
-            )
-    return found
-
-
-def sizes_of_nodes(config: Config) -> list[int]:
-    """The devices of each node, as far as the placement says; empty where it names no nodes.
-
-    Without groups a node has as many devices as the largest that a role names.
-    """
-    found = devices_of_roles(config).values()
-    named = [d for devices in found for d in devices if isinstance(d, tuple)]
-    if config.node_groups or not named:
-        return [size for _, size in _nodes(config)]
-    last, most = (max(each) for each in zip(*named, strict=True))
-    return [most + 1] * (last + 1)
+def nodes_of(config: Config) -> list[tuple[str, int]]:
+    """(group, devices) of each node of `node_groups`; groups take the nodes in their order."""
+    groups = config.node_groups.items()
+    return [(name, group.gpus_per_node) for name, group in groups for _ in range(group.count)]
 
 
 def mesh_of_role(config: Config, role: str) -> MeshConfig:
@@ -116,12 +86,6 @@ def _roles(config: Config) -> list[str]:
     return [ACTOR, ROLLOUT, "critic", "reference", *given, *(model.name for model in config.models)]
 
 
-def _nodes(config: Config) -> list[tuple[str, int]]:
-    """(group, devices) of each node. Groups take the nodes in the order in which they stand."""
-    groups = config.node_groups.items()
-    return [(name, group.gpus_per_node) for name, group in groups for _ in range(group.count)]
-
-
 def _given(config: Config, known: Sequence[str]) -> dict[str, str]:
     """The placement as text. With node groups the actor has the first one, if nothing is said."""
     placement: Any = config.placement
@@ -144,7 +108,7 @@ def _given(config: Config, known: Sequence[str]) -> dict[str, str]:
 
 def _devices(config: Config, role: str, text: str) -> Devices:
     """The devices of a group, of "node0:0-3;node1:0-3" or of "0-3,6". Each stands once."""
-    nodes, on_nodes, found = _nodes(config), text.startswith("node"), []
+    nodes, on_nodes, found = nodes_of(config), text.startswith("node"), []
     if text in config.node_groups:
         own = [(node, size) for node, (name, size) in enumerate(nodes) if name == text]
         return tuple((node, number) for node, size in own for number in range(size))
@@ -187,7 +151,7 @@ def _check_together(config: Config, given: dict[str, str], found: dict[str, Devi
             f"others have; name them, for example --config.placement.{role}={NODES}"
         )
     for name in config.node_groups:
-        own = [f"node{node}:" for node, (group, _) in enumerate(_nodes(config)) if group == name]
+        own = [f"node{node}:" for node, (group, _) in enumerate(nodes_of(config)) if group == name]
         by_number = any(node in text for text in given.values() for node in own)
         if name not in given.values() and not by_number:
             works = f"place one there, for example --config.placement.critic={name}"
@@ -201,52 +165,3 @@ def _check_together(config: Config, given: dict[str, str], found: dict[str, Devi
                 why = f"{role} and {other} share device {first} and not all others"
                 works = f"--config.placement.{role}={other} shares all"
                 raise ConfigError(f"config.placement: {why}; {works}")
-
-
-# ------------------------------------------------------------------------- what was started
-
-
-def _check_ahead(config: Config, processes: int) -> None:
-    """What is ahead of time can be exchanged in one order."""
-    parts, filtered = config.partial_rollouts, config.rollout.filter_groups.enable
-    if parts or (config.max_staleness and filtered):
-        key = f"partial_rollouts={parts}" if parts else "rollout.filter_groups.enable"
-        raise ConfigError(
-            f"config.{key} does not work with config.max_staleness and roles placed on {processes} "
-            "processes; leave it out"
-        )
-
-
-def _check_launch(config: Config, started: Sequence[int]) -> None:
-    """The groups are the nodes of this launch, with `started` devices each."""
-    sizes = [size for _, size in _nodes(config)]
-    if sizes and len(sizes) != len(started):
-        counts = " + ".join(f"{name} {g.count}" for name, g in config.node_groups.items())
-        raise ConfigError(
-            f"config.node_groups has {len(sizes)} nodes ({counts}), and {len(started)} processes "
-            "were started; start one a node, or change the counts"
-        )
-    for node, size in enumerate(sizes):
-        if size != started[node]:
-            raise ConfigError(
-                f"config.node_groups: node{node} has {started[node]} devices and "
-                f"gpus_per_node={size}; start one process a node, or change gpus_per_node"
-            )
-
-
-def _number(role: str, device: Device, nodes: Sequence[Sequence[int]]) -> int:
-    """The number of a device over all nodes."""
-    key, count = f"config.placement.{role} names", sum(map(len, nodes))
-    if isinstance(device, int):
-        if device >= count:
-            why = f"device {device}, but {count} devices are available"
-            raise ConfigError(f"{key} {why}, numbered from 0 to {count - 1}")
-        return device
-    node, number = device
-    if node >= len(nodes):
-        why = f"node{node}, and there are {len(nodes)} processes"
-        raise ConfigError(f"{key} {why}, numbered from 0; start one a node")
-    if number >= len(nodes[node]):
-        why = f"device {number} of node{node}, which has {len(nodes[node])}"
-        raise ConfigError(f"{key} {why}, numbered from 0; start one process a node")
-    return nodes[node][number]

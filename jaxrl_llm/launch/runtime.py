@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
-from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles, numbers_of_roles
+from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
+from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.observability.garbage import end_without_search
 
 USER_ERROR = 2

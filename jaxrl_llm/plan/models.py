@@ -14,9 +14,10 @@ from jaxrl_llm.checkpoint import identity, layout
 from jaxrl_llm.checkpoint.huggingface import load_model_config, model_directory
 from jaxrl_llm.checkpoint.peft import read_lora
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
-from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
+from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
 from jaxrl_llm.models.config import Kind

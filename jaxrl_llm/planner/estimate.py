@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role, numbers_of_roles
+from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
+from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.memory import kept, temporary
 from jaxrl_llm.planner.packing import stored_parameters

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.config import AUTO, Config, ConfigError
-from jaxrl_llm.config.placement import devices_of_roles, sizes_of_nodes
+from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.distributed.placement import sizes_of_nodes
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.planner.compiled import (
     CompiledStage,

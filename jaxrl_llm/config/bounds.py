@@ -1,8 +1,10 @@
 """The types of keys with their bounds, and how text of a command line becomes their values."""
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -83,3 +85,38 @@ class UpTo:
 Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]
 Maybe = Annotated[T | None, BeforeValidator(none_word)]
 FreeDict = Annotated[dict[str, Any], BeforeValidator(guess)]
+
+
+# ------------------------------------------------------------------------- points in time
+
+_AFTER = re.compile(r"\+(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_UNITS_S = (86400, 3600, 60, 1)
+
+
+def end_time(text: str, started: float) -> float:
+    """Epoch seconds of `text`: a time as ISO 8601 or epoch seconds, or `+3h50m` after `started`.
+
+    A time without a zone is of this machine's.
+
+    Raises: ValueError for anything else.
+    """
+    if found := _AFTER.fullmatch(text):
+        parts = zip(found.groups(), _UNITS_S, strict=True)
+        return started + sum(int(number) * unit for number, unit in parts if number)
+    if text.isdecimal() and len(text) == 10:
+        return float(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise ValueError(
+            "expected a time such as 2026-11-25T18:00, +3h50m after the start, or epoch seconds "
+            "such as $SLURM_JOB_END_TIME"
+        ) from None
+
+
+def _time(text: str) -> None:
+    if text:
+        end_time(text, started=0.0)
+
+
+EndTime = Annotated[str, tested(_time)]  # as `end_time` reads it; may be empty

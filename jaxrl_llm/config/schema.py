@@ -16,6 +16,7 @@ from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.bounds import (
     BelowOne,
     Count,
+    EndTime,
     Fraction,
     FreeDict,
     Gigabytes,
@@ -35,7 +36,6 @@ from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
 from jaxrl_llm.config.python_objects import Rows
 from jaxrl_llm.config.records import Record, records_in, validate
 from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
-from jaxrl_llm.config.times import end_time
 from jaxrl_llm.references import nearest
 
 DType = Literal["float32", "bfloat16"]
@@ -416,11 +416,6 @@ class ProfileConfig(Record):
     steps: Many[Count] = ()  # on several GPUs, each also times its collectives
 
 
-def _time(text: str) -> None:
-    if text:
-        end_time(text, started=0.0)
-
-
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
@@ -432,7 +427,7 @@ class CheckpointConfig(Record):
     # Weights are not saved once their norm is so many times that of the start.
     max_growth: Unbounded = 100.0
     # Save and end with code 130 by 2026-11-25T18:00, +3h50m from the start, or $SLURM_JOB_END_TIME.
-    save_by: Annotated[str, tested(_time)] = ""
+    save_by: EndTime = ""
 
 
 class WatchdogConfig(Record):

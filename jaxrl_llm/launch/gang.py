@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
-from jaxrl_llm.config.times import STARTED
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     COORDINATOR,
@@ -27,6 +26,7 @@ from jaxrl_llm.launch.runtime import (
     NUM_PROCESSES,
     USER_ERROR,
 )
+from jaxrl_llm.supervision.deadline import STARTED
 from jaxrl_llm.supervision.signals import STOP_SIGNALS, leave_closed_terminals, send_to_null
 
 GRACE_S = 10.0  # after a failure: time for the other processes to end before they are killed

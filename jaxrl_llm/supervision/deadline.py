@@ -1,13 +1,17 @@
 """`checkpoint.save_by`: a run saves and ends before a time, such as the end of a cluster's job."""
 
+import os
+import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.times import end_time, start_time
+from jaxrl_llm.config.bounds import end_time
 
+# Epoch seconds of a job's start. A launcher sets it, so that restarts do not move the end.
+STARTED = "JAXRL_STARTED"
 RECENT = 50  # steps whose longest counts
 MARGIN_S = 10.0  # for the end of the process
 
@@ -58,3 +62,9 @@ def read_deadline(save_by: str) -> float:
             'with --config.checkpoint.save_by=""'
         )
     return at
+
+
+def start_time(environment: Mapping[str, str] = os.environ) -> float:
+    """Epoch seconds of the start of this job, or of this process outside of a launcher."""
+    given = environment.get(STARTED, "")
+    return float(given) if re.fullmatch(r"\d+(\.\d+)?", given) else time.time()
